@@ -1,0 +1,1 @@
+"""How the embedded model of `assets/quire-tiny` is made: corpus, tokenizer, training, evaluation."""

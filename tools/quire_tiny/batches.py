@@ -1,0 +1,68 @@
+"""Packs documents into rows of equal length, with a weight for the loss of each token."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from tokenizers import Tokenizer
+
+from tools.quire_tiny.corpus import documents
+from tools.quire_tiny.tokens import PAD_ID
+
+_DOCUMENTS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`tokens` int64 [rows, length]; `weights` float32 of the same shape, how much predicting that token counts."""
+
+    tokens: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedDocument:
+    ids: list[int]
+    weights: list[float]
+
+
+def encoded_documents(tokenizer: Tokenizer, seed: int) -> Iterator[EncodedDocument]:
+    """Encodes segment by segment; segments meet where the tokenizer splits anyway."""
+    stream = documents(seed)
+    while True:
+        chunk = list(islice(stream, _DOCUMENTS_AT_ONCE))
+        texts = [segment.text for document in chunk for segment in document]
+        encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
+        for document in chunk:
+            ids: list[int] = []
+            weights: list[float] = []
+            for segment in document:
+                segment_ids = next(encodings).ids
+                ids += segment_ids
+                weights += [segment.weight] * len(segment_ids)
+            yield EncodedDocument(ids, weights)
+
+
+def _fill_row(stream: Iterator[EncodedDocument], length: int) -> EncodedDocument:
+    """A row starts with a document; the one that does not fit at the end is cut."""
+    ids: list[int] = []
+    weights: list[float] = []
+    while len(ids) < length:
+        document = next(stream)
+        ids += document.ids
+        weights += document.weights
+    return EncodedDocument(ids[:length], weights[:length])
+
+
+def next_batch(stream: Iterator[EncodedDocument], shape: Shape) -> Batch:
+    rows = [_fill_row(stream, shape.length) for _ in range(shape.rows)]
+    tokens = torch.tensor([row.ids for row in rows])
+    weights = torch.tensor([row.weights for row in rows])
+    return Batch(tokens, weights.masked_fill(tokens == PAD_ID, 0.0))

@@ -1,0 +1,64 @@
+"""Trains the byte-level BPE tokenizer and writes it in the form that transformers loads."""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from tools.quire_tiny.corpus import documents
+from tools.quire_tiny.tokens import BOS, BOS_ID, CHAT_TEMPLATE, EOS, PAD, SPECIAL_TOKENS
+
+VOCABULARY_SIZE = 2048
+_TOKENIZER_SEED = 1
+_TOKENIZER_DOCUMENTS = 60_000
+
+
+def _training_texts() -> Iterator[str]:
+    for document in islice(documents(_TOKENIZER_SEED), _TOKENIZER_DOCUMENTS):
+        for segment in document:
+            text = segment.text
+            for token in SPECIAL_TOKENS:
+                text = text.replace(token, "")
+            if text:
+                yield text
+
+
+def train_tokenizer() -> Tokenizer:
+    """All 256 bytes are in the vocabulary, so every text can be written; digits stand alone."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[0-9]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_texts(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
+    )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+        "padding_side": "left",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
