@@ -1,0 +1,26 @@
+"""`python -m scheduler_svc`: one scheduler process."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from quire.rpc.process import run_service
+from quire.settings import load_settings
+from scheduler_svc.service.app import serve
+from scheduler_svc.settings import SchedulerSettings
+
+PROGRAM = "quire scheduler"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs until a signal comes; returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+
+    async def run() -> None:
+        await serve(load_settings(SchedulerSettings, arguments, os.environ, program=PROGRAM))
+
+    return run_service(run, program=PROGRAM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

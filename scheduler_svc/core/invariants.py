@@ -1,0 +1,77 @@
+"""What must hold between any two operations of the scheduler. Tests call `check` after each."""
+
+from collections import Counter
+
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
+
+
+class InvariantViolationError(AssertionError):
+    """The scheduler's state contradicts itself."""
+
+
+def check(scheduler: Scheduler) -> None:
+    """Raises InvariantViolationError that names what does not hold."""
+    running = [sequence for group in scheduler.running for sequence in group.sequences]
+    waiting = [sequence for group in scheduler.waiting for sequence in group.sequences]
+    _check_pool(scheduler, running)
+    _check_waiting(waiting)
+    _check_rows(scheduler, [s for s in running if s.status is SequenceStatus.RUNNING])
+    _check_order(scheduler)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantViolationError(message)
+
+
+def _check_pool(scheduler: Scheduler, running: list[Sequence]) -> None:
+    pool = scheduler.blocks.pool
+    free = pool.free_blocks()
+    held = Counter(block for sequence in running for block in sequence.block_table)
+    _require(len(set(free)) == len(free), "a block is free twice")
+    _require(not held.keys() & set(free), f"blocks {sorted(held.keys() & set(free))} are both free and held")
+    _require(
+        len(free) + len(held) == pool.num_blocks, f"{len(free)} free + {len(held)} held != {pool.num_blocks} blocks"
+    )
+    for block, holders in held.items():
+        _require(
+            pool.ref_count(block) == holders, f"block {block}: ref count {pool.ref_count(block)}, holders {holders}"
+        )
+
+
+def _check_waiting(waiting: list[Sequence]) -> None:
+    for sequence in waiting:
+        name = sequence.request.request_id
+        _require(not sequence.block_table and sequence.row is None, f"{name} waits and holds blocks or a row")
+
+
+def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
+    rows = scheduler.rows
+    occupied = [row for row, sequence in enumerate(rows.sequences) if sequence is not None]
+    _require(sorted(s.row for s in running if s.row is not None) == occupied, "rows do not match the running sequences")
+    _require(len(occupied) + rows.num_free == len(rows.sequences), "free and occupied rows do not add up")
+    in_flight = Counter(
+        row
+        for step in scheduler.in_flight
+        for row, incarnation in zip(step.rows.tolist(), step.incarnations.tolist(), strict=True)
+        if rows.incarnation[row] == incarnation
+    )
+    for sequence in running:
+        row, name = sequence.row, sequence.request.request_id
+        assert row is not None
+        planned, computed = int(rows.num_tokens[row]), int(rows.num_computed[row])
+        _require(rows.sequences[row] is sequence, f"{name}: row {row} holds another sequence")
+        _require(bool(rows.active[row]), f"{name}: row {row} is not active")
+        _require(planned == sequence.num_tokens + in_flight[row], f"{name}: {planned} planned tokens do not add up")
+        _require(computed <= planned, f"{name}: {computed} computed of {planned} tokens")
+        slots = len(sequence.block_table) * scheduler.config.block_size
+        _require(rows.num_slots[row] == slots, f"{name}: {rows.num_slots[row]} slots recorded, the table has {slots}")
+        _require(computed <= slots, f"{name}: {computed} computed tokens in {slots} slots")
+        unused = slots - max(computed, sequence.num_tokens)
+        _require(unused < scheduler.config.block_size, f"{name}: {unused} slots are reserved ahead of need")
+
+
+def _check_order(scheduler: Scheduler) -> None:
+    arrivals = [group.arrival for group in scheduler.groups()]
+    _require(arrivals == sorted(arrivals), f"groups are out of order: {arrivals}")

@@ -1,0 +1,362 @@
+"""The scheduler: continuous batching over paged blocks (the paper's sections 4.2, 4.3 and 4.5).
+
+`schedule` plans the next step, `apply` takes in the result of the oldest step in flight. Several steps may be in
+flight: planning counts on tokens that are still to come, and a sequence that turns out to have ended costs one wasted
+row-step.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core.block_manager import BlockManager, CanAllocate
+from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
+from scheduler_svc.core.events import EventLog
+from scheduler_svc.core.queues import GroupQueue
+from scheduler_svc.core.request import ClientId, Request, RequestKey
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.step_draft import StepDraft
+from scheduler_svc.core.step_plan import ClientEvents, RequestFailure, RowAssignment, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Bounds of one replica. Raises ValueError when they contradict each other.
+
+    `max_model_len` is the model's own limit; `Scheduler.max_len` is the one that counts.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 1_000_000
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence takes one token of a step"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark is {self.watermark}, must be in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A planned step whose result is still to come, and who sits in its sampling rows."""
+
+    step_id: int
+    rows: np.ndarray
+    incarnations: np.ndarray
+
+
+class Scheduler:
+    """All requests of one replica, from arrival to end.
+
+    `num_steps` and `num_preemptions` count since the start.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.watermark)
+        self.rows = RowTable(config.max_num_seqs)
+        self.waiting = GroupQueue()
+        self.running = GroupQueue()
+        self.in_flight: deque[StepInFlight] = deque()
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self._last_step_id = 0
+        self._released_rows: list[int] = []
+        self._num_arrivals = 0
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens that a sequence can have: the model's limit or the whole pool, whichever is less."""
+        return min(self.config.max_model_len, self.config.num_blocks * self.config.block_size)
+
+    @property
+    def last_step_id(self) -> int:
+        """The newest planned step since the worker was attached; 0 before the first."""
+        return self._last_step_id
+
+    def num_computed_tokens(self, sequence: Sequence) -> int:
+        """Tokens whose keys and values are in the pool once all steps in flight are done."""
+        return 0 if sequence.row is None else int(self.rows.num_computed[sequence.row])
+
+    def submit(self, request: Request, now: float) -> None:
+        """Puts a request into the queue. Raises a RefusedError (see `errors`) and changes nothing.
+
+        A request with emitted tokens was accepted before, so the queue's bounds do not hold for it.
+        """
+        self._check(request)
+        group = SequenceGroup.of(request, self._num_arrivals, now)
+        self._num_arrivals += 1
+        self.waiting.append(group)
+
+    def abort(self, key: RequestKey) -> bool:
+        """Ends a request at once and frees its blocks. Returns whether there was one."""
+        if key in self.waiting:
+            self.waiting.remove(key)
+            return True
+        if key in self.running:
+            self._stop_running(self.running.remove(key))
+            return True
+        return False
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plans the next step, or returns None when there is nothing to compute until a result or a request comes."""
+        draft = StepDraft(self.config.max_num_batched_tokens)
+        preempted = self._make_room_for_decodes(draft)
+        self._plan_decodes(draft)
+        self._plan_prefills(draft)
+        if not preempted:
+            self._admit(draft, now)
+        return None if draft.is_empty else self._commit(draft)
+
+    def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
+        """Takes in the result of the oldest step in flight and returns what happened, by client.
+
+        Raises ValueError when the result is not that step's.
+        """
+        step = self._take_in_flight(result)
+        events = EventLog()
+        current = self.rows.incarnation[step.rows] == step.incarnations
+        pairs = zip(step.rows[current].tolist(), result.token_ids[current].tolist(), strict=True)
+        for row, token_id in pairs:
+            sequence = self.rows.sequences[row]
+            # Released rows were sorted out above; a group may only end here by a failure of this very step.
+            if sequence is None:
+                continue
+            if row in result.failures:
+                self._fail(sequence, result.failures[row], events)
+                continue
+            sequence.token_ids.append(token_id)
+            events.token(sequence, token_id, result.logprobs.get(row))
+            reason = end_reason(sequence, token_id)
+            if reason is not None or sequence.num_output_tokens == 1:
+                self._on_milestone(sequence, reason, events, now)
+        return events.by_client
+
+    def void_in_flight(self) -> None:
+        """Forgets all steps in flight and all computed tokens, as when a worker was lost.
+
+        Every running group waits again, in order of arrival, before those that waited already.
+        """
+        self.in_flight.clear()
+        while len(self.running):
+            self._requeue(self.running.newest())
+        self._last_step_id = 0
+        self._released_rows.clear()
+
+    def adopt(self, old: "Scheduler") -> list[RequestFailure]:
+        """Takes over the requests of a scheduler whose pool is gone, in order of arrival; nothing of `old` may be in
+        flight. Returns those that do not fit any more."""
+        failures = []
+        self._num_arrivals = old._num_arrivals
+        for group in old.waiting:
+            if group.request.max_len <= self.max_len:
+                self.waiting.append(group)
+            else:
+                message = (
+                    f"needs up to {group.request.max_len} tokens; the worker came back with room for {self.max_len}"
+                )
+                failures.append(RequestFailure(group.request.key, "POOL_SHRANK", message))
+        return failures
+
+    def groups(self) -> Iterable[SequenceGroup]:
+        """All live requests, running first, each queue in order of arrival."""
+        yield from self.running
+        yield from self.waiting
+
+    # Submission
+
+    def _check(self, request: Request) -> None:
+        if request.key in self.waiting or request.key in self.running:
+            raise DuplicateKeyError(f"handle {request.key.handle} already stands for a live request")
+        if not request.prompt or request.max_tokens < 1:
+            raise RefusedError(
+                f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens}: both must be >= 1"
+            )
+        if request.max_len > self.max_len:
+            raise NeverFitsError(
+                f"prompt ({len(request.prompt)} tokens) and max_tokens ({request.max_tokens}) make {request.max_len} "
+                f"tokens; a sequence can have at most {self.max_len}"
+            )
+        if len(request.emitted) >= request.max_tokens:
+            raise RefusedError(
+                f"{len(request.emitted)} tokens were emitted already, max_tokens is {request.max_tokens}"
+            )
+        if not request.emitted:
+            self._check_queue(request)
+
+    def _check_queue(self, request: Request) -> None:
+        if len(self.waiting) >= self.config.max_waiting_requests:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests are waiting; the queue takes {self.config.max_waiting_requests}"
+            )
+        waiting_tokens = self.waiting.num_tokens + len(request.prompt)
+        if len(self.waiting) and waiting_tokens > self.config.max_waiting_tokens:
+            raise QueueFullError(
+                f"{waiting_tokens} tokens would be waiting; the queue takes {self.config.max_waiting_tokens}"
+            )
+
+    # Planning
+
+    def _make_room_for_decodes(self, draft: StepDraft) -> bool:
+        """Gives every decoding row the slot that its next token needs, preempting the newest groups where blocks run
+        out. Returns whether it preempted."""
+        preempted = False
+        needing = self.rows.without_slot(self.rows.decoding())
+        while len(needing) > self.blocks.pool.num_free:
+            self._preempt(self.running.newest())
+            preempted = True
+            needing = self.rows.without_slot(self.rows.decoding())
+        for row in needing.tolist():
+            sequence = self.rows.sequences[row]
+            assert sequence is not None
+            block = self.blocks.append(sequence)
+            draft.block_table_deltas.append((row, len(sequence.block_table) - 1, block))
+        self.rows.num_slots[needing] += self.config.block_size
+        return preempted
+
+    def _plan_decodes(self, draft: StepDraft) -> None:
+        rows = self.rows.decoding()
+        if len(rows):
+            ones = np.ones(len(rows), dtype=np.int64)
+            draft.add(rows, ones, self.rows.num_computed[rows], sampling=ones.astype(bool))
+
+    def _plan_prefills(self, draft: StepDraft) -> None:
+        for row in self.rows.prefilling().tolist():
+            if draft.budget == 0:
+                return
+            self._plan_chunk(draft, row)
+
+    def _plan_chunk(self, draft: StepDraft, row: int) -> None:
+        """As much of the row's uncomputed tokens as the budget has room for. The last chunk samples."""
+        remaining = int(self.rows.num_tokens[row] - self.rows.num_computed[row])
+        chunk = min(remaining, draft.budget)
+        draft.add(
+            np.array([row]),
+            np.array([chunk]),
+            np.array([self.rows.num_computed[row]]),
+            sampling=np.array([chunk == remaining]),
+        )
+
+    def _admit(self, draft: StepDraft, now: float) -> None:
+        while len(self.waiting) and draft.budget > 0 and self.rows.num_free:
+            group = self.waiting.oldest()
+            if self.blocks.can_allocate(group.num_tokens) is not CanAllocate.OK:
+                return
+            self.waiting.remove(group.request.key)
+            self.running.append(group)
+            if group.timeline.started is None:
+                group.timeline.started = now
+            for sequence in group.sequences:
+                self._start(sequence, group.arrival, draft)
+
+    def _start(self, sequence: Sequence, arrival: int, draft: StepDraft) -> None:
+        self.blocks.allocate(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        row = self.rows.assign(sequence, arrival, len(sequence.block_table) * self.config.block_size)
+        draft.assign.append(
+            RowAssignment(
+                row,
+                tuple(sequence.token_ids),
+                tuple(sequence.block_table),
+                sequence.request.sampling,
+                len(sequence.request.prompt),
+            )
+        )
+        self._plan_chunk(draft, row)
+
+    def _commit(self, draft: StepDraft) -> StepPlan:
+        """Counts the step as done, which it is once its result comes."""
+        self._last_step_id += 1
+        self.num_steps += 1
+        plan = draft.finish(self._last_step_id, self._released_rows)
+        self._released_rows = []
+        self.rows.num_computed[plan.rows] += plan.num_new_tokens
+        sampling = plan.samples[:, 0]
+        self.rows.num_tokens[sampling] += 1
+        self.in_flight.append(StepInFlight(plan.step_id, sampling, self.rows.incarnation[sampling].copy()))
+        return plan
+
+    # Results
+
+    def _take_in_flight(self, result: StepResult) -> StepInFlight:
+        if not self.in_flight or self.in_flight[0].step_id != result.step_id:
+            expected = self.in_flight[0].step_id if self.in_flight else "none"
+            raise ValueError(f"result of step {result.step_id} came, the oldest step in flight is {expected}")
+        if len(result.token_ids) != len(self.in_flight[0].rows):
+            raise ValueError(
+                f"step {result.step_id} sampled {len(self.in_flight[0].rows)} rows, "
+                f"its result has {len(result.token_ids)} tokens"
+            )
+        return self.in_flight.popleft()
+
+    def _on_milestone(self, sequence: Sequence, reason: FinishReason | None, events: EventLog, now: float) -> None:
+        """The first token of a sequence, or its end."""
+        group = self.running.get(sequence.request.key)
+        if group.timeline.first_token is None:
+            group.timeline.first_token = now
+        if reason is None:
+            return
+        self._release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        events.sequence_end(sequence, reason)
+        if group.finished:
+            group.timeline.last_token = now
+            self.running.remove(group.request.key)
+            events.request_end(group)
+
+    def _fail(self, sequence: Sequence, detail: str, events: EventLog) -> None:
+        group = self.running.remove(sequence.request.key)
+        self._stop_running(group)
+        events.request_failure(group, "NON_FINITE_LOGITS", detail)
+
+    # Leaving the batch
+
+    def _preempt(self, group: SequenceGroup) -> None:
+        """Recompute (the paper's section 4.5): prompt and output so far become one prompt."""
+        self._requeue(group)
+        group.preemptions += 1
+        self.num_preemptions += 1
+
+    def _requeue(self, group: SequenceGroup) -> None:
+        self.running.remove(group.request.key)
+        self._stop_running(group)
+        for sequence in group.sequences:
+            sequence.status = SequenceStatus.WAITING
+        self.waiting.append_first(group)
+
+    def _stop_running(self, group: SequenceGroup) -> None:
+        for sequence in group.sequences:
+            if sequence.status is SequenceStatus.RUNNING:
+                self._release(sequence)
+                sequence.status = SequenceStatus.FINISHED
+
+    def _release(self, sequence: Sequence) -> None:
+        """Frees row and blocks. Steps in flight may still write to them, but every later step runs after those."""
+        assert sequence.row is not None
+        self._released_rows.append(sequence.row)
+        self.rows.release(sequence.row)
+        self.blocks.free(sequence)
+
+
+def end_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
+    """Whether the sequence ends with this token, its newest."""
+    if token_id in sequence.request.stop_token_ids:
+        return FinishReason.STOP
+    if sequence.num_tokens >= sequence.request.max_len:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,83 @@
+"""Sequences, and the groups in which they are scheduled."""
+
+import enum
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.request import Request
+
+
+class SequenceStatus(enum.Enum):
+    """WAITING -> RUNNING -> (WAITING again by recompute) -> RUNNING -> FINISHED."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended by itself."""
+
+    STOP = enum.auto()
+    LENGTH = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One line of text being generated.
+
+    `token_ids` are prompt and output as far as results came back, without the tokens that steps in flight will sample.
+    `row` is its slot in the worker's batch, None unless it runs.
+    """
+
+    request: Request
+    index: int
+    token_ids: list[int]
+    status: SequenceStatus = SequenceStatus.WAITING
+    block_table: list[BlockId] = field(default_factory=list)
+    row: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When things happened to a request, in seconds of the caller's clock."""
+
+    arrived: float
+    started: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """All sequences of one request. It is scheduled, preempted and resumed as one (the paper's section 4.5).
+
+    `arrival` numbers groups in order of arrival; preemption takes the highest.
+    """
+
+    request: Request
+    arrival: int
+    sequences: list[Sequence]
+    timeline: Timeline
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, request: Request, arrival: int, now: float) -> "SequenceGroup":
+        tokens = [*request.prompt, *request.emitted]
+        return cls(request, arrival, [Sequence(request, 0, tokens)], Timeline(now))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)

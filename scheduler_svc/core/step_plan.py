@@ -1,0 +1,131 @@
+"""What one step is, and what came of it: the values that pass between the core and the service."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.request import Handle, RequestKey, RowSampling
+from scheduler_svc.core.sequence import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RowAssignment:
+    """A sequence that enters a row: sent whole, once. Later steps send only what changed."""
+
+    row: int
+    token_ids: SequenceOf[int]
+    block_table: SequenceOf[BlockId]
+    sampling: RowSampling
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of all workers. Arrays are int64; rows of the batch are distinct.
+
+    release                  [r]     rows that hold nothing any more, before `assign`
+    block_table_deltas       [d, 3]  row, logical index, block id
+    rows, num_new_tokens, num_computed_tokens  [b]  the batch
+    samples                  [s, 2]  row that samples, row of the batch from whose last token's logits
+    """
+
+    step_id: int
+    release: np.ndarray
+    assign: SequenceOf[RowAssignment]
+    block_table_deltas: np.ndarray
+    rows: np.ndarray
+    num_new_tokens: np.ndarray
+    num_computed_tokens: np.ndarray
+    samples: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_new_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log probability of one token id; rank 1 is the most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The chosen token and the most likely ones, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the workers answered: one token id for each of `StepPlan.samples`, in that order.
+
+    `logprobs` and `failures` are keyed by row; the token of a failed row means nothing.
+    """
+
+    step_id: int
+    token_ids: np.ndarray
+    logprobs: Mapping[int, PositionLogprobs] = field(default_factory=dict)
+    failures: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnd:
+    """A sequence ended; its tokens came before."""
+
+    handle: Handle
+    sequence_index: int
+    num_tokens: int
+    reason: FinishReason
+    stop_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request cost. Times are seconds."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """All sequences of a request ended."""
+
+    handle: Handle
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """One request failed; others go on."""
+
+    key: RequestKey
+    reason: str
+    message: str
+
+
+@dataclass(slots=True)
+class ClientEvents:
+    """All that happened in one step to the requests of one client. The four lists describe tokens, one entry each."""
+
+    handles: list[Handle] = field(default_factory=list)
+    sequence_indices: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[tuple[int, PositionLogprobs]] = field(default_factory=list)
+    """Index into the lists above, and the token's log probabilities."""
+    finished: list[SequenceEnd] = field(default_factory=list)
+    completed: list[RequestEnd] = field(default_factory=list)
+    failed: list[RequestFailure] = field(default_factory=list)

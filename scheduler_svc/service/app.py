@@ -1,0 +1,67 @@
+"""Puts a scheduler process together, runs it, and takes it apart."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+import grpc.aio
+
+from quire.rpc.server import RpcServer
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.telemetry import MetricsServer, configure_logging
+from scheduler_svc.service.connections import Connections
+from scheduler_svc.service.metrics import SchedulerMetrics, StateCollector
+from scheduler_svc.service.servicer import SchedulerServicer
+from scheduler_svc.service.step_loop import StepLoop
+from scheduler_svc.settings import SchedulerSettings
+
+_logger = logging.getLogger(__name__)
+_SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+
+
+async def serve(settings: SchedulerSettings) -> None:
+    """Runs until it is cancelled, then drains. Raises ConfigurationError when it cannot start."""
+    configure_logging("scheduler", settings.log_level)
+    metrics = SchedulerMetrics()
+    connections = Connections(abort=lambda key: loop.abort(key))
+    loop = StepLoop(settings, metrics, connections.deliver, lambda attached: server.set_serving(attached))
+    servicer = SchedulerServicer(loop, connections, time.monotonic)
+    metrics.watch(StateCollector(lambda: loop.scheduler))
+
+    def register(grpc_server: grpc.aio.Server) -> None:
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, grpc_server)
+
+    server = await RpcServer.start(settings.listen, register, [_SERVICE_NAME])
+    try:
+        with _metrics_server(settings, metrics):
+            _logger.info("listening on %s, worker at %s", server.address, loop.worker_address)
+            await _run_and_drain(loop, servicer, settings.drain_timeout)
+    finally:
+        await server.stop(grace_s=1.0)
+
+
+async def _run_and_drain(loop: StepLoop, servicer: SchedulerServicer, drain_timeout_s: float) -> None:
+    """Drives the steps until cancelled, and then on until the live requests are done or the time is over."""
+    driver = asyncio.create_task(loop.run())
+    try:
+        await asyncio.shield(driver)
+    except asyncio.CancelledError:
+        await servicer.drain(drain_timeout_s)
+        raise
+    finally:
+        driver.cancel()
+        await asyncio.wait([driver])
+
+
+@contextlib.contextmanager
+def _metrics_server(settings: SchedulerSettings, metrics: SchedulerMetrics) -> Iterator[None]:
+    if settings.metrics_port is None:
+        yield
+        return
+    server = MetricsServer.start(settings.metrics_host, settings.metrics_port, metrics.registry)
+    try:
+        yield
+    finally:
+        server.stop()

@@ -1,0 +1,67 @@
+"""Prometheus metrics of the scheduler."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from scheduler_svc.core.request import ClientId
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_plan import ClientEvents, StepPlan
+
+_FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+_STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
+
+
+class SchedulerMetrics:
+    """Counters that the step loop feeds, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        make = {"registry": self.registry, "namespace": "quire", "subsystem": "scheduler"}
+        self._steps = Counter("steps", "Steps planned.", **make)
+        self._batched_tokens = Counter("batched_tokens", "Tokens that were computed, prefill and decode.", **make)
+        self._generated = Counter("generated_tokens", "Tokens handed to gateways.", **make)
+        self._ended = Counter("requests", "Requests that ended, by outcome.", ["outcome"], **make)
+        self._plan_time = Histogram("plan_seconds", "Time to plan a step.", buckets=_FAST, **make)
+        self._step_time = Histogram("step_seconds", "From planning a step to its result.", buckets=_STEP, **make)
+
+    def planned(self, plan: StepPlan, seconds: float) -> None:
+        self._steps.inc()
+        self._batched_tokens.inc(plan.num_tokens)
+        self._plan_time.observe(seconds)
+
+    def stepped(self, seconds: float) -> None:
+        self._step_time.observe(seconds)
+
+    def delivered(self, events: dict[ClientId, ClientEvents]) -> None:
+        for batch in events.values():
+            self._generated.inc(len(batch.token_ids))
+            self._ended.labels("completed").inc(len(batch.completed))
+            self._ended.labels("failed").inc(len(batch.failed))
+
+    def watch(self, state: "StateCollector") -> None:
+        self.registry.register(state)
+
+
+class StateCollector(Collector):
+    """Gauges read off the core at scrape time."""
+
+    def __init__(self, scheduler_of: Callable[[], Scheduler | None]) -> None:
+        self._scheduler_of = scheduler_of
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        scheduler = self._scheduler_of()
+        if scheduler is None:
+            return
+        pool = scheduler.blocks.pool
+        requests = GaugeMetricFamily("quire_scheduler_live_requests", "Live requests.", labels=["queue"])
+        requests.add_metric(["waiting"], len(scheduler.waiting))
+        requests.add_metric(["running"], len(scheduler.running))
+        blocks = GaugeMetricFamily("quire_scheduler_gpu_blocks", "Blocks of the GPU pool.", labels=["state"])
+        blocks.add_metric(["free"], pool.num_free)
+        blocks.add_metric(["used"], pool.num_used)
+        preempted = GaugeMetricFamily("quire_scheduler_preemptions", "Preemptions since the start.")
+        preempted.add_metric([], scheduler.num_preemptions)
+        yield from (requests, blocks, preempted)

@@ -1,0 +1,50 @@
+"""Events on their way to one gateway."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from quire.rpc.errors import QuireError
+from scheduler_svc.core.request import Handle
+from scheduler_svc.core.step_plan import ClientEvents
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """What goes out as one message: the events of one or more steps, oldest first, and refused submissions."""
+
+    step_id: int = 0
+    batches: list[ClientEvents] = field(default_factory=list)
+    refusals: list[tuple[Handle, QuireError]] = field(default_factory=list)
+
+
+class Outbox:
+    """Keeps events until the gateway's stream takes them. Putting never waits: what piles up behind a slow stream goes
+    out together. It holds no more than the tokens that the gateway's live requests may still generate."""
+
+    def __init__(self) -> None:
+        self._outgoing = Outgoing()
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    def put(self, step_id: int, events: ClientEvents) -> None:
+        self._outgoing.step_id = step_id
+        self._outgoing.batches.append(events)
+        self._wake.set()
+
+    def put_refusal(self, handle: Handle, error: QuireError) -> None:
+        self._outgoing.refusals.append((handle, error))
+        self._wake.set()
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._closed = True
+        self._wake.set()
+
+    async def take(self) -> Outgoing | None:
+        """Waits for events and returns all that there are; None once the outbox is closed."""
+        await self._wake.wait()
+        if self._closed:
+            return None
+        self._wake.clear()
+        outgoing, self._outgoing = self._outgoing, Outgoing()
+        return outgoing

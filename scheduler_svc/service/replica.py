@@ -1,0 +1,21 @@
+"""What the workers of a replica are, as the scheduler learns it when it attaches."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """Pool geometry, model and limits, as the worker of rank 0 reports them."""
+
+    worker_generation: int
+    block_size: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_num_rows: int
+    max_num_batched_tokens: int
+    max_steps_in_flight: int
+    max_logprobs: int

@@ -1,0 +1,151 @@
+"""SchedulerService over gRPC: thin, every decision is elsewhere."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+
+from quire.rpc.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    FieldViolation,
+    InvalidArgument,
+    QuireError,
+    ResourceExhausted,
+    Unavailable,
+)
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
+from scheduler_svc.core.request import Handle, Request, RequestKey
+from scheduler_svc.service.connections import Connection, Connections
+from scheduler_svc.service.gateway_convert import events_message, request_from_submit, welcome_message
+from scheduler_svc.service.state_convert import state_message
+from scheduler_svc.service.step_loop import StepLoop
+
+_logger = logging.getLogger(__name__)
+_MAX_GRACE_PERIOD_MS = 600_000
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """One instance serves all gateways."""
+
+    def __init__(self, loop: StepLoop, connections: Connections, clock: Callable[[], float]) -> None:
+        self._loop = loop
+        self._connections = connections
+        self._clock = clock
+        self._draining = False
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
+        hello = await self._hello(request_iterator)
+        connection = self._connections.open(hello.gateway_id, hello.grace_period_ms / 1e3)
+        reader = asyncio.create_task(self._read(request_iterator, connection))
+        reader.add_done_callback(lambda _: connection.outbox.close())
+        try:
+            yield self._welcome()
+            while (outgoing := await connection.outbox.take()) is not None:
+                yield events_message(outgoing)
+            await reader
+        finally:
+            reader.cancel()
+            self._connections.close(connection)
+
+    async def GetState(
+        self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.GetStateResponse:
+        return state_message(
+            self._loop,
+            include_sequences=request.include_sequences,
+            draining=self._draining,
+            num_gateways=len(self._connections),
+        )
+
+    async def Drain(
+        self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.DrainResponse:
+        timeout_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
+        return scheduler_pb2.DrainResponse(remaining_requests=await self.drain(timeout_s))
+
+    async def drain(self, timeout_s: float | None) -> int:
+        """Stops admitting, waits for the live requests, and returns how many are left when the time is over."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._loop.wait_idle()
+        except TimeoutError:
+            _logger.warning("%d requests still live after draining for %s s", self._loop.num_live(), timeout_s)
+        return self._loop.num_live()
+
+    async def _hello(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.Hello:
+        self._check_available()
+        first = await anext(messages, None)
+        if first is None or first.WhichOneof("message") != "hello":
+            raise FailedPrecondition("the first message of a stream must be hello")
+        if not first.hello.gateway_id:
+            raise _invalid("hello.gateway_id", "must not be empty")
+        if first.hello.grace_period_ms > _MAX_GRACE_PERIOD_MS:
+            raise _invalid("hello.grace_period_ms", f"is {first.hello.grace_period_ms}; at most {_MAX_GRACE_PERIOD_MS}")
+        return first.hello
+
+    def _check_available(self) -> None:
+        if self._draining:
+            raise Unavailable("the scheduler drains", reason="DRAINING")
+        if self._loop.scheduler is None:
+            raise Unavailable("no worker is attached yet", reason="NO_WORKER", retry_after_ms=100)
+
+    def _welcome(self) -> scheduler_pb2.ConnectResponse:
+        scheduler, replica = self._loop.scheduler, self._loop.replica
+        assert scheduler is not None
+        assert replica is not None
+        return welcome_message(self._loop.epoch, replica, scheduler)
+
+    async def _read(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest], connection: Connection) -> None:
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "submit":
+                    self._submit(message.submit, connection)
+                case "abort":
+                    self._abort(message.abort.handle, connection)
+                case "credit":
+                    pass
+                case other:
+                    raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
+
+    def _submit(self, submit: scheduler_pb2.Submit, connection: Connection) -> None:
+        try:
+            request = self._accept(submit, connection)
+        except QuireError as error:
+            connection.outbox.put_refusal(Handle(submit.handle), error)
+        else:
+            connection.live.add(request.key)
+
+    def _accept(self, submit: scheduler_pb2.Submit, connection: Connection) -> Request:
+        """Queues the request. Raises what the gateway is told."""
+        if self._draining:
+            raise Unavailable("the scheduler drains", reason="DRAINING")
+        replica = self._loop.replica
+        assert replica is not None
+        request = request_from_submit(submit, connection.client, replica.vocab_size)
+        try:
+            self._loop.submit(request)
+        except DuplicateKeyError as error:
+            raise AlreadyExists(str(error)) from error
+        except QueueFullError as error:
+            retry_after_ms = self._loop.retry.retry_after_ms(self._clock())
+            raise ResourceExhausted(str(error), reason="QUEUE_FULL", retry_after_ms=retry_after_ms) from error
+        except NeverFitsError as error:
+            raise InvalidArgument(str(error), reason="NEVER_FITS") from error
+        except RefusedError as error:
+            raise InvalidArgument(str(error)) from error
+        return request
+
+    def _abort(self, handle: int, connection: Connection) -> None:
+        key = RequestKey(connection.client, Handle(handle))
+        connection.live.discard(key)
+        self._loop.abort(key)
+
+
+def _invalid(field: str, description: str) -> InvalidArgument:
+    return InvalidArgument(f"{field} {description}", violations=[FieldViolation(field, description)])

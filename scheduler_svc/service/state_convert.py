@@ -1,0 +1,65 @@
+"""What GetState answers: a snapshot between two operations of the core."""
+
+from quire.scheduler.v1 import scheduler_pb2
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.service.step_loop import StepLoop
+
+_STATUSES = {
+    SequenceStatus.WAITING: scheduler_pb2.SEQUENCE_STATUS_WAITING,
+    SequenceStatus.RUNNING: scheduler_pb2.SEQUENCE_STATUS_RUNNING,
+}
+
+
+def state_message(
+    loop: StepLoop, *, include_sequences: bool, draining: bool, num_gateways: int
+) -> scheduler_pb2.GetStateResponse:
+    """Counters and, where asked, every live sequence with its block table."""
+    message = scheduler_pb2.GetStateResponse(
+        scheduler_epoch=loop.epoch,
+        draining=draining,
+        connected_gateways=num_gateways,
+        workers=[_worker_message(loop)],
+    )
+    scheduler = loop.scheduler
+    if scheduler is None:
+        return message
+    message.last_step_id = scheduler.last_step_id
+    message.steps = scheduler.num_steps
+    message.preemptions = scheduler.num_preemptions
+    message.waiting_requests = len(scheduler.waiting)
+    message.running_requests = len(scheduler.running)
+    message.waiting_tokens = scheduler.waiting.num_tokens
+    message.gpu_pool.CopyFrom(_pool_message(scheduler.blocks.pool))
+    if include_sequences:
+        sequences = (sequence for group in scheduler.groups() for sequence in group.sequences)
+        message.sequences.extend(_sequence_message(scheduler, sequence) for sequence in sequences)
+    return message
+
+
+def _worker_message(loop: StepLoop) -> scheduler_pb2.WorkerState:
+    message = scheduler_pb2.WorkerState(address=loop.worker_address, attached=loop.is_attached)
+    if loop.replica is not None:
+        message.worker_generation = loop.replica.worker_generation
+    return message
+
+
+def _pool_message(pool: BlockPool) -> scheduler_pb2.PoolState:
+    return scheduler_pb2.PoolState(total_blocks=pool.num_blocks, free_blocks=pool.num_free, used_blocks=pool.num_used)
+
+
+def _sequence_message(scheduler: Scheduler, sequence: Sequence) -> scheduler_pb2.SequenceState:
+    num_computed = scheduler.num_computed_tokens(sequence)
+    block_size = scheduler.config.block_size
+    message = scheduler_pb2.SequenceState(
+        request_id=sequence.request.request_id,
+        sequence_index=sequence.index,
+        status=_STATUSES[sequence.status],
+        num_tokens=sequence.num_tokens,
+        num_computed_tokens=num_computed,
+    )
+    for index, block in enumerate(sequence.block_table):
+        filled = min(max(num_computed - index * block_size, 0), block_size)
+        message.block_table.add(block_id=block, filled=filled, ref_count=scheduler.blocks.pool.ref_count(block))
+    return message

@@ -1,0 +1,218 @@
+"""Drives the core: keeps the worker's pipeline of steps full and hands out what comes back."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from scheduler_svc.core.request import ClientId, Request, RequestKey
+from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.step_plan import ClientEvents
+from scheduler_svc.service.admission import RetryAdvisor
+from scheduler_svc.service.metrics import SchedulerMetrics
+from scheduler_svc.service.replica import ReplicaInfo
+from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
+from scheduler_svc.settings import SchedulerSettings
+
+_logger = logging.getLogger(__name__)
+_FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
+_ATTACH_TIMEOUT_S = 5.0
+
+Deliver = Callable[[int, dict[ClientId, ClientEvents]], None]
+"""Takes the id of a step and what it meant for each client."""
+
+
+class StepLoop:
+    """Owns the core and the worker. Everything here runs on one event loop, so the core needs no lock.
+
+    `epoch` rises with every attachment. `scheduler` and `replica` are None until a worker was attached once.
+    `report_attached` is told whenever the worker comes or goes.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        metrics: SchedulerMetrics,
+        deliver: Deliver,
+        report_attached: Callable[[bool], None],
+    ) -> None:
+        self.scheduler: Scheduler | None = None
+        self.replica: ReplicaInfo | None = None
+        self.is_attached = False
+        self.epoch = int(time.time() * 1e3)
+        self.retry = RetryAdvisor()
+        self._settings = settings
+        self._metrics = metrics
+        self._deliver = deliver
+        self._report_attached = report_attached
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._sent_at: dict[int, float] = {}
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises the core's RefusedError."""
+        assert self.scheduler is not None, "no worker was attached yet"
+        self.scheduler.submit(request, time.monotonic())
+        self._idle.clear()
+        self._wake.set()
+
+    def abort(self, key: RequestKey) -> bool:
+        """Ends a request; its blocks are free at once. Returns whether there was one."""
+        if self.scheduler is None or not self.scheduler.abort(key):
+            return False
+        self._wake.set()
+        self._note_idle()
+        return True
+
+    @property
+    def worker_address(self) -> str:
+        (address,) = self._settings.workers
+        return address
+
+    async def wait_idle(self) -> None:
+        """Returns once no request is live."""
+        await self._idle.wait()
+
+    def num_live(self) -> int:
+        return 0 if self.scheduler is None else len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    async def run(self) -> None:
+        """Attaches the worker, drives it, and starts again whenever it is lost. Runs until it is cancelled."""
+        while True:
+            link = await self._attach()
+            try:
+                await self._drive(link)
+            except WorkerLostError as error:
+                _logger.warning("%s; its steps are void, running requests wait for it to come back", error)
+            if self.scheduler is not None:
+                self.scheduler.void_in_flight()
+
+    async def _attach(self) -> WorkerLink:
+        backoff_s = _FIRST_BACKOFF_S
+        said = ""
+        while True:
+            self.epoch += 1
+            try:
+                link = await WorkerLink.attach(self.worker_address, self.epoch, _ATTACH_TIMEOUT_S)
+                self._take_over(link.info)
+                return link
+            except WorkerLostError as error:
+                if str(error) != said:
+                    said = str(error)
+                    _logger.info("%s; trying again", said)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    def _take_over(self, info: ReplicaInfo) -> None:
+        config = self._config(info)
+        if self.scheduler is None:
+            self.scheduler = Scheduler(config)
+        elif config != self.scheduler.config:
+            self._rebuild(config)
+        self.replica = info
+        self._sent_at.clear()
+        self._set_attached(True)
+        self._wake.set()
+        _logger.info(
+            "attached worker generation %d as epoch %d: %s, %d blocks of %d tokens",
+            info.worker_generation,
+            self.epoch,
+            info.architecture,
+            info.num_gpu_blocks,
+            info.block_size,
+        )
+
+    def _config(self, info: ReplicaInfo) -> SchedulerConfig:
+        settings = self._settings
+        return SchedulerConfig(
+            num_blocks=info.num_gpu_blocks,
+            block_size=info.block_size,
+            max_num_seqs=min(settings.max_num_seqs, info.max_num_rows),
+            max_num_batched_tokens=min(settings.max_num_batched_tokens, info.max_num_batched_tokens),
+            max_model_len=info.max_model_len,
+            max_waiting_requests=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+            watermark=settings.watermark,
+        )
+
+    def _rebuild(self, config: SchedulerConfig) -> None:
+        """The worker came back with another pool: the live requests move over, in order of arrival."""
+        assert self.scheduler is not None
+        _logger.warning("the worker came back with another geometry: %s", config)
+        old, self.scheduler = self.scheduler, Scheduler(config)
+        for failure in self.scheduler.adopt(old):
+            self._deliver(0, {failure.key.client: ClientEvents(failed=[failure])})
+        self._note_idle()
+
+    async def _drive(self, link: WorkerLink) -> None:
+        """Sends steps and receives results until one of the two fails. Raises WorkerLostError."""
+        halves = [asyncio.create_task(self._send_steps(link)), asyncio.create_task(self._receive_results(link))]
+        try:
+            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._set_attached(False)
+            for half in halves:
+                half.cancel()
+            await link.close()
+            outcomes = await asyncio.gather(*halves, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _send_steps(self, link: WorkerLink) -> None:
+        scheduler = self.scheduler
+        assert scheduler is not None
+        depth = min(self._settings.max_steps_in_flight, link.info.max_steps_in_flight)
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while len(scheduler.in_flight) < depth:
+                started = time.monotonic()
+                plan = scheduler.schedule(started)
+                if plan is None:
+                    break
+                self._sent_at[plan.step_id] = started
+                self._metrics.planned(plan, time.monotonic() - started)
+                await link.send(plan)
+
+    async def _receive_results(self, link: WorkerLink) -> None:
+        scheduler = self.scheduler
+        assert scheduler is not None
+        while True:
+            result = await link.receive()
+            now = time.monotonic()
+            if result is None:
+                self._check_progress(now, link)
+                continue
+            self._metrics.stepped(now - self._sent_at.pop(result.step_id, now))
+            try:
+                events = scheduler.apply(result, now)
+            except ValueError as error:
+                raise WorkerLostError(f"worker {link.address}: {error}") from error
+            self._wake.set()
+            self._hand_out(result.step_id, events, now)
+
+    def _check_progress(self, now: float, link: WorkerLink) -> None:
+        """A heartbeat came: the process lives, but its device may hang."""
+        oldest = min(self._sent_at.values(), default=now)
+        if now - oldest > self._settings.step_timeout:
+            raise WorkerLostError(f"worker {link.address} has not answered a step for {now - oldest:.1f} s")
+
+    def _hand_out(self, step_id: int, events: dict[ClientId, ClientEvents], now: float) -> None:
+        if not events:
+            return
+        self._deliver(step_id, events)
+        self._metrics.delivered(events)
+        ended = sum(len(batch.completed) + len(batch.failed) for batch in events.values())
+        if ended:
+            self.retry.completed(ended, now)
+            self._note_idle()
+
+    def _set_attached(self, attached: bool) -> None:
+        self.is_attached = attached
+        self._report_attached(attached)
+
+    def _note_idle(self) -> None:
+        if self.num_live() == 0:
+            self._idle.set()

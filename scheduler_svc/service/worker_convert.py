@@ -1,0 +1,91 @@
+"""Between the core's plans and results and the messages of workers."""
+
+import numpy as np
+
+from quire.arrays import decode_float32, decode_int32, encode_int32
+from quire.rpc.errors import InvalidArgument
+from quire.worker.v1 import worker_pb2
+from scheduler_svc.core.step_plan import PositionLogprobs, RowAssignment, StepPlan, StepResult, TokenLogprob
+from scheduler_svc.service.replica import ReplicaInfo
+
+
+def attach_message(epoch: int) -> bytes:
+    return worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=epoch)).SerializeToString()
+
+
+def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
+    """A step, serialized once for all ranks."""
+    step = worker_pb2.StepRequest(
+        step_id=plan.step_id,
+        scheduler_epoch=epoch,
+        worker_generation=generation,
+        release=encode_int32(plan.release),
+        assign=[_assign_message(assigned) for assigned in plan.assign],
+        block_table_deltas=encode_int32(plan.block_table_deltas),
+        batch=worker_pb2.Batch(
+            rows=encode_int32(plan.rows),
+            num_new_tokens=encode_int32(plan.num_new_tokens),
+            num_computed_tokens=encode_int32(plan.num_computed_tokens),
+            samples=encode_int32(plan.samples),
+        ),
+    )
+    return worker_pb2.RunRequest(step=step).SerializeToString()
+
+
+def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
+    sampling = assigned.sampling
+    row_sampling = worker_pb2.RowSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )
+    if sampling.logprobs is not None:
+        row_sampling.logprobs = sampling.logprobs
+    return worker_pb2.AssignRow(
+        row=assigned.row,
+        token_ids=encode_int32(assigned.token_ids),
+        block_table=encode_int32(assigned.block_table),
+        sampling=row_sampling,
+        num_prompt_tokens=assigned.num_prompt_tokens,
+    )
+
+
+def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
+    return ReplicaInfo(
+        worker_generation=info.worker_generation,
+        block_size=info.pool.block_size,
+        num_gpu_blocks=info.pool.num_gpu_blocks,
+        num_host_blocks=info.pool.num_host_blocks,
+        architecture=info.model.architecture,
+        dtype=info.model.dtype,
+        vocab_size=info.model.vocab_size,
+        max_model_len=info.model.max_model_len,
+        max_num_rows=info.limits.max_num_rows,
+        max_num_batched_tokens=info.limits.max_num_batched_tokens,
+        max_steps_in_flight=info.limits.max_steps_in_flight,
+        max_logprobs=info.limits.max_logprobs,
+    )
+
+
+def step_result(message: worker_pb2.StepResult, vocab_size: int) -> StepResult:
+    """A step's answer. Raises InvalidArgument when its arrays do not make sense."""
+    rows = decode_int32(message.rows, "rows", minimum=0)
+    token_ids = decode_int32(message.token_ids, "token_ids", minimum=0, below=vocab_size)
+    if len(rows) != len(token_ids):
+        raise InvalidArgument(f"step {message.step_id} has {len(rows)} rows and {len(token_ids)} token ids")
+    tokens_of = dict(zip(rows.tolist(), token_ids.tolist(), strict=True)) if message.logprobs else {}
+    return StepResult(
+        step_id=message.step_id,
+        token_ids=token_ids.astype(np.int64),
+        logprobs={entry.row: _position_logprobs(entry, tokens_of[entry.row]) for entry in message.logprobs},
+        failures={failure.row: failure.detail for failure in message.failures},
+    )
+
+
+def _position_logprobs(entry: worker_pb2.RowLogprobs, token_id: int) -> PositionLogprobs:
+    ids = decode_int32(entry.top_token_ids, "top_token_ids", minimum=0).tolist()
+    values = decode_float32(entry.top_logprobs, "top_logprobs").tolist()
+    top = tuple(TokenLogprob(*pair, rank=rank) for rank, pair in enumerate(zip(ids, values, strict=True), start=1))
+    return PositionLogprobs(TokenLogprob(token_id, entry.chosen_logprob, entry.chosen_rank), top)

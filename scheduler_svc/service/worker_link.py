@@ -1,0 +1,102 @@
+"""The step stream to one worker."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+
+from quire.rpc.channel import open_channel
+from quire.rpc.errors import InvalidArgument
+from quire.worker.v1 import worker_pb2
+from scheduler_svc.core.step_plan import StepPlan, StepResult
+from scheduler_svc.service.replica import ReplicaInfo
+from scheduler_svc.service.worker_convert import attach_message, replica_info, step_message, step_result
+
+_RUN = "/quire.worker.v1.WorkerService/Run"
+_SILENCE_LIMIT_S = 10.0
+"""A living worker sends a heartbeat every second."""
+
+
+_CALL_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
+"""What an operation on a broken call raises."""
+
+
+class WorkerLostError(Exception):
+    """The worker's stream broke, or the worker does not answer. Every step in flight is void."""
+
+
+class WorkerLink:
+    """An attached worker, made by `attach`. Steps go out in order, results come back in the same order."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, call: grpc.aio.StreamStreamCall, epoch: int, info: ReplicaInfo, address: str
+    ) -> None:
+        self.info = info
+        self.address = address
+        self.epoch = epoch
+        self._channel = channel
+        self._call = call
+
+    @classmethod
+    async def attach(cls, address: str, epoch: int, timeout_s: float) -> "WorkerLink":
+        """Takes the worker over under a new epoch. Raises WorkerLostError when it cannot be had within the time."""
+        channel = open_channel(address)
+        # Requests are serialized here, once for all ranks, so the call takes bytes.
+        call = channel.stream_stream(_RUN, response_deserializer=worker_pb2.RunResponse.FromString)()
+        # In a task of its own: a gRPC call that is cancelled while it starts swallows the cancellation of its caller.
+        handshake = asyncio.create_task(_handshake(call, epoch))
+        try:
+            await asyncio.wait([handshake], timeout=timeout_s)
+            if not handshake.done():
+                raise WorkerLostError(f"worker {address} did not answer Attach within {timeout_s:.0f} s")
+            return cls(channel, call, epoch, replica_info(handshake.result().info), address)
+        except BaseException as error:
+            call.cancel()
+            await channel.close()
+            await asyncio.wait([handshake])
+            if isinstance(error, _CALL_ERRORS):
+                raise WorkerLostError(f"cannot attach to worker {address}: {_describe(error)}") from error
+            raise
+
+    async def send(self, plan: StepPlan) -> None:
+        """Hands a step over. Raises WorkerLostError."""
+        try:
+            await self._call.write(step_message(plan, self.epoch, self.info.worker_generation))
+        except _CALL_ERRORS as error:
+            raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
+
+    async def receive(self) -> StepResult | None:
+        """The next result, or None for a heartbeat. Raises WorkerLostError."""
+        try:
+            async with asyncio.timeout(_SILENCE_LIMIT_S):
+                response = await self._call.read()
+        except TimeoutError as error:
+            raise WorkerLostError(f"worker {self.address} has been silent for {_SILENCE_LIMIT_S:.0f} s") from error
+        except grpc.aio.AioRpcError as error:
+            raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
+        if not isinstance(response, worker_pb2.RunResponse):
+            raise WorkerLostError(f"worker {self.address} ended the stream: {await self._call.details()}")
+        if not response.HasField("result"):
+            return None
+        try:
+            return step_result(response.result, self.info.vocab_size)
+        except InvalidArgument as error:
+            raise WorkerLostError(f"worker {self.address} sent a malformed result: {error}") from error
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+
+async def _handshake(call: grpc.aio.StreamStreamCall, epoch: int) -> worker_pb2.Attached:
+    await call.write(attach_message(epoch))
+    response = await call.read()
+    if not isinstance(response, worker_pb2.RunResponse) or not response.HasField("attached"):
+        raise WorkerLostError("the worker did not answer Attach with Attached")
+    return response.attached
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,36 @@
+"""Settings of a scheduler process."""
+
+from dataclasses import dataclass
+
+from quire.settings import setting
+from quire.telemetry import LOG_LEVELS
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """Runs the scheduler of one replica."""
+
+    listen: str = setting("127.0.0.1:50052", "where gateways connect, HOST:PORT or unix:PATH")
+    workers: tuple[str, ...] = setting(("127.0.0.1:50053",), "addresses of the workers in order of rank, with commas")
+    max_num_seqs: int = setting(256, "most sequences that run at once", minimum=1)
+    max_num_batched_tokens: int = setting(2048, "most tokens of one step", minimum=1)
+    max_waiting_requests: int = setting(1024, "most requests that wait; more are refused", minimum=1)
+    max_waiting_tokens: int = setting(1_000_000, "most prompt tokens that wait; more are refused", minimum=1)
+    watermark: float = setting(0.01, "share of the blocks that admission leaves free", minimum=0, maximum=0.9)
+    max_steps_in_flight: int = setting(2, "steps that workers have before the first is answered", minimum=1, maximum=4)
+    step_timeout: float = setting(60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1)
+    drain_timeout: float = setting(30.0, "seconds that running requests get at shutdown", minimum=0)
+    metrics_host: str = setting("127.0.0.1", "where to serve Prometheus metrics")
+    metrics_port: int | None = setting(
+        None, "port of the Prometheus metrics; none serves none", minimum=0, maximum=65535
+    )
+    log_level: str = setting("info", "least level of log records", choices=LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        if len(self.workers) != 1:
+            raise ValueError(f"--workers names {len(self.workers)} addresses; this version drives exactly 1 worker")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least --max-num-seqs "
+                f"({self.max_num_seqs}), since every running sequence takes one token of a step"
+            )

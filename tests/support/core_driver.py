@@ -1,0 +1,170 @@
+"""Drives the scheduler core without services: a stand-in for the worker that knows each sequence's next token."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core import invariants
+from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.step_plan import ClientEvents, StepPlan, StepResult
+
+CLIENT = ClientId(0)
+
+
+def make_config(**changes: int | float) -> SchedulerConfig:
+    defaults: dict = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 128,
+        "watermark": 0.0,
+    }
+    return SchedulerConfig(**(defaults | changes))
+
+
+def make_request(
+    handle: int,
+    *,
+    prompt_len: int = 5,
+    max_tokens: int = 6,
+    stop: frozenset[int] = frozenset(),
+    emitted: tuple[int, ...] = (),
+) -> Request:
+    prompt = [(handle * 7 + i) % 50 for i in range(prompt_len)]
+    key = RequestKey(CLIENT, Handle(handle))
+    return Request(key, f"request-{handle}", prompt, RowSampling(seed=handle), max_tokens, stop, emitted)
+
+
+def next_token(seed: int, position: int) -> int:
+    """The token at `position` of the sequence with this seed: what a sample depends on, and on nothing else."""
+    return (seed * 31 + position * 17) % 50
+
+
+def expected_output(request: Request) -> list[int]:
+    """What the request gets, whatever runs beside it."""
+    output = list(request.emitted)
+    while len(output) < request.max_tokens:
+        output.append(next_token(request.sampling.seed, len(request.prompt) + len(output)))
+        if output[-1] in request.stop_token_ids:
+            break
+    return output
+
+
+@dataclass
+class WorkerRow:
+    tokens: list[int]
+    blocks: list[int]
+    seed: int
+
+
+@dataclass
+class FakeDevice:
+    """Executes plans like a worker: checks that every token has a slot and that nothing is skipped."""
+
+    block_size: int
+    rows: dict[int, WorkerRow] = field(default_factory=dict)
+    slots: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Slot -> (seed, position) of the token whose keys and values it holds."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for row in plan.release.tolist():
+            del self.rows[row]
+        for assigned in plan.assign:
+            assert assigned.row not in self.rows, "a row was assigned twice"
+            self.rows[assigned.row] = WorkerRow(
+                list(assigned.token_ids), list(assigned.block_table), assigned.sampling.seed
+            )
+        for row, index, block in plan.block_table_deltas.tolist():
+            assert index == len(self.rows[row].blocks), "a block table has a gap"
+            self.rows[row].blocks.append(block)
+        batch = zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), plan.num_computed_tokens.tolist(), strict=True)
+        for row, num_new, num_computed in batch:
+            self._compute(self.rows[row], num_new, num_computed)
+        return StepResult(
+            plan.step_id, np.array([self._sample(row) for row, _ in plan.samples.tolist()], dtype=np.int64)
+        )
+
+    def _slot(self, row: WorkerRow, position: int) -> int:
+        return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _compute(self, row: WorkerRow, num_new: int, num_computed: int) -> None:
+        for position in range(num_computed):
+            assert self.slots[self._slot(row, position)] == (row.seed, position), "the context was overwritten"
+        for position in range(num_computed, num_computed + num_new):
+            assert position < len(row.tokens), "a token was computed before it was known"
+            self.slots[self._slot(row, position)] = (row.seed, position)
+
+    def _sample(self, row: int) -> int:
+        state = self.rows[row]
+        state.tokens.append(next_token(state.seed, len(state.tokens)))
+        return state.tokens[-1]
+
+
+class Driver:
+    """A scheduler and a device with some steps in flight between them."""
+
+    def __init__(self, config: SchedulerConfig, max_in_flight: int = 2) -> None:
+        self.scheduler = Scheduler(config)
+        self.device = FakeDevice(config.block_size)
+        self.max_in_flight = max_in_flight
+        self.results: deque[StepResult] = deque()
+        self.outputs: dict[int, list[int]] = {}
+        self.finished: set[int] = set()
+        self.clock = 0.0
+
+    def submit(self, request: Request) -> None:
+        self.scheduler.submit(request, self.clock)
+        self.outputs[request.key.handle] = list(request.emitted)
+        self.check()
+
+    def plan(self) -> StepPlan | None:
+        """Plans one step, runs it, and keeps its result back."""
+        if len(self.results) >= self.max_in_flight:
+            return None
+        plan = self.scheduler.schedule(self.clock)
+        if plan is not None:
+            self.results.append(self.device.run(plan))
+        self.check()
+        return plan
+
+    def deliver(self) -> dict[ClientId, ClientEvents]:
+        """Applies the oldest result that was kept back."""
+        if not self.results:
+            return {}
+        self.clock += 1.0
+        events = self.scheduler.apply(self.results.popleft(), self.clock)
+        for batch in events.values():
+            self._record(batch)
+        self.check()
+        return events
+
+    def run_until_idle(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            while self.plan() is not None:
+                pass
+            if not self.results:
+                return
+            self.deliver()
+        raise AssertionError(f"still busy after {max_steps} steps")
+
+    def crash(self) -> None:
+        """The worker is lost with everything in flight."""
+        self.scheduler.void_in_flight()
+        self.results.clear()
+        self.device = FakeDevice(self.scheduler.config.block_size)
+        self.check()
+
+    def check(self) -> None:
+        invariants.check(self.scheduler)
+
+    def _record(self, batch: ClientEvents) -> None:
+        columns = zip(batch.handles, batch.offsets, batch.token_ids, strict=True)
+        for handle, offset, token_id in columns:
+            assert offset == len(self.outputs[handle]), "an event was lost or repeated"
+            self.outputs[handle].append(token_id)
+        for end in batch.finished:
+            assert end.num_tokens == len(self.outputs[end.handle])
+        self.finished.update(end.handle for end in batch.completed)

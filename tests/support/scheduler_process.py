@@ -1,0 +1,146 @@
+"""A whole scheduler service inside the test's event loop, and a gateway's end of its stream."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from quire.arrays import decode_int32, encode_int32
+from quire.common.v1 import common_pb2
+from quire.rpc.channel import open_channel
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_svc.service.app import serve
+from scheduler_svc.settings import SchedulerSettings
+from tests.support.fake_worker import token_at
+
+
+@contextlib.asynccontextmanager
+async def running_scheduler(
+    socket: str, worker: str, **settings
+) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
+    """Runs the service on a unix socket until the block ends; yields a stub that is connected to it."""
+    address = f"unix:{socket}"
+    values = {"listen": address, "workers": (worker,), "drain_timeout": 0.0, "log_level": "warning"} | settings
+    task = asyncio.create_task(serve(SchedulerSettings(**values)))
+    channel = open_channel(address)
+    stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    try:
+        await stub.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=10)
+        yield stub
+    finally:
+        await channel.close()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition, timeout_s: float = 10.0):
+    """Awaits `condition()` (a coroutine function) until it returns something true, and returns that."""
+    async with asyncio.timeout(timeout_s):
+        while not (value := await condition()):
+            await asyncio.sleep(0.005)
+        return value
+
+
+async def state_of(stub: scheduler_pb2_grpc.SchedulerServiceStub, **request) -> scheduler_pb2.GetStateResponse:
+    return await stub.GetState(scheduler_pb2.GetStateRequest(**request))
+
+
+async def wait_attached(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
+    async def attached() -> bool:
+        return (await state_of(stub)).workers[0].attached
+
+    await until(attached)
+
+
+async def wait_nothing_in_use(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
+    async def free() -> bool:
+        state = await state_of(stub)
+        return not (state.gpu_pool.used_blocks or state.running_requests or state.waiting_requests)
+
+    await until(free)
+
+
+def make_submit(
+    handle: int,
+    *,
+    prompt_len: int = 5,
+    max_tokens: int = 8,
+    stop: Sequence[int] = (),
+    emitted: Sequence[int] = (),
+    **extra,
+) -> scheduler_pb2.Submit:
+    """A submission whose seed is its handle, so that `expected_tokens` knows its output."""
+    submit = scheduler_pb2.Submit(
+        handle=handle,
+        request_id=f"request-{handle}",
+        prompt_token_ids=encode_int32([(handle + i) % 100 for i in range(prompt_len)]),
+        sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=1.0, seed=handle),
+        stopping=common_pb2.StoppingParameters(max_tokens=max_tokens, stop_token_ids=stop),
+        **extra,
+    )
+    if emitted:
+        submit.emitted.add(sequence_index=0, token_ids=encode_int32(list(emitted)))
+    return submit
+
+
+def expected_tokens(handle: int, *, prompt_len: int = 5, max_tokens: int = 8) -> list[int]:
+    return [token_at(handle, prompt_len + i) for i in range(max_tokens)]
+
+
+@dataclass
+class GatewayStream:
+    """The gateway's end of Connect. Collects events and checks that offsets are consecutive."""
+
+    call: grpc.aio.StreamStreamCall
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, scheduler_pb2.SequenceEnd] = field(default_factory=dict)
+    completed: dict[int, scheduler_pb2.RequestEnd] = field(default_factory=dict)
+    failed: dict[int, scheduler_pb2.RequestFailure] = field(default_factory=dict)
+    logprobs: dict[int, list[common_pb2.PositionLogprobs]] = field(default_factory=dict)
+    num_messages: int = 0
+
+    @classmethod
+    async def open(
+        cls, stub: scheduler_pb2_grpc.SchedulerServiceStub, gateway_id: str = "gateway-a", grace_period_ms: int = 0
+    ) -> tuple["GatewayStream", scheduler_pb2.Welcome]:
+        stream = cls(stub.Connect())
+        hello = scheduler_pb2.Hello(gateway_id=gateway_id, grace_period_ms=grace_period_ms)
+        await stream.call.write(scheduler_pb2.ConnectRequest(hello=hello))
+        return stream, (await stream.call.read()).welcome
+
+    async def submit(self, submit: scheduler_pb2.Submit) -> None:
+        emitted = decode_int32(submit.emitted[0].token_ids, "emitted").tolist() if submit.emitted else []
+        self.outputs[submit.handle] = emitted
+        await self.call.write(scheduler_pb2.ConnectRequest(submit=submit))
+
+    async def abort(self, handle: int) -> None:
+        await self.call.write(scheduler_pb2.ConnectRequest(abort=scheduler_pb2.Abort(handle=handle)))
+
+    async def read(self) -> None:
+        """Takes in one message."""
+        message = await self.call.read()
+        assert isinstance(message, scheduler_pb2.ConnectResponse), "the stream ended"
+        self.num_messages += 1
+        events = message.events
+        handles, offsets = decode_int32(events.handles, "handles"), decode_int32(events.offsets, "offsets")
+        columns = zip(handles.tolist(), offsets.tolist(), decode_int32(events.token_ids, "ids").tolist(), strict=True)
+        for handle, offset, token_id in columns:
+            assert offset == len(self.outputs[handle]), "an event was lost or repeated"
+            self.outputs[handle].append(token_id)
+        for entry in events.logprobs:
+            self.logprobs.setdefault(int(handles[entry.event]), []).append(entry.logprobs)
+        self.ends |= {end.handle: end for end in events.finished}
+        self.completed |= {end.handle: end for end in events.completed}
+        self.failed |= {failure.handle: failure for failure in events.failed}
+
+    async def read_until_over(self, *handles: int, timeout_s: float = 20.0) -> None:
+        """Takes in messages until each of these requests is completed or failed."""
+        async with asyncio.timeout(timeout_s):
+            while not all(handle in self.completed or handle in self.failed for handle in handles):
+                await self.read()
+
+    def close(self) -> None:
+        self.call.cancel()

@@ -1,0 +1,331 @@
+import numpy as np
+import pytest
+
+from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
+from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.step_plan import StepResult
+from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
+
+
+def assert_all_free(driver: Driver) -> None:
+    pool = driver.scheduler.blocks.pool
+    assert pool.num_free == pool.num_blocks
+    assert driver.scheduler.rows.num_free == driver.scheduler.config.max_num_seqs
+
+
+def test_one_request_runs_from_prompt_to_max_tokens():
+    driver = Driver(make_config())
+    request = make_request(1, prompt_len=5, max_tokens=6)
+    driver.submit(request)
+    driver.run_until_idle()
+    assert driver.outputs[1] == expected_output(request)
+    assert driver.finished == {1}
+    assert_all_free(driver)
+
+
+def test_a_prompt_takes_exactly_the_blocks_its_tokens_need():
+    driver = Driver(make_config(block_size=4))
+    driver.submit(make_request(1, prompt_len=7))
+    plan = driver.plan()
+    assert plan is not None
+    (assigned,) = plan.assign
+    assert assigned.block_table == (0, 1)
+    assert driver.scheduler.blocks.pool.num_used == 2
+
+
+def test_a_block_is_added_only_when_the_last_one_is_full():
+    # The paper's figure 6: 7 prompt tokens in blocks of 4; the eighth token fills block 1, the ninth opens another.
+    driver = Driver(make_config(block_size=4), max_in_flight=1)
+    driver.submit(make_request(1, prompt_len=7, max_tokens=4))
+    deltas = []
+    for _ in range(3):
+        plan = driver.plan()
+        assert plan is not None
+        deltas.append(plan.block_table_deltas.tolist())
+        driver.deliver()
+    assert deltas == [[], [], [[0, 2, 2]]]
+
+
+def test_a_request_joins_and_another_leaves_between_two_steps():
+    driver = Driver(make_config(), max_in_flight=1)
+    driver.submit(make_request(1, max_tokens=3))
+    driver.plan()
+    driver.deliver()
+    driver.submit(make_request(2, max_tokens=8))
+    plan = driver.plan()
+    assert plan is not None
+    assert sorted(plan.rows.tolist()) == [0, 1]
+    assert plan.num_new_tokens.tolist() == [1, 5]
+    driver.deliver()
+    driver.plan()
+    driver.deliver()
+    assert driver.finished == {1}
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.release.tolist() == [0]
+    assert plan.rows.tolist() == [1]
+
+
+def test_prefill_is_cut_into_chunks_and_mixed_with_decodes_under_the_budget():
+    driver = Driver(make_config(max_num_batched_tokens=10), max_in_flight=1)
+    driver.submit(make_request(1, prompt_len=4, max_tokens=10))
+    driver.plan()
+    driver.deliver()
+    long = make_request(2, prompt_len=25, max_tokens=2)
+    driver.submit(long)
+    chunks = []
+    for _ in range(3):
+        plan = driver.plan()
+        assert plan is not None
+        assert plan.num_tokens <= 10
+        chunks.append(plan.num_new_tokens.tolist())
+        driver.deliver()
+    assert chunks == [[1, 9], [1, 9], [1, 7]]
+    driver.run_until_idle()
+    assert driver.outputs[2] == expected_output(long)
+
+
+def test_a_chunk_samples_only_when_it_is_the_last():
+    driver = Driver(make_config(max_num_batched_tokens=10), max_in_flight=1)
+    driver.submit(make_request(1, prompt_len=15))
+    first, second = driver.plan(), (driver.deliver(), driver.plan())[1]
+    assert first is not None
+    assert second is not None
+    assert first.samples.tolist() == []
+    assert second.samples.tolist() == [[0, 0]]
+
+
+def test_the_second_step_is_planned_before_the_first_result():
+    driver = Driver(make_config(), max_in_flight=2)
+    driver.submit(make_request(1))
+    first, second = driver.plan(), driver.plan()
+    assert first is not None
+    assert second is not None
+    assert second.num_computed_tokens.tolist() == [5]
+    assert second.num_new_tokens.tolist() == [1]
+
+
+def test_no_step_is_planned_past_max_tokens():
+    driver = Driver(make_config(), max_in_flight=2)
+    driver.submit(make_request(1, max_tokens=2))
+    assert driver.plan() is not None
+    assert driver.plan() is not None
+    driver.results.clear()
+    assert driver.scheduler.schedule(0.0) is None
+
+
+def test_a_stop_token_ends_the_sequence_and_the_step_in_flight_is_dropped():
+    request = make_request(1, max_tokens=50)
+    stop = expected_output(request)[2]
+    request = make_request(1, max_tokens=50, stop=frozenset([stop]))
+    driver = Driver(make_config(), max_in_flight=2)
+    driver.submit(request)
+    driver.run_until_idle()
+    assert driver.outputs[1] == expected_output(request)
+    assert driver.outputs[1][-1] == stop
+    assert_all_free(driver)
+
+
+def test_a_finished_sequence_reports_reason_and_stop_token():
+    request = make_request(1, max_tokens=1)
+    driver = Driver(make_config())
+    driver.submit(request)
+    driver.plan()
+    (end,) = driver.deliver()[CLIENT].finished
+    assert (end.num_tokens, end.reason, end.stop_token_id) == (1, FinishReason.LENGTH, None)
+
+    stop = expected_output(request)[0]
+    driver = Driver(make_config())
+    driver.submit(make_request(1, max_tokens=9, stop=frozenset([stop])))
+    driver.plan()
+    (end,) = driver.deliver()[CLIENT].finished
+    assert (end.num_tokens, end.reason, end.stop_token_id) == (1, FinishReason.STOP, stop)
+
+
+def test_when_blocks_run_out_the_newest_is_preempted_and_later_recomputed():
+    driver = Driver(make_config(num_blocks=6, block_size=4, max_model_len=24))
+    requests = [make_request(i, prompt_len=8, max_tokens=12) for i in range(3)]
+    for request in requests:
+        driver.submit(request)
+    driver.run_until_idle()
+    assert driver.scheduler.num_preemptions > 0
+    for request in requests:
+        assert driver.outputs[request.key.handle] == expected_output(request)
+    assert_all_free(driver)
+
+
+def test_preemption_takes_the_newest_and_spares_the_oldest():
+    driver = Driver(make_config(num_blocks=4, block_size=4, max_model_len=16), max_in_flight=1)
+    old, new = make_request(1, prompt_len=8, max_tokens=8), make_request(2, prompt_len=8, max_tokens=8)
+    driver.submit(old)
+    driver.submit(new)
+    driver.plan()
+    driver.deliver()
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.rows.tolist() == [0]
+    assert [group.request.key.handle for group in driver.scheduler.waiting] == [2]
+    assert driver.scheduler.waiting.oldest().preemptions == 1
+
+
+def test_nothing_is_admitted_past_the_watermark():
+    driver = Driver(make_config(num_blocks=10, block_size=4, watermark=0.3, max_model_len=40))
+    driver.submit(make_request(1, prompt_len=16))
+    driver.submit(make_request(2, prompt_len=16))
+    driver.plan()
+    assert len(driver.scheduler.running) == 1
+    assert len(driver.scheduler.waiting) == 1
+
+
+def test_a_request_as_large_as_the_pool_runs_when_it_is_alone():
+    driver = Driver(make_config(num_blocks=4, block_size=4, watermark=0.5, max_model_len=100))
+    request = make_request(1, prompt_len=15, max_tokens=1)
+    driver.submit(request)
+    driver.run_until_idle()
+    assert driver.outputs[1] == expected_output(request)
+
+
+def test_abort_frees_blocks_at_once_whether_waiting_or_running():
+    driver = Driver(make_config(max_num_seqs=1))
+    running, waiting = make_request(1), make_request(2)
+    driver.submit(running)
+    driver.submit(waiting)
+    driver.plan()
+    assert driver.scheduler.abort(waiting.key)
+    assert driver.scheduler.abort(running.key)
+    assert not driver.scheduler.abort(running.key)
+    driver.check()
+    assert_all_free(driver)
+    assert driver.deliver() == {}
+
+
+def test_a_row_taken_over_in_flight_does_not_get_the_old_result():
+    driver = Driver(make_config(max_num_seqs=1), max_in_flight=2)
+    driver.submit(make_request(1))
+    driver.plan()
+    driver.scheduler.abort(make_request(1).key)
+    other = make_request(2)
+    driver.submit(other)
+    driver.run_until_idle()
+    assert driver.outputs[2] == expected_output(other)
+    assert driver.outputs[1] == []
+
+
+def test_a_resubmitted_request_goes_on_after_the_emitted_tokens():
+    whole = make_request(1, max_tokens=8)
+    resumed = make_request(1, max_tokens=8, emitted=tuple(expected_output(whole)[:3]))
+    driver = Driver(make_config())
+    driver.submit(resumed)
+    driver.run_until_idle()
+    assert driver.outputs[1] == expected_output(whole)
+
+
+def test_losing_the_worker_loses_no_token_and_keeps_the_order_of_arrival():
+    driver = Driver(make_config(max_num_seqs=2))
+    requests = [make_request(i, max_tokens=9) for i in range(4)]
+    for request in requests:
+        driver.submit(request)
+    for _ in range(3):
+        driver.plan()
+        driver.deliver()
+    driver.plan()
+    driver.crash()
+    assert [group.request.key.handle for group in driver.scheduler.waiting] == [0, 1, 2, 3]
+    driver.run_until_idle()
+    for request in requests:
+        assert driver.outputs[request.key.handle] == expected_output(request)
+
+
+def test_a_failed_row_fails_its_request_alone():
+    driver = Driver(make_config())
+    driver.submit(make_request(1))
+    driver.submit(make_request(2))
+    plan = driver.plan()
+    assert plan is not None
+    good = driver.results.popleft()
+    driver.results.append(StepResult(good.step_id, good.token_ids, failures={0: "logits hold NaN"}))
+    (failure,) = driver.deliver()[CLIENT].failed
+    assert (failure.key.handle, failure.reason) == (1, "NON_FINITE_LOGITS")
+    driver.run_until_idle()
+    assert driver.finished == {2}
+    assert_all_free(driver)
+
+
+def test_usage_tells_queueing_prefill_and_decode_apart():
+    driver = Driver(make_config(), max_in_flight=1)
+    driver.clock = 10.0
+    driver.submit(make_request(1, prompt_len=5, max_tokens=3))
+    driver.clock = 12.0
+    ends = []
+    for _ in range(3):
+        driver.plan()
+        ends += [end for events in driver.deliver().values() for end in events.completed]
+    (end,) = ends
+    assert (end.usage.prompt_tokens, end.usage.generated_tokens) == (5, 3)
+    assert (end.usage.queue_s, end.usage.prefill_s, end.usage.decode_s) == (2.0, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        (make_request(1, prompt_len=120, max_tokens=9), NeverFitsError, "129"),
+        (make_request(1, prompt_len=0), RefusedError, "prompt"),
+        (make_request(1, max_tokens=0), RefusedError, "max_tokens"),
+        (make_request(1, max_tokens=2, emitted=(1, 2)), RefusedError, "emitted"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_with_its_numbers(request_, error, words):
+    driver = Driver(make_config())
+    with pytest.raises(error, match=words):
+        driver.submit(request_)
+    assert len(driver.scheduler.waiting) == 0
+
+
+def test_the_pool_bounds_a_request_where_it_is_smaller_than_the_context():
+    driver = Driver(make_config(num_blocks=3, block_size=4, max_model_len=1000))
+    assert driver.scheduler.max_len == 12
+    with pytest.raises(NeverFitsError, match="at most 12"):
+        driver.submit(make_request(1, prompt_len=8, max_tokens=5))
+
+
+def test_a_full_queue_refuses_by_requests_and_by_tokens_but_takes_what_was_accepted_before():
+    driver = Driver(make_config(max_waiting_requests=2, max_waiting_tokens=12))
+    driver.submit(make_request(1, prompt_len=5))
+    with pytest.raises(QueueFullError, match="takes 12"):
+        driver.submit(make_request(2, prompt_len=8))
+    driver.submit(make_request(2, prompt_len=5))
+    with pytest.raises(QueueFullError, match="takes 2"):
+        driver.submit(make_request(3, prompt_len=1))
+    driver.submit(make_request(3, prompt_len=5, emitted=(4,)))
+
+
+def test_a_handle_in_use_is_refused():
+    driver = Driver(make_config())
+    driver.submit(make_request(1))
+    with pytest.raises(DuplicateKeyError):
+        driver.submit(make_request(1))
+
+
+def test_a_result_of_another_step_or_length_is_refused():
+    driver = Driver(make_config())
+    driver.submit(make_request(1))
+    driver.plan()
+    with pytest.raises(ValueError, match="step 5"):
+        driver.scheduler.apply(StepResult(5, np.array([1])), 0.0)
+    with pytest.raises(ValueError, match="2 tokens"):
+        driver.scheduler.apply(StepResult(1, np.array([1, 2])), 0.0)
+
+
+def test_the_same_arrivals_and_results_give_the_same_plans():
+    def plans() -> list[tuple]:
+        driver = Driver(make_config(num_blocks=12, max_model_len=48))
+        seen = []
+        for i in range(6):
+            driver.submit(make_request(i, prompt_len=6 + i, max_tokens=5 + i))
+            plan = driver.plan()
+            driver.deliver()
+            if plan is not None:
+                seen.append((plan.rows.tolist(), plan.num_new_tokens.tolist(), plan.block_table_deltas.tolist()))
+        return seen
+
+    assert plans() == plans()
