@@ -1,0 +1,7 @@
+"""Operations of paged attention models; `kernels.ops` is the only door.
+
+This module imports neither torch nor triton: transformers looks for a package of this name when it is imported, and
+must find a harmless one.
+"""
+
+__version__ = "0.1.0"

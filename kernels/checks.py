@@ -1,0 +1,44 @@
+"""Checks of arguments that the operations share. Each raises ValueError and names the argument, value and limit."""
+
+from collections.abc import Sequence
+
+import torch
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None]) -> None:
+    """None in `expected` allows any size of that dimension."""
+    shape = tensor.shape
+    if len(shape) == len(expected):
+        for size, wanted in zip(shape, expected, strict=True):
+            if wanted is not None and size != wanted:
+                break
+        else:
+            return
+    wanted_text = ", ".join("any" if size is None else str(size) for size in expected)
+    raise ValueError(f"{name} has shape {list(shape)}; expected [{wanted_text}]")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, expected: torch.dtype | tuple[torch.dtype, ...]) -> None:
+    allowed = expected if isinstance(expected, tuple) else (expected,)
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; expected {' or '.join(str(dtype) for dtype in allowed)}")
+
+
+def check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> None:
+    if tensor.device != expected:
+        raise ValueError(f"{name} is on {tensor.device}; expected {expected}")
+
+
+def check_kv_cache(kv_cache: torch.Tensor) -> None:
+    """A layer's KV pool: contiguous [2, num_blocks, num_kv_heads, block_size, head_dim]."""
+    check_shape("kv_cache", kv_cache, (2, None, None, None, None))
+    check_dtype("kv_cache", kv_cache, FLOATING)
+    if not kv_cache.is_contiguous():
+        raise ValueError("kv_cache is not contiguous")
+
+
+def check_pairs(pairs: torch.Tensor) -> None:
+    check_shape("pairs", pairs, (None, 2))
+    check_dtype("pairs", pairs, torch.int64)

@@ -1,0 +1,207 @@
+"""One function per operation: it checks its arguments and calls the implementation for their device.
+
+Words: T tokens of one flat batch, R rows (sequences) in it, H heads, D head size, B block size. A slot is
+`block_id * B + offset`. The KV pool of a layer is `[2, num_blocks, Hkv, B, D]`, keys first: the tile of one block and
+head is contiguous.
+
+All operations raise ValueError when shapes, dtypes or devices do not fit together. The content of index tensors (block
+ids, slots, positions) is the caller's duty: reading it would stall a GPU.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels import reference
+from kernels.checks import FLOATING, check_device, check_dtype, check_kv_cache, check_pairs, check_shape
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Writes the keys and values of new tokens into their slots of `kv_cache`, in place.
+
+    Args:
+        key, value: [T, Hkv, D], of the dtype of `kv_cache`.
+        kv_cache: [2, num_blocks, Hkv, B, D].
+        slot_mapping: [T] int64, all different.
+    """
+    check_kv_cache(kv_cache)
+    _, _, num_kv_heads, _, head_dim = kv_cache.shape
+    for name, tensor in (("key", key), ("value", value)):
+        check_shape(name, tensor, (slot_mapping.shape[0], num_kv_heads, head_dim))
+        check_dtype(name, tensor, kv_cache.dtype)
+        check_device(name, tensor, kv_cache.device)
+    check_dtype("slot_mapping", slot_mapping, torch.int64)
+    check_device("slot_mapping", slot_mapping, kv_cache.device)
+    reference.reshape_and_cache(key, value, kv_cache, slot_mapping)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of a flat batch over paged keys and values (the paper's section 4.1).
+
+    The new tokens of row r are `query[query_start_loc[r]:query_start_loc[r + 1]]`; they are the last tokens of a
+    context of `seq_lens[r]` tokens, which lies in the blocks `block_tables[r]` and includes the new tokens themselves.
+    Decodes (one new token) and prefill chunks mix freely. Slots beyond a row's context may hold anything, NaN too.
+
+    Args:
+        query: [T, Hq, D], of the dtype of `kv_cache`; Hq is a multiple of Hkv.
+        kv_cache: [2, num_blocks, Hkv, B, D].
+        block_tables: [R, M] int32, M at least ceil(max_seq_len / B). Entries beyond a row's context are not read.
+        query_start_loc: [R + 1] int32, from 0 to T, rising.
+        seq_lens: [R] int32, at least the row's new tokens.
+        scale: factor on the scores.
+        max_query_len, max_seq_len: the largest of the batch.
+        sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
+        alibi_slopes: [Hq] float32; `slope * (key position - query position)` is added to the scores.
+
+    Returns:
+        [T, Hq, D] of the dtype of `query`.
+    """
+    check_kv_cache(kv_cache)
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    check_shape("query", query, (None, None, head_dim))
+    check_dtype("query", query, kv_cache.dtype)
+    num_heads = query.shape[1]
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"query has {num_heads} heads; expected a multiple of the {num_kv_heads} of kv_cache")
+    num_rows = seq_lens.shape[0]
+    check_shape("block_tables", block_tables, (num_rows, None))
+    check_shape("query_start_loc", query_start_loc, (num_rows + 1,))
+    named = (("block_tables", block_tables), ("query_start_loc", query_start_loc), ("seq_lens", seq_lens))
+    for name, tensor in named:
+        check_dtype(name, tensor, torch.int32)
+        check_device(name, tensor, kv_cache.device)
+    check_device("query", query, kv_cache.device)
+    if not 1 <= max_query_len <= max_seq_len:
+        raise ValueError(f"max_query_len is {max_query_len}; expected 1 to max_seq_len, {max_seq_len}")
+    if max_seq_len > block_tables.shape[1] * block_size:
+        raise ValueError(
+            f"max_seq_len is {max_seq_len}; {block_tables.shape[1]} blocks of {block_size} tokens hold fewer"
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}; expected at least 1")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap is {soft_cap}; expected more than 0")
+    if alibi_slopes is not None:
+        check_shape("alibi_slopes", alibi_slopes, (num_heads,))
+        check_dtype("alibi_slopes", alibi_slopes, torch.float32)
+        check_device("alibi_slopes", alibi_slopes, kv_cache.device)
+    return reference.paged_attention(
+        query,
+        kv_cache,
+        block_tables,
+        query_start_loc,
+        seq_lens,
+        scores=reference.ScoreRule(scale, sliding_window, soft_cap, alibi_slopes),
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+
+
+def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
+    """Copies whole blocks within every layer's pool, in place (copy-on-write).
+
+    All sources are read before any destination is written.
+
+    Args:
+        kv_caches: one [2, num_blocks, Hkv, B, D] a layer.
+        pairs: [n, 2] int64, (source block, destination block); destinations are all different.
+    """
+    check_pairs(pairs)
+    for kv_cache in kv_caches:
+        check_kv_cache(kv_cache)
+    reference.copy_blocks(kv_caches, pairs)
+
+
+def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
+    """Copies whole blocks of every layer from one pool to another, on whichever devices they are.
+
+    Args:
+        source, destination: one [2, num_blocks, Hkv, B, D] a layer; they differ in num_blocks and device at most.
+        pairs: [n, 2] int64, (source block, destination block); destinations are all different.
+    """
+    check_pairs(pairs)
+    if len(source) != len(destination):
+        raise ValueError(f"source has {len(source)} layers; destination has {len(destination)}")
+    for from_cache, to_cache in zip(source, destination, strict=True):
+        check_kv_cache(from_cache)
+        check_kv_cache(to_cache)
+        check_shape("destination", to_cache, (2, None, *from_cache.shape[2:]))
+        check_dtype("destination", to_cache, from_cache.dtype)
+    reference.swap_blocks(source, destination, pairs)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [..., hidden], weight [hidden]."""
+    _check_norm(x, weight)
+    return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds x [..., hidden] to the residual stream; returns (rms_norm(sum), sum). May write the sum into `residual`."""
+    _check_norm(x, weight)
+    check_shape("residual", residual, x.shape)
+    check_dtype("residual", residual, x.dtype)
+    return reference.add_rms_norm(x, residual, weight, eps)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Layer norm over the last dimension; x [..., hidden], weight and bias [hidden] or None for 1 and 0."""
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_shape(name, tensor, (x.shape[-1],))
+    return reference.layer_norm(x, weight, bias, eps)
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding of the two-halves kind (dimension i turns with i + D/2).
+
+    Args:
+        query, key: [T, Hq, D] and [T, Hkv, D], D even.
+        positions: [T] int64, below max_position.
+        cos_sin_cache: [max_position, D] float32; the first half of a line is cosines, the second sines.
+
+    Returns:
+        The rotated query and key, new tensors.
+    """
+    num_tokens, _, head_dim = query.shape
+    check_shape("key", key, (num_tokens, None, head_dim))
+    check_shape("positions", positions, (num_tokens,))
+    check_dtype("positions", positions, torch.int64)
+    check_shape("cos_sin_cache", cos_sin_cache, (None, head_dim))
+    check_dtype("cos_sin_cache", cos_sin_cache, torch.float32)
+    if head_dim % 2:
+        raise ValueError(f"query has head size {head_dim}; expected an even one")
+    return reference.rotary(query, key, positions, cos_sin_cache)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`silu(x[..., :n]) * x[..., n:]` for x [..., 2n]; returns [..., n]."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"x has a last dimension of {x.shape[-1]}; expected an even one")
+    return reference.silu_and_mul(x)
+
+
+def _check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
+    check_shape("weight", weight, (x.shape[-1],))
+    check_dtype("x", x, FLOATING)
+    check_device("weight", weight, x.device)

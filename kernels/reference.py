@@ -1,0 +1,83 @@
+"""The operations in plain torch: the truth that faster kernels are tested against, and what runs where none exists.
+
+`kernels.ops` documents the arguments and checks them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from kernels.reference_attention import ScoreRule, paged_attention
+
+__all__ = [
+    "ScoreRule",
+    "add_rms_norm",
+    "copy_blocks",
+    "layer_norm",
+    "paged_attention",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary",
+    "silu_and_mul",
+    "swap_blocks",
+]
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    block_size = kv_cache.shape[3]
+    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    offsets = slot_mapping - blocks * block_size
+    kv_cache[0, blocks, :, offsets] = key
+    kv_cache[1, blocks, :, offsets] = value
+
+
+def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
+    for kv_cache in kv_caches:
+        source, destination = pairs.to(kv_cache.device, non_blocking=True).unbind(1)
+        kv_cache.index_copy_(1, destination, kv_cache.index_select(1, source))
+
+
+def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
+    for from_cache, to_cache in zip(source, destination, strict=True):
+        blocks = from_cache.index_select(1, pairs[:, 0].to(from_cache.device))
+        to_cache.index_copy_(1, pairs[:, 1].to(to_cache.device), blocks.to(to_cache.device))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = residual + x
+    return functional.rms_norm(total, weight.shape, weight, eps), total
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D]; cos, sin [T, 1, D/2] float32."""
+    rotated = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    rotated_first, rotated_second = rotated.chunk(2, dim=-1)
+    torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated_second).addcmul_(first, sin)
+    return rotated.to(x.dtype)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)

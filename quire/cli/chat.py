@@ -1,0 +1,101 @@
+"""`quire chat`: a conversation in the terminal, or with piped lines."""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from quire.cli.flags import GenerationFlags
+from quire.cli.main import explain
+from quire.client import ChatMessage, Client, QuireError
+from quire.settings import load_settings, setting
+
+PROGRAM = "quire chat"
+_HELP = "/exit leaves, /reset forgets the conversation, Ctrl-C stops an answer"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFlags(GenerationFlags):
+    """Talks with a model: each line is a message. Commands: /exit, /reset, /help."""
+
+    system: str | None = setting(None, "system message at the start of the conversation", metavar="TEXT")
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far."""
+
+    system: str | None
+    messages: list[ChatMessage] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all but the system message."""
+        self.messages = [] if self.system is None else [ChatMessage("system", self.system)]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Talks until the input ends; 1 when an answer failed and nobody was there to see it."""
+    flags = load_settings(ChatFlags, argv, os.environ, program=PROGRAM)
+    interactive = sys.stdin.isatty()
+    conversation = Conversation(flags.system)
+    failed = False
+    if interactive:
+        with suppress(ImportError):
+            importlib.import_module("readline")  # line editing and history
+        print(_HELP)
+    with Client(flags.address) as client:
+        for line in _lines(interactive):
+            match line.strip():
+                case "":
+                    continue
+                case "/exit":
+                    break
+                case "/reset":
+                    conversation.reset()
+                case "/help":
+                    print(_HELP)
+                case _:
+                    failed |= not _answer(client, conversation, line, flags)
+    return 1 if failed and not interactive else 0
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """What the user types, until the end of input. Ctrl-C at the prompt discards the line."""
+    while interactive:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print("\n(/exit leaves)")
+        except EOFError:
+            print()
+            return
+    for line in sys.stdin:
+        yield line.rstrip("\n")
+
+
+def _answer(client: Client, conversation: Conversation, line: str, flags: ChatFlags) -> bool:
+    """Streams the answer to one message; False when the call failed, and the message is forgotten then.
+
+    Ctrl-C ends the answer and keeps what was said.
+    """
+    said = ""
+    messages = [*conversation.messages, ChatMessage("user", line)]
+    try:
+        with client.chat_stream(messages, flags.options(), model=flags.model) as stream:
+            for piece in stream.text:
+                said += piece
+                print(piece, end="", flush=True)
+        print()
+    except KeyboardInterrupt:
+        print(" (stopped)")
+    except QuireError as error:
+        print(f"{PROGRAM}: error: {explain(error)}", file=sys.stderr, flush=True)
+        return False
+    if said:
+        conversation.messages = [*messages, ChatMessage("assistant", said)]
+    return True

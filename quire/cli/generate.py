@@ -1,0 +1,130 @@
+"""`quire generate`: one prompt, streamed; or a file of prompts, run at once and printed in order."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.cli.flags import GenerationFlags
+from quire.client import AsyncClient, Client, Generation, QuireError, SequenceFinished, Stream, TokenChunk
+from quire.rpc.errors import ResourceExhausted
+from quire.settings import ConfigurationError, load_settings, setting
+
+PROGRAM = "quire generate"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateFlags(GenerationFlags):
+    """Continues a prompt: the argument, the lines of --file, or all of stdin."""
+
+    prompt: str | None = setting(None, "the prompt; without it and without --file, all of stdin", positional=True)
+    file: str | None = setting(None, "prompts, one a line; - is stdin", metavar="FILE")
+    format: str = setting("text", "how to print answers", choices=("text", "json"))
+    concurrency: int = setting(64, "most prompts of --file that run at once", minimum=1)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the answers; 1 when a prompt of --file failed."""
+    flags = load_settings(GenerateFlags, argv, os.environ, program=PROGRAM)
+    if flags.file is not None:
+        if flags.prompt is not None:
+            raise ConfigurationError("give a prompt or --file, not both")
+        return asyncio.run(_run_all(_read_prompts(flags.file), flags))
+    prompt = flags.prompt if flags.prompt is not None else sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        raise ConfigurationError("the prompt is empty; give one as argument, by --file or on stdin")
+    with Client(flags.address) as client, client.generate_stream(prompt, flags.options(), model=flags.model) as stream:
+        if flags.format == "json":
+            _print_json(_collect(prompt, stream))
+        else:
+            for piece in stream.text:
+                print(piece, end="", flush=True)
+            print()
+    return 0
+
+
+def _collect(prompt: str, stream: Stream) -> dict[str, Any]:
+    """A whole stream as the JSON object of one answer."""
+    text: list[str] = []
+    token_ids: list[int] = []
+    finish_reason = None
+    for event in stream:
+        if isinstance(event, TokenChunk):
+            text.append(event.text)
+            token_ids.extend(event.token_ids)
+        elif isinstance(event, SequenceFinished):
+            finish_reason = str(event.finish_reason)
+    return {"prompt": prompt, "text": "".join(text), "token_ids": token_ids, "finish_reason": finish_reason}
+
+
+def _read_prompts(file: str) -> list[str]:
+    """The lines that are not blank."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{file} is not UTF-8: {error}") from error
+    prompts = [line for line in text.split("\n") if line.strip()]
+    if not prompts:
+        raise ConfigurationError(f"{file} holds no prompt")
+    return prompts
+
+
+async def _run_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
+    """Runs all prompts at once and prints each answer as soon as those before it are printed."""
+    slots = asyncio.Semaphore(flags.concurrency)
+    failed = False
+    async with AsyncClient(flags.address) as client, asyncio.TaskGroup() as tasks:
+        answers = [tasks.create_task(_run_one(client, slots, prompt, flags)) for prompt in prompts]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            outcome = await answer
+            failed = failed or isinstance(outcome, QuireError)
+            _print_outcome(prompt, outcome, flags.format)
+    return 1 if failed else 0
+
+
+async def _run_one(
+    client: AsyncClient, slots: asyncio.Semaphore, prompt: str, flags: GenerateFlags
+) -> Generation | QuireError:
+    """The answer, or why there is none. Where the server says when to come back, it does."""
+    async with slots:
+        while True:
+            try:
+                return await client.generate(prompt, flags.options(), model=flags.model)
+            except ResourceExhausted as error:
+                if error.retry_after_ms is None:
+                    return error
+                await asyncio.sleep(error.retry_after_ms / 1000)
+            except QuireError as error:
+                return error
+
+
+def _print_outcome(prompt: str, outcome: Generation | QuireError, output_format: str) -> None:
+    if isinstance(outcome, QuireError):
+        if output_format == "json":
+            _print_json({"prompt": prompt, "error": {"code": outcome.code.name, "message": outcome.message}})
+        else:
+            print()
+        print(f"{PROGRAM}: error: prompt {prompt!r:.60}: {outcome.message}", file=sys.stderr, flush=True)
+        return
+    if output_format == "text":
+        print(outcome.text, flush=True)
+        return
+    sequence = outcome.sequences[0]
+    _print_json(
+        {
+            "prompt": prompt,
+            "text": sequence.text,
+            "token_ids": list(sequence.token_ids),
+            "finish_reason": str(sequence.finish_reason),
+        }
+    )
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False), flush=True)

@@ -1,0 +1,64 @@
+"""The Python client of a Quire gateway.
+
+    from quire.client import ChatMessage, Client, GenerationOptions
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("Once upon a time", GenerationOptions(max_tokens=40)).text)
+        with client.chat_stream([ChatMessage("user", "Hello!")]) as stream:
+            for piece in stream.text:
+                print(piece, end="", flush=True)
+
+`AsyncClient` is the same for asyncio. Failed calls raise the errors of `quire.rpc.errors`.
+"""
+
+from quire.client.async_client import AsyncClient, AsyncStream
+from quire.client.sync_client import Client, Stream
+from quire.client.types import (
+    BeamSearch,
+    ChatMessage,
+    EarlyStopping,
+    FinishReason,
+    GeneratedSequence,
+    Generation,
+    GenerationOptions,
+    Limits,
+    Logprob,
+    Model,
+    PositionLogprobs,
+    Replica,
+    RequestCompleted,
+    SequenceFinished,
+    ServerInfo,
+    StreamEvent,
+    TokenChunk,
+    Tokenization,
+    Usage,
+)
+from quire.rpc.errors import QuireError
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "BeamSearch",
+    "ChatMessage",
+    "Client",
+    "EarlyStopping",
+    "FinishReason",
+    "GeneratedSequence",
+    "Generation",
+    "GenerationOptions",
+    "Limits",
+    "Logprob",
+    "Model",
+    "PositionLogprobs",
+    "QuireError",
+    "Replica",
+    "RequestCompleted",
+    "SequenceFinished",
+    "ServerInfo",
+    "Stream",
+    "StreamEvent",
+    "TokenChunk",
+    "Tokenization",
+    "Usage",
+]

@@ -1,0 +1,216 @@
+"""The blocking client."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from quire.client import convert
+from quire.client.types import (
+    ChatMessage,
+    Generation,
+    GenerationOptions,
+    Model,
+    RequestCompleted,
+    ServerInfo,
+    StreamEvent,
+    TokenChunk,
+    Tokenization,
+)
+from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from quire.rpc.channel import channel_options
+from quire.rpc.errors import from_rpc_error
+
+Response = TypeVar("Response")
+
+
+class Stream:
+    """The events of one streamed generation. Iterate over it, or over `text`; its `with` cancels what is left.
+
+    Attributes:
+        completed: The last event, once it has come.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self.completed: RequestCompleted | None = None
+        self._call = call
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[StreamEvent]:
+        return self
+
+    def __next__(self) -> StreamEvent:
+        if self._closed:
+            raise StopIteration
+        try:
+            event = convert.from_stream_response(next(self._call))
+        except grpc.RpcError as error:
+            if self._closed:
+                raise StopIteration from None
+            raise from_rpc_error(error) from None
+        if isinstance(event, RequestCompleted):
+            self.completed = event
+        return event
+
+    @property
+    def text(self) -> Iterator[str]:
+        """The text of the first sequence as it comes, piece by piece."""
+        for event in self:
+            if isinstance(event, TokenChunk) and event.sequence_index == 0 and event.text:
+                yield event.text
+
+    def close(self) -> None:
+        """Cancels the call if it still runs; the request's memory is freed within one step. Any thread may call it."""
+        self._closed = True
+        self._call.cancel()
+
+
+class Client:
+    """A connection to a gateway, to be used from any number of threads.
+
+    Every method takes `timeout_s` and raises an error of `quire.rpc.errors` when the call fails: for example
+    InvalidArgument, ResourceExhausted (with `retry_after_ms`), Unavailable, DeadlineExceeded.
+
+    Args:
+        address: "HOST:PORT" or "unix:PATH".
+    """
+
+    def __init__(self, address: str = "127.0.0.1:50051") -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=channel_options(address))
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection; running calls are cancelled."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        options: GenerationOptions | None = None,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Generation:
+        """Continues a text or token ids; answers when all sequences are finished."""
+        request = convert.to_generate_request(
+            generation_pb2.GenerateRequest(), prompt, options, model=model, request_id=request_id, priority=priority
+        )
+        return convert.from_generate_response(_call(self._generation.Generate, request, timeout_s))
+
+    def generate_stream(
+        self,
+        prompt: str | Sequence[int],
+        options: GenerationOptions | None = None,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Stream:
+        """Continues a text or token ids; the stream gives tokens as they come."""
+        message = generation_pb2.GenerateStreamRequest()
+        request = convert.to_generate_request(
+            message, prompt, options, model=model, request_id=request_id, priority=priority
+        )
+        return Stream(self._generation.GenerateStream(request, timeout=timeout_s))
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        options: GenerationOptions | None = None,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Generation:
+        """Answers a conversation by the model's chat template."""
+        request = convert.to_chat_request(
+            generation_pb2.ChatRequest(), messages, options, model=model, request_id=request_id, priority=priority
+        )
+        return convert.from_generate_response(_call(self._generation.Chat, request, timeout_s))
+
+    def chat_stream(
+        self,
+        messages: Sequence[ChatMessage],
+        options: GenerationOptions | None = None,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Stream:
+        """Answers a conversation; the stream gives tokens as they come."""
+        request = convert.to_chat_request(
+            generation_pb2.ChatStreamRequest(), messages, options, model=model, request_id=request_id, priority=priority
+        )
+        return Stream(self._generation.ChatStream(request, timeout=timeout_s))
+
+    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
+        """Ends a running request by its id; NotFound when no such request runs."""
+        request = generation_pb2.CancelRequest()
+        convert.fill(request, request_id=request_id)
+        _call(self._generation.Cancel, request, timeout_s)
+
+    def tokenize(
+        self,
+        text_or_messages: str | Sequence[ChatMessage],
+        *,
+        add_special_tokens: bool | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Tokenization:
+        """The token ids of a text or a conversation, as `generate` and `chat` would see them."""
+        request = convert.to_tokenize_request(text_or_messages, add_special_tokens=add_special_tokens, model=model)
+        return convert.from_tokenize_response(_call(self._generation.Tokenize, request, timeout_s))
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        include_special_tokens: bool | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> str:
+        """The text of token ids."""
+        request = convert.to_detokenize_request(token_ids, include_special_tokens=include_special_tokens, model=model)
+        return _call(self._generation.Detokenize, request, timeout_s).text
+
+    def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """All models served here."""
+        response = _call(self._models.ListModels, model_pb2.ListModelsRequest(), timeout_s)
+        return tuple(convert.from_model(model) for model in response.models)
+
+    def get_model(self, name: str, *, timeout_s: float | None = None) -> Model:
+        """One model; NotFound when it is not served here."""
+        request = model_pb2.GetModelRequest()
+        convert.fill(request, model=name)
+        return convert.from_model(_call(self._models.GetModel, request, timeout_s).model)
+
+    def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """The gateway's version, limits and replicas."""
+        response = _call(self._models.GetServerInfo, model_pb2.GetServerInfoRequest(), timeout_s)
+        return convert.from_server_info(response)
+
+
+def _call(method: Callable[..., Response], request: Any, timeout_s: float | None) -> Response:
+    try:
+        return method(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None

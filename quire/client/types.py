@@ -1,0 +1,230 @@
+"""What the client takes and gives: plain values. The protos say what each field means and which values are allowed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    UNSPECIFIED = "unspecified"
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class EarlyStopping(StrEnum):
+    """When a beam search ends."""
+
+    FALSE = "false"
+    TRUE = "true"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """Beam search instead of sampling."""
+
+    beam_width: int
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """How to continue a prompt. None leaves the choice to the model's defaults.
+
+    The first block is quire.common.v1.SamplingParameters, the second StoppingParameters, the third OutputOptions.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    beam_search: BeamSearch | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool | None = None
+    include_stop_string: bool | None = None
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation; roles are usually "system", "user" and "assistant"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log probability of one token id; rank 1 is the most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The chosen token of one position, and the most likely ones, best first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request cost; times in milliseconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedSequence:
+    """One finished sequence. `logprobs` is empty unless asked for."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_string: str | None
+    stop_token_id: int | None
+    cumulative_logprob: float | None
+    logprobs: tuple[PositionLogprobs, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answer to `generate` or `chat`."""
+
+    request_id: str
+    model: str
+    sequences: tuple[GeneratedSequence, ...]
+    usage: Usage
+    prompt_logprobs: tuple[PositionLogprobs, ...] = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        """The text of the first sequence."""
+        return self.sequences[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """New tokens of one sequence of a stream; `offset` tokens of it came before."""
+
+    sequence_index: int
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[PositionLogprobs, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    """The end of one sequence of a stream, which has `num_tokens` tokens in all."""
+
+    sequence_index: int
+    num_tokens: int
+    finish_reason: FinishReason
+    stop_string: str | None
+    stop_token_id: int | None
+    cumulative_logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCompleted:
+    """The last event of a stream."""
+
+    request_id: str
+    model: str
+    usage: Usage
+    prompt_logprobs: tuple[PositionLogprobs, ...] = field(repr=False)
+
+
+StreamEvent = TokenChunk | SequenceFinished | RequestCompleted
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """Token ids, and how the vocabulary spells them."""
+
+    token_ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A served model. Token ids are below `vocab_size`; prompt and output have at most `max_model_len` tokens."""
+
+    name: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One scheduler and its workers, as the gateway sees it."""
+
+    scheduler_address: str
+    connected: bool
+    scheduler_epoch: int
+    block_size: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask for."""
+
+    max_message_bytes: int
+    max_prompt_tokens: int
+    max_n: int
+    max_logprobs: int
+    max_stop_strings: int
+    max_stop_string_bytes: int
+    max_chat_messages: int
+    max_logit_bias: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A gateway, and the replicas that it knows."""
+
+    version: str
+    gateway_id: str
+    replicas: tuple[Replica, ...]
+    limits: Limits

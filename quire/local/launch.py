@@ -1,0 +1,28 @@
+"""Runs a command that dies with its parent.
+
+usage: python -I -S launch.py PARENT_PID COMMAND ARGUMENT...
+
+A supervisor that is killed by SIGKILL cannot stop its children, so the kernel does it. This is a program of its own and
+no function that runs between fork and exec, since the supervisor has threads. Only Linux has such a signal; elsewhere a
+killed supervisor leaves its children behind.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent_pid, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before we asked
+        sys.exit(1)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

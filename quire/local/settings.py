@@ -1,0 +1,71 @@
+"""The flags of `quire serve`: those of the three services, and how many of them to start."""
+
+from dataclasses import dataclass
+
+from quire.settings import parse_bytes, setting
+from quire.telemetry import LOG_LEVELS
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """Serves a model on this machine: starts worker, scheduler and gateway, and restarts those that die."""
+
+    model: str | None = setting(None, "model directory; none serves the embedded model", metavar="DIR")
+    served_model_name: str | None = setting(
+        None, "the name under which clients ask for the model; none takes the directory's"
+    )
+    grpc_host: str = setting("127.0.0.1", "where to serve gRPC")
+    grpc_port: int = setting(50051, "port of the gRPC API; 0 picks a free one", minimum=0, maximum=65535)
+    http_host: str = setting("127.0.0.1", "where to serve HTTP")
+    http_port: int = setting(8000, "port of the HTTP API; 0 picks a free one", minimum=0, maximum=65535)
+    gateways: int = setting(1, "gateway processes, which share the ports", minimum=1, maximum=64)
+    tensor_parallel_size: int = setting(1, "workers that share the model", minimum=1)
+
+    device: str = setting(
+        "auto", "where the model runs; auto takes cuda where there is one", choices=("auto", "cpu", "cuda")
+    )
+    dtype: str = setting(
+        "auto",
+        "type of weights and KV pool; auto takes the model's",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    block_size: int = setting(16, "tokens of one KV block", minimum=1, maximum=1024)
+    kv_cache_memory: int | None = setting(
+        None, "memory of the KV pool; none is 1GiB on cpu, what is left on cuda", parse=parse_bytes, metavar="BYTES"
+    )
+    gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
+    swap_space: int = setting(0, "host memory for swapped blocks", parse=parse_bytes, metavar="BYTES")
+    num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
+    max_model_len: int | None = setting(None, "longest sequence; none is what the model knows", minimum=1)
+    num_threads: int | None = setting(None, "threads of one operation on cpu; none lets torch decide", minimum=1)
+
+    max_num_seqs: int = setting(256, "most sequences that run at once", minimum=1, maximum=65536)
+    max_num_batched_tokens: int = setting(2048, "most tokens of one step", minimum=1, maximum=1 << 20)
+    max_waiting_requests: int = setting(1024, "most requests that wait; more are refused", minimum=1)
+    max_waiting_tokens: int = setting(1_000_000, "most prompt tokens that wait; more are refused", minimum=1)
+    watermark: float = setting(0.01, "share of the blocks that admission leaves free", minimum=0, maximum=0.9)
+    max_steps_in_flight: int = setting(2, "steps that workers have before the first is answered", minimum=1, maximum=4)
+    step_timeout: float = setting(60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1)
+
+    max_message_bytes: int = setting(4 * 1024 * 1024, "largest request", parse=parse_bytes, metavar="BYTES")
+    max_prompt_tokens: int | None = setting(None, "longest prompt; none is what the model takes", minimum=1)
+    max_stop_strings: int = setting(16, "most stop strings of a request", minimum=0)
+    max_stop_string_bytes: int = setting(1024, "longest stop string", minimum=1)
+    max_logprobs: int = setting(20, "most log probabilities of a position", minimum=0)
+    max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1)
+
+    max_stop_token_ids: int = setting(128, "most stop token ids of a request", minimum=0)
+    max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
+    request_id_prefix: str = setting("req-", "start of the request ids that the gateway makes")
+    tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
+
+    connect_timeout: float = setting(30.0, "seconds that a request waits for a scheduler to come back", minimum=0)
+    first_connect_timeout: float = setting(2.0, "seconds that a request waits for the first scheduler", minimum=0)
+    failover_delay: float = setting(5.0, "seconds after which requests leave a lost scheduler for another", minimum=0)
+    reconnect_grace: float = setting(10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0)
+    drain_timeout: float = setting(30.0, "seconds that live requests get at shutdown", minimum=0)
+
+    metrics_host: str = setting("127.0.0.1", "where scheduler and worker serve their metrics")
+    scheduler_metrics_port: int | None = setting(None, "port of the scheduler's metrics", minimum=0, maximum=65535)
+    worker_metrics_port: int | None = setting(None, "port of the worker's metrics", minimum=0, maximum=65535)
+    log_level: str = setting("info", "least level of log records", choices=LOG_LEVELS)

@@ -1,0 +1,166 @@
+"""A model as transformers writes it to a directory, read without torch."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from quire.settings import ConfigurationError
+
+SUPPORTED_ARCHITECTURES = ("GPT2LMHeadModel", "OPTForCausalLM", "LlamaForCausalLM")
+EMBEDDED_MODEL = "quire-tiny"
+
+_PACKAGE = Path(__file__).resolve().parent
+# A wheel carries the model inside the package; a checkout has it beside.
+_ASSETS = (_PACKAGE / "assets", _PACKAGE.parent / "assets")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """What the JSON files of a model directory say.
+
+    Attributes:
+        path: The directory.
+        config: config.json.
+        generation_config: generation_config.json, empty where there is none.
+        tokenizer_config: tokenizer_config.json, empty where there is none.
+        chat_template: The Jinja source that turns messages into a prompt, where the model has one.
+        architecture: One of SUPPORTED_ARCHITECTURES.
+        eos_token_ids: The ids that end a text, those of generation_config.json first.
+    """
+
+    path: Path
+    architecture: str
+    config: dict[str, Any] = field(repr=False)
+    generation_config: dict[str, Any] = field(repr=False)
+    tokenizer_config: dict[str, Any] = field(repr=False)
+    chat_template: str | None = field(repr=False)
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Reads the directory; ConfigurationError, one line, when something is missing, broken or not supported."""
+        path = Path(path)
+        if not path.is_dir():
+            raise ConfigurationError(f"model directory {path} {'is a file' if path.exists() else 'does not exist'}")
+        config = _read_json(path / "config.json")
+        if config is None:
+            raise ConfigurationError(f"model directory {path} has no config.json")
+        generation_config = _read_json(path / "generation_config.json") or {}
+        tokenizer_config = _read_json(path / "tokenizer_config.json") or {}
+        return cls(
+            path=path,
+            architecture=_architecture(path, config),
+            config=config,
+            generation_config=generation_config,
+            tokenizer_config=tokenizer_config,
+            chat_template=_chat_template(path, tokenizer_config),
+            eos_token_ids=_eos_token_ids(path, config, generation_config),
+        )
+
+    @property
+    def name(self) -> str:
+        """The directory's own name, under which the model is served by default."""
+        return self.path.resolve().name
+
+    @property
+    def generation_defaults(self) -> dict[str, Any]:
+        """The values of generation_config.json that are set (not null)."""
+        return {key: value for key, value in self.generation_config.items() if value is not None}
+
+    def tokenizer_file(self) -> Path:
+        """Where the tokenizer is; ConfigurationError when there is none."""
+        return self._existing("tokenizer.json")
+
+    def weight_files(self) -> tuple[Path, ...]:
+        """All safetensors files, sorted by name; ConfigurationError when there is none or an indexed one is missing."""
+        index = _read_json(self.path / "model.safetensors.index.json")
+        if index is not None:
+            names = sorted(set(index.get("weight_map", {}).values()))
+            return tuple(self._existing(name) for name in names)
+        found = tuple(sorted(self.path.glob("*.safetensors")))
+        if not found:
+            raise ConfigurationError(f"model directory {self.path} has no *.safetensors file")
+        return found
+
+    def _existing(self, name: str) -> Path:
+        file = self.path / name
+        if not file.is_file():
+            raise ConfigurationError(f"model directory {self.path} has no {name}")
+        return file
+
+
+def resolve_model(name_or_path: str | Path | None) -> Path:
+    """The directory of a model: a path, or the name of the embedded model. None stands for the embedded model.
+
+    Raises:
+        ConfigurationError: there is no such directory.
+    """
+    if name_or_path is None or (str(name_or_path) == EMBEDDED_MODEL and not Path(name_or_path).is_dir()):
+        return _embedded_model()
+    path = Path(name_or_path).expanduser()
+    if not path.is_dir():
+        raise ConfigurationError(f"model directory {path} {'is a file' if path.exists() else 'does not exist'}")
+    return path
+
+
+def _embedded_model() -> Path:
+    for assets in _ASSETS:
+        if (assets / EMBEDDED_MODEL / "config.json").is_file():
+            return assets / EMBEDDED_MODEL
+    raise ConfigurationError(f"the embedded model {EMBEDDED_MODEL} is not installed; give a directory by --model")
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    """The object in the file, or None where there is no file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{file} is not a JSON object")
+    return content
+
+
+def _architecture(path: Path, config: dict[str, Any]) -> str:
+    supported = ", ".join(SUPPORTED_ARCHITECTURES)
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise ConfigurationError(f"{path / 'config.json'} names no architecture; supported are {supported}")
+    for architecture in architectures:
+        if architecture in SUPPORTED_ARCHITECTURES:
+            return architecture
+    raise ConfigurationError(f"architecture {architectures[0]} of {path} is not supported; supported are {supported}")
+
+
+def _eos_token_ids(path: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:
+    value = generation_config.get("eos_token_id")
+    if value is None:
+        value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise ConfigurationError(f"eos_token_id {token_id!r} of {path} is not a token id")
+    return tuple(dict.fromkeys(ids))
+
+
+def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """From chat_template.jinja, else from tokenizer_config.json: one template, or several by name ("default")."""
+    file = path / "chat_template.jinja"
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {file}: {error}") from error
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ConfigurationError(f"chat_template in {path / 'tokenizer_config.json'} is not a text")
+    return template

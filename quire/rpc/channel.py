@@ -1,0 +1,30 @@
+"""Channels between the services."""
+
+import grpc.aio
+
+from quire.rpc.address import is_local
+from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
+
+
+def open_channel(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel to "HOST:PORT" or "unix:PATH" that connects on first use and notices a dead peer within 20 s."""
+    return grpc.aio.insecure_channel(address, options=channel_options(address, max_message_bytes=max_message_bytes))
+
+
+def channel_options(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """The options of a channel to `address`, for either gRPC API."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # gRPC waits up to two minutes between attempts by default; a restarted process is back in a second.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.min_reconnect_backoff_ms", 5_000),
+        # Channels of one process to one address must not share a connection: each has its own flow control and fate.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", int(not is_local(address))),
+    ]

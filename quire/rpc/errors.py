@@ -1,0 +1,251 @@
+"""Domain errors that know their gRPC status, on both ends of a call.
+
+    QuireError
+    ├── InvalidArgument      a field is missing, contradictory or out of range
+    ├── NotFound             no such model, request, prefix
+    ├── AlreadyExists        the request id is in use
+    ├── ResourceExhausted    a queue or a limit is full; come back later
+    ├── FailedPrecondition   not in this state (stale epoch, no Hello yet)
+    ├── Unimplemented        known to the contract, not supported by this version
+    ├── Unavailable          nobody there; safe to retry
+    ├── Cancelled            the caller left
+    ├── DeadlineExceeded     the caller's time is over
+    ├── Unauthenticated      no valid credentials
+    ├── PermissionDenied     valid credentials that do not suffice
+    └── Internal             the request itself failed
+
+On the wire an error is a status with google.rpc details: ErrorInfo (domain "quire"), BadRequest where fields are at
+fault, RetryInfo where it makes sense to come back.
+"""
+
+# ruff: noqa: N818  (named as the status codes that they stand for)
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "quire"
+
+# A client with default options drops headers beyond 8 KiB, and the message travels twice. So texts are cut here.
+_MAX_MESSAGE_CHARACTERS = 1000
+_MAX_VIOLATIONS = 5
+_MAX_VIOLATION_CHARACTERS = 300
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field of a request that is at fault, and why."""
+
+    field: str
+    description: str
+
+
+class QuireError(Exception):
+    """The base of all errors that cross an RPC edge. Raise a subclass.
+
+    Args:
+        message: One clear line for people: the thing, the value, the limit.
+        reason: UPPER_SNAKE for programs; the class's own reason when absent.
+        violations: The request's fields that are at fault.
+        retry_after_ms: When it makes sense to come back.
+        metadata: Further facts for programs.
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    default_reason: ClassVar[str] = "UNKNOWN"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        violations: Sequence[FieldViolation] = (),
+        retry_after_ms: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.default_reason
+        self.violations: tuple[FieldViolation, ...] = tuple(violations)
+        self.retry_after_ms = retry_after_ms
+        self.metadata: dict[str, str] = dict(metadata or {})
+
+
+class InvalidArgument(QuireError):
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    default_reason = "INVALID_ARGUMENT"
+
+
+class NotFound(QuireError):
+    code = grpc.StatusCode.NOT_FOUND
+    default_reason = "NOT_FOUND"
+
+
+class AlreadyExists(QuireError):
+    code = grpc.StatusCode.ALREADY_EXISTS
+    default_reason = "ALREADY_EXISTS"
+
+
+class ResourceExhausted(QuireError):
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    default_reason = "RESOURCE_EXHAUSTED"
+
+
+class FailedPrecondition(QuireError):
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    default_reason = "FAILED_PRECONDITION"
+
+
+class Unimplemented(QuireError):
+    code = grpc.StatusCode.UNIMPLEMENTED
+    default_reason = "UNIMPLEMENTED"
+
+
+class Unavailable(QuireError):
+    code = grpc.StatusCode.UNAVAILABLE
+    default_reason = "UNAVAILABLE"
+
+
+class Cancelled(QuireError):
+    code = grpc.StatusCode.CANCELLED
+    default_reason = "CANCELLED"
+
+
+class DeadlineExceeded(QuireError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    default_reason = "DEADLINE_EXCEEDED"
+
+
+class Unauthenticated(QuireError):
+    code = grpc.StatusCode.UNAUTHENTICATED
+    default_reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(QuireError):
+    code = grpc.StatusCode.PERMISSION_DENIED
+    default_reason = "PERMISSION_DENIED"
+
+
+class Internal(QuireError):
+    code = grpc.StatusCode.INTERNAL
+    default_reason = "INTERNAL"
+
+
+_CLASSES: dict[grpc.StatusCode, type[QuireError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidArgument,
+        NotFound,
+        AlreadyExists,
+        ResourceExhausted,
+        FailedPrecondition,
+        Unimplemented,
+        Unavailable,
+        Cancelled,
+        DeadlineExceeded,
+        Unauthenticated,
+        PermissionDenied,
+        Internal,
+    )
+}
+_STATUS_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class _FailedCall(Protocol):
+    """What a failed call offers in both gRPC APIs."""
+
+    def code(self) -> grpc.StatusCode: ...
+
+    def details(self) -> str | None: ...
+
+    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+
+def error_for_code(
+    code: int | grpc.StatusCode,
+    message: str,
+    *,
+    reason: str | None = None,
+    violations: Sequence[FieldViolation] = (),
+    retry_after_ms: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> QuireError:
+    """The error of the class that stands for `code` (a google.rpc.Code or a StatusCode); Internal where none does."""
+    status = _STATUS_CODES.get(code, grpc.StatusCode.UNKNOWN) if isinstance(code, int) else code
+    cls = _CLASSES.get(status, Internal)
+    default_reason = None if status in _CLASSES else status.name
+    return cls(
+        message,
+        reason=reason or default_reason,
+        violations=violations,
+        retry_after_ms=retry_after_ms,
+        metadata=metadata,
+    )
+
+
+def to_rpc_status(error: QuireError) -> grpc.Status:
+    """The status to end a call with; its trailing metadata carries the google.rpc details."""
+    message = _cut(error.message, _MAX_MESSAGE_CHARACTERS)
+    status = status_pb2.Status(code=error.code.value[0], message=message)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    status.details.add().Pack(info)
+    if error.violations:
+        bad_request = error_details_pb2.BadRequest()
+        for violation in error.violations[:_MAX_VIOLATIONS]:
+            description = _cut(violation.description, _MAX_VIOLATION_CHARACTERS)
+            bad_request.field_violations.add(field=violation.field, description=description)
+        status.details.add().Pack(bad_request)
+    if error.retry_after_ms is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(error.retry_after_ms)
+        status.details.add().Pack(retry)
+    return cast(grpc.Status, rpc_status.to_status(status))
+
+
+def from_rpc_error(error: grpc.RpcError) -> QuireError:
+    """The error that the other end raised, from a failed call of either gRPC API.
+
+    A status without details of ours (the connection broke, a proxy answered) becomes the subclass of its code with that
+    subclass's reason.
+    """
+    call = cast(_FailedCall, error)
+    status = _details_of(call)
+    fields: dict[str, Any] = {}
+    if status is not None:
+        for detail in status.details:
+            fields.update(_unpack(detail))
+    return error_for_code(call.code(), call.details() or call.code().name, **fields)
+
+
+def _details_of(call: _FailedCall) -> status_pb2.Status | None:
+    for key, value in call.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                return None
+    return None
+
+
+def _unpack(detail: Any) -> dict[str, Any]:
+    """The keyword arguments of `error_for_code` that one google.rpc detail stands for."""
+    info = error_details_pb2.ErrorInfo()
+    if detail.Unpack(info):
+        return {"reason": info.reason or None, "metadata": dict(info.metadata)}
+    bad_request = error_details_pb2.BadRequest()
+    if detail.Unpack(bad_request):
+        return {"violations": [FieldViolation(v.field, v.description) for v in bad_request.field_violations]}
+    retry = error_details_pb2.RetryInfo()
+    if detail.Unpack(retry):
+        return {"retry_after_ms": retry.retry_delay.ToMilliseconds()}
+    return {}
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,87 @@
+"""Server interceptors that every service uses."""
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from quire.rpc.errors import Internal, QuireError, to_rpc_status
+
+_logger = logging.getLogger(__name__)
+
+# A method handler of grpc.aio: (request or request iterator, context) -> awaitable or async generator.
+_Behavior = Callable[[Any, grpc.aio.ServicerContext], Any]
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what a handler raises into the call's status.
+
+    A QuireError becomes its own status with details, before or in the middle of a stream. `context.abort` keeps its
+    meaning and cancellation passes. Anything else becomes INTERNAL with reason "UNEXPECTED": the traceback goes to the
+    log and nothing of it to the caller. Handlers must be coroutine functions or async generator functions.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method: str = handler_call_details.method
+        guard = functools.partial(_guarded, method=method)
+        codec = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(guard(handler.unary_unary), **codec)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(guard(handler.unary_stream), **codec)
+        if handler.stream_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(guard(handler.stream_unary), **codec)
+        return grpc.stream_stream_rpc_method_handler(guard(handler.stream_stream), **codec)
+
+
+def _guarded(behavior: _Behavior, *, method: str) -> _Behavior:
+    """`behavior` with its errors mapped; the same kind of function as `behavior`, since grpc.aio tells them apart."""
+    if inspect.isasyncgenfunction(behavior):
+
+        async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            responses = behavior(request, context)
+            try:
+                async for response in responses:
+                    yield response
+            except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
+                raise
+            except Exception as error:
+                await _abort(error, context, method)
+            finally:
+                await responses.aclose()
+
+        return generator
+
+    async def coroutine(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behavior(request, context)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await _abort(error, context, method)
+
+    return coroutine
+
+
+async def _abort(error: Exception, context: grpc.aio.ServicerContext, method: str) -> NoReturn:
+    if not isinstance(error, QuireError):
+        _logger.error("%s failed unexpectedly", method, exc_info=error)
+        error = Internal("an unexpected error; the server's log tells more", reason="UNEXPECTED")
+    status = to_rpc_status(error)
+    await context.abort(status.code, status.details, tuple(status.trailing_metadata or ()))
+    raise AssertionError("context.abort returned")

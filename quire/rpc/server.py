@@ -1,0 +1,94 @@
+"""A gRPC server as all services run it: health, reflection, error mapping, limits, keepalive, drain."""
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from quire.rpc.address import AddressInUse, TcpAddress, check_bindable, parse_address
+from quire.rpc.health_servicer import SERVICE_NAME as HEALTH_SERVICE_NAME
+from quire.rpc.health_servicer import HealthServicer
+from quire.rpc.interceptors import ErrorInterceptor
+
+__all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "AddressInUse", "RpcServer"]
+
+DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_MAX_METADATA_BYTES = 64 * 1024
+
+
+class RpcServer:
+    """A running server, made by `start`. It serves at once; health says NOT_SERVING until `set_serving(True)`."""
+
+    def __init__(self, server: grpc.aio.Server, address: str, health: HealthServicer) -> None:
+        self.address = address
+        self._server = server
+        self._health = health
+
+    @classmethod
+    async def start(
+        cls,
+        address: str,
+        register: Callable[[grpc.aio.Server], None],
+        service_names: Sequence[str],
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        reuse_port: bool = False,
+    ) -> Self:
+        """Listens and serves.
+
+        Args:
+            address: "HOST:PORT" (port 0 picks a free one) or "unix:PATH".
+            register: Adds the servicers to the server.
+            service_names: Full names of those services, for health and reflection.
+            max_message_bytes: Larger requests are refused with RESOURCE_EXHAUSTED. Answers have no limit.
+            reuse_port: Several processes share the port, and the kernel spreads connections over them.
+
+        Raises:
+            AddressInUse: another process listens there.
+            ConfigurationError: the address is malformed or cannot be bound.
+        """
+        wanted = parse_address(address)
+        check_bindable(wanted, reuse_port=reuse_port)
+        server = grpc.aio.server(
+            interceptors=(ErrorInterceptor(),), options=_options(max_message_bytes, reuse_port=reuse_port)
+        )
+        register(server)
+        health = HealthServicer(service_names)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        reflection.enable_server_reflection((*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME), server)
+        try:
+            port = server.add_insecure_port(str(wanted))
+        except RuntimeError as error:
+            raise AddressInUse(f"cannot listen on {wanted}: the port is in use") from error
+        await server.start()
+        bound = TcpAddress(wanted.host, port) if isinstance(wanted, TcpAddress) else wanted
+        return cls(server, str(bound), health)
+
+    def set_serving(self, serving: bool) -> None:
+        """What health answers from now on, for the server as a whole and for each service."""
+        self._health.set_serving(serving)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, gives running ones `grace_s` seconds, cancels the rest. Idempotent."""
+        self._health.close()
+        await self._server.stop(grace_s)
+
+
+def _options(max_message_bytes: int, *, reuse_port: bool) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", int(reuse_port)),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
+        # A client may ping every 5 s while a long unary call or an idle channel has nothing to say.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        # Clients that vanished without a word are noticed and their requests aborted.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

@@ -1,0 +1,234 @@
+"""Flags and environment variables into one frozen dataclass per service, checked at start.
+
+    @dataclass(frozen=True, slots=True)
+    class WorkerSettings:
+        listen: str = setting("127.0.0.1:50053", "where to listen")
+        swap_space: int = setting(0, "host memory for swapped blocks", parse=parse_bytes, metavar="BYTES")
+
+    settings = load_settings(WorkerSettings, sys.argv[1:], os.environ, program="quire worker")
+
+A field `swap_space` has the flag `--swap-space` and the variable `QUIRE_SWAP_SPACE`. The flag wins over the variable,
+the variable over the default. A variable that is set to nothing counts as absent. A `bool` has `--x` and `--no-x`. The
+flag of a tuple takes items with commas and may be repeated.
+"""
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
+
+from quire.parsing import parse_bytes, parser_of, without_none
+
+__all__ = ["ConfigurationError", "load_settings", "parse_bytes", "setting", "to_argv"]
+
+T = TypeVar("T")
+
+_METADATA_KEY = "quire.setting"
+
+
+class ConfigurationError(Exception):
+    """The configuration cannot work; the message is one clear line. The process exits with status 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    help: str
+    flag: str | None
+    parse: Callable[[str], Any] | None
+    choices: tuple[Any, ...] | None
+    metavar: str | None
+    minimum: float | None
+    maximum: float | None
+    positional: bool
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    parse: Callable[[str], Any] | None = None,
+    choices: Sequence[Any] | None = None,
+    metavar: str | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    positional: bool = False,
+) -> Any:
+    """A field of a settings class.
+
+    Args:
+        default: The value where neither flag nor variable is given.
+        help: One line for `--help`.
+        flag: The flag, where it is not the field's name, for example "--gpu-blocks".
+        parse: Text to value; ValueError says what was expected. By default the field's type decides: int, float, str,
+            bool, Path, each of them `| None`, and tuple[X, ...].
+        choices: The only values allowed.
+        metavar: How help calls the value.
+        minimum: The least value allowed, inclusive.
+        maximum: The greatest value allowed, inclusive.
+        positional: An argument without a flag and without a variable, which may be left out.
+    """
+    choices = None if choices is None else tuple(choices)
+    described = _Setting(help, flag, parse, choices, metavar, minimum, maximum, positional)
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
+
+
+def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str], *, program: str) -> T:
+    """Reads the settings; flags win over `QUIRE_*` variables, those over defaults.
+
+    Args:
+        cls: A dataclass whose fields are made by `setting`.
+        argv: The command line without the program.
+        environ: Usually os.environ. Variables that no field has are ignored.
+        program: What the user called, for example "quire worker", for `--help`.
+
+    Raises:
+        ConfigurationError: one line that names flag or variable, value and what was expected.
+        SystemExit: after `--help` was printed.
+    """
+    options = _options_of(cls)
+    given = vars(_parser(cls, options, program).parse_args(list(argv)))
+    values: dict[str, Any] = {}
+    for option in options:
+        if option.name in given:
+            values[option.name] = option.value(given[option.name], option.flag)
+        elif option.variable and environ.get(option.variable):
+            values[option.name] = option.value([environ[option.variable]], option.variable)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
+    """The command line that gives the fields of a settings class these values.
+
+    A field that `values` does not name, or by None, stays at its default. Names that the class does not have are left
+    out, so that the settings of several services can be handed to each of them.
+    """
+    return [
+        argument
+        for option in _options_of(cls)
+        if (value := values.get(option.name)) is not None
+        for argument in option.arguments(value)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One field of a settings class, as the command line and the environment know it."""
+
+    name: str
+    flag: str
+    variable: str | None
+    is_bool: bool
+    is_tuple: bool
+    default: Any
+    parse: Callable[[str], Any]
+    setting: _Setting
+
+    @property
+    def negated_flag(self) -> str:
+        """What sets a bool to false."""
+        return "--no-" + self.flag.removeprefix("--")
+
+    def value(self, texts: Sequence[str | list[str]], source: str) -> Any:
+        """What is given by the flag or the variable `source`; only a tuple's flag can be repeated."""
+        # argparse of Python 3.11 makes an empty list of the value "--".
+        parsed = [self._parsed(text if isinstance(text, str) else "--", source) for text in texts]
+        return tuple(itertools.chain.from_iterable(parsed)) if self.is_tuple else parsed[-1]
+
+    def arguments(self, value: Any) -> list[str]:
+        """The flags that set this value."""
+        if self.is_bool:
+            return [self.flag if value else self.negated_flag]
+        return [f"{self.flag}={item}" for item in (value or ("",) if self.is_tuple else (value,))]
+
+    def _parsed(self, text: str, source: str) -> Any:
+        try:
+            value = self.parse(text)
+            for item in value if self.is_tuple else (value,):
+                self._check(item)
+        except ValueError as error:
+            raise ConfigurationError(f'{source}: "{text}" is not valid: {error}') from error
+        return value
+
+    def _check(self, value: Any) -> None:
+        choices, minimum, maximum = self.setting.choices, self.setting.minimum, self.setting.maximum
+        if choices is not None and value not in choices:
+            raise ValueError(f"expected one of {', '.join(map(str, choices))}")
+        if minimum is not None and value < minimum:
+            raise ValueError(f"the least value is {minimum}")
+        if maximum is not None and value > maximum:
+            raise ValueError(f"the greatest value is {maximum}")
+
+
+def _options_of(cls: type) -> list[_Option]:
+    hints = get_type_hints(cls)
+    return [_option(field, hints[field.name]) for field in dataclasses.fields(cls)]
+
+
+def _option(field: dataclasses.Field, hint: Any) -> _Option:
+    described: _Setting = field.metadata[_METADATA_KEY]
+    kind = without_none(hint)
+    flag = field.name if described.positional else described.flag or "--" + field.name.replace("_", "-")
+    return _Option(
+        name=field.name,
+        flag=flag,
+        variable=None if described.positional else "QUIRE_" + flag.removeprefix("--").replace("-", "_").upper(),
+        is_bool=kind is bool,
+        is_tuple=get_origin(kind) is tuple,
+        default=field.default,
+        parse=described.parse or parser_of(kind),
+        setting=described,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigurationErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message} (--help lists all flags)")
+
+
+def _parser(cls: type, options: Sequence[_Option], program: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=program, description=cls.__doc__, allow_abbrev=False)
+    for option in options:
+        _add_option(parser, option)
+    return parser
+
+
+def _add_option(parser: argparse.ArgumentParser, option: _Option) -> None:
+    """The parser only collects texts, a list for each flag that was given; values are checked afterwards."""
+    help_text, absent = _help_of(option), argparse.SUPPRESS
+    if option.setting.positional:
+        metavar = option.setting.metavar or option.name.upper()
+        parser.add_argument(option.name, nargs="?", action="append", default=absent, metavar=metavar, help=help_text)
+    elif option.is_bool:
+        for flag, const, text in ((option.flag, "true", help_text), (option.negated_flag, "false", absent)):
+            parser.add_argument(flag, dest=option.name, action="append_const", const=const, default=absent, help=text)
+    else:
+        metavar = option.setting.metavar or _choices_of(option) or option.name.rpartition("_")[2].upper()
+        parser.add_argument(
+            option.flag, dest=option.name, action="append", default=absent, metavar=metavar, help=help_text
+        )
+
+
+def _choices_of(option: _Option) -> str | None:
+    choices = option.setting.choices
+    return None if choices is None else "{" + ",".join(map(str, choices)) + "}"
+
+
+def _help_of(option: _Option) -> str:
+    facts = f" [{option.variable}, default: {_shown(option.default)}]" if option.variable else ""
+    return f"{option.setting.help}{facts}".replace("%", "%%")
+
+
+def _shown(default: Any) -> str:
+    if default is None or default == ():
+        return "none"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return str(default).lower() if isinstance(default, bool) else str(default)

@@ -1,0 +1,9 @@
+"""What every test gets. Helpers live in tests/support; fixtures live beside the tests that use them."""
+
+import os
+
+# Set before torch is imported anywhere: test machines are small, and kernels of tiny models gain nothing from threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nothing in the tests may reach for a model or a tokenizer over the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

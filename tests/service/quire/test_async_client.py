@@ -1,0 +1,93 @@
+"""The async client against a fake gateway over real gRPC; what both clients share is tested with the sync one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from quire.client import AsyncClient, ChatMessage, RequestCompleted
+from quire.rpc.errors import InvalidArgument, NotFound
+from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
+
+
+@pytest.fixture
+def generation() -> FakeGeneration:
+    return FakeGeneration()
+
+
+@pytest.fixture
+async def client(generation: FakeGeneration) -> AsyncIterator[AsyncClient]:
+    server = await start_fake_gateway("127.0.0.1:0", generation)
+    async with AsyncClient(server.address) as client:
+        yield client
+    await server.stop(0)
+
+
+async def test_all_unary_methods_answer(client: AsyncClient) -> None:
+    assert (await client.generate("hi")).text == "hi!"
+    assert (await client.chat([ChatMessage("user", "hello")])).text == "hello!"
+    assert (await client.tokenize("hi")).token_ids == (104, 105)
+    assert await client.detokenize([104, 105]) == "hi"
+    (model,) = await client.list_models()
+    assert await client.get_model("fake") == model
+    assert (await client.server_info()).gateway_id == "fake"
+    await client.cancel("running")
+
+
+async def test_streams_give_events_and_text(client: AsyncClient) -> None:
+    async with client.generate_stream("one two") as stream:
+        events = [event async for event in stream]
+    assert len(events) == 4
+    assert isinstance(events[-1], RequestCompleted)
+    assert stream.completed == events[-1]
+    async with client.chat_stream([ChatMessage("user", "a b")]) as stream:
+        assert [piece async for piece in stream.text] == ["a ", "b!"]
+
+
+async def test_leaving_a_stream_early_cancels_the_call(client: AsyncClient, generation: FakeGeneration) -> None:
+    async with client.generate_stream("endless") as stream:
+        assert await anext(stream.text) == "endless!"
+    await asyncio.wait_for(generation.left.wait(), 5)
+    assert [event async for event in stream] == []
+
+
+async def test_closing_a_stream_ends_the_iteration_of_another_task(client: AsyncClient) -> None:
+    stream = client.generate_stream("endless")
+    first_came = asyncio.Event()
+
+    async def read() -> list[str]:
+        pieces = []
+        async for piece in stream.text:
+            pieces.append(piece)
+            first_came.set()
+        return pieces
+
+    reader = asyncio.create_task(read())
+    await asyncio.wait_for(first_came.wait(), 5)
+    await stream.close()
+    assert await asyncio.wait_for(reader, 5) == ["endless!"]
+
+
+async def test_cancelling_the_task_cancels_the_call(client: AsyncClient, generation: FakeGeneration) -> None:
+    async def read() -> None:
+        async with client.generate_stream("endless") as stream:
+            async for _ in stream:
+                first_came.set()
+
+    first_came = asyncio.Event()
+    reader = asyncio.create_task(read())
+    await asyncio.wait_for(first_came.wait(), 5)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    await asyncio.wait_for(generation.left.wait(), 5)
+
+
+async def test_errors_are_typed(client: AsyncClient) -> None:
+    with pytest.raises(InvalidArgument, match="prompt is bad"):
+        await client.generate("bad")
+    with pytest.raises(NotFound):
+        await client.get_model("other")
+    async with client.generate_stream("bad") as stream:
+        with pytest.raises(InvalidArgument):
+            await anext(stream)

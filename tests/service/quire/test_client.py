@@ -1,0 +1,161 @@
+"""The sync client against a fake gateway over real gRPC."""
+
+import threading
+
+import pytest
+
+from quire.client import (
+    ChatMessage,
+    Client,
+    FinishReason,
+    GenerationOptions,
+    Logprob,
+    PositionLogprobs,
+    RequestCompleted,
+    SequenceFinished,
+    TokenChunk,
+)
+from quire.rpc.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from tests.support.fake_gateway import FakeGatewayThread
+
+
+@pytest.fixture
+def client(gateway: FakeGatewayThread):
+    with Client(gateway.address) as client:
+        yield client
+
+
+def test_generate_answers_with_all_fields(client: Client) -> None:
+    answer = client.generate("two words", request_id="mine")
+    assert answer.text == "two words!"
+    assert (answer.request_id, answer.model) == ("mine", "fake")
+    (sequence,) = answer.sequences
+    assert sequence.token_ids == (1, 2)
+    assert sequence.finish_reason is FinishReason.STOP
+    assert (sequence.stop_token_id, sequence.stop_string, sequence.cumulative_logprob) == (2, None, None)
+    assert sequence.logprobs == (PositionLogprobs(Logprob(1, -0.5, 1), (Logprob(1, -0.5, 1),)),)
+    assert (answer.usage.prompt_tokens, answer.usage.decode_ms) == (3, 1.5)
+
+
+def test_token_ids_are_a_prompt_too(client: Client) -> None:
+    assert client.generate([7, 8]).text == "7 8!"
+
+
+def test_options_reach_the_gateway_and_absent_ones_stay_absent(client: Client, gateway: FakeGatewayThread) -> None:
+    client.generate("x", GenerationOptions(temperature=0.0, logit_bias={5: -1.0}, stop=["a", "b"], logprobs=0))
+    (request,) = gateway.generation.requests
+    assert request.sampling.HasField("temperature")
+    assert dict(request.sampling.logit_bias) == {5: -1.0}
+    assert list(request.stopping.stop) == ["a", "b"]
+    assert request.output.HasField("logprobs")
+    assert not request.sampling.HasField("seed")
+    assert not request.stopping.HasField("max_tokens")
+    assert not request.HasField("model")
+
+
+def test_a_stream_gives_chunks_then_finished_then_completed(client: Client) -> None:
+    with client.generate_stream("one two") as stream:
+        first, second, finished, completed = stream
+    assert isinstance(first, TokenChunk)
+    assert isinstance(second, TokenChunk)
+    assert (first.text, second.text, second.offset, second.token_ids) == ("one ", "two!", 1, (1,))
+    assert finished == SequenceFinished(0, 2, FinishReason.LENGTH, None, None, None)
+    assert isinstance(completed, RequestCompleted)
+    assert stream.completed == completed
+
+
+def test_the_text_of_a_stream_comes_in_pieces(client: Client) -> None:
+    with client.generate_stream("a b c") as stream:
+        assert list(stream.text) == ["a ", "b ", "c!"]
+
+
+def test_leaving_a_stream_early_cancels_the_call(client: Client, gateway: FakeGatewayThread) -> None:
+    with client.generate_stream("endless") as stream:
+        assert next(stream.text) == "endless!"
+    gateway.wait_left()
+    assert list(stream) == []
+
+
+def test_closing_a_stream_ends_the_iteration_of_another_thread(client: Client, gateway: FakeGatewayThread) -> None:
+    with client.generate_stream("endless") as stream:
+        closer = threading.Thread(target=stream.close)
+        pieces = []
+        for piece in stream.text:
+            pieces.append(piece)
+            closer.start()
+        closer.join()
+    assert pieces == ["endless!"]
+    gateway.wait_left()
+
+
+def test_chat_sends_the_messages(client: Client, gateway: FakeGatewayThread) -> None:
+    messages = [ChatMessage("system", "be kind"), ChatMessage("user", "hello")]
+    assert client.chat(messages).text == "hello!"
+    with client.chat_stream(messages) as stream:
+        assert "".join(stream.text) == "hello!"
+    for request in gateway.generation.requests:
+        assert [(m.role, m.content) for m in request.messages] == [("system", "be kind"), ("user", "hello")]
+
+
+def test_tokenize_and_detokenize_are_inverse(client: Client) -> None:
+    tokenization = client.tokenize("hi")
+    assert tokenization.token_ids == (104, 105)
+    assert tokenization.tokens == ("h", "i")
+    assert client.detokenize(tokenization.token_ids) == "hi"
+    assert client.tokenize([ChatMessage("user", "hi")]).token_ids == (104, 105)
+
+
+def test_models_and_server_info(client: Client) -> None:
+    (model,) = client.list_models()
+    assert client.get_model("fake") == model
+    assert (model.vocab_size, model.eos_token_ids, model.has_chat_template) == (256, (2,), True)
+    info = client.server_info()
+    assert info.replicas[0].num_gpu_blocks == 64
+    assert info.limits.max_message_bytes == 4096
+
+
+def test_errors_are_typed(client: Client) -> None:
+    with pytest.raises(InvalidArgument, match="prompt is bad") as caught:
+        client.generate("bad")
+    assert caught.value.violations[0].field == "text"
+    with pytest.raises(NotFound):
+        client.get_model("other")
+    with pytest.raises(NotFound):
+        client.cancel("other")
+    client.cancel("running")
+    with client.generate_stream("bad") as stream, pytest.raises(InvalidArgument):
+        next(iter(stream))
+
+
+def test_a_timeout_is_deadline_exceeded(client: Client) -> None:
+    with client.generate_stream("endless", timeout_s=0.2) as stream, pytest.raises(DeadlineExceeded):
+        list(stream)
+
+
+def test_nobody_there_is_unavailable() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable):
+        client.list_models(timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (GenerationOptions(top_k=-1), "top_k"),
+        (GenerationOptions(max_tokens=2**32), "max_tokens"),
+        (GenerationOptions(stop=["\ud800"]), "stop"),
+        (GenerationOptions(logit_bias={-1: 1.0}), "logit_bias"),
+    ],
+)
+def test_a_value_that_no_message_can_hold_is_refused_by_name(
+    client: Client, options: GenerationOptions, field: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=field) as caught:
+        client.generate("x", options)
+    assert caught.value.violations[0].field == field
+
+
+def test_a_prompt_that_no_message_can_hold_is_refused(client: Client) -> None:
+    with pytest.raises(InvalidArgument, match="text"):
+        client.generate("\ud800")
+    with pytest.raises(InvalidArgument, match="ids"):
+        client.generate([-1])

@@ -1,0 +1,201 @@
+"""`quire generate`, `quire chat` and `quire status` against a fake gateway."""
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import main
+from tests.support.fake_gateway import FakeGatewayThread
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(gateway: FakeGatewayThread, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command against the fake gateway; returns status, stdout and stderr."""
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        status = main([*arguments, "--address", gateway.address])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_generate_streams_the_answer_to_a_prompt(run: Run) -> None:
+    assert run("generate", "once upon") == (0, "once upon!\n", "")
+
+
+def test_generate_reads_the_prompt_from_stdin(run: Run) -> None:
+    assert run("generate", stdin="two\nlines\n") == (0, "two\nlines!\n", "")
+
+
+def test_generate_passes_flags_on(run: Run, gateway: FakeGatewayThread) -> None:
+    run("generate", "x", "--temperature=0", "--seed=7", "--max-tokens=3", "--stop=a, b", "--stop=c", "--model=fake")
+    (request,) = gateway.generation.requests
+    assert request.sampling.HasField("temperature")
+    assert (request.sampling.seed, request.stopping.max_tokens, request.model) == (7, 3, "fake")
+    assert list(request.stopping.stop) == ["a, b", "c"]
+
+
+def test_generate_of_one_prompt_as_json(run: Run) -> None:
+    status, stdout, _ = run("generate", "a b", "--format=json")
+    assert status == 0
+    assert json.loads(stdout) == {"prompt": "a b", "text": "a b!", "token_ids": [0, 1], "finish_reason": "length"}
+
+
+def test_a_file_of_prompts_is_answered_in_order(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("".join(f"prompt {i}\n\n" for i in range(100)))
+    expected = "".join(f"prompt {i}!\n" for i in range(100))
+    assert run("generate", "--file", str(file)) == (0, expected, "")
+
+
+def test_a_file_with_a_bad_prompt_answers_the_others_and_fails(run: Run) -> None:
+    status, stdout, stderr = run("generate", "--file=-", "--format=json", stdin="one\nbad\nfull\n")
+    assert status == 1
+    one, bad, full = map(json.loads, stdout.splitlines())
+    assert one == {"prompt": "one", "text": "one!", "token_ids": [1, 2], "finish_reason": "stop"}
+    assert bad == {"prompt": "bad", "error": {"code": "INVALID_ARGUMENT", "message": "prompt is bad"}}
+    assert full["text"] == "full!"
+    assert stderr == "quire generate: error: prompt 'bad': prompt is bad\n"
+
+
+def test_a_refused_prompt_is_one_line(run: Run) -> None:
+    assert run("generate", "bad") == (1, "", "quire generate: error: prompt is bad\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("generate",), "the prompt is empty"),
+        (("generate", "x", "--file", "y"), "not both"),
+        (("generate", "--file", "/no/such/file"), "cannot read /no/such/file"),
+        (("generate", "--file", "-"), "holds no prompt"),
+        (("generate", "x", "--max-tokens", "many"), '--max-tokens: "many" is not valid'),
+    ],
+)
+def test_a_command_called_wrongly_is_one_line_and_status_2(run: Run, arguments: tuple[str, ...], expected: str) -> None:
+    status, stdout, stderr = run(*arguments)
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith("quire generate: error: ")
+    assert expected in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_chat_with_piped_lines_keeps_the_conversation(run: Run, gateway: FakeGatewayThread) -> None:
+    status, stdout, stderr = run("chat", "--system=be kind", stdin="hello\n\nand now\n/exit\nnever\n")
+    assert (status, stdout, stderr) == (0, "hello!\nand now!\n", "")
+    assert [(m.role, m.content) for m in gateway.generation.requests[-1].messages] == [
+        ("system", "be kind"),
+        ("user", "hello"),
+        ("assistant", "hello!"),
+        ("user", "and now"),
+    ]
+
+
+def test_chat_forgets_a_message_that_failed_and_goes_on(run: Run, gateway: FakeGatewayThread) -> None:
+    status, stdout, stderr = run("chat", stdin="bad\nagain\n")
+    assert (status, stdout) == (1, "again!\n")
+    assert stderr == "quire chat: error: prompt is bad\n"
+    assert [m.content for m in gateway.generation.requests[-1].messages] == ["again"]
+
+
+def test_chat_reset_forgets_all_but_the_system_message(run: Run, gateway: FakeGatewayThread) -> None:
+    run("chat", "--system=s", stdin="one\n/reset\ntwo\n")
+    assert [m.content for m in gateway.generation.requests[-1].messages] == ["s", "two"]
+
+
+def test_status_shows_health_models_and_replicas(run: Run, gateway: FakeGatewayThread) -> None:
+    status, stdout, _ = run("status")
+    assert status == 0
+    health, model, replica = stdout.splitlines()
+    assert health.startswith(f"serving at {gateway.address}")
+    assert model == "model fake: LlamaForCausalLM, float32, 128 tokens, chat template"
+    assert replica == "replica unix:s: 64 blocks of 16 tokens, 8 sequences and 0 tokens a step"
+
+
+def test_status_as_json(run: Run) -> None:
+    status, stdout, _ = run("status", "--format=json")
+    assert status == 0
+    described = json.loads(stdout)
+    assert described["serving"] is True
+    assert described["models"][0]["name"] == "fake"
+    assert described["replicas"][0]["connected"] is True
+
+
+@pytest.mark.parametrize("command", ["generate", "status"])
+def test_no_gateway_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["x"] if command == "generate" else []
+    assert main([command, *arguments, "--address=127.0.0.1:1"]) == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"quire {command}: error: no gateway answers")
+    assert stderr.count("\n") == 1
+
+
+def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sreve"]) == 2
+    assert capsys.readouterr().err.startswith("quire sreve: error: no such command; there are serve,")
+
+
+def test_a_missing_extra_is_one_line() -> None:
+    code = "import sys; sys.modules['torch'] = None; from quire.cli.main import main; sys.exit(main(['worker']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    message = "torch is not installed; install quire[all], or the extra of this service"
+    assert (done.returncode, done.stderr) == (2, f"quire worker: error: {message}\n")
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "quire COMMAND" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("quire 0.")
+    assert main([]) == 2
+
+
+def test_a_reader_that_leaves_is_no_traceback(gateway: FakeGatewayThread) -> None:
+    command = f"{sys.executable} -m quire.cli.main generate 'a b c' --address {gateway.address} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=20)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(gateway: FakeGatewayThread) -> None:
+    terminal, device = pty.openpty()
+    command = [sys.executable, "-m", "quire.cli.main", "chat", "--address", gateway.address]
+    chat = subprocess.Popen(command, stdin=device, stdout=device, stderr=device, start_new_session=True)
+    os.close(device)
+    seen = ""
+
+    def read_until(text: str) -> None:
+        nonlocal seen
+        while text not in seen:
+            seen += os.read(terminal, 1024).decode()
+        seen = seen.partition(text)[2]
+
+    try:
+        read_until("> ")
+        os.write(terminal, b"endless\n")
+        read_until("endless!")
+        chat.send_signal(signal.SIGINT)
+        read_until("(stopped)")
+        gateway.wait_left()
+        read_until("> ")
+        os.write(terminal, b"hello\n")
+        read_until("hello!")
+        read_until("> ")
+        os.write(terminal, b"/exit\n")
+        assert chat.wait(10) == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        os.close(terminal)

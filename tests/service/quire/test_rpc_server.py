@@ -1,0 +1,187 @@
+"""What every service's server offers besides its own methods."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from quire.rpc.channel import open_channel
+from quire.rpc.server import AddressInUse, RpcServer
+from quire.settings import ConfigurationError
+
+SERVICE = "quire.test.Echo"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Gate:
+    """A handler that answers when the gate is open."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.opened = asyncio.Event()
+
+    async def pass_through(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        self.entered.set()
+        await self.opened.wait()
+        return request
+
+    def register(self, server: grpc.aio.Server) -> None:
+        handlers = {"Pass": grpc.unary_unary_rpc_method_handler(self.pass_through)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+async def start(address: str = "127.0.0.1:0", gate: Gate | None = None, **options: int) -> RpcServer:
+    return await RpcServer.start(address, (gate or Gate()).register, [SERVICE], **options)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RpcServer]:
+    server = await start()
+    yield server
+    await server.stop(0)
+
+
+async def health_of(address: str, service: str) -> int:
+    async with open_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+    return response.status
+
+
+@pytest.mark.parametrize("service", ["", SERVICE])
+async def test_health_follows_set_serving(server: RpcServer, service: str) -> None:
+    assert await health_of(server.address, service) == NOT_SERVING
+    server.set_serving(True)
+    assert await health_of(server.address, service) == SERVING
+    server.set_serving(False)
+    assert await health_of(server.address, service) == NOT_SERVING
+
+
+async def test_health_of_an_unknown_service_is_not_found(server: RpcServer) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health_of(server.address, "nothing")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def read_not_serving(watch: grpc.aio.UnaryStreamCall) -> None:
+    """Reads until the stream fails. Its status may overtake the last message; either says that nothing is served."""
+    while True:
+        assert (await watch.read()).status == NOT_SERVING
+
+
+async def test_a_health_watcher_sees_each_change_and_does_not_hold_up_stop(server: RpcServer) -> None:
+    async with open_channel(server.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == NOT_SERVING
+        server.set_serving(True)
+        assert (await watch.read()).status == SERVING
+        async with asyncio.timeout(5):
+            await server.stop(60)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_not_serving(watch)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_reflection_lists_the_services(server: RpcServer) -> None:
+    async with open_channel(server.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (response,) = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
+    names = {service.name for service in response.list_services_response.service}
+    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+async def test_the_address_names_the_port_that_was_picked(server: RpcServer) -> None:
+    host, _, port = server.address.rpartition(":")
+    assert host == "127.0.0.1"
+    assert int(port) > 0
+
+
+async def test_a_port_in_use_is_refused_by_one_line(server: RpcServer) -> None:
+    with pytest.raises(AddressInUse, match=f"^cannot listen on {server.address}: the port is in use$"):
+        await start(server.address)
+
+
+async def test_a_port_that_a_plain_socket_holds_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        with pytest.raises(AddressInUse, match=address):
+            await start(address)
+
+
+async def test_servers_that_ask_for_it_share_a_port() -> None:
+    first = await start(reuse_port=True)
+    second = await start(first.address, reuse_port=True)
+    assert second.address == first.address
+    await first.stop(0)
+    second.set_serving(True)
+    assert await health_of(second.address, "") == SERVING
+    await second.stop(0)
+
+
+async def test_a_unix_socket_serves_and_is_not_stolen(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'service.sock'}"
+    server = await start(address)
+    assert server.address == address
+    assert await health_of(address, "") == NOT_SERVING
+    with pytest.raises(AddressInUse, match="the socket is in use"):
+        await start(address)
+    await server.stop(0)
+
+
+async def test_a_unix_socket_left_behind_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "service.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    server = await start(f"unix:{path}")
+    assert await health_of(server.address, "") == NOT_SERVING
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:99999", ":80", "unix:", "192.0.2.1:0", "unix:/no/such/x"])
+async def test_an_address_that_cannot_be_bound_is_a_configuration_error(address: str) -> None:
+    with pytest.raises(ConfigurationError, match=address.replace(".", r"\.")):
+        await start(address)
+
+
+async def test_stop_lets_a_running_call_finish() -> None:
+    gate = Gate()
+    server = await start(gate=gate)
+    async with open_channel(server.address) as channel, asyncio.timeout(10):
+        running = asyncio.ensure_future(channel.unary_unary(f"/{SERVICE}/Pass")(b"done"))
+        await gate.entered.wait()
+        stopping = asyncio.create_task(server.stop(60))
+        gate.opened.set()
+        assert await running == b"done"
+        await stopping
+
+
+async def test_stop_cancels_a_call_that_outlives_the_grace() -> None:
+    gate = Gate()
+    server = await start(gate=gate)
+    async with open_channel(server.address) as channel, asyncio.timeout(10):
+        running = asyncio.ensure_future(channel.unary_unary(f"/{SERVICE}/Pass")(b"done"))
+        await gate.entered.wait()
+        await server.stop(0.1)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await running
+
+
+async def test_an_oversized_request_is_refused_and_the_server_goes_on() -> None:
+    gate = Gate()
+    gate.opened.set()
+    server = await start(gate=gate, max_message_bytes=1000)
+    async with open_channel(server.address) as channel:
+        method = channel.unary_unary(f"/{SERVICE}/Pass")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await method(b"0" * 2000)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await method(b"0") == b"0"
+    await server.stop(0)

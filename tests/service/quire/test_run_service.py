@@ -1,0 +1,84 @@
+"""`run_service` in processes of its own, since it is about signals and exit statuses."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+PRELUDE = """
+import asyncio, sys
+from quire.rpc.process import run_service
+from quire.settings import ConfigurationError
+async def forever(clean_up=0.0):
+    print("up", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("draining", flush=True)
+        await asyncio.sleep(clean_up)
+        print("drained", flush=True)
+async def fail(error):
+    raise error
+def refuse():
+    raise ConfigurationError("--x is wrong")
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def run(main: str) -> subprocess.Popen[str]:
+        code = f"{PRELUDE}\nsys.exit(run_service({main}, program='quire thing'))"
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    stdout, stderr = process.communicate(timeout=15)
+    return process.returncode, stdout, stderr
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_exits_with_0(start, number: signal.Signals) -> None:
+    process = start("forever")
+    assert read_line(process) == "up\n"
+    process.send_signal(number)
+    assert end_of(process) == (0, "draining\ndrained\n", "")
+
+
+def test_a_second_signal_kills(start) -> None:
+    process = start("lambda: forever(60)")
+    assert read_line(process) == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert read_line(process) == "draining\n"
+    process.send_signal(signal.SIGTERM)
+    assert end_of(process) == (-signal.SIGTERM, "", "")
+
+
+@pytest.mark.parametrize("main", ["lambda: fail(ConfigurationError('--x is wrong'))", "refuse"])
+def test_a_configuration_error_is_one_line_and_status_2(start, main: str) -> None:
+    assert end_of(start(main)) == (2, "", "quire thing: error: --x is wrong\n")
+
+
+def test_another_error_is_status_1_with_a_traceback(start) -> None:
+    status, _, stderr = end_of(start("lambda: fail(ValueError('broken'))"))
+    assert status == 1
+    assert "ValueError: broken" in stderr
+
+
+def test_a_main_that_returns_is_status_0(start) -> None:
+    assert end_of(start("lambda: asyncio.sleep(0)")) == (0, "", "")

@@ -1,0 +1,153 @@
+"""One supervised process, with tiny programs that stand in for a service."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from quire.local.backoff import RestartBackoff
+from quire.local.supervised_process import ServiceRefused, ServiceSpec, SupervisedProcess
+from tests.support.processes import is_alive, lines_of, until_true
+
+WAIT_FOR_SIGNAL = "import signal; signal.pause()"
+NOTE_TERM = """
+import pathlib, signal, sys
+def stop(*_):
+    pathlib.Path({file!r}).write_text("terminated")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("up", flush=True)
+signal.pause()
+"""
+IGNORE_TERM = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while True: signal.pause()
+"""
+FAIL_TWICE = """
+import pathlib, signal, sys
+file = pathlib.Path({file!r})
+starts = len(file.read_text().splitlines()) if file.exists() else 0
+with file.open("a") as f: f.write("started\\n")
+if starts < 2: sys.exit(7)
+signal.pause()
+"""
+
+
+class Supervision:
+    """A process under supervision, and all that is said about it."""
+
+    def __init__(self, code: str) -> None:
+        self.reports: list[str] = []
+        self.output: list[str] = []
+        command = [sys.executable, "-I", "-S", "-c", code]
+        spec = ServiceSpec("thing", lambda: command, dict(os.environ), self.output.append)
+        backoff = RestartBackoff(first_s=0.01)
+        self.process = SupervisedProcess(spec, report=self.reports.append, backoff=backoff)
+        self.task = self.process.start()
+
+    async def until_up(self) -> int:
+        """Waits for the line "up"; returns the pid."""
+        await until_true(lambda: "up" in self.output)
+        return self.process.pid
+
+
+@pytest.fixture
+async def supervise() -> AsyncIterator[Callable[[str], Supervision]]:
+    supervisions: list[Supervision] = []
+
+    def start(code: str) -> Supervision:
+        supervisions.append(Supervision(code))
+        return supervisions[-1]
+
+    yield start
+    for supervision in supervisions:
+        await supervision.process.stop(0)
+        await asyncio.gather(supervision.task, return_exceptions=True)
+
+
+async def test_a_process_that_dies_is_started_again_with_growing_waits(supervise, tmp_path: Path) -> None:
+    file = tmp_path / "starts"
+    supervision = supervise(FAIL_TWICE.format(file=str(file)))
+    await until_true(lambda: len(lines_of(file)) == 3)
+    assert supervision.reports == [
+        "thing ended with status 7; starting it again in 0.01 s",
+        "thing ended with status 7; starting it again in 0.02 s",
+    ]
+    assert supervision.process.starts == 3
+    assert not supervision.task.done()
+
+
+async def test_a_process_that_is_killed_is_started_again(supervise) -> None:
+    supervision = supervise("print('up', flush=True)\n" + WAIT_FOR_SIGNAL)
+    pid = await supervision.until_up()
+    supervision.output.clear()
+    os.kill(pid, signal.SIGKILL)
+    assert await supervision.until_up() != pid
+    assert supervision.reports == ["thing was killed by SIGKILL; starting it again in 0.01 s"]
+
+
+async def test_status_2_is_final(supervise) -> None:
+    supervision = supervise("import sys; sys.exit(2)")
+    with pytest.raises(ServiceRefused, match="thing"):
+        await asyncio.wait_for(supervision.task, 5)
+    assert supervision.process.starts == 1
+    with pytest.raises(RuntimeError, match="does not run"):
+        _ = supervision.process.pid
+
+
+async def test_stop_lets_the_process_end_by_itself(supervise, tmp_path: Path) -> None:
+    file = tmp_path / "end"
+    supervision = supervise(NOTE_TERM.format(file=str(file)))
+    pid = await supervision.until_up()
+    await supervision.process.stop(10)
+    assert file.read_text() == "terminated"
+    assert not is_alive(pid)
+    assert supervision.reports == []
+    await supervision.process.stop(10)
+
+
+async def test_stop_kills_a_process_that_does_not_end(supervise) -> None:
+    supervision = supervise(IGNORE_TERM)
+    pid = await supervision.until_up()
+    async with asyncio.timeout(5):
+        await supervision.process.stop(0.1)
+    assert not is_alive(pid)
+
+
+async def test_kill_takes_the_children_of_the_process_too(supervise) -> None:
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, 'up', sep='\\n', flush=True)"
+    supervision = supervise(f"{code}\n{WAIT_FOR_SIGNAL}")
+    await supervision.until_up()
+    grandchild = int(supervision.output[0])
+    supervision.process.kill()
+    await until_true(lambda: not is_alive(grandchild))
+
+
+async def test_stop_during_the_wait_before_a_restart_returns_at_once(supervise) -> None:
+    supervision = supervise("import sys; sys.exit(1)")
+    await until_true(lambda: len(supervision.reports) >= 6)
+    async with asyncio.timeout(5):
+        await supervision.process.stop(60)
+    assert supervision.task.done()
+
+
+async def test_cancelling_the_supervision_kills_the_process(supervise) -> None:
+    supervision = supervise("print('up', flush=True)\n" + WAIT_FOR_SIGNAL)
+    pid = await supervision.until_up()
+    supervision.task.cancel()
+    await asyncio.wait([supervision.task], timeout=5)
+    assert not is_alive(pid)
+
+
+async def test_a_line_of_any_length_and_bytes_does_no_harm(supervise) -> None:
+    code = "import os; os.write(1, b'\\xff\\n'); print('x' * 1_000_000); print('up', flush=True)"
+    supervision = supervise(f"{code}\n{WAIT_FOR_SIGNAL}")
+    await supervision.until_up()
+    assert supervision.output[0] == "\ufffd"
+    assert max(map(len, supervision.output)) < 1_000_000

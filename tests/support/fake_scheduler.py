@@ -1,0 +1,264 @@
+"""A scheduler that speaks the real contract and makes its tokens by a rule, with faults on demand."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from quire.arrays import decode_int32, encode_int32
+from quire.common.v1 import common_pb2
+from quire.rpc.server import RpcServer
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+SERVICE = "quire.scheduler.v1.SchedulerService"
+
+# (prompt token ids, position in the output) -> token id
+TokenRule = Callable[[tuple[int, ...], int], int]
+
+
+def counting_rule(prompt: tuple[int, ...], position: int) -> int:
+    """Ids of ordinary tokens of small vocabularies, different for different prompts."""
+    return 40 + (sum(prompt) + 7 * position) % 200
+
+
+def scripted(token_ids: Sequence[int]) -> TokenRule:
+    """Answers every prompt with these ids, over and over."""
+    return lambda prompt, position: token_ids[position % len(token_ids)]
+
+
+@dataclass
+class FakeRequest:
+    """One submitted request and how far it is."""
+
+    submit: scheduler_pb2.Submit
+    prompt: tuple[int, ...]
+    num_emitted: int
+    ending_token_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, submit: scheduler_pb2.Submit) -> "FakeRequest":
+        emitted = [decode_int32(sequence.token_ids, "token_ids") for sequence in submit.emitted]
+        return cls(
+            submit=submit,
+            prompt=tuple(decode_int32(submit.prompt_token_ids, "prompt_token_ids").tolist()),
+            num_emitted=len(emitted[0]) if emitted else 0,
+            ending_token_ids=frozenset(submit.eos_token_ids) | frozenset(submit.stopping.stop_token_ids),
+        )
+
+
+@dataclass
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Emits one token per live request and step, one message per step.
+
+    Attributes:
+        rule: Which token comes next.
+        step_delay_s: Time between steps; 0 is as fast as the gateway's stream takes them.
+        tokens_per_step: Tokens of each request in one step, as after a slow stream.
+        emits: While it is clear, no step is made.
+        repeats_events: Each step repeats the tokens of the step before.
+        refusal: Answers to the next submits instead of tokens.
+        refuses_connections: Connect answers UNAVAILABLE, as without a worker.
+        submits, aborted: What came, in order; for aborts the request ids.
+        live: Requests of the open stream by handle.
+    """
+
+    vocab_size: int = 2048
+    max_model_len: int = 1024
+    architecture: str = "LlamaForCausalLM"
+    max_logprobs: int = 20
+    rule: TokenRule = counting_rule
+    step_delay_s: float = 0.001
+    tokens_per_step: int = 1
+    repeats_events: bool = False
+    refuses_connections: bool = False
+    epoch: int = 1000
+    refusal: deque[scheduler_pb2.RequestFailure] = field(default_factory=deque)
+    emits: asyncio.Event = field(default_factory=asyncio.Event)
+    submits: list[scheduler_pb2.Submit] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    live: dict[int, FakeRequest] = field(default_factory=dict)
+    address: str = "127.0.0.1:0"
+    connections: int = 0
+
+    def __post_init__(self) -> None:
+        self.emits.set()
+        self._server: RpcServer | None = None
+        self._changed = asyncio.Event()
+        self._broken = asyncio.Event()
+        self._broken_with = grpc.StatusCode.UNAVAILABLE
+        self._heard = asyncio.Event()
+        self._outgoing: deque[scheduler_pb2.ConnectResponse] = deque()
+        self._step_id = 0
+
+    async def start(self) -> None:
+        """Listens, at the address of the last time if there was one."""
+
+        def register(server: grpc.aio.Server) -> None:
+            scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
+
+        self._server = await RpcServer.start(self.address, register, [SERVICE])
+        self.address = self._server.address
+
+    async def stop(self) -> None:
+        """Dies: every stream breaks and the port is closed."""
+        assert self._server is not None
+        await self._server.stop(0)
+        self.live.clear()
+
+    async def restart(self) -> None:
+        """A new incarnation that knows nothing of the old one."""
+        await self.stop()
+        self.epoch += 1
+        await self.start()
+
+    def break_streams(self, status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        """The stream ends with this status; the process lives on."""
+        self._broken_with = status
+        self._broken.set()
+
+    def send(self, events: scheduler_pb2.TokenEvents) -> None:
+        """Sends a message of the test's own making."""
+        self._outgoing.append(scheduler_pb2.ConnectResponse(events=events))
+        self._changed.set()
+
+    def fail(self, handle: int, **failure: Any) -> None:
+        """Fails one live request."""
+        self.live.pop(handle, None)
+        self.send(scheduler_pb2.TokenEvents(failed=[scheduler_pb2.RequestFailure(handle=handle, **failure)]))
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Waits until something that came makes the condition true."""
+        async with asyncio.timeout(5):
+            while not condition():
+                self._heard.clear()
+                await self._heard.wait()
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
+        if self.refuses_connections:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no worker is attached")
+        hello = await anext(request_iterator)
+        assert hello.WhichOneof("message") == "hello"
+        self.connections += 1
+        self._broken.clear()
+        self._outgoing.clear()
+        self.live.clear()
+        self._heard.set()
+        yield scheduler_pb2.ConnectResponse(welcome=self._welcome())
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            async for message in self._steps():
+                yield message
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                await reader
+        await context.abort(self._broken_with, "the stream was broken by the test")
+
+    async def _read(self, requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> None:
+        async for message in requests:
+            if message.WhichOneof("message") == "submit":
+                self._take(message.submit)
+            elif message.WhichOneof("message") == "abort":
+                ended = self.live.pop(message.abort.handle, None)
+                if ended is not None:
+                    self.aborted.append(ended.submit.request_id)
+            self._changed.set()
+            self._heard.set()
+
+    def _take(self, submit: scheduler_pb2.Submit) -> None:
+        self.submits.append(submit)
+        if self.refusal:
+            failure = self.refusal.popleft()
+            failure.handle = submit.handle
+            self.send(scheduler_pb2.TokenEvents(failed=[failure]))
+        else:
+            self.live[submit.handle] = FakeRequest.of(submit)
+
+    async def _steps(self) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
+        broken = asyncio.create_task(self._broken.wait())
+        try:
+            while not self._broken.is_set():
+                while self._outgoing:
+                    yield self._outgoing.popleft()
+                if self.live and self.emits.is_set():
+                    yield scheduler_pb2.ConnectResponse(events=self._step())
+                    await asyncio.wait([broken], timeout=self.step_delay_s)
+                    continue
+                changed = asyncio.create_task((self.emits if self.live else self._changed).wait())
+                await asyncio.wait([broken, changed], timeout=0.02, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                self._changed.clear()
+        finally:
+            broken.cancel()
+
+    def _step(self) -> scheduler_pb2.TokenEvents:
+        self._step_id += 1
+        self._heard.set()
+        columns: tuple[list[int], ...] = ([], [], [], [])
+        events = scheduler_pb2.TokenEvents(step_id=self._step_id)
+        for handle, request in list(self.live.items()):
+            start = max(request.num_emitted - 1, 0) if self.repeats_events else request.num_emitted
+            for position in range(start, request.num_emitted + self.tokens_per_step):
+                token_id = self.rule(request.prompt, position)
+                self._add_logprobs(events, request, len(columns[0]), token_id)
+                for column, value in zip(columns, (handle, 0, position, token_id), strict=True):
+                    column.append(value)
+                if position >= request.num_emitted and self._is_over(request, position, token_id, events):
+                    del self.live[handle]
+                    break
+        events.handles, events.sequence_indices, events.offsets, events.token_ids = map(encode_int32, columns)
+        return events
+
+    def _is_over(self, request: FakeRequest, position: int, token_id: int, events: scheduler_pb2.TokenEvents) -> bool:
+        request.num_emitted = position + 1
+        is_stop = token_id in request.ending_token_ids
+        if not is_stop and request.num_emitted < request.submit.stopping.max_tokens:
+            return False
+        end = scheduler_pb2.SequenceEnd(handle=request.submit.handle, num_tokens=request.num_emitted)
+        end.reason = common_pb2.FINISH_REASON_STOP if is_stop else common_pb2.FINISH_REASON_LENGTH
+        if is_stop:
+            end.stop_token_id = token_id
+        events.finished.append(end)
+        usage = common_pb2.Usage(
+            prompt_tokens=len(request.prompt),
+            generated_tokens=request.num_emitted,
+            queue_ms=1,
+            prefill_ms=2,
+            decode_ms=3,
+        )
+        events.completed.append(scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=usage))
+        return True
+
+    @staticmethod
+    def _add_logprobs(events: scheduler_pb2.TokenEvents, request: FakeRequest, event: int, token_id: int) -> None:
+        if not request.submit.output.HasField("logprobs"):
+            return
+        chosen = common_pb2.Logprob(token_id=token_id, logprob=-0.5, rank=1)
+        top = [
+            common_pb2.Logprob(token_id=token_id + rank, logprob=-0.5 - rank, rank=rank + 1)
+            for rank in range(request.submit.output.logprobs)
+        ]
+        logprobs = common_pb2.PositionLogprobs(chosen=chosen, top=top)
+        events.logprobs.append(scheduler_pb2.EventLogprobs(event=event, logprobs=logprobs))
+
+    def _welcome(self) -> scheduler_pb2.Welcome:
+        return scheduler_pb2.Welcome(
+            scheduler_epoch=self.epoch,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=16,
+            num_gpu_blocks=64,
+            num_host_blocks=0,
+            max_num_seqs=256,
+            max_num_batched_tokens=2048,
+            architecture=self.architecture,
+            dtype="float32",
+            max_logprobs=self.max_logprobs,
+        )

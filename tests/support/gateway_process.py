@@ -1,0 +1,107 @@
+"""A whole gateway inside the test's event loop, in front of fake schedulers."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc.aio
+
+from gateway.app import Gateway
+from gateway.settings import GatewaySettings
+from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2_grpc
+from quire.rpc.errors import QuireError, from_rpc_error
+from tests.support.fake_scheduler import FakeScheduler
+
+GENERATION = "/quire.gateway.v1.GenerationService/"
+
+
+@dataclass
+class RunningGateway:
+    """The gateway, a channel to it and stubs."""
+
+    gateway: Gateway
+    channel: grpc.aio.Channel
+    generation: generation_pb2_grpc.GenerationServiceStub
+    models: model_pb2_grpc.ModelServiceStub
+    http_url: str
+
+    async def raw_unary(self, method: str, data: bytes) -> bytes:
+        """Calls a method of GenerationService with bytes that no stub would send."""
+        call = self.channel.unary_unary(GENERATION + method)
+        return await call(data, timeout=10)
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(*schedulers: FakeScheduler, **settings) -> AsyncIterator[RunningGateway]:
+    """Runs a gateway, connected to its schedulers, until the block ends."""
+    addresses = tuple(scheduler.address for scheduler in schedulers)
+    values = {"grpc_port": 0, "http_port": 0, "schedulers": addresses, "drain_timeout": 0.0} | settings
+    gateway = await Gateway.start(GatewaySettings(**values))
+    running = asyncio.create_task(gateway.run())
+    channel = grpc.aio.insecure_channel(gateway.grpc_address)
+    try:
+        for scheduler in schedulers:
+            await scheduler.until(lambda scheduler=scheduler: scheduler.connections or scheduler.refuses_connections)
+        yield RunningGateway(
+            gateway,
+            channel,
+            generation_pb2_grpc.GenerationServiceStub(channel),
+            model_pb2_grpc.ModelServiceStub(channel),
+            f"http://{gateway.http_address}",
+        )
+    finally:
+        await channel.close()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await gateway.stop(values["drain_timeout"])
+
+
+def stream_request(text: str | None = "hello", *, max_tokens: int | None = 8, **fields):
+    """A GenerateStreamRequest."""
+    request = generation_pb2.GenerateStreamRequest(**({} if text is None else {"text": text}), **fields)
+    if max_tokens is not None:
+        request.stopping.max_tokens = max_tokens
+    return request
+
+
+@dataclass
+class Collected:
+    """What a stream said."""
+
+    text: str
+    token_ids: list[int]
+    chunks: list[generation_pb2.TokenChunk]
+    finished: generation_pb2.SequenceFinished
+    completed: generation_pb2.RequestCompleted
+
+
+def collected(responses: list) -> Collected:
+    """Checks the form that every stream has: chunks without gap or repetition, one Finished, Completed last."""
+    kinds = [response.WhichOneof("event") for response in responses]
+    assert kinds == ["chunk"] * (len(kinds) - 2) + ["finished", "completed"]
+    chunks = [response.chunk for response in responses[:-2]]
+    token_ids: list[int] = []
+    for chunk in chunks:
+        assert chunk.offset == len(token_ids)
+        token_ids.extend(chunk.token_ids)
+    finished = responses[-2].finished
+    assert finished.num_tokens == len(token_ids)
+    return Collected("".join(chunk.text for chunk in chunks), token_ids, chunks, finished, responses[-1].completed)
+
+
+async def collect(call) -> Collected:
+    """Reads a stream to its end, which must come within ten seconds."""
+    async with asyncio.timeout(10):
+        return collected([response async for response in call])
+
+
+async def error_of(call) -> QuireError:
+    """The error that a unary or streaming call ends with."""
+    try:
+        async with asyncio.timeout(10):
+            answer = [response async for response in call] if hasattr(call, "__aiter__") else await call
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError(f"the call succeeded: {answer}")

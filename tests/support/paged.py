@@ -1,0 +1,57 @@
+"""A model over a small paged pool, driven by hand: what the worker does, without the worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.models.base import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens [start, end) of sequence `row`, to be run in one step."""
+
+    row: int
+    start: int
+    end: int
+
+
+class PagedRunner:
+    """Runs spans of fixed sequences; block ids are scrambled and slots that were never written hold NaN."""
+
+    def __init__(self, model: CausalLM, sequences: Sequence[Sequence[int]], *, block_size: int, seed: int = 0) -> None:
+        self.model = model
+        self.sequences = [list(sequence) for sequence in sequences]
+        self._block_size = block_size
+        blocks_per_row = -(-max(len(sequence) for sequence in sequences) // block_size) + 8
+        num_blocks = blocks_per_row * len(sequences) + 3
+        generator = torch.Generator().manual_seed(seed)
+        scrambled = torch.randperm(num_blocks, generator=generator)[: blocks_per_row * len(sequences)]
+        self._tables = scrambled.view(len(sequences), blocks_per_row)
+        shape = (2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
+        self._pools = [torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(model.num_layers)]
+
+    @torch.inference_mode()
+    def step(self, *spans: Span) -> torch.Tensor:
+        """Logits of all tokens of all spans, [T, vocab_size]."""
+        positions = [torch.arange(span.start, span.end) for span in spans]
+        tokens = [token for span in spans for token in self.sequences[span.row][span.start : span.end]]
+        slots = [
+            self._tables[span.row, position // self._block_size] * self._block_size + position % self._block_size
+            for span, position in zip(spans, positions, strict=True)
+        ]
+        lengths = [span.end - span.start for span in spans]
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        metadata = AttentionMetadata(
+            slot_mapping=torch.cat(slots),
+            block_tables=self._tables[[span.row for span in spans]].to(torch.int32),
+            query_start_loc=starts.to(torch.int32),
+            seq_lens=torch.tensor([span.end for span in spans], dtype=torch.int32),
+            max_query_len=max(lengths),
+            max_seq_len=max(span.end for span in spans),
+        )
+        return self.model.logits(
+            self.model(ModelInput(torch.tensor(tokens), torch.cat(positions), metadata, self._pools))
+        )

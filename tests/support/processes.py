@@ -1,0 +1,35 @@
+"""Waiting for conditions, and looking at other processes."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+async def until_true(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Waits until `condition()` is true; TimeoutError when that takes too long."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  (what other processes do sets no event here)
+            await asyncio.sleep(0.01)
+
+
+def wait_true(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """The same without an event loop."""
+    ends_at = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > ends_at:
+            raise TimeoutError("the condition did not become true")
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """False for a process that is gone or waits for its parent to read its status."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def lines_of(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []

@@ -1,0 +1,77 @@
+"""Steps as values, for tests of the worker's parts."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tests.support.sampling import make_sampling
+from worker_svc.steps import (
+    AssignRow,
+    Batch,
+    CacheOperations,
+    ReseedRow,
+    RowChanges,
+    RowSampling,
+    SealedBlocks,
+    SetTokens,
+    Step,
+)
+
+
+def int32(values: Sequence[object], columns: int | None = None) -> np.ndarray:
+    """An int32 array, of pairs or triples where `columns` says so."""
+    array = np.array(values, dtype=np.int32)
+    return array if columns is None else array.reshape(-1, columns)
+
+
+def make_assign(
+    row: int, token_ids: Sequence[int], block_table: Sequence[int], sampling: RowSampling | None = None
+) -> AssignRow:
+    return AssignRow(row, int32(token_ids), int32(block_table), sampling or make_sampling())
+
+
+def make_changes(
+    *,
+    release: Sequence[int] = (),
+    assign: Sequence[AssignRow] = (),
+    fork: Sequence[tuple[int, int]] = (),
+    reseed: Sequence[ReseedRow] = (),
+    set_tokens: Sequence[SetTokens] = (),
+    deltas: Sequence[tuple[int, int, int]] = (),
+) -> RowChanges:
+    return RowChanges(int32(release), tuple(assign), int32(fork, 2), tuple(reseed), tuple(set_tokens), int32(deltas, 3))
+
+
+def make_batch(
+    rows: Sequence[int] = (),
+    new: Sequence[int] = (),
+    computed: Sequence[int] = (),
+    samples: Sequence[tuple[int, int]] | None = None,
+) -> Batch:
+    """A batch; every row samples from itself unless `samples` says otherwise."""
+    pairs = [(row, row) for row in rows] if samples is None else samples
+    return Batch(int32(rows), int32(new), int32(computed), int32(pairs, 2))
+
+
+def make_operations(
+    swap_out: Sequence[tuple[int, int]] = (),
+    swap_in: Sequence[tuple[int, int]] = (),
+    copy: Sequence[tuple[int, int]] = (),
+) -> CacheOperations:
+    return CacheOperations(int32(swap_out, 2), int32(swap_in, 2), int32(copy, 2))
+
+
+def make_step(
+    changes: RowChanges | None = None,
+    batch: Batch | None = None,
+    operations: CacheOperations | None = None,
+    sealed: SealedBlocks | None = None,
+    step_id: int = 1,
+) -> Step:
+    return Step(
+        step_id,
+        operations or make_operations(),
+        changes or make_changes(),
+        batch or make_batch(),
+        sealed or SealedBlocks(int32(()), np.zeros((0, 32), np.uint8)),
+    )

@@ -1,0 +1,143 @@
+"""A scheduler's end of the step protocol, in raw messages."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+
+from quire.arrays import decode_int32, encode_int32
+from quire.rpc.channel import open_channel
+from quire.rpc.errors import QuireError, from_rpc_error
+from quire.worker.v1 import worker_pb2, worker_pb2_grpc
+
+TIMEOUT_S = 10.0
+
+
+class StepClient:
+    """One Run stream. Answers other than the one waited for are kept apart: results in order, heartbeats counted."""
+
+    def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub) -> None:
+        self._call: grpc.aio.StreamStreamCall = stub.Run()
+        self.attached = worker_pb2.Attached()
+        self.heartbeats: list[worker_pb2.Heartbeat] = []
+        self._next_step_id = 1
+
+    @property
+    def info(self) -> worker_pb2.WorkerInfo:
+        return self.attached.info
+
+    async def attach(self, epoch: int) -> worker_pb2.Attached:
+        """Attaches and waits for the answer."""
+        await self.write(worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=epoch)))
+        response = await self._read()
+        assert response.WhichOneof("message") == "attached"
+        self.attached = response.attached
+        return response.attached
+
+    def step(self, **fields: object) -> worker_pb2.StepRequest:
+        """The next step of this session, with these fields."""
+        step = worker_pb2.StepRequest(**{"step_id": self._next_step_id, **fields})
+        step.scheduler_epoch = step.scheduler_epoch or self.attached.scheduler_epoch
+        step.worker_generation = step.worker_generation or self.info.worker_generation
+        self._next_step_id = step.step_id + 1
+        return step
+
+    async def send(self, step: worker_pb2.StepRequest) -> None:
+        await self.write(worker_pb2.RunRequest(step=step))
+
+    async def write(self, request: worker_pb2.RunRequest) -> None:
+        await self._call.write(request)
+
+    async def result(self) -> worker_pb2.StepResult:
+        """The next result; heartbeats on the way are kept."""
+        while (response := await self._read()).WhichOneof("message") == "heartbeat":
+            self.heartbeats.append(response.heartbeat)
+        assert response.WhichOneof("message") == "result"
+        return response.result
+
+    async def heartbeat(self) -> worker_pb2.Heartbeat:
+        """The next answer, which must be a heartbeat."""
+        response = await self._read()
+        assert response.WhichOneof("message") == "heartbeat"
+        return response.heartbeat
+
+    async def run(self, **fields: object) -> worker_pb2.StepResult:
+        """Sends the next step and waits for its result."""
+        await self.send(self.step(**fields))
+        return await self.result()
+
+    async def error(self) -> QuireError:
+        """What the worker ends the stream with; heartbeats before it are kept, results are not expected."""
+        try:
+            await self.result()
+        except grpc.RpcError as error:
+            return from_rpc_error(error)
+        raise AssertionError("a result came where an error was expected")
+
+    async def finish(self) -> None:
+        """Says that no more steps come and waits for the end."""
+        await self._call.done_writing()
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await self._call.code() == grpc.StatusCode.OK
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    async def _read(self) -> worker_pb2.RunResponse:
+        async with asyncio.timeout(TIMEOUT_S):
+            response = await self._call.read()
+        if isinstance(response, worker_pb2.RunResponse):
+            return response
+        raise AssertionError(f"the stream ended with {await self._call.code()}")
+
+
+@asynccontextmanager
+async def worker_stub(address: str) -> AsyncIterator[worker_pb2_grpc.WorkerServiceStub]:
+    """A stub on a channel of its own."""
+    async with open_channel(address) as channel:
+        yield worker_pb2_grpc.WorkerServiceStub(channel)
+
+
+@asynccontextmanager
+async def attached_client(address: str, epoch: int) -> AsyncIterator[StepClient]:
+    """An attached stream on a channel of its own."""
+    async with worker_stub(address) as stub:
+        client = StepClient(stub)
+        await client.attach(epoch)
+        yield client
+        client.cancel()
+
+
+def make_assign(
+    row: int, token_ids: Sequence[int], block_table: Sequence[int], **sampling: object
+) -> worker_pb2.AssignRow:
+    """A row with a sequence; greedy unless `sampling` says otherwise."""
+    return worker_pb2.AssignRow(
+        row=row,
+        token_ids=encode_int32(token_ids),
+        block_table=encode_int32(block_table),
+        sampling=worker_pb2.RowSampling(**{"top_p": 1.0, **sampling}),
+        num_prompt_tokens=len(token_ids),
+    )
+
+
+def make_batch(
+    rows: Sequence[int],
+    num_new_tokens: Sequence[int],
+    num_computed_tokens: Sequence[int],
+    samples: Sequence[tuple[int, int]] | None = None,
+) -> worker_pb2.Batch:
+    """A batch; every row samples from itself unless `samples` says otherwise."""
+    pairs = [(row, row) for row in rows] if samples is None else samples
+    return worker_pb2.Batch(
+        rows=encode_int32(rows),
+        num_new_tokens=encode_int32(num_new_tokens),
+        num_computed_tokens=encode_int32(num_computed_tokens),
+        samples=encode_int32([number for pair in pairs for number in pair]),
+    )
+
+
+def ints(data: bytes) -> list[int]:
+    return decode_int32(data, "array").tolist()

@@ -1,0 +1,77 @@
+"""Writing tokens into the pool and moving blocks."""
+
+import pytest
+import torch
+
+from kernels import ops
+
+
+def make_pool(num_blocks: int = 6, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, num_blocks, 3, 4, 8, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slots", [[0], [23, 5, 4, 6, 0], []])
+def test_tokens_land_in_their_slots_and_nowhere_else(slots: list[int], dtype: torch.dtype) -> None:
+    pool = make_pool(dtype=dtype)
+    expected = pool.clone()
+    key, value = torch.randn(2, len(slots), 3, 8).to(dtype)
+    for token, slot in enumerate(slots):
+        expected[0, slot // 4, :, slot % 4] = key[token]
+        expected[1, slot // 4, :, slot % 4] = value[token]
+    ops.reshape_and_cache(key, value, pool, torch.tensor(slots, dtype=torch.int64))
+    assert torch.equal(pool, expected)
+
+
+def test_strided_keys_are_written() -> None:
+    pool = make_pool()
+    qkv = torch.randn(2, 9, 8)
+    _, key, value = qkv.split(3, dim=1)
+    ops.reshape_and_cache(key, value, pool, torch.tensor([1, 9]))
+    assert torch.equal(pool[0, 2, :, 1], key[1])
+    assert torch.equal(pool[1, 0, :, 1], value[0])
+
+
+def test_copies_read_all_sources_before_they_write() -> None:
+    pools = [make_pool(seed=layer) for layer in range(2)]
+    before = [pool.clone() for pool in pools]
+    ops.copy_blocks(pools, torch.tensor([[0, 1], [1, 2], [4, 0]]))
+    for pool, old in zip(pools, before, strict=True):
+        assert torch.equal(pool, old[:, [4, 0, 1, 3, 4, 5]])
+
+
+def test_swap_moves_blocks_between_pools_of_different_size() -> None:
+    gpu = [make_pool(6, seed=layer) for layer in range(2)]
+    host = [torch.zeros(2, 3, 3, 4, 8) for _ in range(2)]
+    ops.swap_blocks(gpu, host, torch.tensor([[5, 0], [2, 2]]))
+    for layer in range(2):
+        assert torch.equal(host[layer][:, 0], gpu[layer][:, 5])
+        assert torch.equal(host[layer][:, 2], gpu[layer][:, 2])
+        assert not host[layer][:, 1].any()
+
+
+def test_no_pairs_change_nothing() -> None:
+    pool = make_pool()
+    before = pool.clone()
+    none = torch.empty(0, 2, dtype=torch.int64)
+    ops.copy_blocks([pool], none)
+    ops.swap_blocks([pool], [pool], none)
+    assert torch.equal(pool, before)
+
+
+def test_misfits_are_refused() -> None:
+    pool, slots = make_pool(), torch.tensor([0, 1])
+    good = torch.zeros(2, 3, 8)
+    with pytest.raises(ValueError, match=r"key has shape \[2, 2, 8\]; expected \[2, 3, 8\]"):
+        ops.reshape_and_cache(good[:, :2], good, pool, slots)
+    with pytest.raises(ValueError, match=r"value has dtype torch.bfloat16; expected torch.float32"):
+        ops.reshape_and_cache(good, good.bfloat16(), pool, slots)
+    with pytest.raises(ValueError, match=r"slot_mapping has dtype torch.int32"):
+        ops.reshape_and_cache(good, good, pool, slots.int())
+    with pytest.raises(ValueError, match="pairs has shape"):
+        ops.copy_blocks([pool], slots)
+    with pytest.raises(ValueError, match="source has 1 layers; destination has 2"):
+        ops.swap_blocks([pool], [pool, pool], slots[None])
+    with pytest.raises(ValueError, match="destination has dtype"):
+        ops.swap_blocks([pool], [pool.half()], slots[None])

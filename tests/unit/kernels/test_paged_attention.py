@@ -1,0 +1,210 @@
+"""Paged attention against a loop over tokens and heads in float64."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import ops, reference_attention
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    block_tables: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @property
+    def limits(self) -> dict[str, int]:
+        query_lens = self.query_start_loc[1:] - self.query_start_loc[:-1]
+        return {"max_query_len": int(query_lens.max()), "max_seq_len": int(self.seq_lens.max())}
+
+    def attend(self, scale: float = 0.3, **options: Any) -> torch.Tensor:
+        arguments = {"scale": scale, **self.limits, **options}
+        return ops.paged_attention(
+            self.query, self.kv_cache, self.block_tables, self.query_start_loc, self.seq_lens, **arguments
+        )
+
+
+def make_batch(
+    rows: list[tuple[int, int]],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 32,
+    block_size: int = 5,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Batch:
+    """Rows of (new tokens, context length); scrambled blocks, NaN in every slot that is in no context."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    columns = max(-(-length // block_size) for _, length in rows) + 2
+    num_blocks = columns * len(rows) + 1
+    tables = torch.randperm(num_blocks, generator=generator)[:-1].view(len(rows), columns)
+    cache = torch.randn(2, num_blocks, num_kv_heads, block_size, head_dim, generator=generator)
+    written = torch.zeros(num_blocks, block_size, dtype=torch.bool)
+    for row, (_, length) in enumerate(rows):
+        positions = torch.arange(length)
+        written[tables[row, positions // block_size], positions % block_size] = True
+        tables[row, -(-length // block_size) :] = 2**31 - 1
+    cache.masked_fill_(~written[None, :, None, :, None], float("nan"))
+    starts = torch.tensor([0, *(new for new, _ in rows)]).cumsum(0)
+    query = torch.randn(int(starts[-1]), num_heads, head_dim, generator=generator)
+    return Batch(
+        query.to(dtype),
+        cache.to(dtype),
+        tables.to(torch.int32),
+        starts.to(torch.int32),
+        torch.tensor([length for _, length in rows], dtype=torch.int32),
+    )
+
+
+def naive_attention(
+    batch: Batch,
+    scale: float = 0.3,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    cache, query = batch.kv_cache.double(), batch.query.double()
+    block_size = cache.shape[3]
+    group = query.shape[1] // cache.shape[2]
+    output = torch.empty_like(query)
+    for row, length in enumerate(batch.seq_lens.tolist()):
+        start, end = batch.query_start_loc[row : row + 2].tolist()
+        for token in range(start, end):
+            position = length - (end - token)
+            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            seen = torch.arange(first, position + 1)
+            blocks, offsets = batch.block_tables[row, seen // block_size].long(), seen % block_size
+            for head in range(query.shape[1]):
+                keys, values = cache[:, blocks, head // group, offsets]
+                scores = keys @ query[token, head] * scale
+                if soft_cap is not None:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                if alibi_slopes is not None:
+                    scores = scores + alibi_slopes[head].double() * (seen - position)
+                output[token, head] = torch.softmax(scores, 0) @ values
+    return output
+
+
+def assert_matches_naive(batch: Batch, **options: Any) -> None:
+    expected = naive_attention(batch, **options)
+    actual = batch.attend(**options)
+    assert actual.dtype == batch.query.dtype
+    tolerance = TOLERANCE[batch.query.dtype]
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (1, 5), (7, 7), (1, 90)]
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
+def test_mixed_batch_matches_naive(heads: tuple[int, int], head_dim: int, block_size: int) -> None:
+    assert_matches_naive(make_batch(MIXED, heads=heads, head_dim=head_dim, block_size=block_size))
+
+
+@pytest.mark.parametrize("rows", [[(1, 1)], [(1, 40)], [(9, 9)], [(2, 31)], [(1, n) for n in range(1, 34)]])
+def test_batches_of_one_kind_match_naive(rows: list[tuple[int, int]]) -> None:
+    assert_matches_naive(make_batch(rows, block_size=16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_half_precision_matches_naive(dtype: torch.dtype, soft_cap: float | None) -> None:
+    assert_matches_naive(make_batch(MIXED, head_dim=64, block_size=16, dtype=dtype), soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 4, 1000])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_score_options_match_naive(sliding_window: int | None, soft_cap: float | None, alibi: bool) -> None:
+    batch = make_batch(MIXED, heads=(6, 2))
+    slopes = torch.tensor([2.0**-n for n in range(6)]) if alibi else None
+    assert_matches_naive(batch, sliding_window=sliding_window, soft_cap=soft_cap, alibi_slopes=slopes)
+
+
+def test_groups_split_for_memory_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(1, n) for n in (3, 200, 7, 64, 65, 1, 129)])
+    whole = batch.attend()
+    monkeypatch.setattr(reference_attention, "MAX_GATHERED_ELEMENTS", 1)
+    torch.testing.assert_close(batch.attend(), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_chunks_longer_than_a_slice_match_naive(sliding_window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_attention, "QUERY_SLICE", 4)
+    assert_matches_naive(make_batch([(9, 9), (8, 21), (1, 3), (5, 40)]), sliding_window=sliding_window)
+
+
+def test_row_alone_gives_what_it_gives_in_a_batch() -> None:
+    batch = make_batch(MIXED, block_size=16)
+    together = batch.attend()
+    for row in range(len(MIXED)):
+        start, end = batch.query_start_loc[row : row + 2].tolist()
+        alone = replace(
+            batch,
+            query=batch.query[start:end],
+            block_tables=batch.block_tables[row : row + 1],
+            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
+            seq_lens=batch.seq_lens[row : row + 1],
+        )
+        torch.testing.assert_close(alone.attend(), together[start:end], rtol=1e-5, atol=1e-6)
+
+
+def test_poisoned_row_leaves_its_neighbours_alone() -> None:
+    batch = make_batch([(1, 20), (1, 23), (3, 9)])
+    expected = batch.attend()
+    batch.kv_cache[:, batch.block_tables[1, 0].long()] = float("inf")
+    actual = batch.attend()
+    assert actual[1].isnan().any()
+    torch.testing.assert_close(actual[[0, 2, 3, 4]], expected[[0, 2, 3, 4]])
+
+
+def test_strided_query_is_accepted() -> None:
+    batch = make_batch(MIXED)
+    wide = torch.cat((batch.query, batch.query), dim=1)
+    strided = replace(batch, query=wide[:, :4])
+    assert not strided.query.is_contiguous()
+    torch.testing.assert_close(strided.attend(), batch.attend())
+
+
+GOOD = make_batch([(1, 7), (2, 6)])
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        (replace(GOOD, query=GOOD.query[..., :16]), {}, r"query has shape \[3, 4, 16\]; expected \[any, any, 32\]"),
+        (replace(GOOD, query=GOOD.query[:, :3]), {}, "query has 3 heads; expected a multiple of the 2"),
+        (replace(GOOD, query=GOOD.query.double()), {}, "query has dtype torch.float64; expected torch.float32"),
+        (replace(GOOD, kv_cache=GOOD.kv_cache[0]), {}, "kv_cache has shape"),
+        (replace(GOOD, kv_cache=GOOD.kv_cache[..., ::2]), {}, "kv_cache is not contiguous"),
+        (replace(GOOD, block_tables=GOOD.block_tables[:1]), {}, "block_tables has shape"),
+        (replace(GOOD, block_tables=GOOD.block_tables.long()), {}, "block_tables has dtype torch.int64"),
+        (replace(GOOD, query_start_loc=GOOD.query_start_loc[:2]), {}, "query_start_loc has shape"),
+        (GOOD, {"max_query_len": 0}, "max_query_len is 0"),
+        (GOOD, {"max_query_len": 8}, "max_query_len is 8; expected 1 to max_seq_len, 7"),
+        (GOOD, {"max_seq_len": 21}, "max_seq_len is 21; 4 blocks of 5 tokens hold fewer"),
+        (GOOD, {"sliding_window": 0}, "sliding_window is 0"),
+        (GOOD, {"soft_cap": 0.0}, "soft_cap is 0.0"),
+        (GOOD, {"alibi_slopes": torch.ones(2)}, "alibi_slopes has shape"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(batch: Batch, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        batch.attend(**{**GOOD.limits, **options})
+
+
+def test_scale_reaches_the_scores() -> None:
+    batch = make_batch([(1, 12)])
+    assert_matches_naive(batch, scale=1 / math.sqrt(32))
+    assert not torch.allclose(batch.attend(scale=0.1), batch.attend(scale=1.0))

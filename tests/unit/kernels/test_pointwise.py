@@ -1,0 +1,92 @@
+"""Norms, rotary embeddings and activations against their formulas in float64."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 8), (7, 80), (3, 5, 33)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
+
+    def expected(value: torch.Tensor) -> torch.Tensor:
+        value = value.double()
+        return value / (value.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+
+    assert_close(ops.rms_norm(x, weight, 1e-3), expected(x), dtype)
+    total = x + residual
+    normed, stream = ops.add_rms_norm(x, residual.clone(), weight, 1e-3)
+    assert torch.equal(stream, total)
+    assert_close(normed, expected(total), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm(affine: bool, dtype: torch.dtype) -> None:
+    x = (torch.randn(5, 48) + 1).to(dtype)
+    weight, bias = torch.rand(2, 48).to(dtype) if affine else (None, None)
+    value = x.double()
+    expected = (value - value.mean(-1, keepdim=True)) / (value.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    if weight is not None and bias is not None:
+        expected = expected * weight.double() + bias.double()
+    assert_close(ops.layer_norm(x, weight, bias, 1e-5), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 32, 80])
+def test_rotary_turns_pairs_of_halves(head_dim: int, dtype: torch.dtype) -> None:
+    angles = torch.rand(50, head_dim // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions = torch.tensor([0, 49, 7, 7])
+    query, key = torch.randn(4, 6, head_dim).to(dtype), torch.randn(4, 2, head_dim).to(dtype)
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        turn = torch.polar(torch.ones_like(angles).double(), angles.double())[positions][:, None]
+        turned = torch.complex(*x.double().chunk(2, dim=-1)) * turn
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    rotated_query, rotated_key = ops.rotary(query, key, positions, table)
+    assert_close(rotated_query, expected(query), dtype)
+    assert_close(rotated_key, expected(key), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 14).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    assert_close(ops.silu_and_mul(x), gate * torch.sigmoid(gate) * up, dtype)
+
+
+def test_misfits_are_refused() -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(ValueError, match=r"weight has shape \[7\]; expected \[8\]"):
+        ops.rms_norm(x, torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match="residual has shape"):
+        ops.add_rms_norm(x, x[:2], torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="bias has shape"):
+        ops.layer_norm(x, torch.ones(8), torch.ones(1), 1e-5)
+    with pytest.raises(ValueError, match="expected an even one"):
+        ops.silu_and_mul(x[:, :7])
+    heads = torch.randn(3, 2, 8)
+    with pytest.raises(ValueError, match="cos_sin_cache has shape"):
+        ops.rotary(heads, heads, torch.zeros(3, dtype=torch.int64), torch.zeros(4, 6))
+    with pytest.raises(ValueError, match="positions has dtype"):
+        ops.rotary(heads, heads, torch.zeros(3, dtype=torch.int32), torch.zeros(4, 8))
+
+
+def test_package_imports_neither_torch_nor_triton() -> None:
+    check = "import sys, kernels; assert kernels.__version__; assert not {'torch', 'triton'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=30)

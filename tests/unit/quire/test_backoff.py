@@ -1,0 +1,18 @@
+"""Waits before restarts."""
+
+from quire.local.backoff import RestartBackoff
+
+
+def test_waits_double_up_to_the_longest() -> None:
+    backoff = RestartBackoff()
+    waits = [backoff.delay_s(lived_s=1) for _ in range(8)]
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+
+
+def test_a_long_life_forgives_what_was_before() -> None:
+    backoff = RestartBackoff()
+    for _ in range(8):
+        backoff.delay_s(lived_s=0)
+    assert backoff.delay_s(lived_s=29.9) == 5.0
+    assert backoff.delay_s(lived_s=30) == 0.1
+    assert backoff.delay_s(lived_s=0) == 0.2

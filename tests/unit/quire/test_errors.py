@@ -1,0 +1,108 @@
+"""Errors and statuses, without a server."""
+
+import grpc
+import pytest
+
+from quire.rpc import errors
+from quire.rpc.errors import (
+    Cancelled,
+    FieldViolation,
+    Internal,
+    InvalidArgument,
+    QuireError,
+    ResourceExhausted,
+    Unavailable,
+    error_for_code,
+    from_rpc_error,
+    to_rpc_status,
+)
+
+SUBCLASSES = QuireError.__subclasses__()
+
+
+class FailedCall(grpc.RpcError):
+    """What gRPC raises on the client's side."""
+
+    def __init__(self, code: grpc.StatusCode, details: str | None, metadata: tuple | None) -> None:
+        super().__init__()
+        self._code, self._details, self._metadata = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str | None:
+        return self._details
+
+    def trailing_metadata(self) -> tuple | None:
+        return self._metadata
+
+
+def round_trip(error: QuireError) -> QuireError:
+    status = to_rpc_status(error)
+    return from_rpc_error(FailedCall(status.code, status.details, status.trailing_metadata))
+
+
+@pytest.mark.parametrize("cls", SUBCLASSES)
+def test_every_error_survives_the_wire(cls: type[QuireError]) -> None:
+    violations = [FieldViolation("n", "is 0"), FieldViolation("stop[3]", "is empty")]
+    error = cls("what happened", reason="WHY", violations=violations, retry_after_ms=1234, metadata={"a": "b"})
+    received = round_trip(error)
+    assert type(received) is cls
+    assert (received.code, received.message, received.reason) == (error.code, "what happened", "WHY")
+    assert (received.violations, received.retry_after_ms, received.metadata) == (tuple(violations), 1234, {"a": "b"})
+    assert str(received) == "what happened"
+
+
+@pytest.mark.parametrize("cls", SUBCLASSES)
+def test_a_reason_that_is_not_given_is_that_of_the_code(cls: type[QuireError]) -> None:
+    assert cls("x").reason == cls.code.name
+    assert round_trip(cls("x")).reason == cls.code.name
+
+
+def test_the_codes_are_all_different() -> None:
+    assert len({cls.code for cls in SUBCLASSES}) == len(SUBCLASSES) == 12
+
+
+def test_a_retry_of_zero_is_not_absent() -> None:
+    assert round_trip(ResourceExhausted("full", retry_after_ms=0)).retry_after_ms == 0
+    assert round_trip(ResourceExhausted("full")).retry_after_ms is None
+
+
+def test_error_for_code_takes_numbers_and_codes() -> None:
+    assert type(error_for_code(8, "full", retry_after_ms=5)) is ResourceExhausted
+    assert type(error_for_code(grpc.StatusCode.CANCELLED, "left")) is Cancelled
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.DATA_LOSS, 15, 99])
+def test_a_code_without_a_class_is_internal_and_keeps_its_name(code: int | grpc.StatusCode) -> None:
+    error = error_for_code(code, "odd")
+    assert type(error) is Internal
+    assert error.reason == ("UNKNOWN" if code == 99 else "DATA_LOSS")
+
+
+def test_a_status_without_details_of_ours_is_told_by_its_code() -> None:
+    error = from_rpc_error(FailedCall(grpc.StatusCode.UNAVAILABLE, None, None))
+    assert type(error) is Unavailable
+    assert (error.message, error.reason) == ("UNAVAILABLE", "UNAVAILABLE")
+
+
+def test_broken_details_do_not_hide_the_error() -> None:
+    metadata = (("other", "x"), ("grpc-status-details-bin", b"\xff\xff\xff"))
+    error = from_rpc_error(FailedCall(grpc.StatusCode.INVALID_ARGUMENT, "bad", metadata))
+    assert type(error) is InvalidArgument
+    assert error.message == "bad"
+
+
+def test_long_texts_are_cut() -> None:
+    received = round_trip(InvalidArgument("m" * 5000, violations=[FieldViolation("f", "d" * 5000)] * 9))
+    assert received.message == "m" * 997 + "..."
+    assert len(received.violations) == 5
+    assert received.violations[0].description == "d" * 297 + "..."
+    details = dict(to_rpc_status(InvalidArgument("m" * 5000)).trailing_metadata or ())
+    assert sum(map(len, details.values())) < 4096
+
+
+def test_the_domain_is_quire() -> None:
+    assert errors.DOMAIN == "quire"
+    (value,) = (value for _, value in to_rpc_status(Internal("x")).trailing_metadata or ())
+    assert b"quire" in value

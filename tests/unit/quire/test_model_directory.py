@@ -1,0 +1,170 @@
+"""Reading model directories without torch."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire import model_directory
+from quire.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, resolve_model
+from quire.settings import ConfigurationError
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Writes a model directory: config.json with what is given, other files by name."""
+
+    def write(config: object | None = None, **files: object) -> Path:
+        directory = tmp_path / "my-model"
+        directory.mkdir(exist_ok=True)
+        config = {"architectures": ["LlamaForCausalLM"], "eos_token_id": 2} if config is None else config
+        for name, content in {"config": config, **files}.items():
+            (directory / f"{name}.json").write_text(json.dumps(content))
+        return directory
+
+    return write
+
+
+def error_of(directory: Path) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        ModelDirectory.open(directory)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(directory) in message
+    return message
+
+
+def test_the_parts_of_a_whole_directory(make: Make) -> None:
+    model = ModelDirectory.open(
+        make(
+            generation_config={"eos_token_id": [5, 2, 5], "temperature": 0.7, "top_k": None},
+            tokenizer_config={"chat_template": "{{ messages }}", "x": 1},
+        )
+    )
+    assert (model.name, model.architecture) == ("my-model", "LlamaForCausalLM")
+    assert model.config["eos_token_id"] == 2
+    assert model.eos_token_ids == (5, 2)
+    assert model.generation_defaults == {"eos_token_id": [5, 2, 5], "temperature": 0.7}
+    assert model.tokenizer_config["x"] == 1
+    assert model.chat_template == "{{ messages }}"
+
+
+def test_only_config_json_is_needed(make: Make) -> None:
+    model = ModelDirectory.open(str(make()))
+    assert (model.generation_config, model.tokenizer_config, model.chat_template) == ({}, {}, None)
+    assert model.eos_token_ids == (2,)
+
+
+def test_no_eos_is_an_empty_tuple(make: Make) -> None:
+    assert ModelDirectory.open(make({"architectures": ["OPTForCausalLM"]})).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_supported_architectures_are_taken(make: Make, architecture: str) -> None:
+    assert ModelDirectory.open(make({"architectures": [architecture]})).architecture == architecture
+
+
+def test_an_unknown_architecture_names_the_supported_ones(make: Make) -> None:
+    message = error_of(make({"architectures": ["BertModel"]}))
+    assert "BertModel" in message
+    assert all(name in message for name in SUPPORTED_ARCHITECTURES)
+
+
+@pytest.mark.parametrize("config", [{}, {"architectures": []}, {"architectures": "LlamaForCausalLM"}])
+def test_no_architecture_is_refused(make: Make, config: dict) -> None:
+    assert "names no architecture" in error_of(make(config))
+
+
+@pytest.mark.parametrize("eos", [-1, "2", 1.5, True, [2, None]])
+def test_an_eos_id_that_is_none_is_refused(make: Make, eos: object) -> None:
+    assert "eos_token_id" in error_of(make({"architectures": ["OPTForCausalLM"], "eos_token_id": eos}))
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "no") == f"model directory {tmp_path / 'no'} does not exist"
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.touch()
+    assert error_of(file).endswith("is a file")
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    assert error_of(tmp_path).endswith("has no config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{", "not valid JSON"), (b"[]", "not a JSON object"), (b"\xff\xfe", "not valid JSON")]
+)
+def test_a_broken_config_is_refused(make: Make, content: bytes, message: str) -> None:
+    directory = make()
+    (directory / "config.json").write_bytes(content)
+    assert message in error_of(directory)
+
+
+def test_a_config_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    assert "cannot read" in error_of(tmp_path)
+
+
+def test_a_template_file_wins_over_the_tokenizer_config(make: Make) -> None:
+    directory = make(tokenizer_config={"chat_template": "old"})
+    (directory / "chat_template.jinja").write_text("new")
+    assert ModelDirectory.open(directory).chat_template == "new"
+
+
+def test_of_several_templates_the_default_counts(make: Make) -> None:
+    templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert ModelDirectory.open(make(tokenizer_config={"chat_template": templates})).chat_template == "d"
+
+
+def test_a_template_that_is_no_text_is_refused(make: Make) -> None:
+    assert "chat_template" in error_of(make(tokenizer_config={"chat_template": 1}))
+
+
+def test_weight_files_are_those_of_the_index(make: Make) -> None:
+    directory = make(**{"model.safetensors.index": {"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}})
+    model = ModelDirectory.open(directory)
+    with pytest.raises(ConfigurationError, match=r"has no 1\.safetensors"):
+        model.weight_files()
+    for name in ("1", "2", "other"):
+        (directory / f"{name}.safetensors").touch()
+    assert [file.name for file in model.weight_files()] == ["1.safetensors", "2.safetensors"]
+
+
+def test_without_an_index_all_safetensors_files_count(make: Make) -> None:
+    directory = make()
+    model = ModelDirectory.open(directory)
+    with pytest.raises(ConfigurationError, match=r"has no \*\.safetensors file"):
+        model.weight_files()
+    (directory / "model.safetensors").touch()
+    assert [file.name for file in model.weight_files()] == ["model.safetensors"]
+
+
+def test_a_missing_tokenizer_is_refused_when_asked_for(make: Make) -> None:
+    directory = make()
+    model = ModelDirectory.open(directory)
+    with pytest.raises(ConfigurationError, match=r"has no tokenizer\.json"):
+        model.tokenizer_file()
+    (directory / "tokenizer.json").touch()
+    assert model.tokenizer_file() == directory / "tokenizer.json"
+
+
+def test_resolve_takes_a_path_or_the_embedded_model(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory = make()
+    assert resolve_model(directory) == resolve_model(str(directory)) == directory
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        resolve_model("some/model")
+    embedded = tmp_path / "assets" / "quire-tiny"
+    monkeypatch.setattr(model_directory, "_ASSETS", (tmp_path / "none", tmp_path / "assets"))
+    with pytest.raises(ConfigurationError, match="quire-tiny is not installed"):
+        resolve_model(None)
+    embedded.mkdir(parents=True)
+    (embedded / "config.json").touch()
+    assert resolve_model(None) == resolve_model("quire-tiny") == embedded

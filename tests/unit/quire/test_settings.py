@@ -1,0 +1,167 @@
+"""Flags, environment and defaults into a dataclass."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.settings import ConfigurationError, load_settings, parse_bytes, setting, to_argv
+
+
+def _one_text(text: str) -> tuple[str, ...]:
+    return (text,)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Does a thing. With 100% care."""
+
+    target: str | None = setting(None, "what to do it to", positional=True)
+    listen: str = setting("127.0.0.1:1", "where to listen")
+    count: int = setting(3, "how many", minimum=1, maximum=10)
+    share: float = setting(0.5, "which share, in %")
+    verbose: bool = setting(False, "say more")
+    model: Path | None = setting(None, "a directory", metavar="DIR")  # noqa: RUF009  (a Path is immutable)
+    peers: tuple[str, ...] = setting(("a", "b"), "with whom")
+    ports: tuple[int, ...] = setting((), "where", minimum=1)
+    texts: tuple[str, ...] = setting((), "texts with commas", parse=_one_text)
+    memory: int | None = setting(None, "how much", parse=parse_bytes)
+    mode: str = setting("fast", "how", choices=("fast", "slow"))
+    blocks: int | None = setting(None, "renamed", flag="--num-blocks")
+
+    def __post_init__(self) -> None:
+        if self.listen == "nowhere":
+            raise ValueError("--listen nowhere makes no sense")
+
+
+def load(*argv: str, **environ: str) -> Settings:
+    return load_settings(Settings, argv, environ, program="quire thing")
+
+
+def error_of(*argv: str, **environ: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load(*argv, **environ)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_stand_where_nothing_is_given() -> None:
+    assert load() == Settings()
+
+
+def test_flags_of_every_type_are_read() -> None:
+    argv = "it --listen=x --count 4 --share 1e-3 --verbose --model /m --peers c,d --ports 1,2 --memory 2KiB --mode slow"
+    loaded = load(*argv.split(), "--num-blocks=7")
+    assert loaded == Settings("it", "x", 4, 0.001, True, Path("/m"), ("c", "d"), (1, 2), (), 2048, "slow", 7)
+
+
+def test_the_environment_wins_over_the_default_and_the_flag_over_both() -> None:
+    assert load(QUIRE_COUNT="5").count == 5
+    assert load("--count=6", QUIRE_COUNT="5").count == 6
+    assert load("--no-verbose", QUIRE_VERBOSE="true").verbose is False
+    assert load(QUIRE_NUM_BLOCKS="9").blocks == 9
+
+
+def test_a_variable_that_is_empty_or_unknown_is_ignored() -> None:
+    assert load(QUIRE_COUNT="", QUIRE_NOTHING="x", COUNT="9", QUIRE_TARGET="y") == Settings()
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("Yes", True), ("off", False), ("0", False)])
+def test_a_bool_from_the_environment(text: str, value: bool) -> None:
+    assert load(QUIRE_VERBOSE=text).verbose is value
+
+
+def test_the_last_of_repeated_flags_counts_and_tuples_add_up() -> None:
+    assert load("--count=1", "--count=2").count == 2
+    assert load("--peers=a,b", "--peers=c").peers == ("a", "b", "c")
+    assert load("--texts=a, b", "--texts=c").texts == ("a, b", "c")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--count=x"], '--count: "x" is not valid: expected a whole number'),
+        (["--count=0"], '--count: "0" is not valid: the least value is 1'),
+        (["--count=11"], '--count: "11" is not valid: the greatest value is 10'),
+        (["--share=nan"], '--share: "nan" is not valid: expected a finite number'),
+        (["--share=much"], '--share: "much" is not valid: expected a number'),
+        (["--mode=odd"], '--mode: "odd" is not valid: expected one of fast, slow'),
+        (["--memory=4G1B"], '--memory: "4G1B" is not valid: expected a size such as 512MiB, 4GiB or 1000000'),
+        (["--ports=1,0"], '--ports: "1,0" is not valid: the least value is 1'),
+        (["--listen=nowhere"], "--listen nowhere makes no sense"),
+        (["--unknown"], "unrecognized arguments: --unknown (--help lists all flags)"),
+        (["--coun=1"], "unrecognized arguments: --coun=1 (--help lists all flags)"),
+        (["a", "b"], "unrecognized arguments: b (--help lists all flags)"),
+        (["--count"], "argument --count: expected one argument (--help lists all flags)"),
+    ],
+)
+def test_an_error_names_flag_value_and_expectation(argv: list[str], message: str) -> None:
+    assert error_of(*argv) == message
+
+
+def test_an_error_in_the_environment_names_the_variable() -> None:
+    assert error_of(QUIRE_VERBOSE="maybe") == 'QUIRE_VERBOSE: "maybe" is not valid: expected true or false'
+
+
+def test_help_shows_variable_and_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        load("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "usage: quire thing" in text
+    assert "Does a thing. With 100% care." in text
+    assert "how many [QUIRE_COUNT, default: 3]" in text
+    assert "which share, in % [QUIRE_SHARE, default: 0.5]" in text
+    assert "with whom [QUIRE_PEERS, default: a,b]" in text
+    assert "where [QUIRE_PORTS, default: none]" in text
+    assert "say more [QUIRE_VERBOSE, default: false]" in text
+
+
+def test_to_argv_leaves_out_none_and_unknown_names() -> None:
+    assert to_argv(Settings, {"count": 4, "model": None, "other": 1}) == ["--count=4"]
+
+
+@settings(max_examples=50)
+@given(
+    st.builds(
+        Settings,
+        listen=st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda text: text != "nowhere"),
+        count=st.integers(1, 10),
+        share=st.floats(allow_nan=False, allow_infinity=False),
+        verbose=st.booleans(),
+        peers=st.lists(st.text("abc-=", min_size=1)).map(tuple),
+        ports=st.lists(st.integers(1, 99)).map(tuple),
+        memory=st.none() | st.integers(0, 2**60),
+        mode=st.sampled_from(["fast", "slow"]),
+        blocks=st.none() | st.integers(),
+    )
+)
+def test_to_argv_and_back_is_the_same(original: Settings) -> None:
+    values = {name: getattr(original, name) for name in Settings.__slots__ if name != "texts"}
+    assert load(*to_argv(Settings, values)) == original
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("1000000", 10**6),
+        ("512MiB", 2**29),
+        ("4GiB", 2**32),
+        ("2GB", 2 * 10**9),
+        ("1.5 KiB", 1536),
+        ("1TiB", 2**40),
+    ],
+)
+def test_parse_bytes_reads_sizes(text: str, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1gib", "GiB", "1 2", "1e9", "0x10"])
+def test_parse_bytes_refuses_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size"):
+        parse_bytes(text)

@@ -1,0 +1,256 @@
+"""Model directories, good and bad."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.model_directory import SUPPORTED_ARCHITECTURES
+from quire.settings import ConfigurationError
+from tests.support.models import make_model, make_shape
+from tests.support.paged import PagedRunner, Span
+from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.models.base import CausalLM
+from worker_svc.models.registry import FAMILIES, load_model, resolve_dtype
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+
+def load(directory: Path) -> CausalLM:
+    return load_model(directory, device=CPU, dtype=torch.float32)
+
+
+def logits(model: CausalLM) -> torch.Tensor:
+    return PagedRunner(model, [[5, 9, 200, 31]], block_size=4).step(Span(0, 0, 4))
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    path = directory / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    make_shape(tmp_path, "llama-gqa-untied-32")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("shape", "prefix"),
+    [("gpt2-tied-32", "transformer."), ("opt-pre-norm-32", "model."), ("llama-mha-tied-64", "model.")],
+)
+def test_names_without_the_base_prefix_are_found(shape: str, prefix: str, tmp_path: Path) -> None:
+    make_shape(tmp_path, shape)
+    expected = logits(load(tmp_path))
+    edit_tensors(tmp_path, lambda tensors: {name.removeprefix(prefix): value for name, value in tensors.items()})
+    assert torch.equal(logits(load(tmp_path)), expected)
+
+
+def test_shards_load_like_one_file(tmp_path: Path) -> None:
+    make_model(tmp_path / "one", "llama")
+    make_model(tmp_path / "many", "llama", max_shard_size="300KB")
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
+    assert torch.equal(logits(load(tmp_path / "many")), logits(load(tmp_path / "one")))
+
+
+def test_tensors_that_the_model_does_not_use_are_ignored(directory: Path) -> None:
+    expected = logits(load(directory))
+    edit_tensors(directory, lambda tensors: {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert torch.equal(logits(load(directory)), expected)
+
+
+def test_weights_survive_the_file(directory: Path) -> None:
+    model = load(directory)
+    expected = logits(model)
+    path = directory / "model.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert torch.equal(logits(model), expected)
+
+
+def test_progress_rises_to_the_bytes_of_the_model(directory: Path) -> None:
+    reports: list[tuple[str, int, int]] = []
+    load_model(directory, device=CPU, dtype=torch.float32, progress=lambda *report: reports.append(report))
+    done = [report[1] for report in reports]
+    assert done == sorted(set(done))
+    total = sum(tensor.nbytes for tensor in load_file(directory / "model.safetensors").values())
+    assert reports[-1] == ("loading weights", total, total)
+
+
+def remove_tensor(directory: Path) -> None:
+    edit_tensors(
+        directory, lambda tensors: {k: v for k, v in tensors.items() if not k.endswith("1.mlp.up_proj.weight")}
+    )
+
+
+def misshape_tensor(directory: Path) -> None:
+    edit_config(directory, intermediate_size=190)
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_header(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(b"\xff" * 64)
+
+
+def empty_file(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"")
+
+
+def integer_tensor(directory: Path) -> None:
+    edit_tensors(directory, lambda tensors: {**tensors, "model.norm.weight": torch.ones(128, dtype=torch.int8)})
+
+
+def only_pickle(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def no_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def missing_shard(directory: Path) -> None:
+    no_weights(directory)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def shard_outside(directory: Path) -> None:
+    no_weights(directory)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+
+
+def broken_index(directory: Path) -> None:
+    no_weights(directory)
+    (directory / "model.safetensors.index.json").write_text("[1]")
+
+
+def no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def broken_config(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove_tensor, "tensor model.layers.1.mlp.up_proj.weight is missing from the safetensors files"),
+        (misshape_tensor, r"gate_proj.weight has shape [192, 128]; config.json asks for [190, 128]"),
+        (truncate, "damaged or truncated safetensors file"),
+        (damage_header, "damaged or truncated safetensors file"),
+        (empty_file, "damaged or truncated safetensors file"),
+        (integer_tensor, "tensor model.norm.weight has dtype I8; supported are F64, F32, BF16, F16"),
+        (only_pickle, "pytorch_model.bin is a pickle, which is never loaded; convert the model"),
+        (no_weights, "neither model.safetensors nor model.safetensors.index.json is there"),
+        (missing_shard, "shard model-00001-of-00002.safetensors is missing"),
+        (shard_outside, "shard '../other.safetensors' is not a plain file name"),
+        (broken_index, "not an index of safetensors files"),
+        (no_config, "has no config.json"),
+        (broken_config, "config.json is not valid JSON"),
+    ],
+)
+def test_bad_directory_is_refused_with_one_line(spoil: Callable[[Path], None], message: str, directory: Path) -> None:
+    spoil(directory)
+    with pytest.raises(ConfigurationError, match=re.escape(message)) as caught:
+        load(directory)
+    assert "\n" not in str(caught.value)
+    assert str(directory) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["BloomForCausalLM"]}, "architecture BloomForCausalLM of "),
+        ({"architectures": None}, "names no architecture; supported are GPT2LMHeadModel"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized models are not supported"),
+        ({"hidden_act": "xielu"}, "activation 'xielu' is not supported; supported are gelu"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; expected a divisor of num_attention_heads, 4"),
+        ({"hidden_size": "128"}, "hidden_size is '128'; expected an integer of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"hidden_size": 126, "head_dim": None}, "hidden size 126 is not a multiple of the number of heads, 4"),
+        ({"head_dim": 33}, "head_dim is 33; expected an even number"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'; expected true or false"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a number above 0"),
+        ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
+    ],
+)
+def test_configuration_that_cannot_be_served_is_refused(fields: dict[str, Any], message: str, directory: Path) -> None:
+    edit_config(directory, **fields)
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        load(directory)
+
+
+def test_nothing_is_read_before_all_is_checked(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove_tensor(directory)
+    allocated: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        "worker_svc.layers.loadable.Placement.empty", lambda self, *shape: allocated.append(shape) or torch.empty(shape)
+    )
+    with pytest.raises(ConfigurationError):
+        load(directory)
+    assert allocated == []
+
+
+@pytest.mark.parametrize(
+    ("config", "requested", "device", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "auto", CPU, torch.bfloat16),
+        ({"torch_dtype": "float32"}, "auto", CPU, torch.float32),
+        ({"torch_dtype": "torch.bfloat16"}, "auto", CUDA, torch.bfloat16),
+        ({"dtype": "float16"}, "auto", CPU, torch.bfloat16),
+        ({"dtype": "float16"}, "auto", CUDA, torch.float16),
+        ({"dtype": "float64"}, "auto", CPU, torch.float32),
+        ({}, "auto", CPU, torch.float32),
+        ({"dtype": "bfloat16"}, "float32", CPU, torch.float32),
+        ({}, "float16", CPU, torch.float16),
+    ],
+)
+def test_dtype_is_what_was_asked_or_what_the_model_says(
+    config: dict[str, Any], requested: str, device: torch.device, expected: torch.dtype
+) -> None:
+    assert resolve_dtype(config, requested, device) == expected
+
+
+def test_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="dtype 'float8_e4m3fn' is not supported; supported are float32"):
+        resolve_dtype({"dtype": "float8_e4m3fn"}, "auto", CPU)
+
+
+def test_every_supported_architecture_has_a_family() -> None:
+    assert tuple(FAMILIES) == SUPPORTED_ARCHITECTURES
+
+
+@pytest.mark.parametrize("shape", ["gpt2-tied-32", "opt-post-norm-projected-64", "llama-gqa-untied-32"])
+def test_decodes_stay_on_the_device(shape: str, tmp_path: Path) -> None:
+    """The meta device has no values: reading one, or mixing in a CPU tensor, would raise."""
+    make_shape(tmp_path, shape)
+    meta = torch.device("meta")
+    model = load_model(tmp_path, device=meta, dtype=torch.bfloat16)
+    tokens, rows = torch.zeros(5, dtype=torch.int64, device=meta), torch.ones(5, dtype=torch.int32, device=meta)
+    metadata = AttentionMetadata(
+        slot_mapping=tokens,
+        block_tables=torch.zeros(5, 4, dtype=torch.int32, device=meta),
+        query_start_loc=torch.zeros(6, dtype=torch.int32, device=meta),
+        seq_lens=rows,
+        max_query_len=1,
+        max_seq_len=50,
+    )
+    pool = torch.zeros(2, 30, model.num_kv_heads, 16, model.head_dim, dtype=torch.bfloat16, device=meta)
+    output = model.logits(model(ModelInput(tokens, tokens, metadata, [pool] * model.num_layers)))
+    assert (output.shape, output.device, output.dtype) == ((5, 320), meta, torch.float32)

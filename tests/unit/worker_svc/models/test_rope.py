@@ -1,0 +1,131 @@
+"""Rotary tables against those of transformers, in both writings of the configuration."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from quire.settings import ConfigurationError
+from worker_svc.models.config_fields import ConfigFields
+from worker_svc.models.rope import RopeConfig
+
+HEAD_DIM = 32
+MAX_POSITIONS = 96
+ORIGINAL = {"original_max_position_embeddings": 48}
+LONG_FACTORS = {
+    "short_factor": [1.0 + 0.01 * index for index in range(HEAD_DIM // 2)],
+    "long_factor": [1.0 + 0.3 * index for index in range(HEAD_DIM // 2)],
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": LLAMA3,
+    "yarn": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
+    "yarn-without-original": {"rope_type": "yarn", "factor": 2.0},
+    "yarn-betas": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+        **ORIGINAL,
+    },
+    "yarn-mscale": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.2, **ORIGINAL},
+    "yarn-attention-factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.8, **ORIGINAL},
+    "longrope": {"rope_type": "longrope", **LONG_FACTORS, **ORIGINAL},
+    "longrope-factor": {"rope_type": "longrope", "factor": 3.0, **LONG_FACTORS, **ORIGINAL},
+    "longrope-attention-factor": {"rope_type": "longrope", "attention_factor": 1.3, **LONG_FACTORS, **ORIGINAL},
+}
+
+
+def make_config(section: dict[str, Any], *, theta: float = 5000.0) -> dict[str, Any]:
+    return {"max_position_embeddings": MAX_POSITIONS, "rope_parameters": {**section, "rope_theta": theta}}
+
+
+def read(config: dict[str, Any]) -> RopeConfig:
+    return RopeConfig.read(ConfigFields(config), HEAD_DIM)
+
+
+def table_of(config: dict[str, Any]) -> torch.Tensor:
+    return read(config).cos_sin_table(torch.device("cpu"))
+
+
+def transformers_table(config: dict[str, Any], length: int) -> torch.Tensor:
+    """One position after the other, as in generation."""
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=2 * HEAD_DIM, num_attention_heads=2, **config))
+    lines = []
+    for position in range(length):
+        cos, sin = rotary(torch.zeros(1), torch.tensor([[position]]))
+        lines.append(torch.cat((cos[0, 0, : HEAD_DIM // 2], sin[0, 0, : HEAD_DIM // 2])))
+    return torch.stack(lines)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_table_equals_transformers(name: str) -> None:
+    config = make_config(SECTIONS[name])
+    table = table_of(config)
+    assert table.shape == (read(config).max_model_len, HEAD_DIM)
+    torch.testing.assert_close(table, transformers_table(config, table.shape[0]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_writing_of_transformers_4_means_the_same(name: str) -> None:
+    section = dict(SECTIONS[name])
+    older = {"max_position_embeddings": MAX_POSITIONS, "rope_theta": 5000.0, "rope_scaling": section}
+    if name == "default":
+        older["rope_scaling"] = None
+    expected = table_of(make_config(SECTIONS[name]))
+    assert torch.equal(table_of(older), expected)
+    section["type"] = section.pop("rope_type")
+    assert torch.equal(table_of(older), expected)
+
+
+def test_section_nested_by_layer_type_is_read() -> None:
+    nested = make_config(LLAMA3)
+    nested["rope_parameters"] = {"full_attention": nested["rope_parameters"]}
+    assert torch.equal(table_of(nested), table_of(make_config(LLAMA3)))
+
+
+def test_original_length_beside_the_section_is_read() -> None:
+    section = {"rope_type": "longrope", **LONG_FACTORS}
+    beside = {**make_config(section), **ORIGINAL}
+    assert torch.equal(table_of(beside), table_of(make_config({**section, **ORIGINAL})))
+
+
+def test_no_section_at_all_is_the_default() -> None:
+    table = table_of({"max_position_embeddings": MAX_POSITIONS})
+    assert torch.equal(table, table_of(make_config({}, theta=10000.0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [("default", 96), ("linear", 240), ("dynamic", 192), ("llama3", 96), ("yarn", 192), ("longrope", 96)],
+)
+def test_scaling_extends_the_positions_that_the_model_knows(name: str, positions: int) -> None:
+    assert read(make_config(SECTIONS[name])).max_model_len == positions
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"rope_type": "mrope"}, "rope_type is 'mrope'; expected one of default, linear"),
+        ({"rope_type": "linear"}, "factor is missing"),
+        ({"rope_type": "linear", "factor": -2.0}, "factor is -2.0; expected a number above 0"),
+        ({"rope_type": "linear", "factor": "two"}, "factor is 'two'"),
+        ({**LLAMA3, "high_freq_factor": 1.0}, "high_freq_factor is 1.0; expected more than low_freq_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "a list of 16 numbers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1"),
+        ({"rope_theta": 1.0}, r"rope_theta is 1.0; expected a number above 1"),
+        ({"rope_type": "linear", "factor": 1e9}, "expected at most 16777216"),
+        ({"full_attention": {}, "sliding_attention": {}}, "one set of rope parameters"),
+    ],
+)
+def test_sections_that_cannot_be_served_are_refused(section: dict[str, Any], message: str) -> None:
+    config = {"max_position_embeddings": MAX_POSITIONS, "rope_parameters": section}
+    with pytest.raises(ConfigurationError, match=message):
+        table_of(config)

@@ -1,0 +1,253 @@
+"""Every way in which a StepRequest can be wrong by itself is refused by name; a right one arrives as it was sent."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.arrays import encode_int32
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from quire.worker.v1 import worker_pb2
+from tests.support.worker_client import make_assign, make_batch
+from worker_svc.answer_convert import attached_message, info_message, result_message
+from worker_svc.convert import StepDecoder, epoch_of, step_of
+from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
+from worker_svc.steps import RowCandidates, SealedBlocks, StepOutput, StepTimings, TokenLogprobs
+
+INFO = WorkerInfo(
+    worker_generation=77,
+    rank=0,
+    world_size=1,
+    pool=PoolGeometry(4, 32, 8, 2, 3, 16, "float32", 3072),
+    model=ModelGeometry("TinyForCausalLM", "float32", 50, 20, "cpu"),
+    limits=WorkerLimits(6, 12, 2, 8),
+)
+DECODER = StepDecoder(INFO)
+
+
+def make_request(**fields: Any) -> worker_pb2.StepRequest:
+    return worker_pb2.StepRequest(step_id=1, scheduler_epoch=1, worker_generation=77, **fields)
+
+
+def operations(**pairs: list[int]) -> worker_pb2.CacheOperations:
+    return worker_pb2.CacheOperations(**{name: encode_int32(values) for name, values in pairs.items()})
+
+
+def raw_batch(**columns: bytes) -> worker_pb2.Batch:
+    batch = make_batch([0, 1], [1, 1], [0, 0])
+    for name, value in columns.items():
+        setattr(batch, name, value)
+    return batch
+
+
+def assign_request(**changes: Any) -> worker_pb2.StepRequest:
+    assign = make_assign(0, [1, 2, 3], [0])
+    for name, value in changes.items():
+        setattr(assign, name, value)
+    return make_request(assign=[assign])
+
+
+def sampling_request(**sampling: Any) -> worker_pb2.StepRequest:
+    return make_request(assign=[make_assign(0, [1, 2, 3], [0], **sampling)])
+
+
+REFUSED: list[tuple[worker_pb2.StepRequest, str, str]] = [
+    (make_request(cache_operations=operations(swap_out=[32, 0])), "cache_operations.swap_out", "32"),
+    (make_request(cache_operations=operations(swap_out=[0, 8])), "cache_operations.swap_out", "8"),
+    (make_request(cache_operations=operations(swap_in=[8, 0])), "cache_operations.swap_in", "8"),
+    (make_request(cache_operations=operations(swap_in=[0, -1])), "cache_operations.swap_in", "-1"),
+    (make_request(cache_operations=operations(copy=[1, 2, 3])), "cache_operations.copy", "12 bytes"),
+    (make_request(cache_operations=operations(copy=[1, 2, 3, 2])), "cache_operations.copy", "block 2 twice"),
+    (make_request(cache_operations=operations(copy=[1, 2, 2, 3])), "cache_operations.copy", "as source and as"),
+    (make_request(cache_operations=operations(swap_in=[0, 4, 1, 4])), "cache_operations.swap_in", "block 4 twice"),
+    (make_request(cache_operations=operations(swap_out=[0, 4, 1, 4])), "cache_operations.swap_out", "host block 4"),
+    (make_request(release=encode_int32([6])), "release", "6"),
+    (make_request(release=encode_int32([2, 2])), "release", "row 2 twice"),
+    (make_request(release=b"\0\0\0"), "release", "3 bytes"),
+    (make_request(fork=encode_int32([0, 6])), "fork", "6"),
+    (make_request(fork=encode_int32([0, 2, 1, 2])), "fork", "child row 2 twice"),
+    (make_request(fork=encode_int32([0])), "fork", "4 bytes"),
+    (make_request(reseed=[worker_pb2.ReseedRow(row=6)]), "reseed[0].row", "below 6"),
+    (make_request(reseed=[worker_pb2.ReseedRow(row=1), worker_pb2.ReseedRow(row=1)]), "reseed", "row 1 twice"),
+    (
+        make_request(set_tokens=[worker_pb2.SetTokens(row=1, position=p, token_ids=encode_int32([1])) for p in (1, 2)]),
+        "set_tokens",
+        "row 1 twice",
+    ),
+    (make_request(set_tokens=[worker_pb2.SetTokens(row=9)]), "set_tokens[0].row", "below 6"),
+    (make_request(set_tokens=[worker_pb2.SetTokens(row=1)]), "set_tokens[0].token_ids", "at least 1"),
+    (
+        make_request(set_tokens=[worker_pb2.SetTokens(row=1, position=20, token_ids=encode_int32([1]))]),
+        "set_tokens[0].token_ids",
+        "at most 20",
+    ),
+    (
+        make_request(set_tokens=[worker_pb2.SetTokens(row=1, position=2**32 - 1, token_ids=encode_int32([1]))]),
+        "set_tokens[0].token_ids",
+        "at most 20",
+    ),
+    (make_request(block_table_deltas=encode_int32([0, 0])), "block_table_deltas", "8 bytes"),
+    (make_request(block_table_deltas=encode_int32([6, 0, 0])), "block_table_deltas", "column 0"),
+    (make_request(block_table_deltas=encode_int32([0, 5, 0])), "block_table_deltas", "column 1"),
+    (make_request(block_table_deltas=encode_int32([0, 0, 32])), "block_table_deltas", "column 2"),
+    (make_request(block_table_deltas=encode_int32([0, 1, 3, 0, 1, 4])), "block_table_deltas", "block 1 of row 0 twice"),
+    (assign_request(row=6), "assign[0].row", "below 6"),
+    (assign_request(row=2**32 - 1), "assign[0].row", "below 6"),
+    (assign_request(token_ids=b"", num_prompt_tokens=0), "assign[0].token_ids", "empty"),
+    (assign_request(token_ids=encode_int32([1, 50, 2])), "assign[0].token_ids", "50"),
+    (assign_request(token_ids=encode_int32([1, -1, 2])), "assign[0].token_ids", "-1"),
+    (assign_request(token_ids=encode_int32([1] * 21)), "assign[0].token_ids", "at most 20"),
+    (assign_request(num_prompt_tokens=4), "assign[0].num_prompt_tokens", "4"),
+    (assign_request(block_table=encode_int32([32])), "assign[0].block_table", "32"),
+    (assign_request(block_table=encode_int32([1, 2, 3, 4, 5, 6])), "assign[0].block_table", "at most 5"),
+    (
+        make_request(assign=[make_assign(0, [1], [0]), make_assign(0, [1], [1])]),
+        "assign",
+        "row 0 twice",
+    ),
+    (sampling_request(temperature=-0.5), "assign[0].sampling.temperature", "-0.5"),
+    (sampling_request(temperature=float("nan")), "assign[0].sampling.temperature", "nan"),
+    (sampling_request(temperature=float("inf")), "assign[0].sampling.temperature", "inf"),
+    (sampling_request(top_p=0.0), "assign[0].sampling.top_p", "0.0"),
+    (sampling_request(top_p=1.5), "assign[0].sampling.top_p", "1.5"),
+    (sampling_request(top_p=float("nan")), "assign[0].sampling.top_p", "nan"),
+    (sampling_request(min_p=-0.5), "assign[0].sampling.min_p", "-0.5"),
+    (sampling_request(min_p=float("nan")), "assign[0].sampling.min_p", "nan"),
+    (sampling_request(logprobs=9), "assign[0].sampling.logprobs", "limit is 8"),
+    (sampling_request(num_candidates=9), "assign[0].sampling.num_candidates", "limit is 8"),
+    (sampling_request(num_candidates=0), "assign[0].sampling.num_candidates", "at least 1"),
+    (make_request(batch=raw_batch(rows=encode_int32([0, 6]))), "batch.rows", "6"),
+    (make_request(batch=raw_batch(rows=encode_int32([0, 0]))), "batch.rows", "row 0 twice"),
+    (make_request(batch=raw_batch(num_new_tokens=encode_int32([1]))), "batch.num_new_tokens", "1 entries"),
+    (make_request(batch=raw_batch(num_new_tokens=encode_int32([1, 0]))), "batch.num_new_tokens", "0"),
+    (make_request(batch=raw_batch(num_new_tokens=encode_int32([6, 7]))), "batch.num_new_tokens", "at most 12"),
+    (make_request(batch=raw_batch(num_new_tokens=encode_int32([2**31 - 1] * 2))), "batch.num_new_tokens", "21"),
+    (make_request(batch=raw_batch(num_computed_tokens=b"")), "batch.num_computed_tokens", "0 entries"),
+    (make_request(batch=raw_batch(num_computed_tokens=encode_int32([0, -1]))), "batch.num_computed_tokens", "-1"),
+    (
+        make_request(batch=make_batch([0], [3], [18])),
+        "batch.num_new_tokens",
+        "row 0 to 21 tokens; a sequence has at most 20",
+    ),
+    (make_request(batch=raw_batch(samples=encode_int32([0]))), "batch.samples", "4 bytes"),
+    (make_request(batch=raw_batch(samples=encode_int32([0, 0, 0, 1]))), "batch.samples", "row 0 twice"),
+    (make_request(batch=raw_batch(samples=encode_int32([0, 3]))), "batch.samples", "row 3"),
+    (make_request(batch=raw_batch(samples=encode_int32([6, 0]))), "batch.samples", "6"),
+    (make_request(sealed_block_ids=encode_int32([32]), sealed_hashes=b"h" * 32), "sealed_block_ids", "32"),
+    (make_request(sealed_block_ids=encode_int32([1]), sealed_hashes=b"h" * 31), "sealed_hashes", "31 bytes"),
+    (make_request(sealed_hashes=b"h" * 32), "sealed_hashes", "32 bytes"),
+]
+
+
+@pytest.mark.parametrize(("request_message", "field", "detail"), REFUSED, ids=[f"{f}-{d}" for _, f, d in REFUSED])
+def test_a_wrong_field_is_refused_by_name_with_its_value(
+    request_message: worker_pb2.StepRequest, field: str, detail: str
+) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        DECODER.decode(request_message)
+    assert raised.value.violations[0].field == field
+    assert detail in raised.value.message
+    assert field in raised.value.message
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "prompt_logprobs": 0,
+    "presence_penalty": 0.1,
+    "frequency_penalty": float("nan"),
+    "repetition_penalty": 1.1,
+    "logit_bias_token_ids": encode_int32([1]),
+    "logit_bias_values": b"\0\0\0\0",
+    "allowed_token_ids": encode_int32([1]),
+    "bad_token_sequences": [encode_int32([1])],
+    "min_tokens": 1,
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_parameters_of_later_versions_are_refused_and_never_ignored(name: str) -> None:
+    with pytest.raises(Unimplemented) as raised:
+        DECODER.decode(sampling_request(**{name: UNSUPPORTED[name]}))
+    assert raised.value.violations[0].field == f"assign[0].sampling.{name}"
+
+
+def test_neutral_values_of_such_parameters_pass() -> None:
+    neutral = sampling_request(repetition_penalty=1.0, stop_token_ids=encode_int32([2]), presence_penalty=-0.0)
+    assert len(DECODER.decode(neutral).row_changes.assign) == 1
+
+
+def test_a_step_arrives_as_it_was_sent() -> None:
+    request = make_request(
+        cache_operations=operations(swap_out=[1, 2], swap_in=[3, 4], copy=[5, 6]),
+        release=encode_int32([5]),
+        assign=[make_assign(0, [1, 2, 3], [7], temperature=0.5, top_k=2**32 - 1, seed=2**64 - 1, logprobs=0)],
+        fork=encode_int32([0, 1]),
+        reseed=[worker_pb2.ReseedRow(row=1, seed=2**63)],
+        set_tokens=[worker_pb2.SetTokens(row=1, position=2, token_ids=encode_int32([9]))],
+        block_table_deltas=encode_int32([1, 0, 8]),
+        batch=make_batch([0, 1], [3, 1], [0, 2]),
+        sealed_block_ids=encode_int32([7, 9]),
+        sealed_hashes=bytes(64),
+    )
+    step = DECODER.decode(request)
+    assert step.cache_operations.swap_out.tolist() == [[1, 2]]
+    assert step.cache_operations.swap_in.tolist() == [[3, 4]]
+    assert step.cache_operations.copy.tolist() == [[5, 6]]
+    changes = step.row_changes
+    assert changes.release.tolist() == [5]
+    (assign,) = changes.assign
+    assert (assign.row, assign.token_ids.tolist(), assign.block_table.tolist()) == (0, [1, 2, 3], [7])
+    assert (assign.sampling.temperature, assign.sampling.seed) == (0.5, 2**64 - 1)
+    assert (assign.sampling.logprobs, assign.sampling.num_candidates) == (0, None)
+    assert changes.fork.tolist() == [[0, 1]]
+    assert (changes.reseed[0].row, changes.reseed[0].seed) == (1, 2**63)
+    assert (changes.set_tokens[0].position, changes.set_tokens[0].token_ids.tolist()) == (2, [9])
+    assert changes.block_table_deltas.tolist() == [[1, 0, 8]]
+    assert step.batch.samples.tolist() == [[0, 0], [1, 1]]
+    assert step.sealed.hashes.shape == (2, 32)
+
+
+def test_an_empty_step_is_valid() -> None:
+    step = DECODER.decode(make_request())
+    assert len(step.batch.rows) == 0
+    assert step.batch.samples.shape == (0, 2)
+
+
+def test_a_result_is_sent_with_all_its_parts() -> None:
+    output = StepOutput(
+        step_id=4,
+        rows=np.array([2, 3, 5], np.int32),
+        token_ids=np.array([8, 0, 0], np.int32),
+        logprobs=(TokenLogprobs(2, -0.5, 1, np.array([8, 9], np.int32), np.array([-0.5, -1.5], np.float32)),),
+        candidates=(RowCandidates(5, np.array([7], np.int32), np.array([-0.25], np.float32)),),
+        failed_rows=(3,),
+        timings=StepTimings(1, 2, 3, 2**40),
+    )
+    result = result_message(output).result
+    assert result.step_id == 4
+    assert result.rows == encode_int32([2, 3, 5])
+    assert result.token_ids == encode_int32([8, 0, 0])
+    assert result.logprobs[0].chosen_logprob == -0.5
+    assert result.logprobs[0].top_token_ids == encode_int32([8, 9])
+    assert result.candidates[0].token_ids == encode_int32([7])
+    assert [failure.row for failure in result.failures] == [3]
+    assert result.timings.sample_us == 2**32 - 1
+
+
+def test_attached_carries_the_inventory() -> None:
+    sealed = SealedBlocks(np.array([3], np.int32), np.arange(32, dtype=np.uint8)[None])
+    attached = attached_message(9, INFO, sealed).attached
+    assert attached.scheduler_epoch == 9
+    assert attached.info == info_message(INFO)
+    assert attached.sealed_hashes == bytes(range(32))
+    assert attached.info.pool.num_host_blocks == 8
+
+
+def test_what_is_not_a_step_is_refused() -> None:
+    attach = worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=3))
+    assert epoch_of(attach) == 3
+    with pytest.raises(FailedPrecondition):
+        epoch_of(worker_pb2.RunRequest())
+    with pytest.raises(FailedPrecondition):
+        step_of(attach)
+    with pytest.raises(InvalidArgument):
+        step_of(worker_pb2.RunRequest())

@@ -1,0 +1,42 @@
+import numpy as np
+import torch
+
+from tests.support.sampling import make_columns, make_sampling
+from worker_svc.logprobs import gather_logprobs, report_logprobs
+
+LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [4.0, 1.0, 0.0, 2.0], [1.0, 0.0, 5.0, 2.0]])
+
+
+def test_nothing_is_computed_when_no_row_asks() -> None:
+    assert gather_logprobs(LOGITS, torch.tensor([0, 0, 0]), make_columns([make_sampling()] * 3)) is None
+
+
+def test_rows_get_what_they_ask_for() -> None:
+    rows = np.array([7, 3, 5], np.int32)
+    columns = make_columns(
+        [make_sampling(logprobs=2, temperature=2.0), make_sampling(logprobs=0, temperature=0.0), make_sampling()]
+    )
+    gathered = gather_logprobs(LOGITS, torch.tensor([3, 0, 1]), columns)
+    assert gathered is not None
+    arrays = [tensor.numpy() for tensor in gathered.tensors()]
+    (first, second), candidates = report_logprobs(rows, columns, gathered.indices, arrays, np.ones(3, bool))
+    assert not candidates
+    scaled = (LOGITS[0] / 2).log_softmax(0)
+    assert (first.row, first.chosen_rank) == (7, 2)
+    np.testing.assert_allclose(first.chosen_logprob, scaled[3], rtol=1e-5)
+    assert first.top_token_ids.tolist() == [1, 3]
+    np.testing.assert_allclose(first.top_logprobs, scaled[[1, 3]], rtol=1e-5)
+    assert (second.row, second.chosen_rank, second.top_token_ids.tolist()) == (3, 1, [])
+    np.testing.assert_allclose(second.chosen_logprob, LOGITS[1].log_softmax(0)[0], rtol=1e-5)
+
+
+def test_candidates_are_never_more_than_the_vocabulary() -> None:
+    columns = make_columns([make_sampling(num_candidates=50, temperature=0.0)] * 3)
+    gathered = gather_logprobs(LOGITS, torch.tensor([0, 0, 0]), columns)
+    assert gathered is not None
+    arrays = [tensor.numpy() for tensor in gathered.tensors()]
+    usable = np.array([True, False, True])
+    logprobs, candidates = report_logprobs(np.arange(3, dtype=np.int32), columns, gathered.indices, arrays, usable)
+    assert not logprobs
+    assert [each.row for each in candidates] == [0, 2]
+    assert candidates[0].token_ids.tolist() == [1, 3, 2, 0]

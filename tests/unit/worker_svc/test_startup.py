@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from quire.settings import ConfigurationError, load_settings
+from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
+from worker_svc.device_loop import DeviceLoop
+from worker_svc.settings import WorkerSettings
+from worker_svc.startup import choose_device, make_worker, model_geometry
+
+
+def load(*flags: str, **environ: str) -> WorkerSettings:
+    return load_settings(WorkerSettings, flags, environ, program="quire worker")
+
+
+def test_defaults_are_those_of_the_handbook() -> None:
+    settings = load()
+    assert settings.listen == "127.0.0.1:50053"
+    assert (settings.device, settings.dtype, settings.block_size) == ("auto", "auto", 16)
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (256, 2048)
+    assert settings.kv_cache_memory is None
+    assert settings.swap_space == 0
+
+
+def test_sizes_are_read_with_their_units_from_flags_and_environment() -> None:
+    settings = load("--kv-cache-memory", "64MiB", QUIRE_SWAP_SPACE="1GiB", QUIRE_KV_CACHE_MEMORY="1KiB")
+    assert settings.kv_cache_memory == 64 << 20
+    assert settings.swap_space == 1 << 30
+
+
+@pytest.mark.parametrize(
+    "flags", [("--block-size", "0"), ("--device", "tpu"), ("--dtype", "int8"), ("--max-num-seqs", "x")]
+)
+def test_settings_that_cannot_work_are_refused(flags: tuple[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=flags[0]):
+        load(*flags)
+
+
+def test_sequences_may_be_kept_shorter_than_the_model_knows_but_not_longer() -> None:
+    model = TinyCausalLM()
+    assert model_geometry(model, None).max_model_len == MAX_MODEL_LEN
+    assert model_geometry(model, 20).max_model_len == 20
+    with pytest.raises(ConfigurationError, match="--max-model-len is 49"):
+        model_geometry(model, 49)
+
+
+def test_cuda_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(ConfigurationError, match="--device cpu"):
+        choose_device("cuda")
+
+
+def test_a_worker_reports_what_the_settings_and_the_model_say() -> None:
+    settings = load("--num-gpu-blocks", "12", "--block-size", "4", "--max-num-seqs", "3", "--max-model-len", "20")
+    info = make_worker(TinyCausalLM(), settings, DeviceLoop()).info
+    assert info.worker_generation > 0
+    assert (info.pool.num_gpu_blocks, info.pool.block_size, info.pool.head_dim) == (12, 4, 8)
+    assert (info.model.max_model_len, info.model.architecture) == (20, "TinyForCausalLM")
+    assert (info.limits.max_num_rows, info.limits.max_num_batched_tokens) == (3, 2048)

@@ -1,0 +1,28 @@
+"""`python -m worker_svc`, and what `quire worker` calls."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from quire.rpc.process import run_service
+from quire.settings import load_settings
+from worker_svc.settings import WorkerSettings
+
+PROGRAM = "quire worker"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the worker until a signal comes; the exit status."""
+
+    async def run() -> None:
+        settings = load_settings(WorkerSettings, sys.argv[1:] if argv is None else argv, os.environ, program=PROGRAM)
+        # torch takes seconds to import: --help and errors in the flags must not wait for it.
+        from worker_svc.app import serve
+
+        await serve(settings)
+
+    return run_service(run, program=PROGRAM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The worker process: listen, load, serve, drain."""
+
+import asyncio
+import logging
+
+from quire.rpc.server import RpcServer
+from quire.telemetry import MetricsServer, configure_logging
+from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from worker_svc.device_loop import DeviceLoop
+from worker_svc.metrics import WorkerMetrics
+from worker_svc.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.settings import WorkerSettings
+from worker_svc.startup import build_worker
+
+# The scheduler owns all requests; there is nothing to wait for but the steps in flight.
+_GRACE_S = 1.0
+_DEVICE_STOP_S = 5.0
+_logger = logging.getLogger(__name__)
+
+
+async def serve(settings: WorkerSettings) -> None:
+    """Serves until it is cancelled. Listens from the start; health says SERVING when the model is loaded.
+
+    Raises:
+        ConfigurationError: an address is taken, or the model, device or pool cannot be had.
+    """
+    configure_logging("worker", settings.log_level)
+    metrics = WorkerMetrics()
+    servicer = WorkerServicer(metrics)
+    device_loop = DeviceLoop()
+    server = await RpcServer.start(
+        settings.listen, lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server), [SERVICE_NAME]
+    )
+    device_loop.start()
+    metrics_server = None
+    try:
+        if settings.metrics_port is not None:
+            metrics_server = MetricsServer.start(settings.metrics_host, settings.metrics_port, metrics.registry)
+        worker = await asyncio.wrap_future(device_loop.call(lambda: build_worker(settings, device_loop)))
+        metrics.describe(worker.info, worker.busy_ms)
+        servicer.open(worker)
+        server.set_serving(True)
+        _logger.info("ready on %s, generation %d", server.address, worker.info.worker_generation)
+        await asyncio.Event().wait()
+    finally:
+        await server.stop(grace_s=_GRACE_S)
+        if metrics_server is not None:
+            metrics_server.stop()
+        await _stop_device(device_loop)
+
+
+async def _stop_device(device_loop: DeviceLoop) -> None:
+    if not await asyncio.to_thread(device_loop.stop, _DEVICE_STOP_S):
+        _logger.warning("the device did not finish within %.0f s", _DEVICE_STOP_S)

@@ -1,0 +1,24 @@
+"""Moves of whole blocks before a step: swap out, swap in, copy-on-write, in this order."""
+
+import numpy as np
+
+from kernels import ops
+from worker_svc.kv_pool import KvPool
+from worker_svc.steps import CacheOperations, Int32Array
+from worker_svc.transfer import to_device
+
+
+def apply_cache_operations(operations: CacheOperations, pool: KvPool) -> None:
+    """Applies all moves of a step. Blocks that leave are saved before anything may overwrite them."""
+    device = pool.gpu[0].device
+    if len(operations.swap_out):
+        ops.swap_blocks(pool.gpu, pool.host, to_device(operations.swap_out.astype(np.int64), device))
+    if len(operations.swap_in):
+        ops.swap_blocks(pool.host, pool.gpu, to_device(operations.swap_in.astype(np.int64), device))
+    if len(operations.copy):
+        ops.copy_blocks(pool.gpu, to_device(operations.copy.astype(np.int64), device))
+
+
+def blocks_written(operations: CacheOperations) -> Int32Array:
+    """GPU blocks that the moves overwrite."""
+    return np.concatenate((operations.swap_in[:, 1], operations.copy[:, 1]))

@@ -1,0 +1,177 @@
+"""The threads that run steps, so that the event loop never waits for the device.
+
+One thread launches steps in the order in which they came. Where the device works asynchronously a second one waits for
+their outputs, so that a step can be launched while the one before it runs.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from worker_svc.model_runner import AdmittedStep
+from worker_svc.steps import StepOutput
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+
+class Launched(Protocol):
+    """A step whose work is queued on the device."""
+
+    def wait(self) -> StepOutput: ...
+
+
+class StepRunner(Protocol):
+    """What runs steps: `ModelRunner`, or a stand-in."""
+
+    @property
+    def is_asynchronous(self) -> bool: ...
+
+    def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> Launched: ...
+
+
+class StepLane:
+    """The steps of one session. When one of them fails, those behind it are dropped."""
+
+    def __init__(
+        self, on_output: Callable[[StepOutput], object], on_failure: Callable[[int, BaseException], object]
+    ) -> None:
+        """Both callbacks run in a device thread: `on_output` once a step, or `on_failure` once for the lane."""
+        self.on_output = on_output
+        self.on_failure = on_failure
+        self.has_failed = False
+
+
+@dataclass(frozen=True, slots=True)
+class _StepJob:
+    lane: StepLane
+    admitted: AdmittedStep
+    queued_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _CallJob(Generic[T]):
+    function: Callable[[], T]
+    future: "Future[T]"
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.function()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    job: _StepJob
+    launched: Launched
+
+
+class DeviceLoop:
+    """Runs steps and calls one after the other, away from the event loop."""
+
+    def __init__(self, name: str = "device") -> None:
+        self._jobs: queue.SimpleQueue[_StepJob | _CallJob | None] = queue.SimpleQueue()
+        self._running: queue.SimpleQueue[_Running | _CallJob | None] = queue.SimpleQueue()
+        self._runner: StepRunner | None = None
+        # Steps on the device, oldest first. Each call on it is one operation of the dict, so no lock is needed.
+        self._started_ns: dict[int, int] = {}
+        self._launcher = threading.Thread(target=self._launch_all, name=f"{name}-launch", daemon=True)
+        self._waiter = threading.Thread(target=self._wait_all, name=f"{name}-wait", daemon=True)
+
+    def start(self) -> None:
+        """Starts the threads."""
+        self._launcher.start()
+        self._waiter.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Lets what is queued finish, then ends the threads; False when the device did not let them go in time."""
+        self._jobs.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in (self._launcher, self._waiter):
+            thread.join(max(deadline - time.monotonic(), 0))
+        return not (self._launcher.is_alive() or self._waiter.is_alive())
+
+    def use(self, runner: StepRunner) -> None:
+        """Names what runs steps; before the first `submit`."""
+        self._runner = runner
+
+    def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
+        """Queues a step behind all that came before."""
+        self._jobs.put(_StepJob(lane, admitted, time.monotonic_ns()))
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Runs a function in the launching thread when all earlier steps are finished; not if cancelled by then."""
+        future: Future[T] = Future()
+        self._jobs.put(_CallJob(function, future))
+        return future
+
+    def busy_ms(self) -> int:
+        """How long the oldest unfinished step has been on the device; 0 when there is none."""
+        started = tuple(self._started_ns.values())
+        return max(time.monotonic_ns() - min(started), 0) // 1_000_000 if started else 0
+
+    def _launch_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, _CallJob):
+                self._call_in_turn(job)
+            elif not job.lane.has_failed:
+                self._launch(job)
+        self._running.put(None)
+
+    def _call_in_turn(self, job: _CallJob) -> None:
+        if not self._started_ns:
+            job.run()
+            return
+        passed: Future[None] = Future()
+        self._running.put(_CallJob(lambda: None, passed))
+        passed.result()
+        job.run()
+
+    def _launch(self, job: _StepJob) -> None:
+        assert self._runner is not None
+        now = time.monotonic_ns()
+        self._started_ns[id(job)] = now
+        try:
+            running = _Running(job, self._runner.launch(job.admitted, (now - job.queued_ns) // 1000))
+        except Exception as error:
+            self._fail(job, error)
+            return
+        if self._runner.is_asynchronous:
+            self._running.put(running)
+        else:
+            self._finish(running)
+
+    def _wait_all(self) -> None:
+        while (running := self._running.get()) is not None:
+            if isinstance(running, _CallJob):
+                running.run()
+            else:
+                self._finish(running)
+
+    def _finish(self, running: _Running) -> None:
+        job = running.job
+        try:
+            output = running.launched.wait()
+        except Exception as error:
+            self._fail(job, error)
+            return
+        del self._started_ns[id(job)]
+        if not job.lane.has_failed:
+            job.lane.on_output(output)
+
+    def _fail(self, job: _StepJob, error: Exception) -> None:
+        del self._started_ns[id(job)]
+        _logger.error("step %d failed on the device", job.admitted.step.step_id, exc_info=error)
+        if not job.lane.has_failed:
+            job.lane.has_failed = True
+            job.lane.on_failure(job.admitted.step.step_id, error)

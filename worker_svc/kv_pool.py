@@ -1,0 +1,107 @@
+"""The KV pool: one tensor a layer on the device, and as many on the host for swapped blocks (paper, section 4.2)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.settings import ConfigurationError
+from worker_svc.info import PoolGeometry
+from worker_svc.models.base import CausalLM
+
+CPU_POOL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """The tensors of all layers, each [2, num_blocks, num_kv_heads, block_size, head_dim]."""
+
+    geometry: PoolGeometry
+    gpu: tuple[Tensor, ...]
+    host: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRequest:
+    """What the settings say about the pool's size, and what a pool could use at most."""
+
+    block_size: int
+    num_gpu_blocks: int | None
+    """Wins over all sizes."""
+    kv_cache_memory: int | None
+    """Bytes; None takes the default of the device."""
+    swap_space: int
+    most_useful_blocks: int
+    """Blocks of as many full sequences as a step can have; the default pool of a CPU is never larger."""
+
+
+def block_bytes(model: CausalLM, block_size: int) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    return 2 * model.num_layers * model.num_kv_heads * block_size * model.head_dim * model.dtype.itemsize
+
+
+def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: int | None) -> int:
+    """How many blocks the device gets.
+
+    Args:
+        available_bytes: What profiling left on an accelerator; None on the CPU.
+
+    Raises:
+        ConfigurationError: not one block fits.
+    """
+    if request.num_gpu_blocks is not None:
+        return request.num_gpu_blocks
+    if request.kv_cache_memory is not None:
+        memory, most, advice = request.kv_cache_memory, None, "raise --kv-cache-memory"
+    elif available_bytes is not None:
+        memory, most, advice = available_bytes, None, "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
+    else:
+        memory, most, advice = CPU_POOL_BYTES, request.most_useful_blocks, "set --kv-cache-memory"
+    count = max(memory, 0) // bytes_per_block
+    if count < 1:
+        raise ConfigurationError(
+            f"the KV pool has {max(memory, 0)} bytes and one block takes {bytes_per_block}; "
+            f"{advice} or lower --block-size"
+        )
+    return count if most is None else min(count, most)
+
+
+def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | None) -> PoolGeometry:
+    """The shape of the pool for a model. ConfigurationError when not one block fits."""
+    bytes_per_block = block_bytes(model, request.block_size)
+    return PoolGeometry(
+        block_size=request.block_size,
+        num_gpu_blocks=num_gpu_blocks(request, bytes_per_block, available_bytes),
+        num_host_blocks=request.swap_space // bytes_per_block,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_bytes=bytes_per_block,
+    )
+
+
+def allocate_pool(geometry: PoolGeometry, device: torch.device, dtype: torch.dtype) -> KvPool:
+    """Allocates all tensors, zeroed. The host's are pinned where the device copies by DMA.
+
+    Raises:
+        ConfigurationError: the memory is not there.
+    """
+    gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks)
+    host_shape = _layer_shape(geometry, geometry.num_host_blocks)
+    layers = range(geometry.num_layers)
+    try:
+        gpu = tuple(torch.zeros(gpu_shape, dtype=dtype, device=device) for _ in layers)
+        pinned = device.type == "cuda" and geometry.num_host_blocks > 0
+        host = tuple(torch.zeros(host_shape, dtype=dtype, pin_memory=pinned) for _ in layers)
+    except (RuntimeError, MemoryError) as error:
+        total = (geometry.num_gpu_blocks + geometry.num_host_blocks) * geometry.block_bytes
+        raise ConfigurationError(
+            f"cannot allocate the KV pool: {geometry.num_gpu_blocks} blocks on {device} and {geometry.num_host_blocks} "
+            f"on the host take {total} bytes"
+        ) from error
+    return KvPool(geometry, gpu, host)
+
+
+def _layer_shape(geometry: PoolGeometry, num_blocks: int) -> tuple[int, ...]:
+    return (2, num_blocks, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)

@@ -1,0 +1,62 @@
+"""Activation functions by the names that model configurations use."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from kernels import ops
+from quire.settings import ConfigurationError
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _relu_squared(x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x).square()
+
+
+_gelu_tanh = partial(functional.gelu, approximate="tanh")
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": functional.gelu,
+    "gelu_fast": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
+    "gelu_python": functional.gelu,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": functional.relu,
+    "relu2": _relu_squared,
+    "relu6": functional.relu6,
+    "sigmoid": torch.sigmoid,
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "tanh": torch.tanh,
+}
+
+
+def activation(name: str) -> Activation:
+    """Raises ConfigurationError for a name that is not known."""
+    try:
+        return ACTIVATIONS[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"config.json: activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+        ) from None
+
+
+def gated_activation(name: str) -> Activation:
+    """`act(gate) * up` of a tensor that holds gate and up one after the other in its last dimension."""
+    if name in ("silu", "swish"):
+        return ops.silu_and_mul
+    function = activation(name)
+
+    def gate_and_mul(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return gate_and_mul

@@ -1,0 +1,44 @@
+"""Attention over the KV pool, without the projections around it."""
+
+import torch
+from torch import nn
+
+from kernels import ops
+from worker_svc.model_input import AttentionMetadata
+
+
+class PagedAttention(nn.Module):
+    """Writes the new keys and values into their slots and attends over the paged context."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+        super().__init__()
+        self._head_split = (num_heads, num_kv_heads, num_kv_heads)
+        self._head_dim = head_dim
+        self._scale = scale
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """qkv [T, (Hq + 2 Hkv) * D] -> views: query [T, Hq, D], key and value [T, Hkv, D]."""
+        query, key, value = qkv.view(qkv.shape[0], -1, self._head_dim).split(self._head_split, dim=1)
+        return query, key, value
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Returns [T, Hq * D]."""
+        ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
+        attended = ops.paged_attention(
+            query,
+            kv_cache,
+            metadata.block_tables,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            scale=self._scale,
+            max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
+        )
+        return attended.view(attended.shape[0], -1)

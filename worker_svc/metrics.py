@@ -1,0 +1,57 @@
+"""What a worker counts, for Prometheus."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from worker_svc.info import WorkerInfo
+from worker_svc.steps import Batch, StepOutput
+
+_STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+class WorkerMetrics:
+    """Counters of one worker process, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._steps = Counter("quire_worker_steps", "Steps that finished", registry=self.registry)
+        self._tokens = Counter("quire_worker_tokens", "Tokens that were computed", registry=self.registry)
+        self._sampled = Counter("quire_worker_sampled_tokens", "Tokens that were sampled", registry=self.registry)
+        self._row_failures = Counter("quire_worker_row_failures", "Rows with logits not finite", registry=self.registry)
+        self._step_failures = Counter("quire_worker_step_failures", "Steps that failed", registry=self.registry)
+        self._sessions = Counter("quire_worker_sessions", "Schedulers that attached", registry=self.registry)
+        self._blocks = Gauge("quire_worker_kv_blocks", "Blocks of the KV pool", ("where",), registry=self.registry)
+        self._busy = Gauge("quire_worker_device_busy_seconds", "Time in the current step", registry=self.registry)
+        self._stages = Histogram(
+            "quire_worker_step_seconds", "Time of a step", ("stage",), buckets=_STEP_SECONDS, registry=self.registry
+        )
+
+    def describe(self, info: WorkerInfo, busy_ms: Callable[[], int]) -> None:
+        """Names the facts that do not come with steps."""
+        self._blocks.labels("device").set(info.pool.num_gpu_blocks)
+        self._blocks.labels("host").set(info.pool.num_host_blocks)
+        self._busy.set_function(lambda: busy_ms() / 1000)
+
+    def attached(self) -> None:
+        """A scheduler has attached."""
+        self._sessions.inc()
+
+    def step_queued(self, batch: Batch) -> None:
+        """A step was taken."""
+        self._tokens.inc(int(batch.num_new_tokens.sum()))
+
+    def step_finished(self, output: StepOutput) -> None:
+        """A step has its output."""
+        timings = output.timings
+        self._steps.inc()
+        self._sampled.inc(len(output.rows) - len(output.failed_rows))
+        self._row_failures.inc(len(output.failed_rows))
+        self._stages.labels("queue").observe(timings.queue_us / 1e6)
+        self._stages.labels("cache_operations").observe(timings.cache_operations_us / 1e6)
+        self._stages.labels("model").observe(timings.model_us / 1e6)
+        self._stages.labels("sample").observe(timings.sample_us / 1e6)
+
+    def step_failed(self) -> None:
+        """A step failed on the device."""
+        self._step_failures.inc()

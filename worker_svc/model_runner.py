@@ -1,0 +1,159 @@
+"""Runs admitted steps on the device: cache operations, row changes, model, sampler.
+
+`launch` queues a step on the device and returns; `LaunchedStep.wait` gives its output. On CUDA the next step can be
+launched before the one before has been waited for: what it needs of it, the sampled tokens, stays on the device. On
+the CPU `launch` has done all the work when it returns.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from worker_svc.batch import SamplePlan, build_model_input, plan_samples
+from worker_svc.cache_ops import apply_cache_operations, blocks_written
+from worker_svc.info import ModelGeometry, WorkerLimits
+from worker_svc.kv_pool import KvPool
+from worker_svc.logprobs import LogprobTensors, gather_logprobs, report_logprobs
+from worker_svc.models.base import CausalLM
+from worker_svc.rows import Rows
+from worker_svc.sampler import Drawn, draw
+from worker_svc.sampling_table import SamplingColumns
+from worker_svc.sealed_blocks import SealInventory
+from worker_svc.steps import Batch, Int32Array, SealedBlocks, Step, StepOutput, StepTimings
+from worker_svc.transfer import HostCopy, Stopwatch, to_device
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedStep:
+    """A step that was found valid."""
+
+    step: Step
+    written_blocks: Int32Array
+    """GPU blocks that its batch writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What was sampled, on its way to the host."""
+
+    rows: Int32Array
+    columns: SamplingColumns
+    logprobs: LogprobTensors | None
+    copy: HostCopy
+
+
+class LaunchedStep:
+    """A step whose work is queued on the device."""
+
+    def __init__(
+        self,
+        admitted: AdmittedStep,
+        number: int,
+        queue_us: int,
+        stopwatch: Stopwatch,
+        sampled: _Sampled,
+        seals: SealInventory,
+    ) -> None:
+        self._step = admitted.step
+        self._number = number
+        self._queue_us = queue_us
+        self._stopwatch = stopwatch
+        self._sampled = sampled
+        self._seals = seals
+
+    def wait(self) -> StepOutput:
+        """The output, when the device has it; then the step's blocks are sealed. To be called once."""
+        sampled = self._sampled
+        token_ids, is_finite, *logprob_arrays = sampled.copy.arrays()
+        logprobs, candidates = (), ()
+        if sampled.logprobs is not None:
+            logprobs, candidates = report_logprobs(
+                sampled.rows, sampled.columns, sampled.logprobs.indices, logprob_arrays, is_finite
+            )
+        self._seals.add(self._step.sealed, self._number)
+        draws = sampled.columns.num_candidates == 0
+        return StepOutput(
+            step_id=self._step.step_id,
+            rows=sampled.rows,
+            token_ids=np.where(draws, token_ids, 0).astype(np.int32),
+            logprobs=logprobs,
+            candidates=candidates,
+            failed_rows=tuple(sampled.rows[~is_finite].tolist()),
+            timings=StepTimings(self._queue_us, *self._stopwatch.stages_us()),
+        )
+
+
+class ModelRunner:
+    """The device's side of one worker. Used by one thread, except for `LaunchedStep.wait`."""
+
+    def __init__(self, model: CausalLM, pool: KvPool, geometry: ModelGeometry, limits: WorkerLimits) -> None:
+        self._model = model
+        self._pool = pool
+        self._rows = Rows(
+            limits.max_num_rows,
+            geometry.max_model_len,
+            pool.geometry.blocks_for(geometry.max_model_len),
+            model.device,
+        )
+        self._seals = SealInventory(pool.geometry.num_gpu_blocks)
+        self._num_launched = 0
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `launch` returns before the work is done."""
+        return self._model.device.type == "cuda"
+
+    def sealed_blocks(self) -> SealedBlocks:
+        """All blocks whose content is final. To be asked when no step is running."""
+        return self._seals.snapshot()
+
+    @torch.inference_mode()
+    def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> LaunchedStep:
+        """Queues a step. Raises whatever the device raises; rows and written blocks are in doubt then."""
+        step = admitted.step
+        self._num_launched += 1
+        written = np.concatenate((blocks_written(step.cache_operations), admitted.written_blocks))
+        self._seals.begin_write(written, self._num_launched)
+        stopwatch = Stopwatch(self._model.device)
+        apply_cache_operations(step.cache_operations, self._pool)
+        self._rows.apply(step.row_changes)
+        stopwatch.mark()
+        sampled = self._run(step.batch, stopwatch)
+        return LaunchedStep(admitted, self._num_launched, queue_us, stopwatch, sampled, self._seals)
+
+    def _run(self, batch: Batch, stopwatch: Stopwatch) -> _Sampled:
+        if not len(batch.rows):
+            stopwatch.mark()
+            stopwatch.mark()
+            return self._nothing_sampled()
+        inputs = build_model_input(batch, self._rows, self._pool.gpu, self._pool.geometry.block_size)
+        hidden = self._model(inputs)
+        if not len(batch.samples):
+            stopwatch.mark()
+            stopwatch.mark()
+            return self._nothing_sampled()
+        plan = plan_samples(batch)
+        logits = self._model.logits(hidden[to_device(plan.logit_tokens, hidden.device)])
+        stopwatch.mark()
+        sampled = self._sample(plan, logits)
+        stopwatch.mark()
+        return sampled
+
+    def _sample(self, plan: SamplePlan, logits: torch.Tensor) -> _Sampled:
+        device = logits.device
+        if plan.logit_of_row is not None:
+            logits = logits[to_device(plan.logit_of_row, device)]
+        columns = self._rows.sampling.take(plan.rows)
+        drawn = draw(logits, columns, plan.positions)
+        rows, positions = to_device(np.stack((plan.rows, plan.positions)), device)
+        self._rows.append(rows, positions, drawn.token_ids)
+        logprobs = gather_logprobs(logits, drawn.token_ids, columns)
+        tensors = [drawn.token_ids, drawn.is_finite, *(logprobs.tensors() if logprobs is not None else ())]
+        return _Sampled(plan.rows, columns, logprobs, HostCopy(tensors))
+
+    def _nothing_sampled(self) -> _Sampled:
+        device = self._model.device
+        drawn = Drawn(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.bool, device=device))
+        copy = HostCopy([drawn.token_ids, drawn.is_finite])
+        return _Sampled(np.zeros(0, np.int32), SamplingColumns.empty(0), None, copy)

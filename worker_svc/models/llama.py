@@ -1,0 +1,160 @@
+"""LLaMA: pre-norm decoder with rotary embeddings, grouped-query attention and a gated MLP."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernels import ops
+from worker_svc.layers.activation import gated_activation
+from worker_svc.layers.attention import PagedAttention
+from worker_svc.layers.embedding import Embedding
+from worker_svc.layers.linear import Linear, LinearPart
+from worker_svc.layers.loadable import Placement
+from worker_svc.layers.norm import RmsNorm
+from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.models.base import CausalLM, ModelShape, head_dim_of, make_head
+from worker_svc.models.config_fields import ConfigFields
+from worker_svc.models.rope import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """What LLaMA reads from config.json; defaults are those of transformers."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    activation: str
+    rms_norm_eps: float
+    attention_bias: bool
+    mlp_bias: bool
+    tied: bool
+    rope: RopeConfig
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "LlamaConfig":
+        fields = ConfigFields(values)
+        hidden_size = fields.integer("hidden_size", 4096)
+        num_heads = fields.integer("num_attention_heads", 32)
+        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise fields.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads, {num_heads}")
+        given = values.get("head_dim")
+        head_dim = head_dim_of(hidden_size, num_heads) if given is None else fields.integer("head_dim")
+        if head_dim % 2:
+            raise fields.error("head_dim", head_dim, "an even number: rotary embeddings turn pairs")
+        return cls(
+            vocab_size=fields.integer("vocab_size", 32000),
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size", 11008),
+            num_layers=fields.integer("num_hidden_layers", 32),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            activation=fields.text("hidden_act", "silu"),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            attention_bias=fields.flag("attention_bias", False),
+            mlp_bias=fields.flag("mlp_bias", False),
+            tied=fields.flag("tie_word_embeddings", False),
+            rope=RopeConfig.read(fields, head_dim),
+        )
+
+
+class LlamaLayer(nn.Module):
+    """One decoder layer; `name` is its module in the checkpoint."""
+
+    def __init__(self, name: str, config: LlamaConfig, placement: Placement) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.input_norm = RmsNorm(f"{name}.input_layernorm", hidden, config.rms_norm_eps, placement=placement)
+        self.qkv = Linear(
+            [
+                LinearPart(f"{name}.self_attn.q_proj", query_size),
+                LinearPart(f"{name}.self_attn.k_proj", kv_size),
+                LinearPart(f"{name}.self_attn.v_proj", kv_size),
+            ],
+            hidden,
+            bias=config.attention_bias,
+            placement=placement,
+        )
+        self.attention = PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
+        self.attention_output = Linear(
+            [LinearPart(f"{name}.self_attn.o_proj", hidden)],
+            query_size,
+            bias=config.attention_bias,
+            placement=placement,
+        )
+        self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps, placement=placement)
+        self.gate_up = Linear(
+            [LinearPart(f"{name}.mlp.gate_proj", inner), LinearPart(f"{name}.mlp.up_proj", inner)],
+            hidden,
+            bias=config.mlp_bias,
+            placement=placement,
+        )
+        self.gate = gated_activation(config.activation)
+        self.down = Linear(
+            [LinearPart(f"{name}.mlp.down_proj", hidden)], inner, bias=config.mlp_bias, placement=placement
+        )
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_table: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        query, key, value = self.attention.split(self.qkv(x))
+        query, key = ops.rotary(query, key, positions, cos_sin_table)
+        return self.attention_output(self.attention(query, key, value, kv_cache, metadata))
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(self.gate_up(x)))
+
+
+class LlamaForCausalLM(CausalLM):
+    """Served from the tensors that transformers' model of the same name writes."""
+
+    architecture = "LlamaForCausalLM"
+    base_prefix = "model."
+
+    def __init__(self, config: LlamaConfig, placement: Placement) -> None:
+        shape = ModelShape(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            max_model_len=config.rope.max_model_len,
+        )
+        super().__init__(shape, placement)
+        hidden = config.hidden_size
+        self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement)
+        self.cos_sin_table = config.rope.cos_sin_table(placement.device)
+        self.layers = nn.ModuleList(
+            LlamaLayer(f"model.layers.{index}", config, placement) for index in range(config.num_layers)
+        )
+        self.norm = RmsNorm("model.norm", hidden, config.rms_norm_eps, placement=placement)
+        self.head = make_head(self.embedding, hidden, config.vocab_size, tied=config.tied, placement=placement)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "LlamaForCausalLM":
+        return cls(LlamaConfig.read(config), placement)
+
+    def forward(self, inputs: ModelInput) -> torch.Tensor:
+        residual = self.embedding(inputs.token_ids)
+        output = torch.zeros_like(residual)
+        for layer, kv_cache in zip(self.layers, inputs.kv_caches, strict=True):
+            assert isinstance(layer, LlamaLayer)
+            x, residual = layer.input_norm.add(output, residual)
+            output = layer.attend(x, inputs.positions, self.cos_sin_table, kv_cache, inputs.attention)
+            x, residual = layer.mlp_norm.add(output, residual)
+            output = layer.feed_forward(x)
+        return self.norm.add(output, residual)[0]

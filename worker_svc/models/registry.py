@@ -1,0 +1,86 @@
+"""From a model directory to a model that is ready to run."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.model_directory import ModelDirectory
+from quire.settings import ConfigurationError
+from worker_svc.layers.loadable import Loadable, Placement
+from worker_svc.models.base import CausalLM
+from worker_svc.models.gpt2 import GPT2LMHeadModel
+from worker_svc.models.llama import LlamaForCausalLM
+from worker_svc.models.opt import OPTForCausalLM
+from worker_svc.weights import Checkpoint, TensorSpec
+
+FAMILIES: dict[str, type[CausalLM]] = {
+    family.architecture: family for family in (GPT2LMHeadModel, OPTForCausalLM, LlamaForCausalLM)
+}
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+Progress = Callable[[str, int, int], None]
+"""Called after each tensor with (what is loading, bytes done, bytes in all)."""
+
+
+def load_model(
+    directory: Path, *, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+) -> CausalLM:
+    """Reads config.json and the safetensors files of `directory`.
+
+    All headers are checked against the configuration before any weight is read.
+
+    Raises:
+        ConfigurationError: anything about the directory that keeps the model from being served.
+    """
+    described = ModelDirectory.open(directory)
+    if described.config.get("quantization_config"):
+        raise ConfigurationError(f"{directory / 'config.json'}: quantized models are not supported")
+    family = FAMILIES[described.architecture]
+    model = family.from_config(described.config, Placement(device, dtype))
+    checkpoint = Checkpoint.open(directory, base_prefix=family.base_prefix)
+    layers = [module for module in model.modules() if isinstance(module, Loadable)]
+    specs = [spec for layer in layers for spec in layer.tensors()]
+    checkpoint.check(specs)
+    total = sum(checkpoint.num_bytes(spec) for spec in specs)
+    done = 0
+
+    def read(spec: TensorSpec) -> torch.Tensor:
+        nonlocal done
+        tensor = checkpoint.read(spec)
+        done += checkpoint.num_bytes(spec)
+        if progress is not None:
+            progress("loading weights", done, total)
+        return tensor
+
+    for layer in layers:
+        layer.load(read)
+    return model.eval()
+
+
+def resolve_dtype(config: Mapping[str, Any], requested: str, device: torch.device) -> torch.dtype:
+    """The dtype to run in.
+
+    Args:
+        requested: a name of DTYPES, or "auto" for what config.json says (float32 when it is silent). "auto" turns
+            float16 into bfloat16 on a CPU, where float16 is slow and overflows in what bfloat16 holds.
+
+    Raises:
+        ConfigurationError: a dtype that is not served.
+    """
+    name = requested
+    if requested == "auto":
+        name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        if name == "float16" and device.type == "cpu":
+            name = "bfloat16"
+        if name == "float64":
+            name = "float32"
+    if name not in DTYPES:
+        raise ConfigurationError(f"dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
+    return DTYPES[name]

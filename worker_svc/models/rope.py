@@ -1,0 +1,188 @@
+"""Rotary position embeddings: the table of cosines and sines for each rope type of transformers' configurations.
+
+The angle of a token depends on its position alone, so that keys in the pool stay valid however a prompt is chunked,
+and whoever shares them. The two types whose frequencies depend on the length of the sequence (dynamic, longrope) use
+the length up to the token itself: what transformers computes when it generates token by token.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.models.config_fields import ConfigFields
+
+# More positions than any model knows: a bound on what a wrong configuration can make us allocate.
+MAX_TABLE_LENGTH = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """The rope section of a configuration.
+
+    Attributes:
+        max_positions: config.json's max_position_embeddings.
+        original_max_positions: what the model was first trained with, where scaling extends it.
+    """
+
+    rope_type: str
+    theta: float
+    head_dim: int
+    max_positions: int
+    original_max_positions: int
+    fields: ConfigFields
+
+    @classmethod
+    def read(cls, config: ConfigFields, head_dim: int) -> "RopeConfig":
+        """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
+        fields = _rope_section(config)
+        max_positions = config.integer("max_position_embeddings", 2048)
+        rope_type = fields.text("rope_type", fields.text("type", "default"))
+        rope_type = "longrope" if rope_type == "su" else rope_type
+        if rope_type not in _INVERSE_FREQUENCIES:
+            raise fields.error("rope_type", rope_type, f"one of {', '.join(_INVERSE_FREQUENCIES)}")
+        if fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
+            raise fields.error("partial_rotary_factor", fields.values.get("partial_rotary_factor"), "1")
+        theta = fields.number("rope_theta", config.number("rope_theta", 10000.0))
+        if theta <= 1:
+            raise fields.error("rope_theta", theta, "a number above 1")
+        if rope_type == "dynamic" and head_dim < 4:
+            raise fields.error("rope_type", rope_type, f"another one for head size {head_dim}")
+        original = config if config.values.get("original_max_position_embeddings") is not None else fields
+        return cls(
+            rope_type=rope_type,
+            theta=theta,
+            head_dim=head_dim,
+            max_positions=max_positions,
+            original_max_positions=original.integer("original_max_position_embeddings", max_positions),
+            fields=fields,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that the scaled embedding reaches."""
+        if self.rope_type in ("linear", "dynamic"):
+            return int(self.max_positions * max(1.0, self.fields.number("factor")))
+        if self.rope_type == "yarn":
+            return max(self.max_positions, int(self.original_max_positions * _yarn_factor(self)))
+        return self.max_positions
+
+    def cos_sin_table(self, device: torch.device) -> torch.Tensor:
+        """[max_model_len, head_dim] float32: cosines, then sines, of each position."""
+        if self.max_model_len > MAX_TABLE_LENGTH:
+            raise self.fields.error("max_position_embeddings", self.max_model_len, f"at most {MAX_TABLE_LENGTH}")
+        positions = torch.arange(self.max_model_len, dtype=torch.float32)[:, None]
+        inverse_frequencies, attention_factor = _INVERSE_FREQUENCIES[self.rope_type](self)
+        angles = positions * inverse_frequencies
+        return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(device)
+
+
+def _rope_section(config: ConfigFields) -> ConfigFields:
+    for name in ("rope_scaling", "rope_parameters"):
+        section = config.values.get(name)
+        if section is None or section == {}:
+            continue
+        if isinstance(section, dict) and len(section) == 1 and isinstance(section.get("full_attention"), dict):
+            section = section["full_attention"]
+        if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
+            raise config.error(name, section, "one set of rope parameters for all layers")
+        return ConfigFields(section, f"{config.section}: {name}")
+    return ConfigFields({}, config.section)
+
+
+def _exponents(rope: RopeConfig) -> torch.Tensor:
+    return torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+
+
+def _default(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    return 1.0 / rope.theta ** _exponents(rope), 1.0
+
+
+def _linear(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    return _default(rope)[0] / rope.fields.number("factor"), 1.0
+
+
+def _dynamic(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """NTK scaling that grows with the length; returns the frequencies of each position, [max_model_len, D/2]."""
+    factor = rope.fields.number("factor")
+    lengths = torch.arange(1, rope.max_model_len + 1, dtype=torch.float32).clamp(min=rope.max_positions)
+    growth = factor * lengths / rope.max_positions - (factor - 1)
+    thetas = rope.theta * growth ** (rope.head_dim / (rope.head_dim - 2))
+    return 1.0 / thetas[:, None] ** _exponents(rope), 1.0
+
+
+def _llama3(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """Long wavelengths are divided by the factor, short ones kept, those between interpolated."""
+    factor = rope.fields.number("factor")
+    low = rope.fields.number("low_freq_factor")
+    high = rope.fields.number("high_freq_factor")
+    if high <= low:
+        raise rope.fields.error("high_freq_factor", high, f"more than low_freq_factor, {low}")
+    frequencies, _ = _default(rope)
+    rotations = rope.original_max_positions * frequencies / (2 * math.pi)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / factor + kept * frequencies, 1.0
+
+
+def _yarn_factor(rope: RopeConfig) -> float:
+    factor = rope.fields.optional_number("factor")
+    return rope.max_positions / rope.original_max_positions if factor is None else factor
+
+
+def _yarn(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al. 2023, sections 3.2 and 3.4): a ramp over dimensions from interpolation to extrapolation."""
+    fields, factor = rope.fields, _yarn_factor(rope)
+    frequencies, _ = _default(rope)
+
+    def dimension_of(rotations: float) -> float:
+        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
+        return rope.head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(fields.number("beta_fast", 32)), dimension_of(fields.number("beta_slow", 1))
+    if fields.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    width = high - low or 0.001
+    interpolated = ((torch.arange(rope.head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    scaled = frequencies / factor * interpolated + frequencies * (1 - interpolated)
+    return scaled, _yarn_attention_factor(fields, factor)
+
+
+def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    given = fields.optional_number("attention_factor")
+    if given is not None:
+        return given
+    mscale, mscale_all_dim = fields.values.get("mscale"), fields.values.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return magnitude(fields.number("mscale")) / magnitude(fields.number("mscale_all_dim"))
+    return magnitude(1.0)
+
+
+def _longrope(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """LongRoPE: a factor per dimension, other ones beyond the original length; [max_model_len, D/2]."""
+    fields = rope.fields
+    frequencies, _ = _default(rope)
+    short = frequencies / torch.tensor(fields.numbers("short_factor", rope.head_dim // 2))
+    long = frequencies / torch.tensor(fields.numbers("long_factor", rope.head_dim // 2))
+    beyond = torch.arange(rope.max_positions)[:, None] >= rope.original_max_positions
+    attention_factor = fields.optional_number("attention_factor")
+    if attention_factor is None:
+        factor = _yarn_factor(rope)
+        extended = factor > 1 and rope.original_max_positions > 1
+        growth = math.log(factor) / math.log(rope.original_max_positions) if extended else 0.0
+        attention_factor = math.sqrt(1 + growth)
+    return torch.where(beyond, long, short), attention_factor
+
+
+_INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,39 @@
+"""The worker's flags and environment."""
+
+from dataclasses import dataclass
+
+from quire.settings import parse_bytes, setting
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Holds the KV pool and the model, and runs the scheduler's steps."""
+
+    listen: str = setting("127.0.0.1:50053", "address to listen on: HOST:PORT or unix:PATH")
+    model: str | None = setting(None, "model directory; without it, the embedded model", metavar="DIR")
+    device: str = setting(
+        "auto", "where the model runs; auto takes cuda where there is one", choices=("auto", "cpu", "cuda")
+    )
+    dtype: str = setting(
+        "auto",
+        "type of weights and KV pool; auto takes the model's",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    block_size: int = setting(16, "tokens of one KV block", minimum=1, maximum=1024)
+    kv_cache_memory: int | None = setting(
+        None, "memory of the KV pool; without it, 1GiB on cpu, what is left on cuda", parse=parse_bytes, metavar="BYTES"
+    )
+    gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
+    swap_space: int = setting(0, "host memory for swapped blocks", parse=parse_bytes, metavar="BYTES")
+    max_num_seqs: int = setting(
+        256, "sequences of one step, and rows of the persistent batch", minimum=1, maximum=65536
+    )
+    max_num_batched_tokens: int = setting(2048, "tokens of one step", minimum=1, maximum=1 << 20)
+    max_model_len: int | None = setting(None, "longest sequence; without it, what the model knows", minimum=1)
+    num_threads: int | None = setting(None, "threads of one operation on cpu; without it, torch decides", minimum=1)
+    num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
+    metrics_host: str = setting("127.0.0.1", "where the Prometheus metrics listen", metavar="HOST")
+    metrics_port: int | None = setting(
+        None, "port of the Prometheus metrics; without it, none", minimum=0, maximum=65535
+    )
+    log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))

@@ -1,0 +1,122 @@
+"""From settings to a worker that is ready for steps."""
+
+import logging
+import time
+
+import torch
+
+from quire.model_directory import ModelDirectory, resolve_model
+from quire.settings import ConfigurationError
+from worker_svc.device_loop import DeviceLoop
+from worker_svc.info import ModelGeometry, WorkerInfo, WorkerLimits
+from worker_svc.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.model_runner import ModelRunner
+from worker_svc.models.base import CausalLM
+from worker_svc.models.registry import load_model, resolve_dtype
+from worker_svc.profiling import memory_for_pool, warm_up
+from worker_svc.settings import WorkerSettings
+from worker_svc.worker import Worker
+
+MAX_STEPS_IN_FLIGHT = 2
+MAX_LOGPROBS = 64
+_PROGRESS_INTERVAL_S = 2.0
+_logger = logging.getLogger(__name__)
+
+
+def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
+    """Loads the model, sizes and allocates the pool, and runs a first step. To be called in the device thread.
+
+    Raises:
+        ConfigurationError: the model, the device or the pool cannot be had as the settings say.
+    """
+    device = choose_device(settings.device)
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    directory = ModelDirectory.open(resolve_model(settings.model))
+    dtype = resolve_dtype(directory.config, settings.dtype, device)
+    _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
+    try:
+        model = load_model(directory.path, device=device, dtype=dtype, progress=LoadingProgress())
+        return make_worker(model, settings, device_loop)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"the model and a step of {settings.max_num_batched_tokens} tokens do not fit on {device}; "
+            "lower --max-num-batched-tokens or --max-num-seqs, or choose a smaller --dtype"
+        ) from error
+
+
+def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
+    """The worker of a loaded model. ConfigurationError when the pool cannot be had as the settings say."""
+    geometry = model_geometry(model, settings.max_model_len)
+    limits = WorkerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, MAX_LOGPROBS)
+    pool = _make_pool(model, geometry, limits, settings)
+    runner = ModelRunner(model, pool, geometry, limits)
+    warm_up(runner, settings.block_size)
+    device_loop.use(runner)
+    info = WorkerInfo(time.time_ns(), rank=0, world_size=1, pool=pool.geometry, model=geometry, limits=limits)
+    return Worker(info, runner, device_loop)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a setting; auto takes CUDA where torch sees it. ConfigurationError when it is not there."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigurationError("--device is cuda, but torch sees no CUDA device; use --device cpu")
+    if name == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def model_geometry(model: CausalLM, max_model_len: int | None) -> ModelGeometry:
+    """What the scheduler needs to know; sequences may be kept shorter than the model's, never longer."""
+    if max_model_len is not None and max_model_len > model.max_model_len:
+        raise ConfigurationError(
+            f"--max-model-len is {max_model_len}; this model knows {model.max_model_len} positions"
+        )
+    return ModelGeometry(
+        architecture=model.architecture,
+        dtype=str(model.dtype).removeprefix("torch."),
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len or model.max_model_len,
+        device=str(model.device),
+    )
+
+
+def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, settings: WorkerSettings) -> KvPool:
+    request = PoolRequest(
+        block_size=settings.block_size,
+        num_gpu_blocks=settings.num_gpu_blocks,
+        kv_cache_memory=settings.kv_cache_memory,
+        swap_space=settings.swap_space,
+        most_useful_blocks=limits.max_num_rows * -(-geometry.max_model_len // settings.block_size),
+    )
+    available = None
+    if model.device.type == "cuda" and request.num_gpu_blocks is None and request.kv_cache_memory is None:
+        available = memory_for_pool(model, geometry, limits, settings.block_size, settings.gpu_memory_utilization)
+    shape = pool_geometry(model, request, available)
+    pool = allocate_pool(shape, model.device, model.dtype)
+    tokens = shape.num_gpu_blocks * shape.block_size
+    _logger.info(
+        "KV pool: %d blocks of %d tokens (%.1f MiB), %d on the host",
+        shape.num_gpu_blocks,
+        shape.block_size,
+        shape.num_gpu_blocks * shape.block_bytes / 2**20,
+        shape.num_host_blocks,
+    )
+    if tokens < geometry.max_model_len:
+        _logger.warning("the KV pool holds %d tokens; sequences longer than that are refused", tokens)
+    return pool
+
+
+class LoadingProgress:
+    """Logs how far loading is, every few seconds and at the end."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done < total and now - self._last < _PROGRESS_INTERVAL_S:
+            return
+        self._last = now
+        _logger.info("%s: %.0f of %.0f MiB", what, done / 2**20, total / 2**20)

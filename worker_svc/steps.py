@@ -1,0 +1,165 @@
+"""One step of the scheduler as values: what `convert` makes of the messages and all other modules work with.
+
+Arrays are int32 numpy arrays; pairs have shape [n, 2], triples [n, 3]. A row is a slot of the persistent batch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepHeader:
+    """What says whether a step is for this worker, now."""
+
+    step_id: int
+    scheduler_epoch: int
+    worker_generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOperations:
+    """Moves of whole blocks, applied in this order before the model runs."""
+
+    swap_out: Int32Array
+    """Pairs (gpu block, host block)."""
+    swap_in: Int32Array
+    """Pairs (host block, gpu block)."""
+    copy: Int32Array
+    """Pairs (source gpu block, destination gpu block)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How a row's tokens are drawn."""
+
+    temperature: float
+    """0 is greedy."""
+    top_k: int
+    """0 keeps all."""
+    top_p: float
+    min_p: float
+    seed: int
+    logprobs: int | None
+    """Report the chosen token's log probability and this many of the most likely tokens."""
+    num_candidates: int | None
+    """Draw nothing; report this many of the most likely tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssignRow:
+    """Puts a sequence into a row that holds none."""
+
+    row: int
+    token_ids: Int32Array
+    block_table: Int32Array
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class ReseedRow:
+    """Gives a forked row its own random numbers."""
+
+    row: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetTokens:
+    """Replaces the tokens of a row from a position on."""
+
+    row: int
+    position: int
+    token_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class RowChanges:
+    """Changes of the persistent batch, applied in this order."""
+
+    release: Int32Array
+    assign: tuple[AssignRow, ...]
+    fork: Int32Array
+    """Pairs (parent row, child row). All parents are read before any child is written."""
+    reseed: tuple[ReseedRow, ...]
+    set_tokens: tuple[SetTokens, ...]
+    block_table_deltas: Int32Array
+    """Triples (row, logical index, block id)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens to compute: parallel arrays, one entry a row."""
+
+    rows: Int32Array
+    num_new_tokens: Int32Array
+    num_computed_tokens: Int32Array
+    samples: Int32Array
+    """Pairs (row that samples, row of this batch from whose last token's logits)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedBlocks:
+    """Blocks whose content is final, and the hash of each as `[n, 32]` bytes."""
+
+    block_ids: Int32Array
+    hashes: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Everything that one step does, in the order of the fields."""
+
+    step_id: int
+    cache_operations: CacheOperations
+    row_changes: RowChanges
+    batch: Batch
+    sealed: SealedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log probability of a row's chosen token, and the most likely tokens, best first."""
+
+    row: int
+    chosen_logprob: float
+    chosen_rank: int
+    """1 for the most likely token."""
+    top_token_ids: Int32Array
+    top_logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowCandidates:
+    """The most likely next tokens of a row, best first."""
+
+    row: int
+    token_ids: Int32Array
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Durations in microseconds."""
+
+    queue_us: int
+    cache_operations_us: int
+    model_us: int
+    sample_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step brought, in the order of `Batch.samples`."""
+
+    step_id: int
+    rows: Int32Array
+    token_ids: Int32Array
+    logprobs: tuple[TokenLogprobs, ...]
+    candidates: tuple[RowCandidates, ...]
+    failed_rows: tuple[int, ...]
+    """Rows whose logits were not finite; their token means nothing."""
+    timings: StepTimings

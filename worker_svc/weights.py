@@ -1,0 +1,139 @@
+"""Model weights from a directory of safetensors files, as transformers writes it.
+
+The headers are read and compared with what the model needs before any tensor is loaded, so that a wrong directory is
+refused at once and with one clear line.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quire.settings import ConfigurationError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Bytes of an element by its name in a safetensors header.
+DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that a model needs, by the name that transformers gives it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+TensorReader = Callable[[TensorSpec], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of a model directory.
+
+    Args:
+        tensors: by the name in the file.
+        base_prefix: for example "model."; a file saved from the base model alone lacks it.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, _StoredTensor], base_prefix: str) -> None:
+        self._directory = directory
+        self._tensors = tensors
+        self._base_prefix = base_prefix
+
+    @classmethod
+    def open(cls, directory: Path, *, base_prefix: str) -> "Checkpoint":
+        """Reads the headers of all files.
+
+        Raises:
+            ConfigurationError: no safetensors here, a shard that the index names is missing, a damaged file.
+        """
+        tensors: dict[str, _StoredTensor] = {}
+        for file in _find_files(directory):
+            tensors.update(_read_header(file))
+        return cls(directory, tensors, base_prefix)
+
+    def check(self, specs: Iterable[TensorSpec]) -> None:
+        """Raises ConfigurationError for the first tensor that is missing, misshapen or of a dtype not supported."""
+        for spec in specs:
+            stored = self._find(spec.name)
+            if stored.shape != spec.shape:
+                raise ConfigurationError(
+                    f"{stored.file}: tensor {stored.name} has shape {list(stored.shape)}; "
+                    f"config.json asks for {list(spec.shape)}"
+                )
+            if stored.dtype not in DTYPE_BYTES:
+                raise ConfigurationError(
+                    f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; "
+                    f"supported are {', '.join(DTYPE_BYTES)}"
+                )
+
+    def num_bytes(self, spec: TensorSpec) -> int:
+        """Size in the file; `check` has passed."""
+        return math.prod(spec.shape) * DTYPE_BYTES[self._find(spec.name).dtype]
+
+    def read(self, spec: TensorSpec) -> torch.Tensor:
+        """The tensor on the CPU, in the file's dtype. It may be a view of the file, so copy it to keep it."""
+        stored = self._find(spec.name)
+        with safe_open(stored.file, framework="pt") as file:
+            return file.get_tensor(stored.name)
+
+    def _find(self, name: str) -> _StoredTensor:
+        stored = self._tensors.get(name) or self._tensors.get(name.removeprefix(self._base_prefix))
+        if stored is None:
+            raise ConfigurationError(f"{self._directory}: tensor {name} is missing from the safetensors files")
+        return stored
+
+
+def _find_files(directory: Path) -> list[Path]:
+    index = directory / INDEX_FILE
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    if index.is_file():
+        return _files_of_index(index)
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if pickled:
+        raise ConfigurationError(
+            f"{directory}: {pickled[0].name} is a pickle, which is never loaded; convert the model with transformers: "
+            f"AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW_DIRECTORY)"
+        )
+    raise ConfigurationError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted({str(name) for name in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"{index}: not an index of safetensors files: {error!r}") from error
+    for name in names:
+        if Path(name).name != name:
+            raise ConfigurationError(f"{index}: shard {name!r} is not a plain file name")
+        if not (index.parent / name).is_file():
+            raise ConfigurationError(f"{index}: shard {name} is missing")
+    return [index.parent / name for name in names]
+
+
+def _read_header(file: Path) -> dict[str, _StoredTensor]:
+    """Name to description of each tensor. Opening checks that the file is as long as its header says."""
+    tensors: dict[str, _StoredTensor] = {}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                entry = opened.get_slice(name)
+                tensors[name] = _StoredTensor(file, name, entry.get_dtype(), tuple(entry.get_shape()))
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"{file}: damaged or truncated safetensors file: {error}") from error
+    return tensors
