@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def generate(protos: Path, out: Path) -> list[Path]:
-    """Writes `*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` for every file below `protos` into `out`, in its package's folder.
+    """Writes the stubs of every file below `protos` into `out`, in the folder of its package; returns the files.
 
     Raises RuntimeError when protoc refuses a file.
     """

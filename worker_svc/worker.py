@@ -22,7 +22,7 @@ class Worker:
     def __init__(self, info: WorkerInfo, runner: ModelRunner, device_loop: DeviceLoop) -> None:
         self.info = info
         self.decoder = StepDecoder(info)
-        self._runner = runner
+        self.runner = runner
         self._device_loop = device_loop
         self._ledger = RowLedger(info.pool, info.model, info.limits)
         self._sessions = Sessions(info.worker_generation, info.limits.max_steps_in_flight)
@@ -46,7 +46,7 @@ class Worker:
 
     async def settle(self) -> SealedBlocks:
         """Waits until all steps of earlier sessions are finished; the blocks whose content is final then."""
-        return await asyncio.wrap_future(self._device_loop.call(self._runner.sealed_blocks))
+        return await asyncio.wrap_future(self._device_loop.call(self.runner.sealed_blocks))
 
     def admit(self, step: Step) -> AdmittedStep:
         """Checks a step against the rows and takes it over. InvalidArgument when it contradicts them."""

@@ -74,4 +74,5 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in environ.items() if not name.startswith("QUIRE_")}
     code = str(Path(quire.__file__).resolve().parent.parent)
     paths = [code, *filter(None, [inherited.get("PYTHONPATH")])]
-    return {**inherited, "PYTHONPATH": os.pathsep.join(paths)}
+    # gRPC's own log tells of every peer that goes away, which our services log in their own words.
+    return {"GRPC_VERBOSITY": "ERROR", **inherited, "PYTHONPATH": os.pathsep.join(paths)}

@@ -10,12 +10,11 @@ from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument
 from tests.support.scheduler_process import until, wait_nothing_in_use
 from tests.support.serving import Served, serving
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 SAMPLED = GenerationOptions(temperature=1.0, top_p=0.95, seed=11, max_tokens=40)
 PROMPTS = ("Once upon a time", "Question: What is the capital of France?\nAnswer:", "A", "The little dragon " * 20)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def served():
     async with serving(num_gpu_blocks=512) as running:
         yield running

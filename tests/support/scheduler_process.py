@@ -39,7 +39,7 @@ async def running_scheduler(
 async def until(condition, timeout_s: float = 10.0):
     """Awaits `condition()` (a coroutine function) until it returns something true, and returns that."""
     async with asyncio.timeout(timeout_s):
-        while not (value := await condition()):
+        while not (value := await condition()):  # noqa: ASYNC110 (the other side is a process without events)
             await asyncio.sleep(0.005)
         return value
 

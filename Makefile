@@ -1,0 +1,91 @@
+# make serve   set up, then serve the embedded model (ARGS="--model DIR ..." passes flags on)
+# make test    set up, then run all tests (ARGS="-k name" passes flags on)
+# `make help` lists the rest.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+# Extra flags for pip, for example an index with another torch build.
+PIP_FLAGS ?=
+
+# The first interpreter that runs and is new enough; the pins in constraints.txt were made with 3.11.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+
+INSTALLED := $(VENV)/.quire-installed
+STUBS := $(VENV)/.quire-stubs
+PROTOS := $(shell find protos -name '*.proto')
+
+CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-compose
+
+.PHONY: help setup protos serve test check $(CHECKS) bench tiny api-docs clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+setup: $(INSTALLED) $(STUBS) ## create .venv, install everything with pinned versions, generate the stubs
+
+protos: $(INSTALLED) ## generate the protobuf and gRPC stubs
+	$(BIN)/python tools/generate_stubs.py
+	@touch $(STUBS)
+
+serve: setup ## serve a model on this machine
+	$(BIN)/quire serve $(ARGS)
+
+test: setup ## run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## all checks below; each runs, even where one before it failed
+	@$(MAKE) --no-print-directory --keep-going $(CHECKS)
+
+check-format: setup ## formatting
+	$(BIN)/ruff format --check .
+
+check-lint: setup ## lint
+	$(BIN)/ruff check .
+
+check-types: setup ## types
+	$(BIN)/pyright
+
+check-imports: setup ## who may import whom (.importlinter)
+	$(BIN)/lint-imports
+
+check-protos: setup ## lint of the contracts
+	$(BIN)/python -m tools.lint_protos
+
+check-api-docs: setup ## docs/api.md is what the protos say
+	$(BIN)/python -m tools.generate_api_docs --check
+
+check-compose: setup ## compose.yaml is one that a compose parser takes
+	$(BIN)/python -m tools.check_compose
+
+bench: setup ## measure the served system against one process
+	$(BIN)/python -m bench $(ARGS)
+
+tiny: setup ## train the embedded model again
+	$(BIN)/python tools/train_quire_tiny.py $(ARGS)
+
+api-docs: setup ## write docs/api.md from the protos
+	$(BIN)/python -m tools.generate_api_docs
+
+clean: ## remove everything that make created
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find quire -name '*_pb2*.py*' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	tools/create_venv.sh "$(PYTHON)" $(VENV)
+
+# PIP_BUILD_CONSTRAINT is the name that newer versions of pip give to the pins of isolated builds.
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt | $(BIN)/python
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+		$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+$(STUBS): $(PROTOS) tools/generate_stubs.py $(INSTALLED)
+	$(BIN)/python tools/generate_stubs.py
+	@touch $@

@@ -1,0 +1,88 @@
+"""The ceiling: the scheduler's core drives the worker's model runner in one process, without gRPC, threads or text."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from bench.workload import WorkItem
+from quire.model_directory import ModelDirectory, resolve_model
+from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.step_plan import StepPlan, StepResult
+from worker_svc import steps
+from worker_svc.device_loop import DeviceLoop
+from worker_svc.model_runner import AdmittedStep, ModelRunner
+from worker_svc.models.registry import load_model, resolve_dtype
+from worker_svc.settings import WorkerSettings
+from worker_svc.startup import make_worker
+
+
+class InProcessEngine:
+    """Core and model runner, called in turn."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
+        directory = ModelDirectory.open(resolve_model(settings.model))
+        device = torch.device("cpu")
+        dtype = resolve_dtype(directory.config, settings.dtype, device)
+        model = load_model(directory.path, device=device, dtype=dtype)
+        worker = make_worker(model, settings, DeviceLoop())
+        self._runner: ModelRunner = worker.runner
+        info = worker.info
+        self._config = SchedulerConfig(
+            num_blocks=info.pool.num_gpu_blocks,
+            block_size=info.pool.block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=info.model.max_model_len,
+        )
+
+    def run(self, work: Sequence[WorkItem]) -> float:
+        """Generates all of it greedily; returns seconds."""
+        scheduler = Scheduler(self._config)
+        started = time.perf_counter()
+        for index, item in enumerate(work):
+            key = RequestKey(ClientId(0), Handle(index))
+            request = Request(key, str(index), item.prompt, RowSampling(seed=index), item.num_output_tokens)
+            scheduler.submit(request, started)
+        results: deque[StepResult] = deque()
+        while True:
+            while len(results) < 2 and (plan := scheduler.schedule(time.perf_counter())) is not None:
+                results.append(self._step(plan))
+            if not results:
+                return time.perf_counter() - started
+            scheduler.apply(results.popleft(), time.perf_counter())
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        output = self._runner.launch(AdmittedStep(_step_of(plan), np.zeros(0, np.int32))).wait()
+        return StepResult(plan.step_id, output.token_ids.astype(np.int64))
+
+
+def _step_of(plan: StepPlan) -> steps.Step:
+    pairs, none = np.zeros((0, 2), np.int32), np.zeros(0, np.int32)
+    assign = tuple(
+        steps.AssignRow(
+            row=assigned.row,
+            token_ids=np.array(assigned.token_ids, np.int32),
+            block_table=np.array(assigned.block_table, np.int32),
+            sampling=steps.RowSampling(0.0, 0, 1.0, 0.0, assigned.sampling.seed, None, None),
+        )
+        for assigned in plan.assign
+    )
+    deltas = plan.block_table_deltas.astype(np.int32)
+    return steps.Step(
+        step_id=plan.step_id,
+        cache_operations=steps.CacheOperations(pairs, pairs, pairs),
+        row_changes=steps.RowChanges(plan.release.astype(np.int32), assign, pairs, (), (), deltas),
+        batch=steps.Batch(
+            rows=plan.rows.astype(np.int32),
+            num_new_tokens=plan.num_new_tokens.astype(np.int32),
+            num_computed_tokens=plan.num_computed_tokens.astype(np.int32),
+            samples=plan.samples.astype(np.int32),
+        ),
+        sealed=steps.SealedBlocks(none, np.zeros((0, 32), np.uint8)),
+    )

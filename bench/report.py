@@ -1,0 +1,53 @@
+"""How results are printed and kept."""
+
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One figure over several interleaved runs."""
+
+    name: str
+    unit: str
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def __str__(self) -> str:
+        low, high = min(self.values), max(self.values)
+        return f"{self.name:<34} {self.median:10.2f} {self.unit}   ({low:.2f} to {high:.2f}, {len(self.values)} runs)"
+
+
+def median_ratio(a: Series, b: Series) -> float:
+    """The median over runs of a / b, run by run, so that a machine that drifts does not count."""
+    return statistics.median(x / y for x, y in zip(a.values, b.values, strict=True))
+
+
+def write_results(path: Path, title: str, series: Sequence[Series], **facts: object) -> None:
+    """Writes a JSON file that says what was measured, where and when."""
+    result = {
+        "title": title,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": " ".join(["python", "-m", *sys.orig_argv[2:]]),
+        "machine": {"processor": _processor(), "python": platform.python_version()},
+        "series": [{"name": s.name, "unit": s.unit, "median": s.median, "values": list(s.values)} for s in series],
+        **facts,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,113 @@
+"""What the split into processes costs: the same requests through all services and through one process, in turn."""
+
+import argparse
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.report import Series, median_ratio, write_results
+from bench.through_services import stream_all
+from bench.workload import Lengths, WorkItem, draw_workload
+from quire.client import AsyncClient
+from quire.local import LocalServer, ServeSettings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="model directory; none is the embedded model")
+    parser.add_argument("--requests", type=int, default=64, help="requests at once")
+    parser.add_argument("--runs", type=int, default=5, help="interleaved runs of each side")
+    parser.add_argument("--scale", type=float, default=0.5, help="scale of the chat-like lengths")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--num-threads", type=int, help="threads of one operation in the worker")
+    parser.add_argument("--serve-one-process", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    work = make_work(arguments)
+    if arguments.serve_one_process:
+        _answer_runs(arguments, work)
+    else:
+        asyncio.run(_compare(arguments, work))
+
+
+def make_work(arguments: argparse.Namespace) -> list[WorkItem]:
+    scale = arguments.scale
+    lengths = Lengths(prompt_mean=161 * scale, output_mean=338 * scale, longest=480)
+    return draw_workload(arguments.requests, 1000, lengths)
+
+
+async def _compare(arguments: argparse.Namespace, work: list[WorkItem]) -> None:
+    num_tokens = sum(item.num_output_tokens for item in work)
+    print(f"{len(work)} requests at once, {sum(len(i.prompt) for i in work)} prompt and {num_tokens} output tokens")
+    settings = ServeSettings(
+        model=arguments.model,
+        dtype=arguments.dtype,
+        num_threads=arguments.num_threads,
+        grpc_port=0,
+        http_port=0,
+        log_level="warning",
+    )
+    single, split, first_token = [], [], []
+    async with LocalServer(settings) as server:
+        await server.wait_ready()
+        with _OneProcess() as one_process:
+            async with AsyncClient(server.grpc_address) as client:
+                await stream_all(client, work[:4])
+                for _ in range(arguments.runs):
+                    single.append(num_tokens / await asyncio.to_thread(one_process.run))
+                    view = await stream_all(client, work)
+                    split.append(num_tokens / view.seconds)
+                    first_token.append(view.median_first_token_s * 1e3)
+    series = (
+        Series("one process, output tokens", "tok/s", tuple(single)),
+        Series("three processes, output tokens", "tok/s", tuple(split)),
+        Series("three processes, first token", "ms", tuple(first_token)),
+    )
+    ratio = median_ratio(series[1], series[0])
+    print(*series, f"three processes / one process: {ratio:.3f} (median of run-by-run ratios)", sep="\n")
+    if arguments.out is not None:
+        write_results(arguments.out, "what the split into processes costs", series, ratio=ratio)
+
+
+class _OneProcess:
+    """The in-process engine, in a process of its own that runs the workload whenever it is asked."""
+
+    def __enter__(self) -> "_OneProcess":
+        command = [sys.executable, *sys.orig_argv[1:], "--serve-one-process"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def run(self) -> float:
+        """Runs the workload once; returns seconds."""
+        assert self._process.stdin is not None
+        print("run", file=self._process.stdin, flush=True)
+        return float(self._read())
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the one-process engine ended")
+        return line
+
+
+def _answer_runs(arguments: argparse.Namespace, work: list[WorkItem]) -> None:
+    """The child: one line when it is ready, then the seconds of a run for each line that comes."""
+    from bench.in_process import InProcessEngine
+    from worker_svc.settings import WorkerSettings
+
+    settings = WorkerSettings(
+        model=arguments.model, dtype=arguments.dtype, num_threads=arguments.num_threads, device="cpu"
+    )
+    engine = InProcessEngine(settings)
+    engine.run(work[:4])
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(engine.run(work), flush=True)

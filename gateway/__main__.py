@@ -1,0 +1,29 @@
+"""`python -m gateway`, and what `quire gateway` calls."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from gateway.app import serve
+from gateway.settings import GatewaySettings
+from quire.rpc.process import run_service
+from quire.settings import load_settings
+from quire.telemetry import configure_logging
+
+_PROGRAM = "quire gateway"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a gateway with the given flags, by default those of the command line; returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+
+    async def start() -> None:
+        settings = load_settings(GatewaySettings, arguments, os.environ, program=_PROGRAM)
+        configure_logging("gateway", settings.log_level)
+        await serve(settings)
+
+    return run_service(start, program=_PROGRAM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

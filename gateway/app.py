@@ -1,0 +1,169 @@
+"""The gateway as a whole: starts, says when it is ready, drains."""
+
+import asyncio
+import logging
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+import grpc.aio
+
+from gateway.generation_servicer import GenerationServicer
+from gateway.generator import Generator
+from gateway.http import HttpServer, make_http_app
+from gateway.ledger import Ledger
+from gateway.metrics import GatewayMetrics
+from gateway.model import ServedModel
+from gateway.model_servicer import ModelServicer
+from gateway.prefix_servicer import PrefixServicer
+from gateway.replicas import Replicas
+from gateway.settings import GatewaySettings
+from gateway.text_service import TextService
+from gateway.wire import add_service
+from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+from quire.model_directory import resolve_model
+from quire.rpc.address import TcpAddress
+from quire.rpc.errors import Unavailable
+from quire.rpc.server import RpcServer
+
+_SERVICES = {
+    "generation": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+    "model": model_pb2.DESCRIPTOR.services_by_name["ModelService"],
+    "prefix": prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
+}
+# For calls that are over but whose last message is still on its way.
+_STOP_GRACE_S = 1.0
+_logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """A running gateway. Create it by `start`; it connects to schedulers while `run` runs.
+
+    Attributes:
+        grpc_address: Where it serves gRPC, as HOST:PORT.
+        http_address: Where it serves HTTP, as HOST:PORT.
+    """
+
+    def __init__(self, generator: Generator, ledger: Ledger, rpc: RpcServer, http: HttpServer) -> None:
+        self.grpc_address = rpc.address
+        self.http_address = http.address
+        self._generator = generator
+        self._ledger = ledger
+        self._rpc = rpc
+        self._http = http
+        self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
+        self._background = [
+            asyncio.create_task(client.run(), name=f"scheduler {address}")
+            for address, client in generator.replicas.clients.items()
+        ]
+        self._background.append(asyncio.create_task(self._report_readiness(), name="readiness"))
+
+    @classmethod
+    async def start(cls, settings: GatewaySettings) -> Self:
+        """Listens on both ports; schedulers are connected to in the background.
+
+        Raises:
+            ConfigurationError: the model directory or an address cannot be used, in one line.
+        """
+        gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
+        executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="text")
+        model = ServedModel.open(resolve_model(settings.model), settings.served_model_name, executor)
+        ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
+        metrics = GatewayMetrics()
+        replicas = _replicas(settings, ledger, model, gateway_id)
+        metrics.watch_schedulers(lambda: replicas.num_connected)
+        generator = Generator(model, replicas, ledger, settings, metrics)
+        app = make_http_app(generator, metrics, started_at_s=int(time.time()))
+        http = HttpServer.bind(app, settings.http_host, settings.http_port)
+        try:
+            rpc = await _start_rpc(settings, generator, gateway_id)
+        except BaseException:
+            http.close()
+            raise
+        _logger.info('serving "%s": gRPC on %s, HTTP on %s', model.name, rpc.address, http.address)
+        return cls(generator, ledger, rpc, http)
+
+    async def run(self) -> None:
+        """Runs until it is cancelled, or until a part of the gateway fails."""
+        done, _ = await asyncio.wait([self._http_task, *self._background], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
+        raise RuntimeError(f"{', '.join(task.get_name() for task in done)} ended")
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Refuses new requests, lets live ones finish for that long, then aborts the rest and closes everything."""
+        self._generator.is_draining = True
+        self._rpc.set_serving(False)
+        if len(self._ledger):
+            _logger.info("draining %d live requests", len(self._ledger))
+        try:
+            async with asyncio.timeout(drain_timeout_s):
+                await self._ledger.wait_until_empty()
+        except TimeoutError:
+            _logger.warning("aborting %d requests that did not finish in time", len(self._ledger))
+            for live in self._ledger:
+                live.fail(Unavailable("this gateway stopped before the request was finished", reason="DRAINING"))
+        await self._rpc.stop(_STOP_GRACE_S)
+        await self._generator.replicas.flush()
+        for task in self._background:
+            task.cancel()
+        self._http.stop()
+        await asyncio.gather(self._http_task, *self._background, return_exceptions=True)
+        self._generator.model.executor.shutdown(wait=False)
+
+    async def _report_readiness(self) -> None:
+        """Keeps health in step with whether a scheduler is connected."""
+        replicas = self._generator.replicas
+        while True:
+            await replicas.wait_until_connected()
+            self._rpc.set_serving(self._generator.is_ready)
+            await replicas.wait_until_disconnected()
+            self._rpc.set_serving(False)
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Runs a gateway until it is cancelled, then drains it.
+
+    Raises:
+        ConfigurationError: it cannot start, in one line.
+    """
+    gateway = await Gateway.start(settings)
+    # The one line on stdout: whoever starts a gateway with port 0 learns here what it got.
+    print(f"quire-gateway: listening grpc={gateway.grpc_address} http={gateway.http_address}", flush=True)
+    try:
+        await gateway.run()
+    finally:
+        await gateway.stop(settings.drain_timeout)
+
+
+def _replicas(settings: GatewaySettings, ledger: Ledger, model: ServedModel, gateway_id: str) -> Replicas:
+    return Replicas(
+        settings.schedulers,
+        ledger,
+        gateway_id=gateway_id,
+        architecture=model.architecture,
+        connect_timeout_s=settings.connect_timeout,
+        first_connect_timeout_s=settings.first_connect_timeout,
+        failover_delay_s=settings.failover_delay,
+        reconnect_grace_s=settings.reconnect_grace,
+    )
+
+
+async def _start_rpc(settings: GatewaySettings, generator: Generator, gateway_id: str) -> RpcServer:
+    servicers = {
+        "generation": GenerationServicer(generator, TextService(generator)),
+        "model": ModelServicer(generator, gateway_id),
+        "prefix": PrefixServicer(),
+    }
+
+    def register(server: grpc.aio.Server) -> None:
+        for name, service in _SERVICES.items():
+            add_service(server, service, servicers[name])
+
+    return await RpcServer.start(
+        str(TcpAddress(settings.grpc_host, settings.grpc_port)),
+        register,
+        [service.full_name for service in _SERVICES.values()],
+        max_message_bytes=settings.max_message_bytes,
+    )

@@ -1,0 +1,230 @@
+"""Public messages of quire.gateway.v1 to values and back.
+
+GenerateRequest and GenerateStreamRequest, ChatRequest and ChatStreamRequest have fields of the same names and meaning;
+so have the response types. They are treated alike.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from gateway.events import Chunk, Completed, Event, Finished, FinishReason, GeneratedSequence, PositionLogprobs, Usage
+from gateway.limits import SUPPORTED_N, Limits
+from gateway.request import (
+    BeamSearchOptions,
+    ChatMessage,
+    ChatPrompt,
+    OutputOptions,
+    Prompt,
+    RequestOptions,
+    SamplingOptions,
+    StoppingOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.scheduler_events import Welcome
+from quire.common.v1 import common_pb2
+from quire.gateway.v1 import generation_pb2, model_pb2
+
+GenerateMessage = generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest
+ChatRequestMessage = generation_pb2.ChatRequest | generation_pb2.ChatStreamRequest
+Response = TypeVar("Response", generation_pb2.GenerateResponse, generation_pb2.ChatResponse)
+StreamResponse = TypeVar("StreamResponse", generation_pb2.GenerateStreamResponse, generation_pb2.ChatStreamResponse)
+
+_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+
+
+def options_of_generate(message: GenerateMessage) -> RequestOptions:
+    prompt: Prompt | None = None
+    match message.WhichOneof("prompt"):
+        case "text":
+            prompt = TextPrompt(message.text)
+        case "token_ids":
+            prompt = TokenPrompt(tuple(message.token_ids.ids))
+    return _options(message, prompt)
+
+
+def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
+    return _options(message, chat_prompt(message.messages))
+
+
+def chat_prompt(messages: Sequence[generation_pb2.ChatMessage]) -> ChatPrompt:
+    return ChatPrompt(tuple(ChatMessage(message.role, message.content) for message in messages))
+
+
+def tokenize_input(message: generation_pb2.TokenizeRequest) -> TextPrompt | ChatPrompt | None:
+    match message.WhichOneof("input"):
+        case "text":
+            return TextPrompt(message.text)
+        case "chat":
+            return chat_prompt(message.chat.messages)
+    return None
+
+
+def generated_response(
+    kind: type[Response], request_id: str, model: str, sequences: Sequence[GeneratedSequence], usage: Usage
+) -> Response:
+    return kind(
+        request_id=request_id,
+        model=model,
+        sequences=[_generated_sequence(sequence) for sequence in sequences],
+        usage=_usage_message(usage),
+    )
+
+
+def stream_response(kind: type[StreamResponse], request_id: str, model: str, event: Event) -> StreamResponse:
+    match event:
+        case Chunk():
+            return kind(
+                chunk=generation_pb2.TokenChunk(
+                    sequence_index=event.sequence_index,
+                    offset=event.offset,
+                    token_ids=event.token_ids,
+                    text=event.text,
+                    logprobs=[_logprobs_message(position) for position in event.logprobs],
+                )
+            )
+        case Finished():
+            return kind(
+                finished=generation_pb2.SequenceFinished(
+                    sequence_index=event.sequence_index,
+                    num_tokens=event.num_tokens,
+                    finish_reason=_REASONS[event.reason],
+                    stop_string=event.stop_string,
+                    stop_token_id=event.stop_token_id,
+                    cumulative_logprob=event.cumulative_logprob,
+                )
+            )
+        case Completed():
+            return kind(
+                completed=generation_pb2.RequestCompleted(
+                    request_id=request_id, model=model, usage=_usage_message(event.usage)
+                )
+            )
+
+
+def optional(message: Any, field: str) -> Any:
+    """The value of an `optional` field, None where it is absent."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def limits_message(limits: Limits) -> model_pb2.Limits:
+    return model_pb2.Limits(
+        max_message_bytes=limits.max_message_bytes,
+        max_prompt_tokens=limits.max_prompt_tokens,
+        max_n=SUPPORTED_N,
+        max_logprobs=limits.max_logprobs,
+        max_stop_strings=limits.max_stop_strings,
+        max_stop_string_bytes=limits.max_stop_string_bytes,
+        max_chat_messages=limits.max_chat_messages,
+        max_logit_bias=0,
+    )
+
+
+def replica_message(address: str, connected: bool, welcome: Welcome | None) -> model_pb2.Replica:
+    """A replica that was never reached has its address and nothing else."""
+    if welcome is None:
+        return model_pb2.Replica(scheduler_address=address, connected=connected)
+    return model_pb2.Replica(
+        scheduler_address=address,
+        connected=connected,
+        scheduler_epoch=welcome.scheduler_epoch,
+        block_size=welcome.block_size,
+        num_gpu_blocks=welcome.num_gpu_blocks,
+        num_host_blocks=welcome.num_host_blocks,
+        max_num_seqs=welcome.max_num_seqs,
+        max_num_batched_tokens=welcome.max_num_batched_tokens,
+    )
+
+
+def _options(message: GenerateMessage | ChatRequestMessage, prompt: Prompt | None) -> RequestOptions:
+    durable = isinstance(message, generation_pb2.GenerateStreamRequest | generation_pb2.ChatStreamRequest)
+    return RequestOptions(
+        prompt=prompt,
+        model=optional(message, "model"),
+        sampling=_sampling_options(message.sampling),
+        stopping=_stopping_options(message.stopping),
+        output=_output_options(message.output),
+        request_id=optional(message, "request_id"),
+        priority=message.priority,
+        durable=durable and message.durable,
+    )
+
+
+def _sampling_options(message: common_pb2.SamplingParameters) -> SamplingOptions:
+    beam_search = None
+    if message.HasField("beam_search"):
+        beam = message.beam_search
+        beam_search = BeamSearchOptions(beam.beam_width, optional(beam, "length_penalty"))
+    return SamplingOptions(
+        temperature=optional(message, "temperature"),
+        top_k=optional(message, "top_k"),
+        top_p=optional(message, "top_p"),
+        min_p=optional(message, "min_p"),
+        seed=optional(message, "seed"),
+        n=optional(message, "n"),
+        best_of=optional(message, "best_of"),
+        beam_search=beam_search,
+        presence_penalty=optional(message, "presence_penalty"),
+        frequency_penalty=optional(message, "frequency_penalty"),
+        repetition_penalty=optional(message, "repetition_penalty"),
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(message.bad_words),
+    )
+
+
+def _stopping_options(message: common_pb2.StoppingParameters) -> StoppingOptions:
+    return StoppingOptions(
+        max_tokens=optional(message, "max_tokens"),
+        min_tokens=optional(message, "min_tokens"),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop_string=message.include_stop_string,
+    )
+
+
+def _output_options(message: common_pb2.OutputOptions) -> OutputOptions:
+    return OutputOptions(
+        logprobs=optional(message, "logprobs"),
+        prompt_logprobs=optional(message, "prompt_logprobs"),
+        include_special_tokens=message.include_special_tokens,
+    )
+
+
+def _generated_sequence(sequence: GeneratedSequence) -> generation_pb2.GeneratedSequence:
+    finished = sequence.finished
+    return generation_pb2.GeneratedSequence(
+        index=finished.sequence_index,
+        text=sequence.text,
+        token_ids=sequence.token_ids,
+        logprobs=[_logprobs_message(position) for position in sequence.logprobs],
+        finish_reason=_REASONS[finished.reason],
+        stop_string=finished.stop_string,
+        stop_token_id=finished.stop_token_id,
+        cumulative_logprob=finished.cumulative_logprob,
+    )
+
+
+def _logprobs_message(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
+    return common_pb2.PositionLogprobs(
+        chosen=common_pb2.Logprob(**position.chosen._asdict()),
+        top=[common_pb2.Logprob(**entry._asdict()) for entry in position.top],
+    )
+
+
+def _usage_message(usage: Usage) -> common_pb2.Usage:
+    return common_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        generated_tokens=usage.generated_tokens,
+        queue_ms=usage.queue_ms,
+        prefill_ms=usage.prefill_ms,
+        decode_ms=usage.decode_ms,
+        preemptions=usage.preemptions,
+    )

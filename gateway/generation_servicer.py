@@ -1,0 +1,101 @@
+"""quire.gateway.v1.GenerationService over the generator."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import TypeVar
+
+import grpc.aio
+
+from gateway import convert
+from gateway.generator import Generator
+from gateway.request import RequestOptions
+from gateway.text_service import TextService
+from quire.gateway.v1.generation_pb2 import (
+    CancelRequest,
+    CancelResponse,
+    ChatRequest,
+    ChatResponse,
+    ChatStreamRequest,
+    ChatStreamResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    GenerateRequest,
+    GenerateResponse,
+    GenerateStreamRequest,
+    GenerateStreamResponse,
+    ResumeStreamRequest,
+    ResumeStreamResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from quire.rpc.errors import Unimplemented
+
+Context = grpc.aio.ServicerContext
+Response = TypeVar("Response", GenerateResponse, ChatResponse)
+StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse)
+
+
+class GenerationServicer:
+    """See protos/quire/gateway/v1/generation.proto for what each method promises."""
+
+    def __init__(self, generator: Generator, texts: TextService) -> None:
+        self._generator = generator
+        self._texts = texts
+        self._model_name = generator.model.name
+
+    async def Generate(self, request: GenerateRequest, context: Context) -> GenerateResponse:
+        return await self._respond(GenerateResponse, convert.options_of_generate(request))
+
+    async def GenerateStream(
+        self, request: GenerateStreamRequest, context: Context
+    ) -> AsyncIterator[GenerateStreamResponse]:
+        async with aclosing(self._stream(GenerateStreamResponse, convert.options_of_generate(request))) as responses:
+            async for response in responses:
+                yield response
+
+    async def Chat(self, request: ChatRequest, context: Context) -> ChatResponse:
+        return await self._respond(ChatResponse, convert.options_of_chat(request))
+
+    async def ChatStream(self, request: ChatStreamRequest, context: Context) -> AsyncIterator[ChatStreamResponse]:
+        async with aclosing(self._stream(ChatStreamResponse, convert.options_of_chat(request))) as responses:
+            async for response in responses:
+                yield response
+
+    async def ResumeStream(self, request: ResumeStreamRequest, context: Context) -> AsyncIterator[ResumeStreamResponse]:
+        raise Unimplemented("ResumeStream is not supported by this version", reason="UNSUPPORTED_METHOD")
+        yield ResumeStreamResponse()
+
+    async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
+        self._generator.cancel(request.request_id)
+        return CancelResponse()
+
+    async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
+        tokenized = await self._texts.tokenize(
+            convert.optional(request, "model"),
+            convert.tokenize_input(request),
+            add_special_tokens=request.add_special_tokens or not request.HasField("add_special_tokens"),
+        )
+        return TokenizeResponse(
+            token_ids=tokenized.token_ids, tokens=tokenized.tokens, max_model_len=tokenized.max_model_len
+        )
+
+    async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+        text = await self._texts.detokenize(
+            convert.optional(request, "model"),
+            tuple(request.token_ids),
+            include_special_tokens=request.include_special_tokens,
+        )
+        return DetokenizeResponse(text=text)
+
+    async def _respond(self, kind: type[Response], options: RequestOptions) -> Response:
+        async with self._generator.run(options) as live:
+            sequences, usage = await live.result()
+            return convert.generated_response(kind, live.request.request_id, self._model_name, sequences, usage)
+
+    async def _stream(
+        self, kind: type[StreamResponse], options: RequestOptions
+    ) -> AsyncGenerator[StreamResponse, None]:
+        async with self._generator.run(options) as live:
+            request_id = live.request.request_id
+            async for event in live.events():
+                yield convert.stream_response(kind, request_id, self._model_name, event)

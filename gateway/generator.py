@@ -1,0 +1,164 @@
+"""What both front ends call: a request from its options to its live entry."""
+
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import numpy as np
+
+from gateway.ledger import Ledger
+from gateway.limits import Limits
+from gateway.live_request import LiveRequest
+from gateway.metrics import GatewayMetrics
+from gateway.model import ServedModel
+from gateway.replicas import Replicas
+from gateway.request import (
+    ChatPrompt,
+    GenerationRequest,
+    Prompt,
+    RequestOptions,
+    Sampling,
+    SamplingOptions,
+    Stopping,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.scheduler_events import Welcome
+from gateway.settings import GatewaySettings
+from gateway.validation import check_request, resolve_max_tokens
+from quire.rpc.errors import Cancelled, FieldViolation, NotFound, Unavailable
+
+T = TypeVar("T")
+
+
+class Generator:
+    """Validates, tokenizes, places and tracks requests."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        replicas: Replicas,
+        ledger: Ledger,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self.model = model
+        self.replicas = replicas
+        self.is_draining = False
+        self._ledger = ledger
+        self._settings = settings
+        self._metrics = metrics
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would succeed."""
+        return self.replicas.is_connected and not self.is_draining
+
+    async def limits(self) -> Limits:
+        """Raises Unavailable when no scheduler was reached yet."""
+        return limits_of(self._settings, await self.replicas.wait_until_known())
+
+    @asynccontextmanager
+    async def run(self, options: RequestOptions) -> AsyncIterator[LiveRequest]:
+        """A running request. Leaving the context before its end, by whatever way, aborts it.
+
+        Raises:
+            QuireError: it is refused; nothing was submitted.
+        """
+        if self.is_draining:
+            raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
+        request = await self._prepare(options)
+        tokenizer = self.model.tokenizer
+        live = self._ledger.open(
+            request, lambda: tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
+        )
+        try:
+            with self._metrics.track(live):
+                self.replicas.place(live)
+                yield live
+        finally:
+            self.replicas.release(live)
+            self._ledger.close(live)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a running request; its own call ends with CANCELLED. Raises NotFound when there is none."""
+        live = self._ledger.get(request_id)
+        if live is None or live.is_over:
+            description = f'"{request_id[:128]}" names no running request'
+            violation = FieldViolation("request_id", description)
+            raise NotFound(f"request_id {description}", reason="REQUEST_NOT_FOUND", violations=[violation])
+        live.fail(Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
+        self.replicas.release(live)
+
+    async def _prepare(self, options: RequestOptions) -> GenerationRequest:
+        limits = await self.limits()
+        check_request(options, limits, self.model.name)
+        if options.request_id is not None:
+            self._ledger.check_unused(options.request_id)
+        field, token_ids = await self._encode(options.prompt)
+        max_tokens = resolve_max_tokens(field, token_ids, options.stopping.max_tokens, limits)
+        stopping = options.stopping
+        return GenerationRequest(
+            request_id=options.request_id or f"{self._settings.request_id_prefix}{uuid.uuid4().hex}",
+            prompt_token_ids=np.asarray(token_ids, dtype=np.int32),
+            sampling=resolve_sampling(options.sampling, self.model.sampling_defaults),
+            stopping=Stopping(
+                max_tokens=max_tokens,
+                stop=tuple(stopping.stop),
+                stop_token_ids=tuple(dict.fromkeys(stopping.stop_token_ids)),
+                eos_token_ids=() if stopping.ignore_eos else self.model.eos_token_ids,
+            ),
+            logprobs=options.output.logprobs,
+            include_special_tokens=options.output.include_special_tokens,
+            priority=options.priority,
+            ignore_eos=stopping.ignore_eos,
+        )
+
+    async def _encode(self, prompt: Prompt | None) -> tuple[str, Sequence[int]]:
+        """The name of the field that holds the prompt, and its token ids."""
+        match prompt:
+            case TextPrompt(text=text):
+                return "text", await self.model.tokenizer.encode(text, add_special_tokens=True)
+            case TokenPrompt(token_ids=token_ids):
+                return "token_ids.ids", token_ids
+            case ChatPrompt(messages=messages):
+                return "messages", await self.model.encode_chat(messages)
+        raise AssertionError("the validator lets no request without a prompt pass")
+
+
+def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome]) -> Limits:
+    """What holds on every replica, since each of them may get the request."""
+    max_model_len = min(welcome.max_model_len for welcome in welcomes)
+    longest_prompt = max_model_len - 1
+    if settings.max_prompt_tokens is not None:
+        longest_prompt = min(longest_prompt, settings.max_prompt_tokens)
+    return Limits(
+        vocab_size=min(welcome.vocab_size for welcome in welcomes),
+        max_model_len=max_model_len,
+        max_prompt_tokens=longest_prompt,
+        max_message_bytes=settings.max_message_bytes,
+        max_logprobs=min(settings.max_logprobs, *(welcome.max_logprobs for welcome in welcomes)),
+        max_stop_strings=settings.max_stop_strings,
+        max_stop_string_bytes=settings.max_stop_string_bytes,
+        max_stop_token_ids=settings.max_stop_token_ids,
+        max_chat_messages=settings.max_chat_messages,
+    )
+
+
+def resolve_sampling(asked: SamplingOptions, defaults: SamplingOptions) -> Sampling:
+    """Each value as asked, else the model's default, else the contract's; a seed is drawn where none is given."""
+    return Sampling(
+        temperature=_first(asked.temperature, defaults.temperature, 1.0),
+        top_k=_first(asked.top_k, defaults.top_k, 0),
+        top_p=_first(asked.top_p, defaults.top_p, 1.0),
+        min_p=_first(asked.min_p, defaults.min_p, 0.0),
+        seed=secrets.randbits(64) if asked.seed is None else asked.seed,
+    )
+
+
+def _first(asked: T | None, model_default: T | None, default: T) -> T:
+    if asked is not None:
+        return asked
+    return default if model_default is None else model_default

@@ -1,0 +1,93 @@
+"""The HTTP front: health, readiness, version, models and metrics."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Response, status
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from gateway.generator import Generator
+from gateway.metrics import GatewayMetrics
+from quire.rpc.address import TcpAddress, check_bindable
+from quire.version import VERSION
+
+_GRACE_S = 2
+
+
+def make_http_app(generator: Generator, metrics: GatewayMetrics, *, started_at_s: int) -> FastAPI:
+    """The application. `started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
+    app = FastAPI(title="Quire", version=VERSION, openapi_url=None)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process is up."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """A request would succeed."""
+        if generator.is_ready:
+            return JSONResponse({"status": "ready"})
+        reason = "draining" if generator.is_draining else "no scheduler is connected"
+        return JSONResponse({"status": "not ready", "reason": reason}, status.HTTP_503_SERVICE_UNAVAILABLE)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model = {"id": generator.model.name, "object": "model", "created": started_at_s, "owned_by": "quire"}
+        return {"object": "list", "data": [model]}
+
+    @app.get("/metrics")
+    async def prometheus_metrics() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application in the running event loop, on a socket that is bound at once."""
+
+    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=_GRACE_S,
+            )
+        )
+        self._listener = listener
+        self.address = str(TcpAddress(*listener.getsockname()[:2]))
+
+    @classmethod
+    def bind(cls, app: FastAPI, host: str, port: int) -> "HttpServer":
+        """Raises AddressInUse or ConfigurationError when it cannot listen there."""
+        check_bindable(TcpAddress(host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return cls(app, socket.create_server((host, port), family=family, backlog=1024))
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self._listener])
+
+    def close(self) -> None:
+        """Lets go of the socket of a server that never ran."""
+        self._listener.close()
+
+    def stop(self) -> None:
+        """`run_until_stopped` returns soon."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's business."""
+        yield

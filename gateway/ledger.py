@@ -1,0 +1,135 @@
+"""All live requests of the gateway. Pure bookkeeping: it says what is to be sent, others send it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from gateway.detokenizer import Detokenizer
+from gateway.live_request import LiveRequest
+from gateway.request import GenerationRequest
+from gateway.scheduler_events import EventBatch
+from gateway.sequence_stream import SequenceStream
+from quire.rpc.errors import AlreadyExists, FieldViolation, QuireError
+
+# Handles travel as int32.
+_END_OF_HANDLES = 2**31
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What remains to be done after a batch of events.
+
+    Attributes:
+        ended_here: Requests that the gateway ended (by a stop string) and the scheduler still runs.
+        failed: Requests that the scheduler refused or failed.
+        unknown_handles: What the scheduler works at although nobody wants it (any more), for example because a client
+            left while the stream was broken.
+    """
+
+    ended_here: list[LiveRequest] = field(default_factory=list)
+    failed: list[tuple[LiveRequest, QuireError]] = field(default_factory=list)
+    unknown_handles: set[int] = field(default_factory=set)
+
+
+class Ledger:
+    """Finds live requests by id and by handle; a request is in it from `open` to `close`."""
+
+    def __init__(self, *, max_chunk_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_chunk_tokens = max_chunk_tokens
+        self._clock = clock
+        self._by_id: dict[str, LiveRequest] = {}
+        self._by_handle: dict[int, LiveRequest] = {}
+        self._last_handle = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        return self._by_id.get(request_id)
+
+    def check_unused(self, request_id: str) -> None:
+        """Raises AlreadyExists when a live request has the id."""
+        if request_id in self._by_id:
+            description = f'"{request_id}" names a request that is running; ids must be unique among running requests'
+            violation = FieldViolation("request_id", description)
+            raise AlreadyExists(f"request_id {description}", reason="REQUEST_ID_IN_USE", violations=[violation])
+
+    def open(self, request: GenerationRequest, make_detokenizer: Callable[[], Detokenizer]) -> LiveRequest:
+        """Enters a request. Raises AlreadyExists when a live request has its id."""
+        self.check_unused(request.request_id)
+        stopping = request.stopping
+        streams = [
+            SequenceStream(index, make_detokenizer(), stopping.stop, stopping.ending_token_ids)
+            for index in range(request.num_sequences)
+        ]
+        live = LiveRequest(
+            request, self._next_handle(), streams, max_chunk_tokens=self._max_chunk_tokens, clock=self._clock
+        )
+        self._by_id[request.request_id] = live
+        self._by_handle[live.handle] = live
+        self._is_empty.clear()
+        return live
+
+    def close(self, live: LiveRequest) -> None:
+        """Forgets a request; events that still come for it are dropped. Idempotent."""
+        if self._by_handle.pop(live.handle, None) is not None:
+            del self._by_id[live.request.request_id]
+            if not self._by_id:
+                self._is_empty.set()
+
+    async def wait_until_empty(self) -> None:
+        """Waits until no request is live."""
+        await self._is_empty.wait()
+
+    def of_replica(self, replica: str) -> list[LiveRequest]:
+        """The requests that a replica still works at."""
+        return [live for live in self._by_handle.values() if live.replica == replica and not live.is_over]
+
+    def apply(self, replica: str, batch: EventBatch) -> Outcome:
+        """Applies what a replica says; events of requests that it does not have (any more) are dropped.
+
+        Raises:
+            TokenGapError: events are missing. Nothing wrong was forwarded; connecting again mends it.
+        """
+        outcome = Outcome()
+        for run in batch.runs:
+            live = self._expected(replica, run.handle)
+            if live is not None:
+                live.accept(run)
+                if live.is_over:
+                    outcome.ended_here.append(live)
+            elif not self._belongs_to(replica, run.handle):
+                outcome.unknown_handles.add(run.handle)
+        for end in batch.ended:
+            live = self._expected(replica, end.handle)
+            if live is not None:
+                live.end_sequence(end)
+        for completion in batch.completed:
+            live = self._expected(replica, completion.handle)
+            if live is not None:
+                live.complete(completion)
+        for failure in batch.failed:
+            live = self._expected(replica, failure.handle)
+            if live is not None:
+                outcome.failed.append((live, failure.error))
+        return outcome
+
+    def _expected(self, replica: str, handle: int) -> LiveRequest | None:
+        live = self._by_handle.get(handle)
+        return live if live is not None and live.replica == replica and not live.is_over else None
+
+    def _belongs_to(self, replica: str, handle: int) -> bool:
+        live = self._by_handle.get(handle)
+        return live is not None and live.replica == replica
+
+    def _next_handle(self) -> int:
+        while True:
+            self._last_handle = (self._last_handle + 1) % _END_OF_HANDLES
+            if self._last_handle not in self._by_handle:
+                return self._last_handle

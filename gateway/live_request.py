@@ -1,0 +1,175 @@
+"""A request from its arrival to its end: what was asked, what came, what its client still has to get."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+from gateway.events import Chunk, Completed, Event, GeneratedSequence, Usage
+from gateway.request import GenerationRequest
+from gateway.scheduler_events import RequestEnded, SequenceEnded, TokenRun
+from gateway.sequence_stream import SequenceStream, TokenGapError
+from quire.rpc.errors import QuireError
+
+
+class LiveRequest:
+    """The ledger's entry of one request. Writers (the scheduler's events) never wait for the reader (the client).
+
+    Attributes:
+        request: What was asked; with `sequences` it is all that another scheduler needs to go on.
+        handle: What stands for the request on scheduler streams.
+        sequences: One stream per sequence.
+        replica: Address of the scheduler that has the request, None while it waits for one.
+        submissions: How often it was sent to a scheduler.
+        is_over: Whether nothing more is expected from the scheduler.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        handle: int,
+        sequences: Sequence[SequenceStream],
+        *,
+        max_chunk_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.request = request
+        self.handle = handle
+        self.sequences = tuple(sequences)
+        self.replica: str | None = None
+        self.submissions = 0
+        self._max_chunk_tokens = max_chunk_tokens
+        self._clock = clock
+        self._arrived_at = clock()
+        self._first_token_at: float | None = None
+        self._last_token_at = self._arrived_at
+        self._usage: Usage | None = None
+        self._error: QuireError | None = None
+        self._news = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self._usage is not None or self._error is not None
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(len(stream.token_ids) for stream in self.sequences)
+
+    @property
+    def seconds_to_first_token(self) -> float | None:
+        return None if self._first_token_at is None else self._first_token_at - self._arrived_at
+
+    def accept(self, run: TokenRun) -> int:
+        """Takes new tokens; returns their number. Ends the request when a stop string ended its last sequence.
+
+        Raises:
+            TokenGapError: tokens are missing.
+        """
+        accepted = self._stream(run.sequence_index).accept(run.offset, run.token_ids, run.logprobs)
+        if accepted:
+            self._last_token_at = self._clock()
+            if self._first_token_at is None:
+                self._first_token_at = self._last_token_at
+            self._news.set()
+        if all(stream.finished is not None for stream in self.sequences) and not self.is_over:
+            self._usage = self._own_usage()
+            self._end()
+        return accepted
+
+    def end_sequence(self, end: SequenceEnded) -> None:
+        """Raises TokenGapError when tokens of the sequence are missing."""
+        stream = self._stream(end.sequence_index)
+        stream.end(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
+        self._news.set()
+
+    def complete(self, end: RequestEnded) -> None:
+        """Raises TokenGapError when a sequence has not ended."""
+        for stream in self.sequences:
+            if stream.finished is None:
+                raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
+        self._usage = end.usage
+        self._end()
+
+    def settle(self) -> None:
+        """Ends sequences that have all their tokens, and the request if it has all its sequences.
+
+        For when the scheduler that would have said so is gone: another one must not be asked to go on with them.
+        """
+        for stream in self.sequences:
+            stream.end_if_complete(self.request.stopping.max_tokens)
+        if all(stream.finished is not None for stream in self.sequences) and not self.is_over:
+            self._usage = self._own_usage()
+            self._end()
+
+    def fail(self, error: QuireError) -> None:
+        """Ends the request by an error, which its reader gets. No effect when it is over."""
+        if not self.is_over:
+            self._error = error
+            self._end()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.
+
+        Raises:
+            QuireError: the request failed.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._error is not None:
+                raise self._error
+            for stream in self.sequences:
+                for event in _undelivered(stream, self._max_chunk_tokens):
+                    yield event
+                    if self._error is not None:
+                        raise self._error
+            if self._usage is not None and not self._news.is_set():
+                yield Completed(self._usage)
+                return
+
+    async def result(self) -> tuple[list[GeneratedSequence], Usage]:
+        """Waits for the end; all sequences, whole, and the usage. For a reader that did not use `events`.
+
+        Raises:
+            QuireError: the request failed.
+        """
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._usage is not None
+        return [_generated(stream) for stream in self.sequences], self._usage
+
+    def _end(self) -> None:
+        self._news.set()
+        self._ended.set()
+
+    def _stream(self, index: int) -> SequenceStream:
+        if index >= len(self.sequences):
+            raise TokenGapError(f"request {self.request.request_id} has no sequence {index}")
+        return self.sequences[index]
+
+    def _own_usage(self) -> Usage:
+        """The usage of a request that the gateway ended; what only the scheduler knows stays 0.
+
+        The time in the queue is counted as prefill.
+        """
+        first = self._first_token_at if self._first_token_at is not None else self._last_token_at
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            generated_tokens=self.num_generated_tokens,
+            prefill_ms=(first - self._arrived_at) * 1000,
+            decode_ms=(self._last_token_at - first) * 1000,
+        )
+
+
+def _undelivered(stream: SequenceStream, max_chunk_tokens: int) -> Iterator[Event]:
+    """Takes one event at a time, so that tokens that come between two of them join the next chunk."""
+    while (chunk := stream.take_chunk(max_chunk_tokens)) is not None:
+        yield chunk
+    if (finished := stream.take_finished()) is not None:
+        yield finished
+
+
+def _generated(stream: SequenceStream) -> GeneratedSequence:
+    chunk = stream.take_chunk(len(stream.token_ids)) or Chunk(stream.index, 0, [], "", [])
+    assert stream.finished is not None
+    return GeneratedSequence(chunk.token_ids, chunk.text, chunk.logprobs, stream.finished)

@@ -1,0 +1,64 @@
+"""What the gateway counts."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from gateway.live_request import LiveRequest
+from quire.rpc.errors import QuireError
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class GatewayMetrics:
+    """The gateway's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "quire_gateway_requests",
+            "Requests that were accepted, by how they ended.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._prompt_tokens = Counter(
+            "quire_gateway_prompt_tokens", "Prompt tokens of accepted requests.", registry=self.registry
+        )
+        self._generated_tokens = Counter(
+            "quire_gateway_generated_tokens", "Tokens generated for requests that are over.", registry=self.registry
+        )
+        self._live = Gauge("quire_gateway_live_requests", "Requests that run now.", registry=self.registry)
+        self._first_token = Histogram(
+            "quire_gateway_time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._resubmissions = Counter(
+            "quire_gateway_resubmissions", "Requests sent again after a scheduler was lost.", registry=self.registry
+        )
+
+    def watch_schedulers(self, count_connected: Callable[[], int]) -> None:
+        """Reports the number of connected schedulers, which `count_connected` tells when it is asked."""
+        gauge = Gauge("quire_gateway_connected_schedulers", "Schedulers with an open stream.", registry=self.registry)
+        gauge.set_function(count_connected)
+
+    @contextmanager
+    def track(self, live: LiveRequest) -> Iterator[None]:
+        """Counts a request while the context runs, and how it ended when it is left."""
+        self._prompt_tokens.inc(len(live.request.prompt_token_ids))
+        outcome = "abandoned"
+        try:
+            with self._live.track_inprogress():
+                yield
+            outcome = "completed"
+        except QuireError as error:
+            outcome = error.code.name.lower()
+            raise
+        finally:
+            self._requests.labels(outcome).inc()
+            self._generated_tokens.inc(live.num_generated_tokens)
+            self._resubmissions.inc(max(live.submissions - 1, 0))
+            if live.seconds_to_first_token is not None:
+                self._first_token.observe(live.seconds_to_first_token)

@@ -1,0 +1,103 @@
+"""The served model, as far as the gateway knows it: names, text, defaults. No weights."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from gateway.chat_template import ChatTemplate
+from gateway.request import ChatMessage, SamplingOptions
+from gateway.tokenizer import Tokenizer
+from quire.model_directory import ModelDirectory
+from quire.rpc.errors import FieldViolation, InvalidArgument
+from quire.settings import ConfigurationError
+
+_INLINE_CHARACTERS = 4096
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    architecture: str
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingOptions
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    executor: Executor
+
+    @classmethod
+    def open(cls, path: Path, name: str | None, executor: Executor) -> Self:
+        """Reads a model directory; `executor` runs what takes long.
+
+        Raises:
+            ConfigurationError: something is missing or broken, in one line.
+        """
+        directory = ModelDirectory.open(path)
+        template = None
+        if directory.chat_template is not None:
+            template = ChatTemplate(directory.chat_template, _special_tokens(directory.tokenizer_config))
+        return cls(
+            name=name or directory.name,
+            architecture=directory.architecture,
+            eos_token_ids=directory.eos_token_ids,
+            sampling_defaults=_sampling_defaults(directory),
+            tokenizer=Tokenizer.open(directory.tokenizer_file(), executor),
+            chat_template=template,
+            executor=executor,
+        )
+
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of the prompt that the chat template makes; special tokens are what the template writes.
+
+        Raises:
+            InvalidArgument: the model has no template, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            description = f'cannot be used: model "{self.name}" has no chat template; send text instead'
+            violation = FieldViolation("messages", description)
+            raise InvalidArgument(f"messages {description}", reason="NO_CHAT_TEMPLATE", violations=[violation])
+        if sum(len(message.content) for message in messages) <= _INLINE_CHARACTERS:
+            text = self.chat_template.render(messages)
+        else:
+            loop = asyncio.get_running_loop()
+            text = await loop.run_in_executor(self.executor, self.chat_template.render, messages)
+        return await self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens; transformers writes them as text or as an object with `content`."""
+    found: dict[str, str] = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = tokenizer_config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _sampling_defaults(directory: ModelDirectory) -> SamplingOptions:
+    """What generation_config.json says about sampling; `do_sample: false` is greedy.
+
+    Raises:
+        ConfigurationError: a value is not a number.
+    """
+    given = directory.generation_defaults
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        value = given.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigurationError(
+                f"{name} in {directory.path / 'generation_config.json'} is {value!r}, not a number"
+            )
+    if given.get("repetition_penalty", 1) != 1:
+        _logger.warning("repetition_penalty of generation_config.json is not supported by this version; not applied")
+    return SamplingOptions(
+        temperature=0.0 if given.get("do_sample") is False else given.get("temperature"),
+        top_k=given.get("top_k"),
+        top_p=given.get("top_p"),
+        min_p=given.get("min_p"),
+    )

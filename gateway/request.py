@@ -1,0 +1,130 @@
+"""What a caller asks for, as values that both front ends share.
+
+`...Options` are requests as they came in: None stands for an absent field. `GenerationRequest` is what they become once
+validated, tokenized and completed with defaults.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: Sequence[ChatMessage]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOptions:
+    beam_width: int
+    length_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    beam_search: BeamSearchOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingOptions:
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_string: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """One request as the caller sent it, nothing checked."""
+
+    prompt: Prompt | None
+    model: str | None = None
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    stopping: StoppingOptions = field(default_factory=StoppingOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+    request_id: str | None = None
+    priority: int = 0
+    durable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen, every default filled in. temperature 0 is greedy; top_k 0 keeps all."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a sequence ends. `stop` is matched by the gateway; the token ids by the scheduler."""
+
+    max_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        return frozenset(self.stop_token_ids) | frozenset(self.eos_token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """A request that was checked and can be submitted. `prompt_token_ids` is int32, shape [prompt length]."""
+
+    request_id: str
+    prompt_token_ids: NDArray[np.int32]
+    sampling: Sampling
+    stopping: Stopping
+    logprobs: int | None
+    include_special_tokens: bool
+    priority: int
+    ignore_eos: bool
+    num_sequences: int = 1

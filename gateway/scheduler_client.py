@@ -1,0 +1,188 @@
+"""The multiplexed stream to one scheduler."""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from gateway.backoff import Backoff
+from gateway.live_request import LiveRequest
+from gateway.scheduler_convert import abort_message, event_batch_from, hello_message, submit_message, welcome_from
+from gateway.scheduler_events import EventBatch, Welcome
+from gateway.sequence_stream import TokenGapError
+from quire.rpc.channel import open_channel
+from quire.rpc.errors import QuireError, from_rpc_error
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+_WELCOME_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 1.0
+# A stream that breaks sooner does not reset the backoff.
+_STABLE_AFTER_S = 1.0
+_TENANT = "default"
+_logger = logging.getLogger(__name__)
+
+
+class SchedulerListener(Protocol):
+    """Hears what happens on a stream. Synchronous: the stream is not read while a method runs."""
+
+    def check_welcome(self, welcome: Welcome) -> None:
+        """Raises SchedulerRefusedError when this scheduler cannot be used."""
+        ...
+
+    def on_connected(self, client: "SchedulerClient") -> None:
+        """The stream is open."""
+        ...
+
+    def on_events(self, client: "SchedulerClient", batch: EventBatch) -> None:
+        """Raises TokenGapError when events are missing; the stream is opened anew."""
+        ...
+
+    def on_disconnected(self, client: "SchedulerClient") -> None:
+        """An open stream broke."""
+        ...
+
+
+class SchedulerRefusedError(Exception):
+    """The scheduler is not one that this gateway can use; it is asked again later."""
+
+
+class SchedulerClient:
+    """Keeps one stream to one scheduler open for as long as `run` runs, and reconnects with backoff.
+
+    Nothing is ever sent to a scheduler that is not connected: after `on_connected` the listener submits again whatever
+    should run there.
+
+    Attributes:
+        address: Where the scheduler listens.
+        welcome: What the scheduler said last, None before the first time.
+        is_connected: Whether a stream is open.
+    """
+
+    def __init__(self, address: str, *, gateway_id: str, grace_period_ms: int, listener: SchedulerListener) -> None:
+        self.address = address
+        self.welcome: Welcome | None = None
+        self.is_connected = False
+        self._hello = hello_message(gateway_id, grace_period_ms)
+        self._listener = listener
+        self._outbox: deque[scheduler_pb2.ConnectRequest] = deque()
+        self._has_mail = asyncio.Event()
+        self._outbox_is_empty = asyncio.Event()
+
+    def submit(self, live: LiveRequest) -> None:
+        """Sends a request, with the tokens that it has already, soon."""
+        self._send(submit_message(live, _TENANT))
+
+    def abort(self, handle: int) -> None:
+        """Asks to end a request, soon. Without a stream there is nothing to end."""
+        if self.is_connected:
+            self._send(abort_message(handle))
+
+    async def flush(self) -> None:
+        """Waits until everything that was sent before is written, or the stream is gone, or a second passed."""
+        if not self.is_connected:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._outbox_is_empty.wait()
+        except TimeoutError:
+            _logger.warning("scheduler %s does not take what is sent to it", self.address)
+
+    async def run(self) -> None:
+        """Connects, reads, reconnects; ends only by cancellation."""
+        backoff = Backoff()
+        last_problem = None
+        clock = asyncio.get_running_loop().time
+        while True:
+            started_at = clock()
+            try:
+                await self._run_stream()
+                problem = "the scheduler ended the stream"
+            except (QuireError, SchedulerRefusedError, TokenGapError) as error:
+                problem = str(error)
+            finally:
+                was_connected = self.is_connected
+                if was_connected:
+                    self._disconnect()
+            if was_connected or problem != last_problem:
+                _logger.warning("scheduler %s: %s; connecting again", self.address, problem)
+            last_problem = problem
+            if was_connected and clock() - started_at >= _STABLE_AFTER_S:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_delay_s())
+
+    async def _run_stream(self) -> None:
+        """One stream from Hello to its end. Raises QuireError when it breaks."""
+        async with open_channel(self.address) as channel:
+            call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect()
+            try:
+                responses = aiter(call)
+                welcome = await self._greet(call, responses)
+                self._connect(welcome)
+                writer = asyncio.create_task(self._write_outbox(call))
+                try:
+                    await self._read(responses)
+                finally:
+                    writer.cancel()
+                    await asyncio.wait([writer])
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            finally:
+                call.cancel()
+
+    async def _greet(self, call: Any, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> Welcome:
+        try:
+            async with asyncio.timeout(_WELCOME_TIMEOUT_S):
+                # A write to a call that failed already says nothing of the cause; the read does.
+                with contextlib.suppress(asyncio.InvalidStateError):
+                    await call.write(self._hello)
+                answer = await anext(responses, None)
+        except TimeoutError:
+            raise SchedulerRefusedError(f"no welcome within {_WELCOME_TIMEOUT_S:g} s") from None
+        if answer is None or answer.WhichOneof("message") != "welcome":
+            raise SchedulerRefusedError("the first message is not a welcome")
+        return welcome_from(answer.welcome)
+
+    def _connect(self, welcome: Welcome) -> None:
+        known = self.welcome
+        if known is not None and welcome.scheduler_epoch < known.scheduler_epoch:
+            raise SchedulerRefusedError(f"its epoch {welcome.scheduler_epoch} is older than {known.scheduler_epoch}")
+        self._listener.check_welcome(welcome)
+        self._outbox.clear()
+        self._has_mail.clear()
+        self._outbox_is_empty.set()
+        self.is_connected = True
+        self.welcome = welcome
+        self._listener.on_connected(self)
+
+    def _disconnect(self) -> None:
+        self.is_connected = False
+        self._outbox.clear()
+        self._outbox_is_empty.set()
+        self._listener.on_disconnected(self)
+
+    async def _read(self, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> None:
+        async for message in responses:
+            if message.WhichOneof("message") == "events":
+                self._listener.on_events(self, event_batch_from(message.events))
+
+    async def _write_outbox(self, call: Any) -> None:
+        """Writes until the stream breaks; the reader then learns why."""
+        try:
+            while True:
+                await self._has_mail.wait()
+                while self._outbox:
+                    await call.write(self._outbox.popleft())
+                self._has_mail.clear()
+                self._outbox_is_empty.set()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+    def _send(self, message: scheduler_pb2.ConnectRequest) -> None:
+        self._outbox.append(message)
+        self._outbox_is_empty.clear()
+        self._has_mail.set()

@@ -1,0 +1,173 @@
+"""Messages of quire.scheduler.v1 to values and back."""
+
+from gateway.events import FinishReason, Logprob, PositionLogprobs, Usage
+from gateway.live_request import LiveRequest
+from gateway.scheduler_events import EventBatch, RequestEnded, RequestFailed, SequenceEnded, TokenRun, Welcome
+from quire.arrays import decode_int32, encode_int32
+from quire.common.v1 import common_pb2
+from quire.rpc.errors import InvalidArgument, error_for_code
+from quire.scheduler.v1 import scheduler_pb2
+
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+
+
+def hello_message(gateway_id: str, grace_period_ms: int) -> scheduler_pb2.ConnectRequest:
+    return scheduler_pb2.ConnectRequest(
+        hello=scheduler_pb2.Hello(gateway_id=gateway_id, grace_period_ms=grace_period_ms)
+    )
+
+
+def abort_message(handle: int) -> scheduler_pb2.ConnectRequest:
+    return scheduler_pb2.ConnectRequest(abort=scheduler_pb2.Abort(handle=handle))
+
+
+def submit_message(live: LiveRequest, tenant: str) -> scheduler_pb2.ConnectRequest:
+    """The request with every default filled in, and with the tokens that the gateway has of it already."""
+    request = live.request
+    sampling, stopping = request.sampling, request.stopping
+    output = common_pb2.OutputOptions(include_special_tokens=request.include_special_tokens)
+    if request.logprobs is not None:
+        output.logprobs = request.logprobs
+    return scheduler_pb2.ConnectRequest(
+        submit=scheduler_pb2.Submit(
+            handle=live.handle,
+            request_id=request.request_id,
+            tenant=tenant,
+            priority=request.priority,
+            prompt_token_ids=encode_int32(request.prompt_token_ids),
+            sampling=common_pb2.SamplingParameters(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                seed=sampling.seed,
+                n=request.num_sequences,
+                best_of=request.num_sequences,
+                presence_penalty=0.0,
+                frequency_penalty=0.0,
+                repetition_penalty=1.0,
+            ),
+            stopping=common_pb2.StoppingParameters(
+                max_tokens=stopping.max_tokens,
+                min_tokens=0,
+                stop_token_ids=stopping.stop_token_ids,
+                ignore_eos=request.ignore_eos,
+                include_stop_string=False,
+            ),
+            output=output,
+            eos_token_ids=stopping.eos_token_ids,
+            emitted=[
+                scheduler_pb2.EmittedSequence(sequence_index=stream.index, token_ids=encode_int32(stream.token_ids))
+                for stream in live.sequences
+                if stream.token_ids
+            ],
+        )
+    )
+
+
+def welcome_from(message: scheduler_pb2.Welcome) -> Welcome:
+    return Welcome(
+        scheduler_epoch=message.scheduler_epoch,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        block_size=message.block_size,
+        num_gpu_blocks=message.num_gpu_blocks,
+        num_host_blocks=message.num_host_blocks,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        architecture=message.architecture,
+        dtype=message.dtype,
+        max_logprobs=message.max_logprobs,
+    )
+
+
+def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:
+    """Raises InvalidArgument when the message is malformed."""
+    return EventBatch(
+        runs=_token_runs(message),
+        ended=[_sequence_ended(end) for end in message.finished],
+        completed=[RequestEnded(end.handle, _usage(end.usage)) for end in message.completed],
+        failed=[_request_failed(failure) for failure in message.failed],
+    )
+
+
+def _token_runs(message: scheduler_pb2.TokenEvents) -> list[TokenRun]:
+    handles = decode_int32(message.handles, "handles", minimum=0).tolist()
+    indices = decode_int32(message.sequence_indices, "sequence_indices", minimum=0).tolist()
+    offsets = decode_int32(message.offsets, "offsets", minimum=0).tolist()
+    token_ids = decode_int32(message.token_ids, "token_ids", minimum=0).tolist()
+    if not len(handles) == len(indices) == len(offsets) == len(token_ids):
+        raise InvalidArgument(
+            f"columns differ in length: handles {len(handles)}, sequence_indices {len(indices)}, "
+            f"offsets {len(offsets)}, token_ids {len(token_ids)}"
+        )
+    logprobs = _logprobs_by_event(message, len(handles))
+    runs: list[TokenRun] = []
+    run: TokenRun | None = None
+    for event, (handle, index, offset, token_id) in enumerate(zip(handles, indices, offsets, token_ids, strict=True)):
+        if (
+            run is None
+            or run.handle != handle
+            or run.sequence_index != index
+            or run.offset + len(run.token_ids) != offset
+        ):
+            run = TokenRun(handle, index, offset, [])
+            runs.append(run)
+        run.token_ids.append(token_id)
+        if event in logprobs:
+            run.logprobs.append(logprobs[event])
+    for run in runs:
+        if len(run.logprobs) not in (0, len(run.token_ids)):
+            raise InvalidArgument(f"handle {run.handle}: {len(run.token_ids)} tokens, {len(run.logprobs)} logprobs")
+    return runs
+
+
+def _logprobs_by_event(message: scheduler_pb2.TokenEvents, num_events: int) -> dict[int, PositionLogprobs]:
+    found = {entry.event: _position_logprobs(entry.logprobs) for entry in message.logprobs}
+    if found and max(found) >= num_events:
+        raise InvalidArgument(f"logprobs.event is {max(found)}; there are {num_events} events")
+    return found
+
+
+def _position_logprobs(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
+    chosen = message.chosen
+    return PositionLogprobs(
+        Logprob(chosen.token_id, chosen.logprob, chosen.rank),
+        tuple(Logprob(entry.token_id, entry.logprob, entry.rank) for entry in message.top),
+    )
+
+
+def _sequence_ended(message: scheduler_pb2.SequenceEnd) -> SequenceEnded:
+    if message.reason not in _REASONS:
+        raise InvalidArgument(f"finished.reason is {message.reason} for handle {message.handle}")
+    return SequenceEnded(
+        handle=message.handle,
+        sequence_index=message.sequence_index,
+        num_tokens=message.num_tokens,
+        reason=_REASONS[message.reason],
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
+    )
+
+
+def _request_failed(message: scheduler_pb2.RequestFailure) -> RequestFailed:
+    retry_after_ms = message.retry_after_ms if message.HasField("retry_after_ms") else None
+    error = error_for_code(message.code, message.message, reason=message.reason or None, retry_after_ms=retry_after_ms)
+    return RequestFailed(message.handle, error)
+
+
+def _usage(message: common_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+        generated_tokens=message.generated_tokens,
+        queue_ms=message.queue_ms,
+        prefill_ms=message.prefill_ms,
+        decode_ms=message.decode_ms,
+        preemptions=message.preemptions,
+    )

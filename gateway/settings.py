@@ -1,0 +1,47 @@
+"""The gateway's flags."""
+
+from dataclasses import dataclass
+
+from quire.rpc.address import parse_address
+from quire.settings import parse_bytes, setting
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Serves clients over gRPC and HTTP, and spreads their requests over schedulers."""
+
+    grpc_host: str = setting("127.0.0.1", "where to listen for gRPC")
+    grpc_port: int = setting(50051, "port for gRPC; 0 picks a free one", minimum=0, maximum=65535)
+    http_host: str = setting("127.0.0.1", "where to listen for HTTP")
+    http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535)
+    schedulers: tuple[str, ...] = setting(("127.0.0.1:50052",), "addresses of the schedulers, one per replica")
+    model: str | None = setting(None, "model directory, for tokenizer and defaults; the embedded model if absent")
+    served_model_name: str | None = setting(None, "name that clients use; the directory's name if absent")
+    request_id_prefix: str = setting("req-", "start of the request ids that the gateway makes")
+
+    max_message_bytes: int = setting(
+        4 * 1024 * 1024, "largest message that a client may send", parse=parse_bytes, minimum=1024
+    )
+    max_prompt_tokens: int | None = setting(None, "longest prompt; what the model takes if absent", minimum=1)
+    max_logprobs: int = setting(20, "most log probabilities per position", minimum=0)
+    max_stop_strings: int = setting(16, "most stop strings of a request", minimum=0)
+    max_stop_string_bytes: int = setting(1024, "longest stop string, in UTF-8", minimum=1)
+    max_stop_token_ids: int = setting(128, "most stop token ids of a request", minimum=0)
+    max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1)
+    max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
+
+    connect_timeout: float = setting(30.0, "seconds that a request waits for a scheduler to come back", minimum=0)
+    first_connect_timeout: float = setting(2.0, "seconds that a request waits for the first scheduler", minimum=0)
+    failover_delay: float = setting(5.0, "seconds after which requests leave a lost scheduler for another", minimum=0)
+    reconnect_grace: float = setting(10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0)
+    tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
+    drain_timeout: float = setting(30.0, "seconds to finish live requests after SIGTERM", minimum=0)
+    log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if not self.schedulers:
+            raise ValueError("--schedulers is empty; give the address of at least one scheduler")
+        for address in self.schedulers:
+            parse_address(address)
+        if len(set(self.schedulers)) < len(self.schedulers):
+            raise ValueError(f"--schedulers names an address twice: {', '.join(self.schedulers)}")

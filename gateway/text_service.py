@@ -1,0 +1,66 @@
+"""Text to token ids and back, as generation would see them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.generator import Generator
+from gateway.request import ChatPrompt, TextPrompt
+from gateway.validation import Violations, check_conversation, check_model
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """Token ids, how the vocabulary spells them, and how many of them prompt and output may have together."""
+
+    token_ids: list[int]
+    tokens: list[str]
+    max_model_len: int
+
+
+class TextService:
+    """Tokenizes and detokenizes for callers, within the limits of generation."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._model = generator.model
+
+    async def tokenize(
+        self, model: str | None, text: TextPrompt | ChatPrompt | None, *, add_special_tokens: bool
+    ) -> TokenizedText:
+        """The tokens of a text, or of the prompt that the chat template makes.
+
+        Raises:
+            QuireError: the model is not served here, the input is missing or refused.
+        """
+        limits = await self._generator.limits()
+        check_model(model, self._model.name)
+        violations = Violations()
+        match text:
+            case None:
+                violations.add("input", "is missing; set text or chat")
+            case TextPrompt():
+                violations.check_text("text", text.text)
+            case ChatPrompt():
+                check_conversation(violations, text, limits, field="chat.messages")
+        violations.raise_if_any()
+        tokenizer = self._model.tokenizer
+        if isinstance(text, ChatPrompt):
+            token_ids = await self._model.encode_chat(text.messages)
+        else:
+            assert text is not None
+            token_ids = await tokenizer.encode(text.text, add_special_tokens=add_special_tokens)
+        return TokenizedText(token_ids, await tokenizer.spell(token_ids), limits.max_model_len)
+
+    async def detokenize(self, model: str | None, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
+        """The text of token ids.
+
+        Raises:
+            QuireError: the model is not served here, or an id is out of range.
+        """
+        limits = await self._generator.limits()
+        check_model(model, self._model.name)
+        violations = Violations()
+        if violations.check_count("token_ids", token_ids, limits.max_model_len):
+            violations.check_token_ids("token_ids", token_ids, limits.vocab_size)
+        violations.raise_if_any()
+        return self._model.tokenizer.decode(token_ids, include_special_tokens=include_special_tokens)

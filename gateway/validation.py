@@ -1,0 +1,233 @@
+"""The one validator, for every front end.
+
+It works on values, looks at all fields before it raises, and allocates nothing. Each violation names the field, its
+value and the limit.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+
+from gateway.limits import Limits
+from gateway.request import (
+    ChatPrompt,
+    OutputOptions,
+    Prompt,
+    RequestOptions,
+    SamplingOptions,
+    StoppingOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.unsupported import unsupported_fields
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unimplemented
+
+MAX_N = 128
+MAX_LISTED_TOKENS = 1024
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SHOWN_CHARACTERS = 80
+
+
+class Violations:
+    """Collects what is wrong with a request."""
+
+    def __init__(self) -> None:
+        self.found: list[FieldViolation] = []
+
+    def add(self, field: str, description: str) -> None:
+        self.found.append(FieldViolation(field, description))
+
+    def check_range(self, field: str, value: float | None, low: float, high: float, *, above_low: bool = False) -> None:
+        """`value` is in [low, high], or in (low, high] with `above_low`; NaN is in neither."""
+        if value is None:
+            return
+        if not (value > low if above_low else value >= low) or not value <= high:
+            bracket = "(" if above_low else "["
+            self.add(field, f"is {_shown(value)}; it must be in {bracket}{_shown(low)}, {_shown(high)}]")
+
+    def check_count(self, field: str, values: Sequence[object], limit: int) -> bool:
+        if len(values) <= limit:
+            return True
+        self.add(field, f"has {len(values):,} entries; the most is {limit:,}")
+        return False
+
+    def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+        """Names the first id that is out of range."""
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            return
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < vocab_size:
+                self.add(f"{field}[{position}]", f"is {token_id}; token ids of this model are below {vocab_size:,}")
+                return
+
+    def check_text(self, field: str, text: str) -> None:
+        """Text that UTF-8 cannot write (a lone surrogate) can come through JSON."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            self.add(field, f"is not valid Unicode: character {error.start} is a lone surrogate")
+
+    def raise_if_any(self) -> None:
+        if self.found:
+            raise InvalidArgument(_summary(self.found), violations=self.found)
+
+
+def check_model(model: str | None, served_model: str) -> None:
+    """Raises NotFound when another model than the served one is named."""
+    if model is not None and model != served_model:
+        description = f'is "{_shortened(model)}"; the model served here is "{served_model}"'
+        violation = FieldViolation("model", description)
+        raise NotFound(f"model {description}", reason="MODEL_NOT_FOUND", violations=[violation])
+
+
+def check_request(request: RequestOptions, limits: Limits, served_model: str) -> None:
+    """Checks everything but the number of prompt tokens, which only the tokenizer knows.
+
+    Raises:
+        NotFound: the model is not served here.
+        InvalidArgument: fields are missing or out of range.
+        Unimplemented: a valid request for what this version does not do.
+    """
+    check_model(request.model, served_model)
+    violations = Violations()
+    _check_prompt(violations, request.prompt, limits)
+    _check_sampling(violations, request.sampling, limits)
+    _check_stopping(violations, request.stopping, limits)
+    _check_output(violations, request.output, limits)
+    if request.request_id is not None and not _REQUEST_ID.fullmatch(request.request_id):
+        shown = _shortened(request.request_id)
+        violations.add("request_id", f'is "{shown}"; it must be 1 to 128 characters of [A-Za-z0-9._:-]')
+    violations.check_range("priority", request.priority, -100, 100)
+    violations.raise_if_any()
+    unsupported = unsupported_fields(request)
+    if unsupported:
+        raise Unimplemented(_summary(unsupported), reason="UNSUPPORTED_PARAMETER", violations=unsupported)
+
+
+def check_conversation(violations: Violations, prompt: ChatPrompt, limits: Limits, *, field: str = "messages") -> None:
+    """Checks the messages, which are the request's field `field`. Which roles there are only the template knows."""
+    if not prompt.messages:
+        violations.add(field, "is empty; at least one message is needed")
+    if not violations.check_count(field, prompt.messages, limits.max_chat_messages):
+        return
+    for position, message in enumerate(prompt.messages):
+        if not message.role:
+            violations.add(f"{field}[{position}].role", 'is empty; it must be a role such as "user"')
+        violations.check_text(f"{field}[{position}].role", message.role)
+        violations.check_text(f"{field}[{position}].content", message.content)
+
+
+def resolve_max_tokens(field: str, token_ids: Sequence[int], max_tokens: int | None, limits: Limits) -> int:
+    """The number of tokens to generate after a prompt, given as `field`: what is asked, or what is left.
+
+    Raises:
+        InvalidArgument: the prompt is empty or too long, the sum can never fit, or the tokenizer knows more tokens than
+            the model.
+    """
+    violations = Violations()
+    prompt_tokens = len(token_ids)
+    if prompt_tokens == 0:
+        violations.add(field, "has no tokens; at least 1 is needed")
+    elif prompt_tokens > limits.max_prompt_tokens:
+        violations.add(field, f"has {prompt_tokens:,} tokens; a prompt may have at most {limits.max_prompt_tokens:,}")
+    elif max_tokens is not None and prompt_tokens + max_tokens > limits.max_model_len:
+        violations.add(
+            "stopping.max_tokens",
+            f"is {max_tokens:,} after a prompt of {prompt_tokens:,} tokens, together {prompt_tokens + max_tokens:,}; "
+            f"this model takes at most {limits.max_model_len:,}",
+        )
+    elif max(token_ids) >= limits.vocab_size:
+        violations.add(
+            field, f"has the token {max(token_ids)}; token ids of this model are below {limits.vocab_size:,}"
+        )
+    violations.raise_if_any()
+    return limits.max_model_len - prompt_tokens if max_tokens is None else max_tokens
+
+
+def _check_prompt(violations: Violations, prompt: Prompt | None, limits: Limits) -> None:
+    match prompt:
+        case None:
+            violations.add("prompt", "is missing; set text or token_ids")
+        case TextPrompt(text=""):
+            violations.add("text", "is empty; a prompt needs at least 1 token")
+        case TextPrompt(text=text):
+            violations.check_text("text", text)
+        case TokenPrompt(token_ids=token_ids):
+            if not token_ids:
+                violations.add("token_ids.ids", "is empty; a prompt needs at least 1 token")
+            elif len(token_ids) > limits.max_prompt_tokens:
+                violations.add(
+                    "token_ids.ids",
+                    f"has {len(token_ids):,} tokens; a prompt may have at most {limits.max_prompt_tokens:,}",
+                )
+            else:
+                violations.check_token_ids("token_ids.ids", token_ids, limits.vocab_size)
+        case ChatPrompt():
+            check_conversation(violations, prompt, limits)
+
+
+def _check_sampling(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
+    violations.check_range("sampling.temperature", sampling.temperature, 0, 100)
+    violations.check_range("sampling.top_k", sampling.top_k, 0, 2**32 - 1)
+    violations.check_range("sampling.top_p", sampling.top_p, 0, 1, above_low=True)
+    violations.check_range("sampling.min_p", sampling.min_p, 0, 1)
+    violations.check_range("sampling.seed", sampling.seed, 0, 2**64 - 1)
+    violations.check_range("sampling.n", sampling.n, 1, MAX_N)
+    violations.check_range("sampling.best_of", sampling.best_of, sampling.n or 1, MAX_N)
+    if sampling.beam_search is not None:
+        violations.check_range("sampling.beam_search.beam_width", sampling.beam_search.beam_width, 1, MAX_N)
+        length_penalty = sampling.beam_search.length_penalty
+        if length_penalty is not None and not math.isfinite(length_penalty):
+            violations.add("sampling.beam_search.length_penalty", f"is {_shown(length_penalty)}; it must be finite")
+    violations.check_range("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
+    violations.check_range("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
+    violations.check_range("sampling.repetition_penalty", sampling.repetition_penalty, 0, 10, above_low=True)
+    if violations.check_count("sampling.logit_bias", list(sampling.logit_bias), MAX_LISTED_TOKENS):
+        for token_id, bias in sampling.logit_bias.items():
+            violations.check_range(f"sampling.logit_bias[{token_id}]", bias, -100, 100)
+            if token_id >= limits.vocab_size:
+                violations.add(
+                    f"sampling.logit_bias[{token_id}]", f"token ids of this model are below {limits.vocab_size:,}"
+                )
+    if violations.check_count("sampling.allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size):
+        violations.check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size)
+    if violations.check_count("sampling.bad_words", sampling.bad_words, MAX_LISTED_TOKENS):
+        _check_texts(violations, "sampling.bad_words", sampling.bad_words, limits.max_stop_string_bytes)
+
+
+def _check_stopping(violations: Violations, stopping: StoppingOptions, limits: Limits) -> None:
+    violations.check_range("stopping.max_tokens", stopping.max_tokens, 1, limits.max_model_len - 1)
+    highest = limits.max_model_len - 1 if stopping.max_tokens is None else stopping.max_tokens
+    violations.check_range("stopping.min_tokens", stopping.min_tokens, 0, highest)
+    if violations.check_count("stopping.stop", stopping.stop, limits.max_stop_strings):
+        _check_texts(violations, "stopping.stop", stopping.stop, limits.max_stop_string_bytes)
+    if violations.check_count("stopping.stop_token_ids", stopping.stop_token_ids, limits.max_stop_token_ids):
+        violations.check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, limits.vocab_size)
+
+
+def _check_output(violations: Violations, output: OutputOptions, limits: Limits) -> None:
+    violations.check_range("output.logprobs", output.logprobs, 0, limits.max_logprobs)
+    violations.check_range("output.prompt_logprobs", output.prompt_logprobs, 0, limits.max_logprobs)
+
+
+def _check_texts(violations: Violations, field: str, texts: Sequence[str], max_bytes: int) -> None:
+    for position, text in enumerate(texts):
+        num_bytes = len(text.encode(errors="surrogatepass"))
+        if not text:
+            violations.add(f"{field}[{position}]", "is empty; it needs at least 1 character")
+        elif num_bytes > max_bytes:
+            violations.add(f"{field}[{position}]", f"has {num_bytes:,} bytes; the most is {max_bytes:,}")
+        else:
+            violations.check_text(f"{field}[{position}]", text)
+
+
+def _summary(violations: Sequence[FieldViolation]) -> str:
+    return "; ".join(f"{violation.field} {violation.description}" for violation in violations)
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.7g}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

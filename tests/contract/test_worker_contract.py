@@ -1,0 +1,237 @@
+"""What every worker does, whatever its model: run against each entry of WORKERS over raw messages.
+
+A worker enters as an async context manager that takes a directory for sockets and yields an address. Its sequences must
+hold at least 32 tokens, its pool 16 blocks, its batches 8 rows.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quire.arrays import encode_int32
+from quire.rpc.errors import FailedPrecondition, InvalidArgument
+from quire.worker.v1 import worker_pb2
+from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch, worker_stub
+from tests.support.worker_server import running_worker
+
+WORKERS: dict[str, Callable[[Path], AbstractAsyncContextManager[str]]] = {"worker_svc": running_worker}
+PROMPT = [1, 2, 3]
+HASHES = bytes(range(32)) + bytes(range(32, 64))
+
+
+@pytest.fixture(params=WORKERS)
+async def address(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    async with WORKERS[request.param](tmp_path) as address:
+        yield address
+
+
+@pytest.fixture
+async def client(address: str) -> AsyncIterator[StepClient]:
+    async with attached_client(address, 1) as client:
+        yield client
+
+
+async def prefill(client: StepClient, row: int = 0, first_block: int = 0) -> int:
+    """Puts PROMPT into a row with blocks for 8 tokens or more and returns the token that follows it."""
+    blocks = range(first_block, first_block + -(-8 // client.info.pool.block_size))
+    result = await client.run(assign=[make_assign(row, PROMPT, blocks)], batch=make_batch([row], [len(PROMPT)], [0]))
+    return ints(result.token_ids)[0]
+
+
+def decode_batch(position: int, row: int = 0) -> worker_pb2.Batch:
+    """Computes the row's token at `position` and samples the next."""
+    return make_batch([row], [1], [position])
+
+
+async def test_attached_says_what_get_info_says(address: str) -> None:
+    async with attached_client(address, 4) as client, worker_stub(address) as stub:
+        info = (await stub.GetInfo(worker_pb2.GetInfoRequest())).info
+        assert client.attached.scheduler_epoch == 4
+        assert client.info == info
+        assert info.worker_generation > 0
+        assert info.world_size == 1
+        assert info.pool.num_gpu_blocks > 0
+        assert info.pool.block_bytes > 0
+        assert info.limits.max_steps_in_flight == 2
+        assert info.model.vocab_size > 0
+
+
+async def test_a_stream_that_does_not_begin_with_attach_is_refused(address: str) -> None:
+    async with worker_stub(address) as stub:
+        client = StepClient(stub)
+        await client.send(worker_pb2.StepRequest(step_id=1))
+        assert isinstance(await client.error(), FailedPrecondition)
+
+
+async def test_an_epoch_below_the_highest_seen_is_refused_and_changes_nothing(address: str) -> None:
+    async with attached_client(address, 7) as current, worker_stub(address) as stub:
+        stale = StepClient(stub)
+        await stale.write(worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=6)))
+        assert isinstance(await stale.error(), FailedPrecondition)
+        await prefill(current)
+
+
+async def test_a_higher_epoch_ends_the_session_before_and_releases_its_rows(address: str) -> None:
+    async with attached_client(address, 7) as old:
+        await prefill(old)
+        async with attached_client(address, 8) as new:
+            assert isinstance(await old.error(), FailedPrecondition)
+            await new.send(new.step(batch=decode_batch(len(PROMPT))))
+            assert isinstance(await new.error(), InvalidArgument)
+
+
+async def test_steps_are_answered_in_order_with_two_in_flight(client: StepClient) -> None:
+    await prefill(client)
+    for position in (3, 4):
+        await client.send(client.step(batch=decode_batch(position)))
+    results = [await client.result(), await client.result()]
+    assert [result.step_id for result in results] == [2, 3]
+    for result in results:
+        assert ints(result.rows) == [0]
+        assert 0 <= ints(result.token_ids)[0] < client.info.model.vocab_size
+
+
+async def test_a_decode_row_feeds_on_its_own_samples(client: StepClient) -> None:
+    first = await prefill(client)
+    second = ints((await client.run(batch=decode_batch(3))).token_ids)[0]
+    third = ints((await client.run(batch=decode_batch(4))).token_ids)[0]
+    whole = [*PROMPT, first, second]
+    blocks = range(8, 8 + -(-8 // client.info.pool.block_size))
+    result = await client.run(assign=[make_assign(1, whole, blocks)], batch=make_batch([1], [len(whole)], [0]))
+    assert ints(result.token_ids) == [third]
+
+
+async def test_a_released_row_can_be_assigned_in_the_same_step(client: StepClient) -> None:
+    token = await prefill(client)
+    blocks = range(8, 8 + -(-8 // client.info.pool.block_size))
+    result = await client.run(
+        release=encode_int32([0]), assign=[make_assign(0, PROMPT, blocks)], batch=make_batch([0], [3], [0])
+    )
+    assert ints(result.token_ids) == [token]
+
+
+async def test_a_step_without_a_batch_is_answered(client: StepClient) -> None:
+    result = await client.run(assign=[make_assign(5, PROMPT, [0])])
+    assert result.step_id == 1
+    assert not result.rows
+    assert not result.token_ids
+
+
+async def test_block_tables_grow_by_deltas(client: StepClient) -> None:
+    block_size = client.info.pool.block_size
+    prompt = [index % 7 for index in range(block_size)]
+    await client.run(assign=[make_assign(0, prompt, [3])], batch=make_batch([0], [block_size], [0]))
+    result = await client.run(block_table_deltas=encode_int32([0, 1, 5]), batch=decode_batch(block_size))
+    assert len(ints(result.token_ids)) == 1
+
+
+async def test_a_repeated_step_is_answered_from_memory(client: StepClient) -> None:
+    await prefill(client)
+    step = client.step(batch=decode_batch(3))
+    await client.send(step)
+    first = await client.result()
+    await client.send(step)
+    assert await client.result() == first
+    assert ints((await client.run(step_id=3, batch=decode_batch(4))).rows) == [0]
+
+
+@pytest.mark.parametrize("step_id", [0, 3, 2**40])
+async def test_a_step_id_out_of_order_is_refused(client: StepClient, step_id: int) -> None:
+    await prefill(client)
+    step = client.step(batch=decode_batch(3))
+    step.step_id = step_id
+    await client.send(step)
+    assert isinstance(await client.error(), FailedPrecondition)
+
+
+@pytest.mark.parametrize("field", ["scheduler_epoch", "worker_generation"])
+async def test_a_step_for_another_incarnation_is_refused(client: StepClient, field: str) -> None:
+    step = client.step(assign=[make_assign(0, PROMPT, [0])])
+    setattr(step, field, getattr(step, field) + 1)
+    await client.send(step)
+    assert isinstance(await client.error(), FailedPrecondition)
+
+
+BAD_STEPS: dict[str, dict[str, object]] = {
+    "row that holds nothing": {"batch": make_batch([2], [1], [0])},
+    "more tokens than the row has": {"batch": make_batch([0], [5], [0])},
+    "row twice in the batch": {"batch": make_batch([0, 0], [1, 1], [3, 3], [])},
+    "columns of different lengths": {"batch": worker_pb2.Batch(rows=encode_int32([0]))},
+    "bytes that are no whole int32": {"release": b"abc"},
+    "row out of range": {"release": encode_int32([1 << 20])},
+    "negative row": {"release": encode_int32([-1])},
+    "no new token": {"batch": make_batch([0], [0], [3])},
+    "sample from a row outside the batch": {"batch": make_batch([0], [1], [3], [(0, 1)])},
+    "block out of the pool": {"block_table_deltas": encode_int32([0, 1, 1 << 24])},
+    "token outside the logits": {"assign": [make_assign(1, [1 << 24], [])]},
+    "assign to a row that is held": {"assign": [make_assign(0, PROMPT, [4])]},
+    "tokens without blocks": {"assign": [make_assign(1, PROMPT, [])], "batch": make_batch([1], [3], [0])},
+    "hashes of the wrong length": {"sealed_block_ids": encode_int32([0]), "sealed_hashes": b"short"},
+}
+
+
+@pytest.mark.parametrize("fields", BAD_STEPS.values(), ids=BAD_STEPS.keys())
+async def test_a_step_that_contradicts_itself_or_the_worker_is_refused(
+    client: StepClient, fields: dict[str, object]
+) -> None:
+    await prefill(client)
+    await client.send(client.step(**fields))
+    error = await client.error()
+    assert isinstance(error, InvalidArgument)
+    assert error.violations
+
+
+async def test_steps_in_flight_are_answered_before_the_refusal(client: StepClient) -> None:
+    await prefill(client)
+    await client.send(client.step(batch=decode_batch(3)))
+    await client.send(client.step(batch=make_batch([6], [1], [0])))
+    assert (await client.result()).step_id == 2
+    assert isinstance(await client.error(), InvalidArgument)
+
+
+async def test_a_worker_can_be_attached_again_after_its_stream_broke(address: str) -> None:
+    async with attached_client(address, 1) as client:
+        await prefill(client)
+        client.cancel()
+    async with attached_client(address, 2) as client:
+        await prefill(client)
+
+
+async def test_the_stream_ends_well_when_the_scheduler_has_no_more_steps(client: StepClient) -> None:
+    await prefill(client)
+    await client.send(client.step(batch=decode_batch(3)))
+    assert (await client.result()).step_id == 2
+    await client.finish()
+
+
+async def test_heartbeats_come_at_least_once_a_second(client: StepClient) -> None:
+    await prefill(client)
+    async with asyncio.timeout(1.5):
+        beat = await client.heartbeat()
+    assert beat.last_step_id == 1
+    assert beat.busy_ms == 0
+
+
+async def test_sealed_blocks_are_reported_to_the_next_scheduler(address: str) -> None:
+    async with attached_client(address, 1) as client:
+        blocks = [3, 5]
+        await client.run(
+            assign=[make_assign(0, [1] * 2 * client.info.pool.block_size, blocks)],
+            batch=make_batch([0], [2 * client.info.pool.block_size], [0]),
+            sealed_block_ids=encode_int32(blocks),
+            sealed_hashes=HASHES,
+        )
+    async with attached_client(address, 2) as client:
+        assert ints(client.attached.sealed_block_ids) == [3, 5]
+        assert client.attached.sealed_hashes == HASHES
+
+
+async def test_the_first_message_decides_even_when_it_is_empty(address: str) -> None:
+    async with worker_stub(address) as stub:
+        call = stub.Run()
+        await call.done_writing()
+        assert await call.code() == grpc.StatusCode.FAILED_PRECONDITION

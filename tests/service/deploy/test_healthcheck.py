@@ -1,0 +1,42 @@
+"""The health check of the containers, against a real server."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from quire.rpc.server import RpcServer
+
+SCRIPT = Path(__file__).resolve().parents[3] / "deploy" / "healthcheck.py"
+
+
+@pytest.fixture(scope="module")
+def healthcheck() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("healthcheck", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_healthcheck_follows_what_the_server_says(
+    healthcheck: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [])
+    try:
+        assert await asyncio.to_thread(healthcheck.main, [server.address]) == 1
+        server.set_serving(True)
+        assert await asyncio.to_thread(healthcheck.main, [server.address]) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            f"{server.address}: NOT_SERVING",
+            f"{server.address}: SERVING",
+        ]
+    finally:
+        await server.stop(grace_s=0)
+
+
+async def test_healthcheck_fails_in_time_where_nobody_listens(healthcheck: ModuleType, tmp_path: Path) -> None:
+    assert await asyncio.to_thread(healthcheck.main, [f"unix:{tmp_path / 'nobody'}"]) == 1

@@ -1,0 +1,251 @@
+"""Every bad request gets a clear status, names what is wrong, reaches no scheduler and disturbs nobody."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from quire.common.v1 import common_pb2
+from quire.gateway.v1 import generation_pb2
+from quire.rpc.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unimplemented,
+    from_rpc_error,
+)
+from tests.support.gateway_process import collect, error_of, stream_request
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def sampling(**fields):
+    return {"sampling": common_pb2.SamplingParameters(**fields)}
+
+
+def stopping(**fields):
+    return {"stopping": common_pb2.StoppingParameters(**fields)}
+
+
+def output(**fields):
+    return {"output": common_pb2.OutputOptions(**fields)}
+
+
+def token_ids(*ids):
+    return {"token_ids": common_pb2.TokenIds(ids=ids)}
+
+
+# What is asked besides a good text prompt; the field at fault; what the message must say.
+BAD_PARAMETERS = [
+    (sampling(temperature=NAN), "sampling.temperature", "nan"),
+    (sampling(temperature=INFINITY), "sampling.temperature", "[0, 100]"),
+    (sampling(temperature=-0.5), "sampling.temperature", "-0.5"),
+    (sampling(temperature=100.5), "sampling.temperature", "100.5"),
+    (sampling(top_p=0), "sampling.top_p", "(0, 1]"),
+    (sampling(top_p=1.5), "sampling.top_p", "1.5"),
+    (sampling(top_p=NAN), "sampling.top_p", "nan"),
+    (sampling(min_p=-1), "sampling.min_p", "[0, 1]"),
+    (sampling(min_p=NAN), "sampling.min_p", "nan"),
+    (sampling(n=0), "sampling.n", "is 0"),
+    (sampling(n=1_000_000), "sampling.n", "1,000,000"),
+    (sampling(n=4, best_of=2), "sampling.best_of", "[4, 128]"),
+    (sampling(beam_search=common_pb2.BeamSearchParameters()), "sampling.beam_search.beam_width", "is 0"),
+    (sampling(presence_penalty=2.5), "sampling.presence_penalty", "[-2, 2]"),
+    (sampling(frequency_penalty=NAN), "sampling.frequency_penalty", "nan"),
+    (sampling(repetition_penalty=0), "sampling.repetition_penalty", "(0, 10]"),
+    (sampling(logit_bias={5: 101.0}), "sampling.logit_bias[5]", "[-100, 100]"),
+    (sampling(logit_bias={5: NAN}), "sampling.logit_bias[5]", "nan"),
+    (sampling(logit_bias={2048: 1.0}), "sampling.logit_bias[2048]", "2,048"),
+    (sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), "sampling.logit_bias", "1,024"),
+    (sampling(allowed_token_ids=[1, 2048]), "sampling.allowed_token_ids[1]", "2048"),
+    (sampling(bad_words=[""]), "sampling.bad_words[0]", "empty"),
+    (stopping(max_tokens=0), "stopping.max_tokens", "is 0"),
+    (stopping(max_tokens=1024), "stopping.max_tokens", "1,024"),
+    (stopping(max_tokens=5, min_tokens=6), "stopping.min_tokens", "[0, 5]"),
+    (stopping(stop=["x"] * 17), "stopping.stop", "16"),
+    (stopping(stop=["ok", ""]), "stopping.stop[1]", "empty"),
+    (stopping(stop=["é" * 513]), "stopping.stop[0]", "1,026 bytes"),
+    (stopping(stop_token_ids=[3, 2048]), "stopping.stop_token_ids[1]", "2048"),
+    (stopping(stop_token_ids=range(129)), "stopping.stop_token_ids", "128"),
+    (output(logprobs=21), "output.logprobs", "[0, 20]"),
+    (output(prompt_logprobs=21), "output.prompt_logprobs", "[0, 20]"),
+    ({"request_id": ""}, "request_id", "1 to 128"),
+    ({"request_id": "a b"}, "request_id", '"a b"'),
+    ({"request_id": "x" * 129}, "request_id", "1 to 128"),
+    ({"priority": 101}, "priority", "[-100, 100]"),
+]
+BAD_PROMPTS = [
+    ({}, "prompt", "missing"),
+    ({"text": ""}, "text", "empty"),
+    (token_ids(), "token_ids.ids", "empty"),
+    (token_ids(1, 2, 2048), "token_ids.ids[2]", "is 2048"),
+    (token_ids(2**32 - 1), "token_ids.ids[0]", "4294967295"),
+    (token_ids(*[5] * 1024), "token_ids.ids", "1,024 tokens; a prompt may have at most 1,023"),
+    ({"text": "a " * 3000}, "text", "a prompt may have at most 1,023"),
+    (token_ids(*[5] * 1000) | stopping(max_tokens=25), "stopping.max_tokens", "1,025; this model takes at most 1,024"),
+]
+UNSUPPORTED = [
+    (sampling(n=2), "sampling.n"),
+    (sampling(best_of=2), "sampling.best_of"),
+    (sampling(beam_search=common_pb2.BeamSearchParameters(beam_width=2)), "sampling.beam_search"),
+    (sampling(presence_penalty=0.5), "sampling.presence_penalty"),
+    (sampling(frequency_penalty=0.5), "sampling.frequency_penalty"),
+    (sampling(repetition_penalty=1.1), "sampling.repetition_penalty"),
+    (sampling(logit_bias={5: 1.0}), "sampling.logit_bias"),
+    (sampling(allowed_token_ids=[5]), "sampling.allowed_token_ids"),
+    (sampling(bad_words=["bad"]), "sampling.bad_words"),
+    (stopping(min_tokens=1), "stopping.min_tokens"),
+    (stopping(include_stop_string=True), "stopping.include_stop_string"),
+    (output(prompt_logprobs=0), "output.prompt_logprobs"),
+    ({"durable": True}, "durable"),
+]
+
+
+@pytest.fixture
+async def neighbour(gateway, scheduler):
+    """A stream that is running while the test does its worst, and that must not notice."""
+    scheduler.step_delay_s = 0.005
+    reading = asyncio.create_task(
+        collect(gateway.generation.GenerateStream(stream_request("neighbour", max_tokens=40)))
+    )
+    await scheduler.until(lambda: scheduler.live)
+    yield
+    stream = await reading
+    assert len(stream.token_ids) == 40
+    assert len(scheduler.submits) == 1
+
+
+async def assert_all_refused(gateway, cases, kind):
+    for fields, field, says in cases:
+        error = await error_of(gateway.generation.GenerateStream(generation_pb2.GenerateStreamRequest(**fields)))
+        assert isinstance(error, kind), (fields, error)
+        assert [violation.field for violation in error.violations] == [field]
+        assert field in error.message
+        assert says in error.message
+        assert says in error.violations[0].description
+
+
+@pytest.mark.usefixtures("neighbour")
+async def test_bad_parameters_are_named_with_value_and_limit(gateway):
+    cases = [({"text": "hello"} | fields, field, says) for fields, field, says in BAD_PARAMETERS]
+    await assert_all_refused(gateway, cases, InvalidArgument)
+
+
+@pytest.mark.usefixtures("neighbour")
+async def test_bad_prompts_are_named_with_value_and_limit(gateway):
+    await assert_all_refused(gateway, BAD_PROMPTS, InvalidArgument)
+
+
+@pytest.mark.usefixtures("neighbour")
+async def test_unsupported_parameters_are_refused_by_name(gateway):
+    cases = [({"text": "hello"} | fields, field, "not supported") for fields, field in UNSUPPORTED]
+    await assert_all_refused(gateway, cases, Unimplemented)
+
+
+async def test_values_that_change_nothing_are_fine(gateway):
+    request = stream_request(
+        **sampling(
+            n=1, best_of=1, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_k=2**32 - 1, seed=0
+        )
+    )
+    request.stopping.min_tokens = 0
+    assert len((await collect(gateway.generation.GenerateStream(request))).token_ids) == 8
+
+
+async def test_all_violations_are_reported_at_once(gateway):
+    request = generation_pb2.GenerateRequest(text="", **sampling(temperature=-1, top_p=2))
+    error = await error_of(gateway.generation.Generate(request))
+    assert [violation.field for violation in error.violations] == ["text", "sampling.temperature", "sampling.top_p"]
+
+
+async def test_unknown_model_is_not_found_and_names_the_served_one(gateway):
+    error = await error_of(gateway.generation.GenerateStream(stream_request(model="gpt-5")))
+    assert isinstance(error, NotFound)
+    assert '"gpt-5"' in error.message
+    assert '"quire-tiny"' in error.message
+
+
+async def test_named_model_that_is_served_is_fine(gateway):
+    await collect(gateway.generation.GenerateStream(stream_request(model="quire-tiny")))
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        ([{"role": "", "content": "hi"}], "messages[0].role"),
+        ([{"role": "user", "content": "hi"}] * 1025, "messages"),
+    ],
+)
+async def test_bad_conversations(gateway, messages, field):
+    request = generation_pb2.ChatRequest(messages=[generation_pb2.ChatMessage(**message) for message in messages])
+    error = await error_of(gateway.generation.Chat(request))
+    assert isinstance(error, InvalidArgument)
+    assert [violation.field for violation in error.violations] == [field]
+
+
+@pytest.mark.usefixtures("neighbour")
+async def test_invalid_utf8_is_invalid_argument(gateway):
+    for method in ("Generate", "Tokenize"):
+        tag = {"Generate": b"\x0a", "Tokenize": b"\x12"}[method]
+        error = await error_of(gateway.raw_unary(method, tag + b"\x03a\xff\xfe"))
+        assert isinstance(error, InvalidArgument), error
+        assert error.reason == "MALFORMED_MESSAGE"
+        assert "UTF-8" in error.message
+
+
+@pytest.mark.usefixtures("neighbour")
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x7fshort", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x0b"])
+async def test_garbage_is_invalid_argument(gateway, data):
+    assert isinstance(await error_of(gateway.raw_unary("Generate", data)), InvalidArgument)
+
+
+async def test_text_and_token_ids_together_are_refused(gateway, scheduler):
+    text = generation_pb2.GenerateRequest(text="hello").SerializeToString()
+    ids = generation_pb2.GenerateRequest(**token_ids(5, 6)).SerializeToString()
+    for data in (text + ids, ids + text):
+        error = await error_of(gateway.raw_unary("Generate", data))
+        assert isinstance(error, InvalidArgument)
+        assert "text" in error.message
+        assert "token_ids" in error.message
+    assert not scheduler.submits
+
+
+async def test_raw_bytes_of_a_good_request_are_answered(gateway):
+    request = generation_pb2.GenerateRequest(text="hello", **stopping(max_tokens=3))
+    answer = await gateway.raw_unary("Generate", request.SerializeToString())
+    assert len(generation_pb2.GenerateResponse.FromString(answer).sequences[0].token_ids) == 3
+
+
+@pytest.mark.usefixtures("neighbour")
+async def test_oversized_message_is_resource_exhausted(gateway):
+    error = await error_of(gateway.generation.GenerateStream(stream_request("x" * (4 * 1024 * 1024 + 1))))
+    assert isinstance(error, ResourceExhausted)
+
+
+async def test_request_id_in_use_already_exists(gateway, scheduler):
+    scheduler.emits.clear()
+    first = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(request_id="twin"))))
+    await scheduler.until(lambda: scheduler.live)
+    error = await error_of(gateway.generation.GenerateStream(stream_request(request_id="twin")))
+    assert isinstance(error, AlreadyExists)
+    assert "twin" in error.message
+    scheduler.emits.set()
+    await first
+    await collect(gateway.generation.GenerateStream(stream_request(request_id="twin")))
+
+
+async def test_resume_is_refused_by_name(gateway):
+    error = await error_of(gateway.generation.ResumeStream(generation_pb2.ResumeStreamRequest(request_id="x")))
+    assert isinstance(error, Unimplemented)
+    assert "ResumeStream" in error.message
+
+
+async def test_every_error_carries_the_domain(gateway):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await gateway.generation.Cancel(generation_pb2.CancelRequest(request_id="nobody"))
+    details = dict(caught.value.trailing_metadata())["grpc-status-details-bin"]
+    assert b"google.rpc.ErrorInfo" in details
+    assert b"quire" in details
+    assert isinstance(from_rpc_error(caught.value), NotFound)

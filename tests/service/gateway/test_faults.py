@@ -1,0 +1,219 @@
+"""Schedulers that refuse, fail, repeat themselves, vanish and come back."""
+
+import asyncio
+
+import grpc
+import pytest
+from google.rpc import code_pb2
+from tokenizers import Tokenizer
+
+from quire.arrays import decode_int32, encode_int32
+from quire.gateway.v1 import generation_pb2
+from quire.model_directory import resolve_model
+from quire.rpc.errors import DeadlineExceeded, Internal, ResourceExhausted, Unavailable
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.fake_scheduler import FakeRequest, FakeScheduler, counting_rule
+from tests.support.gateway_process import collect, collected, error_of, running_gateway, stream_request
+
+TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
+
+
+def expected_ids(text, count):
+    prompt = tuple(TOKENIZER.encode(text).ids)
+    return [counting_rule(prompt, position) for position in range(count)]
+
+
+def queue_full():
+    return scheduler_pb2.RequestFailure(
+        code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="the queue is full", retry_after_ms=250
+    )
+
+
+async def test_full_queue_is_resource_exhausted_with_retry_info(gateway, scheduler):
+    scheduler.refusal.append(queue_full())
+    error = await error_of(gateway.generation.GenerateStream(stream_request()))
+    assert isinstance(error, ResourceExhausted)
+    assert (error.reason, error.retry_after_ms) == ("QUEUE_FULL", 250)
+    assert "the queue is full" in error.message
+
+
+async def test_failed_request_fails_alone(gateway, scheduler):
+    scheduler.emits.clear()
+    other = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("other"))))
+    poisoned = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request("poisoned"))))
+    await scheduler.until(lambda: len(scheduler.live) == 2)
+    prompt = tuple(TOKENIZER.encode("poisoned").ids)
+    handle = next(handle for handle, request in scheduler.live.items() if request.prompt == prompt)
+    scheduler.fail(handle, code=code_pb2.INTERNAL, reason="NON_FINITE_LOGITS", message="row 3 has NaN")
+    error = await poisoned
+    assert isinstance(error, Internal)
+    assert error.reason == "NON_FINITE_LOGITS"
+    scheduler.emits.set()
+    assert (await other).token_ids == expected_ids("other", 8)
+
+
+async def test_repeated_events_are_forwarded_once(gateway, scheduler):
+    scheduler.repeats_events = True
+    stream = await collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=30)))
+    assert stream.token_ids == expected_ids("hello", 30)
+
+
+@pytest.mark.parametrize("fault", ["restart", grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+async def test_stream_survives_the_loss_of_its_scheduler(gateway, scheduler, fault):
+    scheduler.step_delay_s = 0.01
+    call = gateway.generation.GenerateStream(stream_request("hello", max_tokens=40))
+    responses = []
+    async for response in call:
+        responses.append(response)
+        if len(responses) == 5:
+            if fault == "restart":
+                await scheduler.restart()
+            else:
+                scheduler.break_streams(fault)
+    stream = collected(responses)
+    assert stream.token_ids == expected_ids("hello", 40)
+    assert stream.text == TOKENIZER.decode(stream.token_ids)
+    assert scheduler.connections >= 2
+
+
+async def test_resubmission_carries_parameters_seed_and_emitted_tokens(gateway, scheduler):
+    scheduler.step_delay_s = 0.01
+    request = stream_request("hello", max_tokens=40, request_id="kept")
+    request.sampling.temperature = 0.5
+    call = gateway.generation.GenerateStream(request)
+    await call.read()
+    await scheduler.restart()
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    first, second = scheduler.submits[0], scheduler.submits[-1]
+    assert first.handle == second.handle
+    assert list(first.emitted) == []
+    emitted = decode_int32(second.emitted[0].token_ids, "token_ids").tolist()
+    assert emitted == expected_ids("hello", len(emitted))
+    assert emitted
+    second.ClearField("emitted")
+    assert first == second
+
+
+async def test_gap_in_the_events_heals_by_a_new_stream(gateway, scheduler):
+    scheduler.emits.clear()
+    reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=12))))
+    await scheduler.until(lambda: scheduler.live)
+    (handle,) = scheduler.live
+    columns = {"handles": [handle], "sequence_indices": [0], "offsets": [3], "token_ids": [99]}
+    scheduler.send(scheduler_pb2.TokenEvents(**{name: encode_int32(values) for name, values in columns.items()}))
+    await scheduler.until(lambda: scheduler.connections == 2 and scheduler.live)
+    scheduler.emits.set()
+    assert (await reading).token_ids == expected_ids("hello", 12)
+
+
+async def test_malformed_events_heal_by_a_new_stream(gateway, scheduler):
+    scheduler.emits.clear()
+    reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=12))))
+    await scheduler.until(lambda: scheduler.live)
+    scheduler.send(scheduler_pb2.TokenEvents(handles=b"\0\0\0\0", offsets=b"\0\0\0"))
+    await scheduler.until(lambda: scheduler.connections == 2 and scheduler.live)
+    scheduler.emits.set()
+    assert (await reading).token_ids == expected_ids("hello", 12)
+
+
+async def test_request_that_ran_before_outwaits_a_full_queue(gateway, scheduler):
+    scheduler.emits.clear()
+    reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=12))))
+    await scheduler.until(lambda: scheduler.live)
+    refusal = queue_full()
+    refusal.retry_after_ms = 10
+    scheduler.refusal.append(refusal)
+    scheduler.emits.set()
+    await scheduler.restart()
+    assert (await reading).token_ids == expected_ids("hello", 12)
+    assert len(scheduler.submits) == 3
+
+
+async def test_new_request_waits_for_a_lost_scheduler(gateway, scheduler):
+    await scheduler.stop()
+    reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello"))))
+    await asyncio.sleep(0.05)
+    assert not reading.done()
+    scheduler.epoch += 1
+    await scheduler.start()
+    assert (await reading).token_ids == expected_ids("hello", 8)
+
+
+async def test_waiting_for_a_lost_scheduler_ends(scheduler):
+    async with running_gateway(scheduler, connect_timeout=0.1, failover_delay=0.1) as gateway:
+        scheduler.step_delay_s = 0.01
+        running = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request(max_tokens=500))))
+        await scheduler.until(lambda: scheduler.live)
+        await scheduler.stop()
+        new = await error_of(gateway.generation.GenerateStream(stream_request("hello")))
+        assert isinstance(new, Unavailable)
+        assert new.reason == "NO_SCHEDULER"
+        assert isinstance(await running, Unavailable)
+        await scheduler.start()
+
+
+async def test_unavailable_soon_where_no_scheduler_was_ever_reached():
+    scheduler = FakeScheduler(refuses_connections=True)
+    await scheduler.start()
+    async with running_gateway(scheduler, first_connect_timeout=0.1) as gateway:
+        error = await error_of(gateway.generation.GenerateStream(stream_request("hello")))
+        assert isinstance(error, Unavailable)
+        assert error.reason == "NO_SCHEDULER"
+    await scheduler.stop()
+
+
+async def test_older_epoch_is_not_used(gateway, scheduler):
+    await scheduler.stop()
+    scheduler.epoch -= 1
+    connections = scheduler.connections
+    await scheduler.start()
+    await scheduler.until(lambda: scheduler.connections >= connections + 2)
+    assert not scheduler.submits
+    scheduler.epoch += 5
+    stream = await collect(gateway.generation.GenerateStream(stream_request("hello")))
+    assert stream.token_ids == expected_ids("hello", 8)
+
+
+async def test_scheduler_of_another_architecture_is_not_used():
+    scheduler = FakeScheduler(architecture="GPT2LMHeadModel")
+    await scheduler.start()
+    async with running_gateway(scheduler, first_connect_timeout=0.1) as gateway:
+        assert isinstance(await error_of(gateway.generation.GenerateStream(stream_request("hello"))), Unavailable)
+    await scheduler.stop()
+
+
+async def test_requests_move_to_another_replica_after_a_while(scheduler):
+    other = FakeScheduler()
+    await other.start()
+    async with running_gateway(scheduler, other, failover_delay=0.05) as gateway:
+        scheduler.step_delay_s = other.step_delay_s = 0.01
+        texts = [f"request {number}" for number in range(8)]
+        reading = [
+            asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(text, max_tokens=30))))
+            for text in texts
+        ]
+        await scheduler.until(lambda: len(scheduler.live) + len(other.live) == 8 and scheduler.live)
+        assert other.live
+        await scheduler.stop()
+        for text, stream in zip(texts, await asyncio.gather(*reading), strict=True):
+            assert stream.token_ids == expected_ids(text, 30)
+        await scheduler.start()
+    await other.stop()
+
+
+async def test_request_that_only_the_scheduler_remembers_is_aborted(gateway, scheduler):
+    forgotten = scheduler_pb2.Submit(handle=77, request_id="forgotten")
+    forgotten.stopping.max_tokens = 10_000
+    scheduler.live[77] = FakeRequest.of(forgotten)
+    await scheduler.until(lambda: scheduler.aborted)
+    assert scheduler.aborted == ["forgotten"]
+
+
+async def test_deadline_aborts_the_request(gateway, scheduler):
+    scheduler.emits.clear()
+    request = generation_pb2.GenerateRequest(text="hello", request_id="late")
+    error = await error_of(gateway.generation.Generate(request, timeout=0.2))
+    assert isinstance(error, DeadlineExceeded)
+    await scheduler.until(lambda: scheduler.aborted)
+    assert scheduler.aborted == ["late"]

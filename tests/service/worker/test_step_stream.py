@@ -1,0 +1,275 @@
+"""The step stream of the real worker where its device, its rows and its pool are at stake."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.arrays import encode_int32
+from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable, Unimplemented, from_rpc_error
+from quire.rpc.server import RpcServer
+from quire.worker.v1 import worker_pb2
+from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from tests.support.tiny_causal_lm import TinyCausalLM
+from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch, worker_stub
+from tests.support.worker_server import running_worker
+from worker_svc.metrics import WorkerMetrics
+from worker_svc.servicer import SERVICE_NAME, WorkerServicer
+
+PROMPT = [3, 1, 4, 1, 5]
+BLOCKS = [2, 9]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    address: str
+    model: TinyCausalLM
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    model = TinyCausalLM()
+    async with running_worker(tmp_path, model, heartbeat_interval_s=0.02) as address:
+        yield Service(address, model)
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[StepClient]:
+    async with attached_client(service.address, 1) as client:
+        yield client
+
+
+async def prefill(
+    client: StepClient, row: int = 0, blocks: list[int] = BLOCKS, **sampling: object
+) -> worker_pb2.StepResult:
+    return await client.run(
+        assign=[make_assign(row, PROMPT, blocks, **sampling)], batch=make_batch([row], [len(PROMPT)], [0])
+    )
+
+
+def fail(_: object) -> None:
+    raise RuntimeError("the device is on fire")
+
+
+async def test_a_failed_step_ends_the_session_and_the_worker_can_be_attached_again(service: Service) -> None:
+    async with attached_client(service.address, 1) as client:
+        expected = ints((await prefill(client)).token_ids)
+        service.model.before_step = fail
+        await client.send(client.step(batch=make_batch([0], [1], [5])))
+        error = await client.error()
+        assert isinstance(error, Internal)
+        assert "step 2" in error.message
+        assert "on fire" in error.message
+    service.model.before_step = lambda _: None
+    async with attached_client(service.address, 2) as client:
+        assert ints((await prefill(client)).token_ids) == expected
+
+
+async def test_steps_behind_a_failed_one_are_not_run(service: Service) -> None:
+    calls: list[int] = []
+    release = threading.Event()
+
+    def fail_late(inputs: object) -> None:
+        calls.append(1)
+        release.wait(10)
+        fail(inputs)
+
+    async with attached_client(service.address, 1) as client:
+        await prefill(client)
+        service.model.before_step = fail_late
+        await client.send(client.step(batch=make_batch([0], [1], [5])))
+        await client.send(client.step(batch=make_batch([0], [1], [6])))
+        while not calls:
+            await client.heartbeat()
+        release.set()
+        assert isinstance(await client.error(), Internal)
+    async with attached_client(service.address, 2):
+        assert len(calls) == 1
+
+
+async def test_a_hung_device_shows_in_the_heartbeats_and_holds_up_nothing_else(service: Service) -> None:
+    release = threading.Event()
+    async with attached_client(service.address, 1) as client, worker_stub(service.address) as stub:
+        await prefill(client)
+        service.model.before_step = lambda _: release.wait(10) and None
+        await client.send(client.step(batch=make_batch([0], [1], [5])))
+        while (beat := await client.heartbeat()).busy_ms < 60:
+            assert beat.last_step_id == 1
+        assert (await stub.GetInfo(worker_pb2.GetInfoRequest())).info == client.info
+        release.set()
+        assert (await client.result()).step_id == 2
+        while (await client.heartbeat()).busy_ms:
+            pass
+
+
+async def test_a_takeover_waits_for_the_steps_that_are_queued(service: Service) -> None:
+    release, started = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hold(_: object) -> None:
+        loop.call_soon_threadsafe(started.set)
+        release.wait(10)
+
+    async with attached_client(service.address, 1) as old, worker_stub(service.address) as stub:
+        await prefill(old)
+        service.model.before_step = hold
+        await old.send(old.step(batch=make_batch([0], [1], [5])))
+        await started.wait()
+        new = StepClient(stub)
+        attaching = asyncio.create_task(new.attach(2))
+        error = await old.error()
+        assert isinstance(error, FailedPrecondition)
+        assert error.reason == "SUPERSEDED"
+        assert not attaching.done()
+        release.set()
+        assert (await attaching).scheduler_epoch == 2
+        await prefill(new)
+        new.cancel()
+
+
+async def test_a_refused_step_changes_neither_pool_nor_seals(service: Service) -> None:
+    async with attached_client(service.address, 1) as client:
+        first = await prefill(client)
+        await client.run(sealed_block_ids=encode_int32([2]), sealed_hashes=b"h" * 32)
+        bad = client.step(
+            cache_operations=worker_pb2.CacheOperations(copy=encode_int32([9, 2])),
+            sealed_block_ids=encode_int32([30]),
+            sealed_hashes=b"x" * 32,
+            batch=make_batch([7], [1], [0]),
+        )
+        await client.send(bad)
+        assert isinstance(await client.error(), InvalidArgument)
+    async with attached_client(service.address, 2) as client:
+        assert ints(client.attached.sealed_block_ids) == [2]
+        assert client.attached.sealed_hashes == b"h" * 32
+        # The keys of the first tokens are still in their block: only the last token is computed again.
+        again = await client.run(assign=[make_assign(0, PROMPT, BLOCKS)], batch=make_batch([0], [1], [4]))
+        assert again.token_ids == first.token_ids
+
+
+async def test_a_block_that_is_written_again_loses_its_seal(service: Service) -> None:
+    async with attached_client(service.address, 1) as client:
+        await client.run(sealed_block_ids=encode_int32([2, 9, 11, 12]), sealed_hashes=b"h" * 128)
+        await client.run(
+            assign=[make_assign(0, PROMPT, BLOCKS)],
+            batch=make_batch([0], [len(PROMPT)], [0]),
+            cache_operations=worker_pb2.CacheOperations(copy=encode_int32([5, 11])),
+        )
+    async with attached_client(service.address, 2) as client:
+        assert ints(client.attached.sealed_block_ids) == [12]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_row_with_bad_logits_fails_alone(service: Service, temperature: float) -> None:
+    def spoil(logits: torch.Tensor) -> torch.Tensor:
+        logits[0, 7] = torch.nan
+        return logits
+
+    rows, blocks = [0, 1, 2], [[2, 9], [3, 4], [5, 6]]
+    step = {
+        "assign": [make_assign(row, PROMPT, blocks[row], temperature=temperature, seed=4) for row in rows],
+        "batch": make_batch(rows, [5, 5, 5], [0, 0, 0]),
+    }
+    async with attached_client(service.address, 1) as client:
+        good = await client.run(**step)
+        assert not good.failures
+        service.model.change_logits = spoil
+        bad = await client.run(release=encode_int32(rows), **step)
+        assert [failure.row for failure in bad.failures] == [0]
+        assert bad.failures[0].reason == worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS
+        assert ints(bad.token_ids) == [0, *ints(good.token_ids)[1:]]
+
+
+async def test_log_probabilities_come_for_the_rows_that_ask(client: StepClient, service: Service) -> None:
+    result = await client.run(
+        assign=[make_assign(0, PROMPT, [2, 9]), make_assign(1, PROMPT, [3, 4], logprobs=3)],
+        batch=make_batch([0, 1], [5, 5], [0, 0]),
+    )
+    (logprobs,) = result.logprobs
+    expected = service.model.naive_logits(PROMPT).log_softmax(0).sort(descending=True)
+    assert logprobs.row == 1
+    assert logprobs.chosen_rank == 1
+    assert logprobs.chosen_logprob == pytest.approx(float(expected.values[0]), abs=1e-5)
+    assert ints(logprobs.top_token_ids) == expected.indices[:3].tolist()
+    assert ints(result.token_ids)[1] == int(expected.indices[0])
+
+
+async def test_candidates_are_reported_and_no_token_is_appended(client: StepClient, service: Service) -> None:
+    result = await prefill(client, num_candidates=4)
+    (candidates,) = result.candidates
+    expected = service.model.naive_logits(PROMPT).topk(4).indices.tolist()
+    assert ints(candidates.token_ids) == expected
+    chosen = await client.run(
+        set_tokens=[worker_pb2.SetTokens(row=0, position=5, token_ids=encode_int32(expected[1:2]))],
+        batch=make_batch([0], [1], [5]),
+    )
+    naive = service.model.naive_logits([*PROMPT, expected[1]]).topk(4).indices.tolist()
+    assert ints(chosen.candidates[0].token_ids) == naive
+
+
+async def test_samples_of_one_prompt_share_its_logits_and_go_their_own_ways(
+    client: StepClient, service: Service
+) -> None:
+    result = await client.run(
+        assign=[make_assign(0, PROMPT, [2, 9], temperature=5.0, seed=1)],
+        fork=encode_int32([0, 4, 0, 6]),
+        reseed=[worker_pb2.ReseedRow(row=4, seed=2), worker_pb2.ReseedRow(row=6, seed=3)],
+        batch=make_batch([0], [5], [0], [(0, 0), (4, 0), (6, 0)]),
+    )
+    tokens = ints(result.token_ids)
+    assert ints(result.rows) == [0, 4, 6]
+    assert len(set(tokens)) > 1
+    alone = await client.run(
+        assign=[make_assign(7, PROMPT, [20, 21], temperature=5.0, seed=3)], batch=make_batch([7], [5], [0])
+    )
+    assert ints(alone.token_ids) == tokens[2:]
+    # Copy-on-write of the last block, then each decodes in a block of its own.
+    decoded = await client.run(
+        cache_operations=worker_pb2.CacheOperations(copy=encode_int32([9, 10, 9, 11])),
+        block_table_deltas=encode_int32([4, 1, 10, 6, 1, 11]),
+        set_tokens=[worker_pb2.SetTokens(row=row, position=5, token_ids=encode_int32([row])) for row in (0, 4, 6)],
+        batch=make_batch([0, 4, 6], [1, 1, 1], [5, 5, 5]),
+    )
+    assert len(ints(decoded.token_ids)) == 3
+
+
+async def test_blocks_survive_a_trip_to_the_host(client: StepClient) -> None:
+    first = await prefill(client)
+    await client.run(cache_operations=worker_pb2.CacheOperations(swap_out=encode_int32([2, 1, 9, 0])))
+    await prefill(client, row=1, blocks=BLOCKS, temperature=1.0)
+    again = await client.run(
+        cache_operations=worker_pb2.CacheOperations(swap_in=encode_int32([1, 14, 0, 15])),
+        release=encode_int32([0]),
+        assign=[make_assign(0, PROMPT, [14, 15])],
+        batch=make_batch([0], [1], [4]),
+    )
+    assert again.token_ids == first.token_ids
+
+
+async def test_a_parameter_of_a_later_version_is_refused_by_name(client: StepClient) -> None:
+    await client.send(client.step(assign=[make_assign(0, PROMPT, BLOCKS, min_tokens=3)]))
+    error = await client.error()
+    assert isinstance(error, Unimplemented)
+    assert error.violations[0].field == "assign[0].sampling.min_tokens"
+
+
+async def test_a_worker_that_loads_its_model_says_so(tmp_path: Path) -> None:
+    servicer = WorkerServicer(WorkerMetrics())
+    server = await RpcServer.start(
+        f"unix:{tmp_path / 'loading'}",
+        lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server),
+        [SERVICE_NAME],
+    )
+    try:
+        async with worker_stub(server.address) as stub:
+            with pytest.raises(Exception, match="loading its model") as raised:
+                await stub.GetInfo(worker_pb2.GetInfoRequest())
+            error = from_rpc_error(raised.value)
+            assert isinstance(error, Unavailable)
+            assert error.retry_after_ms is not None
+    finally:
+        await server.stop(grace_s=0)

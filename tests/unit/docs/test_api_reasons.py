@@ -1,0 +1,52 @@
+"""docs/api.md lists every reason that the services give, and none that nobody gives."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from quire.rpc import errors
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc")
+REASON = re.compile(r"[A-Z]+(_[A-Z]+)*")
+
+
+def test_docs_and_code_name_the_same_reasons() -> None:
+    assert documented_reasons() == given_reasons() - default_reasons()
+
+
+def documented_reasons() -> set[str]:
+    head = (ROOT / "docs" / "api_head.md").read_text(encoding="utf-8")
+    section = head.partition("### Reasons")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return {reason for row in rows for reason in re.findall(r"`([A-Z_]+)`", row)}
+
+
+def given_reasons() -> set[str]:
+    return {
+        reason
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*.py")
+        if not file.stem.endswith(("_pb2", "_pb2_grpc"))
+        for reason in reasons_in(ast.parse(file.read_text(encoding="utf-8")))
+    }
+
+
+def reasons_in(tree: ast.Module) -> Iterator[str]:
+    """Texts given as `reason=...`, and those that make a RequestFailure, which travels as an event."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            given: list[ast.expr] = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in {"request_failure", "RequestFailure"}:
+                given += node.args
+            yield from (text for text in map(text_of, given) if REASON.fullmatch(text))
+
+
+def text_of(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def default_reasons() -> set[str]:
+    return {cls.default_reason for cls in errors.QuireError.__subclasses__()}

@@ -1,0 +1,101 @@
+"""The detokenizer's pieces add up to the decoding of all tokens, and never hold half a character."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.tokenizers import BOS, byte_fallback, byte_level, byte_level_bytes, wrapped
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE_LEVEL = wrapped(byte_level())
+BYTE_FALLBACK = wrapped(byte_fallback())
+
+
+def pieces_of(tokenizer, token_ids, *, include_special_tokens=False):
+    detokenizer = tokenizer.detokenizer(include_special_tokens=include_special_tokens)
+    return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.flush()]
+
+
+def encode(tokenizer, text):
+    return tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@settings(deadline=None)
+@given(token_ids=st.lists(st.integers(0, BYTE_LEVEL.size + 3), max_size=80), special=st.booleans())
+def test_byte_level_pieces_add_up_for_any_tokens(token_ids, special):
+    pieces = pieces_of(BYTE_LEVEL, token_ids, include_special_tokens=special)
+    assert "".join(pieces) == BYTE_LEVEL.decode(token_ids, include_special_tokens=special)
+
+
+@settings(deadline=None)
+@given(data=st.binary(max_size=120))
+def test_byte_level_pieces_add_up_for_any_bytes(data):
+    alphabet = byte_level_bytes()
+    token_ids = [alphabet[byte] for byte in data]
+    assert "".join(pieces_of(BYTE_LEVEL, token_ids)) == data.decode("utf-8", errors="replace")
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=60))
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
+def test_pieces_of_encoded_text_add_up(tokenizer, text):
+    token_ids = encode(tokenizer, text)
+    whole = tokenizer.decode(token_ids, include_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, token_ids)) == whole
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet="a😀你é👍🏽 ", max_size=60))
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
+def test_no_piece_holds_half_a_character(tokenizer, text):
+    pieces = pieces_of(tokenizer, encode(tokenizer, text))
+    assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@settings(deadline=None)
+@given(token_ids=st.lists(st.integers(0, BYTE_FALLBACK.size - 1), max_size=80))
+def test_byte_fallback_takes_any_tokens(token_ids):
+    text = "".join(pieces_of(BYTE_FALLBACK, token_ids))
+    whole = BYTE_FALLBACK.decode(token_ids, include_special_tokens=False)
+    if REPLACEMENT not in whole:
+        assert text == whole
+    assert text.replace(REPLACEMENT, "").startswith(whole.split(REPLACEMENT)[0][:1])
+
+
+def test_characters_before_a_late_invalid_byte_stay():
+    bytes_of = {byte: 3 + byte for byte in range(256)}
+    token_ids = [bytes_of[byte] for byte in "你".encode() + b"\xff"]
+    assert "".join(pieces_of(BYTE_FALLBACK, token_ids)) == "你" + REPLACEMENT
+
+
+def test_emoji_is_delivered_by_its_last_byte():
+    alphabet = byte_level_bytes()
+    assert pieces_of(BYTE_LEVEL, [alphabet[byte] for byte in "😀".encode()]) == ["", "", "", "😀", ""]
+
+
+def test_incomplete_character_at_the_end_comes_with_the_flush():
+    alphabet = byte_level_bytes()
+    token_ids = [alphabet[byte] for byte in b"ok\xf0\x9f"]
+    assert pieces_of(BYTE_LEVEL, token_ids) == ["o", "k", "", "", REPLACEMENT]
+
+
+def test_special_tokens_are_text_only_where_asked():
+    token_ids = [*encode(BYTE_LEVEL, "the"), BYTE_LEVEL._tokenizer.token_to_id(BOS), *encode(BYTE_LEVEL, " cat")]
+    assert "".join(pieces_of(BYTE_LEVEL, token_ids)) == "the cat"
+    assert "".join(pieces_of(BYTE_LEVEL, token_ids, include_special_tokens=True)) == "the<s> cat"
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [b"\x80", b"\xf0\x9f", b"\x9f\x98\x80\xf0", "\N{REPLACEMENT CHARACTER}".encode()],
+    ids=["lone continuation", "never completed", "never at a boundary", "real replacement character"],
+)
+def test_cost_of_a_token_does_not_grow_over_odd_bytes(unit):
+    alphabet = byte_level_bytes()
+    token_ids = [alphabet[byte] for byte in unit * 3000]
+    detokenizer = BYTE_LEVEL.detokenizer(include_special_tokens=False)
+    pieces = []
+    for token_id in token_ids:
+        pieces.append(detokenizer.push(token_id))
+        assert len(detokenizer._window) < 32
+    assert "".join(pieces) + detokenizer.flush() == (unit * 3000).decode(errors="replace")

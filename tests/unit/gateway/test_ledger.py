@@ -1,0 +1,214 @@
+"""The ledger applies what a scheduler says to the right live requests, and says what remains to be done."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from gateway.events import Chunk, Completed, Finished, FinishReason, Usage
+from gateway.ledger import Ledger
+from gateway.request import GenerationRequest, Sampling, Stopping
+from gateway.scheduler_events import EventBatch, RequestEnded, RequestFailed, SequenceEnded, TokenRun
+from gateway.sequence_stream import TokenGapError
+from quire.rpc.errors import AlreadyExists, Cancelled, ResourceExhausted
+from tests.support.tokenizers import byte_level, wrapped
+
+TOKENIZER = wrapped(byte_level())
+REPLICA = "replica"
+USAGE = Usage(prompt_tokens=3, generated_tokens=2)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def ids_of(text):
+    return byte_level().encode(text, add_special_tokens=False).ids
+
+
+def make_request(request_id="a", stop=()):
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=np.array([5, 6, 7], np.int32),
+        sampling=Sampling(0.0, 0, 1.0, 0.0, 1),
+        stopping=Stopping(100, tuple(stop), (), (1,)),
+        logprobs=None,
+        include_special_tokens=False,
+        priority=0,
+        ignore_eos=False,
+    )
+
+
+def open_live(ledger, *args, **kwargs):
+    live = ledger.open(make_request(*args, **kwargs), lambda: TOKENIZER.detokenizer(include_special_tokens=False))
+    live.replica = REPLICA
+    return live
+
+
+def make_batch(runs=(), ended=(), completed=(), failed=()):
+    return EventBatch(list(runs), list(ended), list(completed), list(failed))
+
+
+def finishing_batch(live, token_ids):
+    return make_batch(
+        [TokenRun(live.handle, 0, 0, token_ids)],
+        [SequenceEnded(live.handle, 0, len(token_ids), FinishReason.LENGTH, None, None)],
+        [RequestEnded(live.handle, USAGE)],
+    )
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def ledger(clock):
+    return Ledger(max_chunk_tokens=100, clock=clock)
+
+
+async def test_events_end_with_finished_and_completed(ledger):
+    live = open_live(ledger)
+    ledger.apply(REPLICA, finishing_batch(live, ids_of("hello")))
+    events = [event async for event in live.events()]
+    assert [type(event) for event in events] == [Chunk, Finished, Completed]
+    assert events[0].text == "hello"
+    assert events[-1].usage is USAGE
+
+
+async def test_result_is_the_whole_sequence(ledger):
+    live = open_live(ledger)
+    ledger.apply(REPLICA, finishing_batch(live, ids_of("hello world")))
+    (sequence,), usage = await live.result()
+    assert (sequence.text, sequence.token_ids, usage) == ("hello world", ids_of("hello world"), USAGE)
+
+
+async def test_a_waiting_reader_gets_tokens_as_they_come(ledger):
+    live = open_live(ledger)
+    events = live.events()
+    first = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    assert not first.done()
+    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, [60])]))
+    assert (await first).token_ids == [60]
+
+
+async def test_tokens_join_the_next_chunk_while_the_reader_is_busy(ledger):
+    live = open_live(ledger)
+    events = live.events()
+    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, [60])]))
+    assert (await anext(events)).token_ids == [60]
+    for offset in range(1, 6):
+        ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, offset, [60 + offset])]))
+    chunk = await anext(events)
+    assert (chunk.offset, chunk.token_ids) == (1, [61, 62, 63, 64, 65])
+
+
+async def test_a_stop_string_ends_the_request_here(ledger, clock):
+    live = open_live(ledger, stop=["the"])
+    clock.now += 0.5
+    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, ids_of("a"))]))
+    clock.now += 0.25
+    outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 1, ids_of("the cat"))]))
+    assert outcome.ended_here == [live]
+    events = [event async for event in live.events()]
+    assert events[-2].stop_string == "the"
+    assert events[-1].usage == Usage(
+        prompt_tokens=3, generated_tokens=live.num_generated_tokens, prefill_ms=500.0, decode_ms=250.0
+    )
+
+
+async def test_events_after_a_stop_string_are_dropped(ledger):
+    live = open_live(ledger, stop=["the"])
+    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, ids_of("the"))]))
+    count = live.num_generated_tokens
+    outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, count, [60])], completed=[]))
+    assert outcome.ended_here == []
+    assert live.num_generated_tokens == count
+
+
+def test_events_of_unknown_handles_and_other_replicas_are_dropped(ledger):
+    live = open_live(ledger)
+    ledger.apply(REPLICA, make_batch([TokenRun(live.handle + 1, 0, 0, [60])]))
+    ledger.apply("another", make_batch([TokenRun(live.handle, 0, 0, [60])]))
+    assert live.num_generated_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "batch_of",
+    [
+        lambda handle: make_batch([TokenRun(handle, 0, 1, [60])]),
+        lambda handle: make_batch([TokenRun(handle, 3, 0, [60])]),
+        lambda handle: make_batch(ended=[SequenceEnded(handle, 0, 1, FinishReason.LENGTH, None, None)]),
+        lambda handle: make_batch(completed=[RequestEnded(handle, USAGE)]),
+    ],
+    ids=["offset too high", "unknown sequence", "end without its tokens", "completed before its end"],
+)
+def test_missing_events_are_noticed(ledger, batch_of):
+    live = open_live(ledger)
+    with pytest.raises(TokenGapError):
+        ledger.apply(REPLICA, batch_of(live.handle))
+    assert not live.is_over
+
+
+def test_work_that_nobody_wants_is_reported(ledger):
+    live = open_live(ledger)
+    batch = make_batch([TokenRun(live.handle, 0, 0, [60]), TokenRun(live.handle + 1, 0, 0, [60])])
+    assert ledger.apply(REPLICA, batch).unknown_handles == {live.handle + 1}
+    assert ledger.apply("another", batch).unknown_handles == {live.handle, live.handle + 1}
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "reason"),
+    [([60] * 100, FinishReason.LENGTH), ([60, 1], FinishReason.STOP), ([60] * 99, None)],
+    ids=["all its tokens", "eos", "one short"],
+)
+async def test_a_request_that_has_all_its_tokens_needs_no_scheduler(ledger, token_ids, reason):
+    live = open_live(ledger)
+    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, token_ids)]))
+    live.settle()
+    assert live.is_over == (reason is not None)
+    if reason is not None:
+        (sequence,), usage = await live.result()
+        assert sequence.finished.reason is reason
+        assert usage.generated_tokens == len(token_ids)
+
+
+def test_failures_are_reported(ledger):
+    live = open_live(ledger)
+    error = ResourceExhausted("full")
+    assert ledger.apply(REPLICA, make_batch(failed=[RequestFailed(live.handle, error)])).failed == [(live, error)]
+
+
+async def test_an_error_ends_the_events(ledger):
+    live = open_live(ledger)
+    live.fail(Cancelled("by id"))
+    live.fail(ResourceExhausted("too late"))
+    with pytest.raises(Cancelled):
+        await anext(live.events())
+    with pytest.raises(Cancelled):
+        await live.result()
+
+
+def test_ids_are_unique_among_live_requests(ledger):
+    live = open_live(ledger, "same")
+    with pytest.raises(AlreadyExists, match="same"):
+        open_live(ledger, "same")
+    ledger.close(live)
+    ledger.close(live)
+    assert open_live(ledger, "same").handle != live.handle
+
+
+async def test_wait_until_empty_returns_after_the_last_close(ledger):
+    await ledger.wait_until_empty()
+    live = open_live(ledger)
+    waiting = asyncio.ensure_future(ledger.wait_until_empty())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    ledger.close(live)
+    await asyncio.wait_for(waiting, 1)
+    assert len(ledger) == 0

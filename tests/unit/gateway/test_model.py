@@ -1,0 +1,124 @@
+"""What the gateway reads from a model directory."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gateway.backoff import Backoff
+from gateway.generator import limits_of, resolve_sampling
+from gateway.model import ServedModel
+from gateway.request import ChatMessage, SamplingOptions
+from gateway.scheduler_events import Welcome
+from gateway.settings import GatewaySettings
+from quire.settings import ConfigurationError, load_settings
+from tests.support.tokenizers import byte_fallback, byte_level, wrapped, write_model_directory
+
+
+@pytest.fixture
+def executor():
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def open_model(tmp_path, executor, **files):
+    return ServedModel.open(write_model_directory(tmp_path / "m", byte_level(), **files), None, executor)
+
+
+def test_generation_config_gives_the_defaults(tmp_path, executor):
+    config = '{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 7]}'
+    model = open_model(tmp_path, executor, generation_config__json=config)
+    assert model.name == "m"
+    assert model.eos_token_ids == (1, 7)
+    assert model.sampling_defaults == SamplingOptions(temperature=0.6, top_k=20, top_p=0.95)
+
+
+def test_do_sample_false_is_greedy(tmp_path, executor):
+    model = open_model(tmp_path, executor, generation_config__json='{"do_sample": false, "temperature": 0.6}')
+    assert model.sampling_defaults.temperature == 0
+
+
+def test_a_default_that_is_no_number_is_a_configuration_error(tmp_path, executor):
+    with pytest.raises(ConfigurationError, match="top_p"):
+        open_model(tmp_path, executor, generation_config__json='{"top_p": "high"}')
+
+
+async def test_special_tokens_of_either_form_reach_the_template(tmp_path, executor):
+    config = (
+        '{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}a{{ eos_token }}"}'
+    )
+    model = open_model(tmp_path, executor, tokenizer_config__json=config)
+    assert await model.tokenizer.spell(await model.encode_chat([ChatMessage("user", "x")])) == ["<s>", "a", "</s>"]
+
+
+async def test_a_long_conversation_is_rendered_in_a_thread(tmp_path, executor):
+    model = open_model(tmp_path, executor, chat_template__jinja="{% for m in messages %}{{ m.content }}{% endfor %}")
+    messages = [ChatMessage("user", "the cat ")] * 1000
+    expected = byte_level().encode("the cat " * 1000, add_special_tokens=False).ids
+    assert await model.encode_chat(messages) == expected
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
+async def test_long_and_short_texts_are_tokenized_alike(tokenizer):
+    gateway_tokenizer = wrapped(tokenizer)
+    for text in ("the cat", "the cat " * 2000):
+        for special in (True, False):
+            expected = tokenizer.encode(text, add_special_tokens=special).ids
+            assert await gateway_tokenizer.encode(text, add_special_tokens=special) == expected
+
+
+async def test_truncation_of_the_tokenizer_file_is_not_applied():
+    tokenizer = type(byte_level()).from_str(byte_level().to_str())
+    whole = tokenizer.encode("a b c d e f g h", add_special_tokens=False).ids
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=50)
+    assert await wrapped(tokenizer).encode("a b c d e f g h", add_special_tokens=False) == whole
+
+
+def test_asked_wins_over_the_model_and_the_model_over_the_contract():
+    sampling = resolve_sampling(SamplingOptions(temperature=0.0, seed=0), SamplingOptions(temperature=0.6, top_k=20))
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed) == (0, 20, 1, 0, 0)
+
+
+def test_seeds_are_drawn_where_none_is_given():
+    seeds = {resolve_sampling(SamplingOptions(), SamplingOptions()).seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_limits_are_those_that_hold_on_every_replica():
+    one = Welcome(1, 100, 512, 16, 1, 0, 1, 1, "A", "float32", 20)
+    other = Welcome(1, 90, 1024, 16, 1, 0, 1, 1, "A", "float32", 3)
+    limits = limits_of(GatewaySettings(max_prompt_tokens=600), [one, other])
+    assert (limits.vocab_size, limits.max_model_len, limits.max_prompt_tokens, limits.max_logprobs) == (90, 512, 511, 3)
+    assert limits_of(GatewaySettings(max_prompt_tokens=600), [other]).max_prompt_tokens == 600
+
+
+def test_settings_come_from_flags_and_environment():
+    settings = load_settings(
+        GatewaySettings,
+        ["--schedulers", "a:1,b:2", "--max-message-bytes", "8MiB"],
+        {"QUIRE_HTTP_PORT": "9000"},
+        program="quire gateway",
+    )
+    assert settings.schedulers == ("a:1", "b:2")
+    assert (settings.max_message_bytes, settings.http_port, settings.grpc_port) == (8 * 1024 * 1024, 9000, 50051)
+    with pytest.raises(ConfigurationError, match="--grpc-port"):
+        load_settings(GatewaySettings, ["--grpc-port", "70000"], {}, program="quire gateway")
+
+
+@pytest.mark.parametrize(
+    ("schedulers", "says"), [("", "empty"), ("a", "HOST:PORT"), ("a:1,a:1", "twice"), (",", "empty")]
+)
+def test_schedulers_must_be_addresses(schedulers, says):
+    with pytest.raises(ConfigurationError, match=says):
+        load_settings(GatewaySettings, ["--schedulers", schedulers], {}, program="quire gateway")
+
+
+def test_backoff_doubles_up_to_a_second_and_starts_over():
+    backoff = Backoff(random.Random(1))
+    delays = [backoff.next_delay_s() for _ in range(12)]
+    assert 0.005 <= delays[0] <= 0.01
+    assert all(0.5 <= delay <= 1.0 for delay in delays[7:])
+    backoff.reset()
+    assert backoff.next_delay_s() <= 0.01

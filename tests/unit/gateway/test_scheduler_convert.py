@@ -1,0 +1,70 @@
+"""The scheduler's messages become values; malformed ones are refused."""
+
+import pytest
+
+from gateway.events import FinishReason
+from gateway.scheduler_convert import event_batch_from
+from quire.arrays import encode_int32
+from quire.common.v1 import common_pb2
+from quire.rpc.errors import InvalidArgument, ResourceExhausted
+from quire.scheduler.v1 import scheduler_pb2
+
+
+def make_events(rows, **fields):
+    names = ("handles", "sequence_indices", "offsets", "token_ids")
+    columns = {name: encode_int32([row[i] for row in rows]) for i, name in enumerate(names)}
+    return scheduler_pb2.TokenEvents(**columns, **fields)
+
+
+def logprobs(event, token_id):
+    chosen = common_pb2.Logprob(token_id=token_id, logprob=-1.0, rank=2)
+    return scheduler_pb2.EventLogprobs(event=event, logprobs=common_pb2.PositionLogprobs(chosen=chosen, top=[chosen]))
+
+
+def test_consecutive_tokens_of_one_sequence_are_one_run():
+    rows = [(1, 0, 5, 50), (1, 0, 6, 51), (2, 0, 0, 60), (1, 0, 7, 52), (2, 1, 0, 70), (2, 1, 2, 71)]
+    runs = event_batch_from(make_events(rows)).runs
+    assert [(run.handle, run.sequence_index, run.offset, run.token_ids) for run in runs] == [
+        (1, 0, 5, [50, 51]),
+        (2, 0, 0, [60]),
+        (1, 0, 7, [52]),
+        (2, 1, 0, [70]),
+        (2, 1, 2, [71]),
+    ]
+
+
+def test_logprobs_go_to_their_tokens():
+    rows = [(1, 0, 0, 50), (2, 0, 0, 60), (2, 0, 1, 61)]
+    plain, reported = event_batch_from(make_events(rows, logprobs=[logprobs(2, 61), logprobs(1, 60)])).runs
+    assert plain.logprobs == []
+    assert [entry.chosen.token_id for entry in reported.logprobs] == [60, 61]
+    assert reported.logprobs[0].top[0].rank == 2
+
+
+def test_ends_and_failures():
+    end = scheduler_pb2.SequenceEnd(handle=1, num_tokens=3, reason=common_pb2.FINISH_REASON_STOP, stop_token_id=0)
+    failure = scheduler_pb2.RequestFailure(handle=2, code=8, reason="QUEUE_FULL", message="full", retry_after_ms=5)
+    batch = event_batch_from(make_events([], finished=[end], failed=[failure]))
+    assert (batch.ended[0].reason, batch.ended[0].stop_token_id) == (FinishReason.STOP, 0)
+    assert batch.ended[0].cumulative_logprob is None
+    error = batch.failed[0].error
+    assert isinstance(error, ResourceExhausted)
+    assert (error.reason, error.message, error.retry_after_ms) == ("QUEUE_FULL", "full", 5)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        scheduler_pb2.TokenEvents(handles=b"\0\0\0"),
+        scheduler_pb2.TokenEvents(handles=encode_int32([1, 2]), offsets=encode_int32([0])),
+        make_events([(-1, 0, 0, 5)]),
+        make_events([(1, 0, 0, -5)]),
+        make_events([(1, 0, 0, 5)], logprobs=[logprobs(1, 5)]),
+        make_events([(1, 0, 0, 5), (1, 0, 1, 6)], logprobs=[logprobs(0, 5)]),
+        make_events([], finished=[scheduler_pb2.SequenceEnd(handle=1)]),
+    ],
+    ids=["length", "columns", "handle", "token", "event index", "logprobs missing", "no reason"],
+)
+def test_malformed_events_are_refused(message):
+    with pytest.raises(InvalidArgument):
+        event_batch_from(message)

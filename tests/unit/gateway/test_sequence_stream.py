@@ -1,0 +1,153 @@
+"""A sequence takes each token once, in order, and gives coalesced chunks."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.events import FinishReason, Logprob, PositionLogprobs
+from gateway.sequence_stream import SequenceStream, TokenGapError
+from tests.support.tokenizers import byte_level, wrapped
+
+TOKENIZER = wrapped(byte_level())
+EOS = byte_level().token_to_id("</s>")
+
+
+def ids_of(text):
+    return byte_level().encode(text, add_special_tokens=False).ids
+
+
+def make_stream(stop=(), ending=(EOS,)):
+    return SequenceStream(0, TOKENIZER.detokenizer(include_special_tokens=False), stop, frozenset(ending))
+
+
+def take_all(stream, max_tokens=1000):
+    chunks = []
+    while (chunk := stream.take_chunk(max_tokens)) is not None:
+        chunks.append(chunk)
+    return chunks
+
+
+def logprobs_of(token_id):
+    return PositionLogprobs(Logprob(token_id, -0.25, 1), ())
+
+
+def test_pending_tokens_join_one_chunk():
+    stream = make_stream()
+    token_ids = ids_of("hello there")
+    for offset, token_id in enumerate(token_ids):
+        stream.accept(offset, [token_id])
+    (chunk,) = take_all(stream)
+    assert (chunk.offset, chunk.token_ids, chunk.text) == (0, token_ids, "hello there")
+    assert stream.take_chunk(10) is None
+
+
+def test_a_chunk_has_a_largest_size():
+    stream = make_stream()
+    token_ids = ids_of("the cat sat on the mat")
+    stream.accept(0, token_ids)
+    chunks = take_all(stream, max_tokens=2)
+    assert all(len(chunk.token_ids) <= 2 for chunk in chunks)
+    assert [chunk.offset for chunk in chunks] == list(range(0, len(token_ids), 2))
+    assert "".join(chunk.text for chunk in chunks) == "the cat sat on the mat"
+
+
+@settings(deadline=None)
+@given(cuts=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=30))
+def test_repeated_events_change_nothing(cuts):
+    token_ids = ids_of("hello world, hello there again")
+    stream = make_stream()
+    for start, length in [*cuts, (0, len(token_ids))]:
+        offset = min(start, len(stream.token_ids))
+        stream.accept(offset, token_ids[offset : offset + length])
+    assert stream.token_ids == token_ids
+    assert "".join(chunk.text for chunk in take_all(stream, 3)) == "hello world, hello there again"
+
+
+def test_a_gap_is_refused_and_changes_nothing():
+    stream = make_stream()
+    stream.accept(0, [60])
+    with pytest.raises(TokenGapError):
+        stream.accept(2, [61])
+    assert stream.token_ids == [60]
+
+
+def test_an_end_with_another_number_of_tokens_is_a_gap():
+    stream = make_stream()
+    stream.accept(0, [60])
+    with pytest.raises(TokenGapError):
+        stream.end(2, FinishReason.LENGTH, None, None)
+    assert stream.finished is None
+
+
+def test_the_token_that_ends_the_sequence_is_no_text():
+    stream = make_stream(ending=ids_of("!"))
+    token_ids = ids_of("hello") + ids_of("!")
+    stream.accept(0, token_ids)
+    stream.end(len(token_ids), FinishReason.STOP, ids_of("!")[0], None)
+    (chunk,) = take_all(stream)
+    assert (chunk.token_ids, chunk.text) == (token_ids, "hello")
+    assert stream.take_finished().stop_token_id == ids_of("!")[0]
+
+
+def test_an_ending_token_that_did_not_end_the_sequence_is_text():
+    stream = make_stream(ending=ids_of("!"))
+    token_ids = ids_of("a!b!")
+    stream.accept(0, token_ids)
+    stream.end(len(token_ids), FinishReason.LENGTH, None, None)
+    assert "".join(chunk.text for chunk in take_all(stream)) == "a!b!"
+
+
+def test_stop_string_cuts_text_and_keeps_tokens_up_to_its_last():
+    stream = make_stream(stop=["world"])
+    token_ids = ids_of("hello world, hello")
+    accepted = stream.accept(0, token_ids)
+    assert stream.finished.stop_string == "world"
+    assert stream.finished.reason is FinishReason.STOP
+    assert stream.finished.num_tokens == accepted == len(stream.token_ids)
+    assert byte_level().decode(stream.token_ids).endswith("world")
+    assert "".join(chunk.text for chunk in take_all(stream, 1)) == "hello "
+
+
+def test_nothing_is_accepted_after_a_stop_string():
+    stream = make_stream(stop=["the"])
+    stream.accept(0, ids_of("the"))
+    count = len(stream.token_ids)
+    assert stream.accept(count, [60, 61]) == 0
+    stream.end(count + 2, FinishReason.LENGTH, None, None)
+    assert stream.take_chunk(10).token_ids == stream.token_ids
+    assert stream.take_finished().stop_string == "the"
+
+
+def test_held_back_text_is_delivered_at_the_end():
+    stream = make_stream(stop=["there!"])
+    token_ids = ids_of("hello there")
+    stream.accept(0, token_ids)
+    first = take_all(stream)
+    assert "".join(chunk.text for chunk in first) == "hello "
+    stream.end(len(token_ids), FinishReason.LENGTH, None, None)
+    (last,) = take_all(stream)
+    assert (last.offset, last.token_ids, last.text) == (len(token_ids), [], "there")
+
+
+def test_finished_comes_once_and_after_all_chunks():
+    stream = make_stream()
+    stream.accept(0, [60, 61])
+    stream.end(2, FinishReason.LENGTH, None, None)
+    assert stream.take_finished() is None
+    take_all(stream)
+    assert stream.take_finished().num_tokens == 2
+    assert stream.take_finished() is None
+
+
+def test_logprobs_go_with_their_tokens():
+    stream = make_stream()
+    stream.accept(0, [60, 61, 62], [logprobs_of(token_id) for token_id in (60, 61, 62)])
+    chunks = take_all(stream, 2)
+    assert [[entry.chosen.token_id for entry in chunk.logprobs] for chunk in chunks] == [[60, 61], [62]]
+
+
+def test_a_stop_string_sums_the_logprobs_of_its_tokens():
+    stream = make_stream(stop=["the"])
+    token_ids = ids_of("the")
+    stream.accept(0, token_ids, [logprobs_of(token_id) for token_id in token_ids])
+    assert stream.finished.cumulative_logprob == -0.25 * len(token_ids)

@@ -1,0 +1,68 @@
+"""Stop strings are found wherever the text is cut, and nothing of them is delivered."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.stop_strings import StopMatcher
+
+STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4)
+PIECES = st.lists(st.text(alphabet="abcd", max_size=6), max_size=12)
+
+
+def run(stop_strings, pieces):
+    """The delivered text, held text included, and the stop string that ended it."""
+    matcher = StopMatcher(stop_strings)
+    delivered = ""
+    for piece in pieces:
+        text, stop_string = matcher.push(piece)
+        delivered += text
+        if stop_string is not None:
+            return delivered, stop_string
+    return delivered + matcher.flush(), None
+
+
+def naive(stop_strings, text):
+    for end in range(1, len(text) + 1):
+        found = [stop_string for stop_string in stop_strings if text[:end].endswith(stop_string)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@settings(deadline=None)
+@given(stop_strings=STOPS, pieces=PIECES)
+def test_equals_a_search_of_the_whole_text(stop_strings, pieces):
+    assert run(stop_strings, pieces) == naive(stop_strings, "".join(pieces))
+
+
+@settings(deadline=None)
+@given(stop_strings=STOPS, pieces=PIECES)
+def test_holds_back_only_what_may_become_a_stop_string(stop_strings, pieces):
+    matcher = StopMatcher(stop_strings)
+    seen = delivered = ""
+    for piece in pieces:
+        text, stop_string = matcher.push(piece)
+        if stop_string is not None:
+            return
+        seen, delivered = seen + piece, delivered + text
+        held = seen[len(delivered) :]
+        beginnings = [s[:n] for s in stop_strings for n in range(1, len(s)) if seen.endswith(s[:n])]
+        assert held == max(beginnings, key=len, default="")
+
+
+def test_stop_string_over_three_pieces():
+    assert run(["\n\nUser:"], ["fine.\n", "\nUs", "er: more"]) == ("fine.", "\n\nUser:")
+
+
+def test_text_that_only_looked_like_a_stop_string_is_delivered():
+    assert run(["END"], ["an EN", "gine"]) == ("an ENgine", None)
+
+
+def test_the_longest_wins_where_two_end_together():
+    assert run(["b", "ab"], ["xab"]) == ("x", "ab")
+
+
+def test_a_long_repetitive_stop_string_costs_little():
+    matcher = StopMatcher(["a" * 1000 + "b"])
+    assert matcher.push("a" * 20_000) == ("a" * 19_000, None)

@@ -1,0 +1,133 @@
+"""The validator itself; tests/service/gateway/test_bad_input.py goes through every rule by gRPC."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.limits import Limits
+from gateway.request import (
+    ChatMessage,
+    ChatPrompt,
+    OutputOptions,
+    RequestOptions,
+    SamplingOptions,
+    StoppingOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.validation import check_request, resolve_max_tokens
+from quire.rpc.errors import InvalidArgument, NotFound, Unimplemented
+
+LIMITS = Limits(
+    vocab_size=100,
+    max_model_len=50,
+    max_prompt_tokens=49,
+    max_message_bytes=1000,
+    max_logprobs=5,
+    max_stop_strings=2,
+    max_stop_string_bytes=10,
+    max_stop_token_ids=3,
+    max_chat_messages=2,
+)
+
+
+PLAIN_PROMPT = TextPrompt("hello")
+
+
+def check(prompt=PLAIN_PROMPT, **fields):
+    check_request(RequestOptions(prompt=prompt, **fields), LIMITS, "served")
+
+
+def fields_refused(*args, **fields):
+    with pytest.raises(InvalidArgument) as caught:
+        check(*args, **fields)
+    return [violation.field for violation in caught.value.violations]
+
+
+def test_a_plain_request_passes():
+    check()
+    check(TokenPrompt([0, 99]), model="served", request_id="a.b:c-d_1", priority=-100)
+    check(ChatPrompt([ChatMessage("user", "")]))
+
+
+def test_values_at_the_limits_pass():
+    check(
+        sampling=SamplingOptions(temperature=0, top_p=1, min_p=1, top_k=0, seed=2**64 - 1, n=1, repetition_penalty=1),
+        stopping=StoppingOptions(max_tokens=49, stop=["0123456789", "x"], stop_token_ids=[0, 1, 99]),
+        output=OutputOptions(logprobs=5),
+    )
+
+
+def test_lone_surrogates_are_refused_wherever_text_is():
+    assert fields_refused(TextPrompt("a\ud800")) == ["text"]
+    assert fields_refused(ChatPrompt([ChatMessage("user", "\udfff")])) == ["messages[0].content"]
+    assert fields_refused(stopping=StoppingOptions(stop=["\ud800"])) == ["stopping.stop[0]"]
+
+
+def test_negative_numbers_that_only_json_can_bring_are_refused():
+    sampling = SamplingOptions(top_k=-1, seed=-1, n=-1)
+    assert fields_refused(sampling=sampling) == ["sampling.top_k", "sampling.seed", "sampling.n"]
+    assert fields_refused(TokenPrompt([1, -5])) == ["token_ids.ids[1]"]
+
+
+def test_a_request_that_is_wrong_and_unsupported_is_wrong_first():
+    assert fields_refused(sampling=SamplingOptions(n=2, temperature=-1)) == ["sampling.temperature"]
+    with pytest.raises(Unimplemented):
+        check(sampling=SamplingOptions(n=2))
+
+
+def test_a_long_model_name_is_shortened():
+    with pytest.raises(NotFound) as caught:
+        check(model="x" * 10_000)
+    assert len(caught.value.message) < 300
+
+
+@settings(deadline=None)
+@given(
+    temperature=st.none() | st.floats(),
+    top_p=st.none() | st.floats(),
+    min_p=st.none() | st.floats(),
+    penalty=st.none() | st.floats(),
+)
+def test_exactly_what_is_in_range_passes(temperature, top_p, min_p, penalty):
+    ranges = {
+        "sampling.temperature": (temperature, lambda value: 0 <= value <= 100),
+        "sampling.top_p": (top_p, lambda value: 0 < value <= 1),
+        "sampling.min_p": (min_p, lambda value: 0 <= value <= 1),
+        "sampling.presence_penalty": (penalty, lambda value: -2 <= value <= 2),
+    }
+    wrong = [field for field, (value, is_valid) in ranges.items() if value is not None and not is_valid(value)]
+    sampling = SamplingOptions(temperature=temperature, top_p=top_p, min_p=min_p, presence_penalty=penalty)
+    if wrong:
+        assert fields_refused(sampling=sampling) == wrong
+    elif penalty:
+        with pytest.raises(Unimplemented):
+            check(sampling=sampling)
+    else:
+        check(sampling=sampling)
+
+
+def test_max_tokens_is_what_the_context_has_left():
+    assert resolve_max_tokens("text", [1] * 20, None, LIMITS) == 30
+    assert resolve_max_tokens("text", [1] * 20, 30, LIMITS) == 30
+    assert resolve_max_tokens("text", [1] * 49, None, LIMITS) == 1
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "max_tokens", "field", "says"),
+    [
+        ([], None, "text", "no tokens"),
+        ([1] * 50, None, "text", "50 tokens; a prompt may have at most 49"),
+        (
+            [1] * 20,
+            31,
+            "stopping.max_tokens",
+            "31 after a prompt of 20 tokens, together 51; this model takes at most 50",
+        ),
+        ([1, 100], None, "text", "has the token 100"),
+    ],
+)
+def test_prompts_that_do_not_fit(token_ids, max_tokens, field, says):
+    with pytest.raises(InvalidArgument, match=says) as caught:
+        resolve_max_tokens("text", token_ids, max_tokens, LIMITS)
+    assert caught.value.violations[0].field == field

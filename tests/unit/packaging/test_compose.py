@@ -1,0 +1,91 @@
+"""compose.yaml: the services start with flags that exist, in an order that works, and only the gateway is reachable."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.settings import GatewaySettings
+from quire.settings import load_settings
+from scheduler_svc.settings import SchedulerSettings
+from worker_svc.settings import WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[3]
+SETTINGS = {"gateway": GatewaySettings, "scheduler": SchedulerSettings, "worker": WorkerSettings}
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+
+
+def settings_of(services: dict[str, Any], name: str) -> Any:
+    """What the service would run with, with the environment that compose gives it."""
+    service, *flags = services[name]["command"]
+    assert service == name
+    environment = {key: default_of(value) for key, value in services[name]["environment"].items()}
+    return load_settings(SETTINGS[name], flags, environment, program=f"quire {name}")
+
+
+def default_of(value: str) -> str:
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_flag_and_variable_is_one_that_the_service_knows(services: dict[str, Any], name: str) -> None:
+    settings_of(services, name)
+    known = {"QUIRE_" + field.name.upper() for field in dataclasses.fields(SETTINGS[name])}
+    assert services[name]["environment"].keys() <= known
+
+
+def test_services_find_each_other(services: dict[str, Any]) -> None:
+    worker, scheduler, gateway = (settings_of(services, name) for name in ("worker", "scheduler", "gateway"))
+    assert scheduler.workers == ("worker:" + worker.listen.rpartition(":")[2],)
+    assert gateway.schedulers == ("scheduler:" + scheduler.listen.rpartition(":")[2],)
+    assert worker.device == "cpu"
+
+
+def test_healthchecks_ask_the_port_that_the_service_listens_on(services: dict[str, Any]) -> None:
+    ports = {
+        "worker": settings_of(services, "worker").listen.rpartition(":")[2],
+        "scheduler": settings_of(services, "scheduler").listen.rpartition(":")[2],
+        "gateway": str(settings_of(services, "gateway").grpc_port),
+    }
+    for name, port in ports.items():
+        *command, script, address = services[name]["healthcheck"]["test"]
+        assert command == ["CMD", "python"]
+        assert f"COPY deploy/{Path(script).name} {script}" in (ROOT / "Dockerfile").read_text(encoding="utf-8")
+        assert address == f"127.0.0.1:{port}"
+
+
+def test_each_service_waits_until_the_one_below_is_healthy(services: dict[str, Any]) -> None:
+    assert services["gateway"]["depends_on"] == {"scheduler": {"condition": "service_healthy"}}
+    assert services["scheduler"]["depends_on"] == {"worker": {"condition": "service_healthy"}}
+    assert "depends_on" not in services["worker"]
+
+
+def test_only_the_gateway_is_published_and_only_on_loopback(services: dict[str, Any]) -> None:
+    gateway = settings_of(services, "gateway")
+    published = [default_of(port) for port in services["gateway"]["ports"]]
+    assert published == [f"127.0.0.1:50051:{gateway.grpc_port}", f"127.0.0.1:8000:{gateway.http_port}"]
+    for name in ("worker", "scheduler"):
+        assert "ports" not in services[name]
+        assert services[name]["networks"] == ["inside"]
+
+
+def test_a_stop_leaves_time_to_drain(services: dict[str, Any]) -> None:
+    for name in SETTINGS:
+        grace_s = int(services[name]["stop_grace_period"].removesuffix("s"))
+        assert grace_s > getattr(settings_of(services, name), "drain_timeout", 0.0)
+
+
+def test_services_restart_and_run_one_image_without_rights(services: dict[str, Any]) -> None:
+    assert {service["image"] for service in services.values()} == {"${QUIRE_IMAGE:-quire:cpu}"}
+    for service in services.values():
+        assert service["restart"] == "unless-stopped"
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+    assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)

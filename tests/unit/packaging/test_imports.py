@@ -1,0 +1,60 @@
+"""Who needs what at run time, beyond what import-linter sees: imports with torch out of reach, and generated code."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels")
+
+# Stands in for an install without the extra `worker`: each of these packages fails to import.
+WITHOUT_WORKER_EXTRA = """
+import importlib, sys
+sys.modules.update(dict.fromkeys(("torch", "triton", "safetensors", "transformers")))
+importlib.import_module(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("module", ["quire.client", "quire.cli.main", "gateway.__main__", "scheduler_svc.__main__"])
+def test_module_imports_without_torch(module: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_WORKER_EXTRA, module]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_imports_neither_torch_nor_triton() -> None:
+    command = [sys.executable, "-c", WITHOUT_WORKER_EXTRA, "kernels"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_converters_servicers_and_clients_see_generated_code() -> None:
+    offenders = sorted(
+        f"{file.relative_to(ROOT)} imports {name}"
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*.py")
+        if not may_see_generated_code(file)
+        for name in imported_names(file)
+        if name.startswith("quire.") and name.endswith(("_pb2", "_pb2_grpc"))
+    )
+    assert offenders == []
+
+
+def may_see_generated_code(file: Path) -> bool:
+    return (
+        file.stem.endswith(("_pb2", "_pb2_grpc", "convert", "servicer", "client"))
+        or file.is_relative_to(ROOT / "quire" / "client")
+        or file.stem in {"app", "connections", "outbox", "worker_link", "__main__"}
+    )
+
+
+def imported_names(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

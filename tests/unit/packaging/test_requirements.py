@@ -1,0 +1,80 @@
+"""What an install brings: no torch where none is needed, one exact version of everything where we develop."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from quire.version import VERSION
+from tools.list_requirements import list_requirements
+
+ROOT = Path(__file__).resolve().parents[3]
+PYPROJECT = ROOT / "pyproject.toml"
+SERVICE_EXTRAS = ("gateway", "scheduler", "worker")
+
+
+def read_pyproject() -> dict:
+    return tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))
+
+
+def name_of(requirement: str) -> str:
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match is not None, requirement
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
+
+
+def read_pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin) for pin in pins)
+    return {name_of(pin): pin.partition("==")[2] for pin in pins}
+
+
+@pytest.mark.parametrize("extra", ["gateway", "scheduler"])
+def test_gateway_and_scheduler_install_no_torch(extra: str) -> None:
+    names = {name_of(requirement) for requirement in list_requirements(PYPROJECT, [extra])}
+    assert "grpcio" in names
+    assert names.isdisjoint({"torch", "triton", "transformers", "safetensors", "accelerate"})
+
+
+def test_worker_installs_torch() -> None:
+    assert "torch" in {name_of(requirement) for requirement in list_requirements(PYPROJECT, ["worker"])}
+
+
+def test_all_is_every_service() -> None:
+    extras = read_pyproject()["project"]["optional-dependencies"]
+    assert extras["all"] == [f"quire[{','.join(SERVICE_EXTRAS)}]"]
+    assert list_requirements(PYPROJECT, ["all"]) == list_requirements(PYPROJECT, [])
+
+
+def test_an_unknown_extra_is_refused() -> None:
+    with pytest.raises(KeyError, match="typesetter"):
+        list_requirements(PYPROJECT, ["typesetter"])
+
+
+def test_everything_required_is_pinned() -> None:
+    pyproject = read_pyproject()
+    required = list_requirements(PYPROJECT, [*SERVICE_EXTRAS, "dev"]) + pyproject["build-system"]["requires"]
+    assert {name_of(requirement) for requirement in required} <= read_pins().keys()
+
+
+def test_torch_is_pinned_exactly_and_brings_no_cuda() -> None:
+    pins = read_pins()
+    assert pins["torch"] == "2.13.0"
+    assert not [name for name in pins if name.startswith(("nvidia-", "cuda-")) or name == "triton"]
+
+
+def test_the_generator_of_the_stubs_is_one_version_everywhere() -> None:
+    pyproject = read_pyproject()
+    pinned = f"grpcio-tools=={read_pins()['grpcio-tools']}"
+    assert pinned in pyproject["build-system"]["requires"]
+    assert pinned in pyproject["project"]["optional-dependencies"]["dev"]
+
+
+def test_the_version_is_where_the_build_looks_for_it() -> None:
+    source = read_pyproject()["tool"]["scikit-build"]["metadata"]["version"]
+    match = re.search(source["regex"], (ROOT / source["input"]).read_text(encoding="utf-8"))
+    assert match is not None
+    assert match["value"] == VERSION
+    assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -1,0 +1,80 @@
+"""The files of assets/quire-tiny fit together, and fit the corpus that trained them."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from tokenizers import Tokenizer
+
+from tools.quire_tiny.conversation import Conversation, Turn
+from tools.quire_tiny.corpus import chat_document, documents
+from tools.quire_tiny.tokens import BOS_ID, END_ID, EOS_ID, SPECIAL_TOKENS
+
+DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
+
+
+def read_json(name: str) -> dict[str, Any]:
+    return json.loads((DIRECTORY / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
+
+
+def test_special_tokens_have_the_ids_that_the_corpus_assumes(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
+
+
+def test_vocabulary_is_as_large_as_the_model_says(tokenizer: Tokenizer) -> None:
+    assert tokenizer.get_vocab_size() == read_json("config.json")["vocab_size"]
+
+
+def test_both_ends_stop_an_answer() -> None:
+    assert read_json("generation_config.json")["eos_token_id"] == [EOS_ID, END_ID]
+    assert read_json("config.json")["eos_token_id"] == [EOS_ID, END_ID]
+
+
+def test_greedy_decoding_is_the_default() -> None:
+    assert read_json("generation_config.json")["do_sample"] is False
+
+
+@pytest.mark.parametrize("text", ["Hello, Quire!", "naïve café", "日本語 🙂", "tab\tand\nline", "  two  spaces  "])
+def test_every_text_survives_encoding(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_text_starts_with_the_beginning_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("Once upon a time").ids[0] == BOS_ID
+
+
+def test_digits_are_tokens_of_their_own(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("12 + 345", add_special_tokens=False).tokens
+    assert [token for token in tokens if token.isdigit()] == ["1", "2", "3", "4", "5"]
+
+
+def test_chat_template_writes_what_the_model_was_trained_on() -> None:
+    template = jinja2.Environment().from_string(read_json("tokenizer_config.json")["chat_template"])
+    conversation = Conversation("any", (Turn("Hi", "Hello!"), Turn("Bye", "Goodbye!")), system="Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}]
+    for turn in conversation.turns:
+        messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}]
+    trained = "".join(segment.text for segment in chat_document(conversation))
+    assert template.render(messages=messages, bos_token="<s>") == trained
+    prompt = template.render(messages=messages[:-1], bos_token="<s>", add_generation_prompt=True)
+    assert trained.startswith(prompt)
+
+
+def test_segments_encode_as_their_whole_document_does(tokenizer: Tokenizer) -> None:
+    for document in islice(documents(seed=8), 300):
+        apart = [i for segment in document for i in tokenizer.encode(segment.text, add_special_tokens=False).ids]
+        whole = tokenizer.encode("".join(segment.text for segment in document), add_special_tokens=False).ids
+        assert apart == whole
+
+
+def test_files_are_small_enough_to_ship() -> None:
+    assert (DIRECTORY / "model.safetensors").stat().st_size < 12_000_000
+    assert (DIRECTORY / "heldout.txt").stat().st_size < 100_000

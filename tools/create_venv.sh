@@ -1,0 +1,28 @@
+#!/bin/sh
+# Creates the virtual environment DIR with the interpreter PYTHON.
+# usage: create_venv.sh PYTHON DIR
+set -eu
+
+python=$1
+directory=$2
+
+if [ -z "$python" ]; then
+  echo "setup: error: no Python 3.11 or later was found; install one, or name it: make setup PYTHON=/path/to/python3.11" >&2
+  exit 1
+fi
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  echo "setup: error: $python is $("$python" --version 2>&1); Quire needs 3.11 or later (make setup PYTHON=/path/to/python3.11)" >&2
+  exit 1
+fi
+
+echo "setup: creating $directory with $("$python" --version 2>&1)"
+if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+  "$python" -m venv "$directory"
+elif "$python" -c 'import venv' 2>/dev/null; then
+  # Some distributions leave ensurepip out. Their pip (22.3 or later) can install itself into another environment.
+  "$python" -m venv --without-pip "$directory"
+  "$python" -m pip --python "$directory/bin/python" install --quiet pip
+else
+  echo "setup: error: $python has no venv module; install it (on Debian: apt-get install python3-venv)" >&2
+  exit 1
+fi

@@ -1,0 +1,70 @@
+"""Reads the contracts with their comments, by protoc."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from grpc_tools import protoc
+
+# Field numbers of FileDescriptorProto, DescriptorProto, ... that make up the paths of SourceCodeInfo.
+FILE_SYNTAX, FILE_MESSAGES, FILE_ENUMS, FILE_SERVICES = 12, 4, 5, 6
+MESSAGE_FIELDS, MESSAGE_ONEOFS, ENUM_VALUES, SERVICE_METHODS = 2, 8, 2, 2
+
+
+@dataclass(frozen=True, slots=True)
+class ProtoFile:
+    """One file of the contract.
+
+    Attributes:
+        descriptor: What it declares.
+        comments: The comment above each declaration, by its path in the descriptor (see SourceCodeInfo.Location).
+    """
+
+    descriptor: FileDescriptorProto
+    comments: dict[tuple[int, ...], str]
+
+    @property
+    def comment(self) -> str:
+        """The comment at the head of the file."""
+        return self.comments.get((FILE_SYNTAX,), "")
+
+    def comment_of(self, *path: int) -> str:
+        """The comment above the declaration at `path`, its lines without their marks; empty when there is none."""
+        return self.comments.get(path, "")
+
+
+def read_protos(protos: Path) -> list[ProtoFile]:
+    """Every file below `protos`, in the order of their names.
+
+    Raises RuntimeError when protoc refuses a file; protoc has said why on stderr.
+    """
+    sources = sorted(protos.rglob("*.proto"))
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "descriptors"
+        arguments = [
+            "protoc",
+            f"--proto_path={protos}",
+            f"--proto_path={files('grpc_tools') / '_proto'}",
+            "--include_source_info",
+            f"--descriptor_set_out={out}",
+            *map(str, sources),
+        ]
+        if protoc.main(arguments) != 0:
+            raise RuntimeError(f"protoc failed on {protos}")
+        descriptors = FileDescriptorSet.FromString(out.read_bytes())
+    by_name = {file.name: file for file in descriptors.file}
+    return [_with_comments(by_name[source.relative_to(protos).as_posix()]) for source in sources]
+
+
+def _with_comments(file: FileDescriptorProto) -> ProtoFile:
+    return ProtoFile(file, dict(_comments_of(file)))
+
+
+def _comments_of(file: FileDescriptorProto) -> Iterator[tuple[tuple[int, ...], str]]:
+    for location in file.source_code_info.location:
+        if location.leading_comments:
+            lines = (line.removeprefix(" ").rstrip() for line in location.leading_comments.splitlines())
+            yield tuple(location.path), "\n".join(lines).strip("\n")
