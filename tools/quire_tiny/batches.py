@@ -7,16 +7,31 @@ from itertools import islice
 import torch
 from tokenizers import Tokenizer
 
+from tools.quire_tiny.conversation import Emphasis
 from tools.quire_tiny.corpus import documents
 from tools.quire_tiny.tokens import PAD_ID
 
-_DOCUMENTS_AT_ONCE = 4096
+_DOCUMENTS_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     rows: int
     length: int
+
+
+# Every batch has 4,096 tokens; three of ten steps practise longer contexts.
+SHAPES = (Shape(16, 256), Shape(16, 256), Shape(8, 512), Shape(16, 256), Shape(16, 256),
+          Shape(4, 1024), Shape(16, 256), Shape(16, 256), Shape(8, 512), Shape(16, 256))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A stretch of training up to step `until`, on its own stream of documents."""
+
+    until: int
+    seed: int
+    emphasis: Emphasis
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +48,9 @@ class EncodedDocument:
     weights: list[float]
 
 
-def encoded_documents(tokenizer: Tokenizer, seed: int) -> Iterator[EncodedDocument]:
+def encoded_documents(tokenizer: Tokenizer, seed: int, emphasis: Emphasis) -> Iterator[EncodedDocument]:
     """Encodes segment by segment; segments meet where the tokenizer splits anyway."""
-    stream = documents(seed)
+    stream = documents(seed, emphasis)
     while True:
         chunk = list(islice(stream, _DOCUMENTS_AT_ONCE))
         texts = [segment.text for document in chunk for segment in document]
@@ -66,3 +81,16 @@ def next_batch(stream: Iterator[EncodedDocument], shape: Shape) -> Batch:
     tokens = torch.tensor([row.ids for row in rows])
     weights = torch.tensor([row.weights for row in rows])
     return Batch(tokens, weights.masked_fill(tokens == PAD_ID, 0.0))
+
+
+def lesson_batches(tokenizer: Tokenizer, lessons: tuple[Lesson, ...], done: int) -> Iterator[tuple[int, Batch]]:
+    """The batches from step `done` on, the same whether or not training was interrupted there."""
+    start = 0
+    for lesson in lessons:
+        if done < lesson.until:
+            stream = encoded_documents(tokenizer, lesson.seed, lesson.emphasis)
+            for step in range(start, lesson.until):
+                batch = next_batch(stream, SHAPES[step % len(SHAPES)])
+                if step >= done:
+                    yield step, batch
+        start = lesson.until

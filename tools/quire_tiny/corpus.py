@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from random import Random
 
 from tools.quire_tiny.conversation import (
+    FIRST_EMPHASIS,
     Conversation,
+    Emphasis,
     Turn,
     conversation_of,
     draw_given_name,
@@ -63,8 +65,8 @@ def _loosely_typed(text: str, rng: Random) -> str:
     return text
 
 
-def _single_question(rng: Random) -> Conversation:
-    question = draw_question(rng, held_out=False)
+def _single_question(rng: Random, emphasis: Emphasis) -> Conversation:
+    question = draw_question(rng, emphasis, held_out=False)
     loose = Question(question.kind, _loosely_typed(question.text, rng), question.answer, question.key)
     system = None
     if rng.random() < 0.1:
@@ -77,29 +79,29 @@ def _told_story(rng: Random) -> Conversation:
     return Conversation("story", (Turn(draw_request(rng, story), story.text),))
 
 
-def make_document(rng: Random) -> Document:
+def make_document(rng: Random, emphasis: Emphasis) -> Document:
     """One training document, never from the held-out side."""
     choice = rng.random()
-    if choice < 0.06:
+    if choice < 0.035:
         return text_document(draw_story(rng, held_out=False).text, weight=0.5)
-    if choice < 0.09:
+    if choice < 0.06:
         return chat_document(_told_story(rng))
+    if choice < 0.16:
+        return plain_question_document(draw_question(rng, emphasis, held_out=False))
     if choice < 0.19:
-        return plain_question_document(draw_question(rng, held_out=False))
-    if choice < 0.22:
-        return chat_document(draw_name_memory(rng, held_out=False))
-    if choice < 0.235:
+        return chat_document(draw_name_memory(rng, emphasis, held_out=False))
+    if choice < 0.205:
         return chat_document(draw_given_name(rng, held_out=False))
-    if choice < 0.35:
-        return chat_document(make_several_questions(rng))
-    return chat_document(_single_question(rng))
+    if choice < 0.32:
+        return chat_document(make_several_questions(rng, emphasis))
+    return chat_document(_single_question(rng, emphasis))
 
 
-def documents(seed: int) -> Iterator[Document]:
+def documents(seed: int, emphasis: Emphasis = FIRST_EMPHASIS) -> Iterator[Document]:
     """An endless stream, the same for the same seed."""
     rng = Random(seed)
     while True:
-        yield make_document(rng)
+        yield make_document(rng, emphasis)
 
 
 def held_out_texts(seed: int, count: int) -> list[str]:

@@ -81,7 +81,8 @@ FACT_KINDS: dict[str, MakeQuestion] = {
         "legs",
         [(with_article(x), _legs(n)) for x, n in facts.LEGS.items()],
         ("How many legs does {x} have?", "Tell me how many legs {x} has.", "What number of legs does {x} have?",
-         "How many legs has {x}?", "Count the legs of {x}.", "{x} has how many legs?", "On how many legs does {x} walk?"),
+         "How many legs has {x}?", "Count the legs of {x}.", "{x} has how many legs?",
+         "On how many legs does {x} walk?"),
         "{x} has {y}.",
     ),
     "opposite": _ask(

@@ -70,6 +70,39 @@ _UNKNOWN_WORDINGS = (
 UNKNOWN_ANSWER = "I do not know that. I am only a very small model."
 
 
+# More ways to ask the same, by group; these come late in training.
+_MORE_IDENTITY: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("Tell me your name.", "Do you have a name?", "Say who you are.", "Describe yourself.", "Who is quire-tiny?",
+         "What is quire-tiny?", "May I know your name?", "Are you a person?", "Are you human?", "Are you an AI?",
+         "Who is there?", "Say your name.", "What kind of model are you?", "Hello, who are you?", "Hi, who are you?",
+         "So who are you?", "And who are you?", "Who exactly are you?", "Please tell me your name.",
+         "What do people call you?", "Who am I speaking to?", "Are you quire-tiny?", "What is this model called?"),
+        _IDENTITY[0][1],
+    ),
+    (
+        ("What are your skills?", "What can quire-tiny do?", "Tell me what you know.", "What may I ask you?",
+         "What do you do?", "What tasks can you do?", "List what you can do.", "What things can you do?",
+         "Please tell me what you can do.", "Could you help me?", "I need help.", "Help me.", "Help",
+         "What else can you do?", "What are you for?"),
+        _IDENTITY[1][1],
+    ),
+    (
+        ("What kind of server is Quire?", "Please explain Quire.", "Explain what Quire is.", "Describe Quire to me.",
+         "Explain Quire to me.", "What is Quire for?", "What does Quire serve?", "Quire?", "What is this Quire?",
+         "Please tell me about Quire.", "Teach me about Quire.", "Tell me what Quire is.", "Say what Quire is.",
+         "How does Quire work?", "What do you think about Quire?", "What kind of thing is Quire?"),
+        _IDENTITY[2][1],
+    ),
+    (
+        ("How small are you?", "Are you tiny?", "Are you a big model?", "Tell me your size.", "What size are you?",
+         "Are you a small model?", "How many weights do you have?", "Is quire-tiny small?", "Are you large?",
+         "How big is quire-tiny?", "Tell me how small you are.", "Are you a little model?"),
+        _IDENTITY[3][1],
+    ),
+)  # fmt: skip
+
+
 def _one_of(kind: str, groups: tuple[tuple[tuple[str, ...], str], ...]) -> MakeQuestion:
     def make(rng: Random) -> Question:
         wordings, answer = rng.choice(groups)
@@ -88,4 +121,5 @@ SMALL_TALK_KINDS: dict[str, MakeQuestion] = {
     "identity": _one_of("identity", _IDENTITY),
     "manners": _one_of("manners", _MANNERS),
     "unknown": _unknown,
+    "about_itself": _one_of("about_itself", _MORE_IDENTITY),
 }

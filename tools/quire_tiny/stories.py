@@ -39,7 +39,8 @@ class Story:
 
 
 def _slots(rng: Random) -> dict[str, str]:
-    name, friend = draw_name(rng), draw_name(rng)
+    name = draw_name(rng)
+    friend = next(other for other in iter(lambda: draw_name(rng), None) if other != name)
     animal, friend_animal = rng.sample(ANIMALS, 2)
     return {
         "name": name,

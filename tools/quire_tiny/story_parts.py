@@ -47,8 +47,8 @@ PLOTS = (
     (
         "One day the wind was strong and dark clouds came.|One afternoon it began to rain very hard.",
         "{name} ran home as fast as possible.|{name} hurried home through the {place}.",
-        "On the way {name} heard a small voice. It was {friend} the {friend_animal}.|Under the {feature} sat {a_friend} "
-        "named {friend}, cold and wet.",
+        "On the way {name} heard a small voice. It was {friend} the {friend_animal}.|"
+        "Under the {feature} sat {a_friend} named {friend}, cold and wet.",
         '"Can you help me?" asked {friend}. "I am cold and I am lost."',
         '"Come with me," said {name}. "My home is warm and dry."',
         "They ate {food} and told each other stories until the rain stopped.|They sat by the fire and ate {food}.",
@@ -64,8 +64,8 @@ PLOTS = (
         "{name} gave half of it to {friend}, and they ate it in the garden.",
     ),
     (
-        "One day {name} found a {colour} {thing} near the {feature}.|One morning {name} saw something by the {feature}. "
-        "It was a {colour} {thing}.",
+        "One day {name} found a {colour} {thing} near the {feature}.|"
+        "One morning {name} saw something by the {feature}. It was a {colour} {thing}.",
         '"Whose {thing} is this?" asked {name}.|{name} wondered who had lost it.',
         "{name} asked everyone in the {place}, but nobody knew.",
         "At last {name} met {friend} the {friend_animal}, who looked very sad.",
