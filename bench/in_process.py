@@ -14,7 +14,6 @@ from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
 from scheduler_svc.core.step_plan import StepPlan, StepResult
 from worker_svc import steps
 from worker_svc.device_loop import DeviceLoop
-from worker_svc.model_runner import AdmittedStep, ModelRunner
 from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
@@ -31,7 +30,7 @@ class InProcessEngine:
         dtype = resolve_dtype(directory.config, settings.dtype, device)
         model = load_model(directory.path, device=device, dtype=dtype)
         worker = make_worker(model, settings, DeviceLoop())
-        self._runner: ModelRunner = worker.runner
+        self._runner = worker.runner
         info = worker.info
         self._config = SchedulerConfig(
             num_blocks=info.pool.num_gpu_blocks,
@@ -58,7 +57,7 @@ class InProcessEngine:
             scheduler.apply(results.popleft(), time.perf_counter())
 
     def _step(self, plan: StepPlan) -> StepResult:
-        output = self._runner.launch(AdmittedStep(_step_of(plan), np.zeros(0, np.int32))).wait()
+        output = self._runner.launch(steps.AdmittedStep(_step_of(plan), np.zeros(0, np.int32))).wait()
         return StepResult(plan.step_id, output.token_ids.astype(np.int64))
 
 

@@ -109,7 +109,9 @@ class SchedulerClient:
                 if was_connected:
                     self._disconnect()
             if was_connected or problem != last_problem:
-                _logger.warning("scheduler %s: %s; connecting again", self.address, problem)
+                # Before the first connection it is no news that a scheduler is not there yet.
+                level = logging.INFO if self.welcome is None else logging.WARNING
+                _logger.log(level, "scheduler %s: %s; connecting again", self.address, problem)
             last_problem = problem
             if was_connected and clock() - started_at >= _STABLE_AFTER_S:
                 backoff.reset()
@@ -135,17 +137,19 @@ class SchedulerClient:
                 call.cancel()
 
     async def _greet(self, call: Any, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> Welcome:
+        # In a task of its own: a gRPC call that is cancelled while it starts swallows the cancellation of its caller.
+        exchange = asyncio.create_task(_exchange_hello(call, self._hello, responses))
         try:
-            async with asyncio.timeout(_WELCOME_TIMEOUT_S):
-                # A write to a call that failed already says nothing of the cause; the read does.
-                with contextlib.suppress(asyncio.InvalidStateError):
-                    await call.write(self._hello)
-                answer = await anext(responses, None)
-        except TimeoutError:
-            raise SchedulerRefusedError(f"no welcome within {_WELCOME_TIMEOUT_S:g} s") from None
-        if answer is None or answer.WhichOneof("message") != "welcome":
-            raise SchedulerRefusedError("the first message is not a welcome")
-        return welcome_from(answer.welcome)
+            await asyncio.wait([exchange], timeout=_WELCOME_TIMEOUT_S)
+            if not exchange.done():
+                raise SchedulerRefusedError(f"no welcome within {_WELCOME_TIMEOUT_S:g} s")
+            return exchange.result()
+        finally:
+            if not exchange.done():
+                call.cancel()
+                # A write that waits for the connection is not woken by the call's end.
+                exchange.cancel()
+                await asyncio.wait([exchange])
 
     def _connect(self, welcome: Welcome) -> None:
         known = self.welcome
@@ -186,3 +190,15 @@ class SchedulerClient:
         self._outbox.append(message)
         self._outbox_is_empty.clear()
         self._has_mail.set()
+
+
+async def _exchange_hello(
+    call: Any, hello: scheduler_pb2.ConnectRequest, responses: AsyncIterator[scheduler_pb2.ConnectResponse]
+) -> Welcome:
+    # A write to a call that failed already says nothing of the cause; the read does.
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await call.write(hello)
+    answer = await anext(responses, None)
+    if answer is None or answer.WhichOneof("message") != "welcome":
+        raise SchedulerRefusedError("the first message is not a welcome")
+    return welcome_from(answer.welcome)

@@ -16,6 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     async def run() -> None:
         settings = load_settings(WorkerSettings, sys.argv[1:] if argv is None else argv, os.environ, program=PROGRAM)
+        # OpenMP reads it when torch is imported. Threads that spin at the end of each operation wait for a partner that
+        # has lost its core to another process, which costs a time slice, again and again (ADR 0005).
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # torch takes seconds to import: --help and errors in the flags must not wait for it.
         from worker_svc.app import serve
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from kernels import ops
 from worker_svc.kv_pool import KvPool
-from worker_svc.steps import CacheOperations, Int32Array
+from worker_svc.steps import CacheOperations
 from worker_svc.transfer import to_device
 
 
@@ -17,8 +17,3 @@ def apply_cache_operations(operations: CacheOperations, pool: KvPool) -> None:
         ops.swap_blocks(pool.host, pool.gpu, to_device(operations.swap_in.astype(np.int64), device))
     if len(operations.copy):
         ops.copy_blocks(pool.gpu, to_device(operations.copy.astype(np.int64), device))
-
-
-def blocks_written(operations: CacheOperations) -> Int32Array:
-    """GPU blocks that the moves overwrite."""
-    return np.concatenate((operations.swap_in[:, 1], operations.copy[:, 1]))

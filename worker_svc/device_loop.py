@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from worker_svc.model_runner import AdmittedStep
-from worker_svc.steps import StepOutput
+from worker_svc.steps import AdmittedStep, StepOutput
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from worker_svc.batch import SamplePlan, build_model_input, plan_samples
-from worker_svc.cache_ops import apply_cache_operations, blocks_written
+from worker_svc.cache_ops import apply_cache_operations
 from worker_svc.info import ModelGeometry, WorkerLimits
 from worker_svc.kv_pool import KvPool
 from worker_svc.logprobs import LogprobTensors, gather_logprobs, report_logprobs
@@ -20,17 +20,8 @@ from worker_svc.rows import Rows
 from worker_svc.sampler import Drawn, draw
 from worker_svc.sampling_table import SamplingColumns
 from worker_svc.sealed_blocks import SealInventory
-from worker_svc.steps import Batch, Int32Array, SealedBlocks, Step, StepOutput, StepTimings
+from worker_svc.steps import AdmittedStep, Batch, Int32Array, SealedBlocks, StepOutput, StepTimings
 from worker_svc.transfer import HostCopy, Stopwatch, to_device
-
-
-@dataclass(frozen=True, slots=True)
-class AdmittedStep:
-    """A step that was found valid."""
-
-    step: Step
-    written_blocks: Int32Array
-    """GPU blocks that its batch writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +104,7 @@ class ModelRunner:
         """Queues a step. Raises whatever the device raises; rows and written blocks are in doubt then."""
         step = admitted.step
         self._num_launched += 1
-        written = np.concatenate((blocks_written(step.cache_operations), admitted.written_blocks))
-        self._seals.begin_write(written, self._num_launched)
+        self._seals.begin_write(admitted.written_blocks, self._num_launched)
         stopwatch = Stopwatch(self._model.device)
         apply_cache_operations(step.cache_operations, self._pool)
         self._rows.apply(step.row_changes)

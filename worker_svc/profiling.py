@@ -5,9 +5,18 @@ import torch
 
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerLimits
 from worker_svc.kv_pool import allocate_pool
-from worker_svc.model_runner import AdmittedStep, ModelRunner
+from worker_svc.model_runner import ModelRunner
 from worker_svc.models.base import CausalLM
-from worker_svc.steps import AssignRow, Batch, CacheOperations, RowChanges, RowSampling, SealedBlocks, Step
+from worker_svc.steps import (
+    AdmittedStep,
+    AssignRow,
+    Batch,
+    CacheOperations,
+    RowChanges,
+    RowSampling,
+    SealedBlocks,
+    Step,
+)
 
 # One parameter of each kind, so that every path of the sampler has been taken.
 _SAMPLING = RowSampling(temperature=1.0, top_k=0, top_p=0.9, min_p=0.01, seed=0, logprobs=1, num_candidates=None)

@@ -31,6 +31,11 @@ class CacheOperations:
     copy: Int32Array
     """Pairs (source gpu block, destination gpu block)."""
 
+    @property
+    def written_blocks(self) -> Int32Array:
+        """GPU blocks that the moves overwrite."""
+        return np.concatenate((self.swap_in[:, 1], self.copy[:, 1]))
+
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
@@ -118,6 +123,20 @@ class Step:
     row_changes: RowChanges
     batch: Batch
     sealed: SealedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedStep:
+    """A step that was found valid."""
+
+    step: Step
+    batch_blocks: Int32Array
+    """GPU blocks that its batch writes."""
+
+    @property
+    def written_blocks(self) -> Int32Array:
+        """GPU blocks that it writes, be it by a move or by its batch."""
+        return np.concatenate((self.step.cache_operations.written_blocks, self.batch_blocks))
 
 
 @dataclass(frozen=True, slots=True)

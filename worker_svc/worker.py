@@ -5,21 +5,27 @@ All methods but the device thread's own are called from the event loop.
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from quire.rpc.errors import FailedPrecondition, QuireError
 from worker_svc.convert import StepDecoder
-from worker_svc.device_loop import DeviceLoop, StepLane
+from worker_svc.device_loop import DeviceLoop, StepLane, StepRunner
 from worker_svc.info import WorkerInfo
-from worker_svc.model_runner import AdmittedStep, ModelRunner
 from worker_svc.row_ledger import RowLedger
 from worker_svc.session import Session, Sessions
-from worker_svc.steps import SealedBlocks, Step
+from worker_svc.steps import AdmittedStep, SealedBlocks, Step
+
+
+class SealingRunner(StepRunner, Protocol):
+    """A runner that knows which blocks are final."""
+
+    def sealed_blocks(self) -> SealedBlocks: ...
 
 
 class Worker:
     """A worker that is ready for steps."""
 
-    def __init__(self, info: WorkerInfo, runner: ModelRunner, device_loop: DeviceLoop) -> None:
+    def __init__(self, info: WorkerInfo, runner: SealingRunner, device_loop: DeviceLoop) -> None:
         self.info = info
         self.decoder = StepDecoder(info)
         self.runner = runner

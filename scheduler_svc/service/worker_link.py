@@ -53,6 +53,8 @@ class WorkerLink:
         except BaseException as error:
             call.cancel()
             await channel.close()
+            # The call's end does not wake a write that waits for the connection.
+            handshake.cancel()
             await asyncio.wait([handshake])
             if isinstance(error, _CALL_ERRORS):
                 raise WorkerLostError(f"cannot attach to worker {address}: {_describe(error)}") from error

@@ -15,10 +15,14 @@ import pytest
 from quire.arrays import encode_int32
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
+from tests.support.fake_worker import running_fake_worker
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch, worker_stub
 from tests.support.worker_server import running_worker
 
-WORKERS: dict[str, Callable[[Path], AbstractAsyncContextManager[str]]] = {"worker_svc": running_worker}
+WORKERS: dict[str, Callable[[Path], AbstractAsyncContextManager[str]]] = {
+    "worker_svc": running_worker,
+    "fake_worker": running_fake_worker,
+}
 PROMPT = [1, 2, 3]
 HASHES = bytes(range(32)) + bytes(range(32, 64))
 

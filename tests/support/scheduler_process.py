@@ -13,7 +13,7 @@ from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
-from tests.support.fake_worker import token_at
+from tests.support.fake_runner import token_at
 
 
 @contextlib.asynccontextmanager

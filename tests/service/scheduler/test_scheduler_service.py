@@ -10,7 +10,8 @@ from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.fake_worker import FakeWorker, FakeWorkerConfig, token_at
+from tests.support.fake_runner import token_at
+from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
@@ -348,3 +349,18 @@ async def test_drain_waits_for_live_requests_and_refuses_new_ones(worker, tmp_pa
         assert stream.failed[2].code == code_pb2.UNAVAILABLE
         assert (await drain).remaining_requests == 0
         stream.close()
+
+
+async def test_a_gateway_that_does_not_read_holds_up_no_step_and_gets_everything_later(scheduler):
+    slow, _ = await GatewayStream.open(scheduler, "gateway-slow")
+    quick, _ = await GatewayStream.open(scheduler, "gateway-quick")
+    for handle in range(1, 65):
+        await slow.submit(make_submit(handle, max_tokens=400))
+    await quick.submit(make_submit(1, max_tokens=100))
+    await quick.read_until_over(1)
+    await wait_nothing_in_use(scheduler)
+    assert not any(slow.outputs.values())
+    await slow.read_until_over(*range(1, 65))
+    assert slow.outputs == {handle: expected_tokens(handle, max_tokens=400) for handle in range(1, 65)}
+    slow.close()
+    quick.close()

@@ -9,8 +9,7 @@ import pytest
 
 from tests.support.steps import int32, make_step
 from worker_svc.device_loop import DeviceLoop, StepLane
-from worker_svc.model_runner import AdmittedStep
-from worker_svc.steps import StepOutput, StepTimings
+from worker_svc.steps import AdmittedStep, StepOutput, StepTimings
 
 TIMEOUT_S = 5.0
 

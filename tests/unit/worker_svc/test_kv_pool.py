@@ -6,7 +6,7 @@ import torch
 from quire.settings import ConfigurationError
 from tests.support.steps import make_operations
 from tests.support.tiny_causal_lm import TinyCausalLM
-from worker_svc.cache_ops import apply_cache_operations, blocks_written
+from worker_svc.cache_ops import apply_cache_operations
 from worker_svc.kv_pool import KvPool, PoolRequest, allocate_pool, block_bytes, num_gpu_blocks, pool_geometry
 
 # Two heads of 8, one layer, float32, keys and values, 4 tokens.
@@ -101,4 +101,4 @@ def test_moves_are_applied_out_in_copy() -> None:
     apply_cache_operations(operations, pool)
     assert contents(pool.host[0]) == [5.0, 1.0, 2.0]
     assert contents(pool.gpu[0]) == [5.0, 2.0, 5.0, 1.0, 5.0, 1.0]
-    assert sorted(blocks_written(operations).tolist()) == [0, 2, 3, 5]
+    assert sorted(operations.written_blocks.tolist()) == [0, 2, 3, 5]
