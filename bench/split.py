@@ -4,8 +4,10 @@ import argparse
 import asyncio
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from bench.models import SHAPES, write_model
 from bench.report import Series, median_ratio, write_results
 from bench.through_services import stream_all
 from bench.workload import Lengths, WorkItem, draw_workload
@@ -15,6 +17,7 @@ from quire.local import LocalServer, ServeSettings
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model directory; none is the embedded model")
+    parser.add_argument("--shape", choices=SHAPES, help="instead: a model of this shape with random weights")
     parser.add_argument("--requests", type=int, default=64, help="requests at once")
     parser.add_argument("--runs", type=int, default=5, help="interleaved runs of each side")
     parser.add_argument("--scale", type=float, default=0.5, help="scale of the chat-like lengths")
@@ -28,7 +31,11 @@ def main(arguments: argparse.Namespace) -> None:
     work = make_work(arguments)
     if arguments.serve_one_process:
         _answer_runs(arguments, work)
-    else:
+        return
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
+        if arguments.shape is not None:
+            write_model(arguments.shape, Path(directory))
+            arguments.model = directory
         asyncio.run(_compare(arguments, work))
 
 
@@ -52,7 +59,7 @@ async def _compare(arguments: argparse.Namespace, work: list[WorkItem]) -> None:
     single, split, first_token = [], [], []
     async with LocalServer(settings) as server:
         await server.wait_ready()
-        with _OneProcess() as one_process:
+        with _OneProcess(arguments.model) as one_process:
             async with AsyncClient(server.grpc_address) as client:
                 await stream_all(client, work[:4])
                 for _ in range(arguments.runs):
@@ -74,8 +81,11 @@ async def _compare(arguments: argparse.Namespace, work: list[WorkItem]) -> None:
 class _OneProcess:
     """The in-process engine, in a process of its own that runs the workload whenever it is asked."""
 
+    def __init__(self, model: str | None) -> None:
+        self._flags = ["--serve-one-process", *(("--model", model) if model else ())]
+
     def __enter__(self) -> "_OneProcess":
-        command = [sys.executable, *sys.orig_argv[1:], "--serve-one-process"]
+        command = [sys.executable, *sys.orig_argv[1:], *self._flags]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._read()
         return self
