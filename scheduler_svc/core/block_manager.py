@@ -1,9 +1,10 @@
-"""Block tables: which physical blocks hold a sequence's tokens (the paper's section 4.2)."""
+"""Block tables: which physical blocks hold a sequence's tokens (the paper's sections 4.2 and 4.4)."""
 
 import enum
 import math
 
-from scheduler_svc.core.block_pool import BlockId, BlockPool
+from scheduler_svc.core.block import BlockHash, BlockId
+from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.sequence import Sequence
 
 
@@ -16,7 +17,7 @@ class CanAllocate(enum.Enum):
 
 
 class BlockManager:
-    """Gives sequences blocks as their tokens come, never ahead of them.
+    """Gives sequences blocks as their tokens come, never ahead of them, and lets them share what is cached.
 
     `watermark` is the share of the pool that admission leaves free, so that a newly admitted sequence is not preempted
     at once for want of a block.
@@ -31,19 +32,28 @@ class BlockManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, num_tokens: int) -> CanAllocate:
-        """Whether `allocate` of a sequence with this many tokens would succeed now, later, or never."""
-        needed = self.blocks_for(num_tokens)
+    def can_allocate(self, sequence: Sequence) -> CanAllocate:
+        """Whether `allocate` of this sequence would succeed now, later, or never."""
+        needed = self.blocks_for(sequence.num_tokens)
         if needed > self.pool.num_blocks:
             return CanAllocate.NEVER
-        # With an empty pool the watermark protects nobody.
+        # A hit on a block that somebody holds costs nothing; one on a block that is only cached takes it out of the
+        # free ones. With an empty pool the watermark protects nobody.
+        needed -= sum(self.pool.ref_count(block) > 0 for block in self._hits(sequence))
         reserve = self._watermark_blocks if self.pool.num_used else 0
         return CanAllocate.OK if needed + reserve <= self.pool.num_free else CanAllocate.LATER
 
-    def allocate(self, sequence: Sequence) -> None:
-        """Gives a sequence without blocks those for all its tokens. Raises OutOfBlocksError."""
+    def allocate(self, sequence: Sequence) -> int:
+        """Gives a sequence without blocks those for all its tokens; returns how many tokens are cached in them.
+
+        Raises OutOfBlocksError.
+        """
         assert not sequence.block_table, "the sequence has blocks already"
-        sequence.block_table = self.pool.allocate(self.blocks_for(sequence.num_tokens))
+        hits = self._hits(sequence)
+        self.pool.touch(hits)
+        fresh = self.pool.allocate(self.blocks_for(sequence.num_tokens) - len(hits))
+        sequence.block_table = [*hits, *fresh]
+        return len(hits) * self.block_size
 
     def append(self, sequence: Sequence) -> BlockId:
         """Adds one block to the end of a sequence's table. Raises OutOfBlocksError."""
@@ -51,7 +61,21 @@ class BlockManager:
         sequence.block_table.append(block)
         return block
 
+    def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
+        """Seals the blocks with logical indices from `first` to before `end`, all of them full; returns those that can
+        be hit from now on."""
+        hashes = sequence.prefix_hashes.first(end, sequence.token_ids)
+        pairs = zip(sequence.block_table[first:end], hashes[first:], strict=True)
+        return [(block, content) for block, content in pairs if self.pool.seal(block, content)]
+
     def free(self, sequence: Sequence) -> None:
-        """Takes all blocks of a sequence back, last first: the end of a prefix is the first to be reused."""
-        self.pool.free(reversed(sequence.block_table))
+        """Takes all blocks of a sequence back."""
+        self.pool.free(sequence.block_table)
         sequence.block_table = []
+
+    def _hits(self, sequence: Sequence) -> list[BlockId]:
+        """Cached blocks of the sequence's prefix. At least one token is left to compute, so that there are logits."""
+        if not sequence.request.uses_prefix_cache:
+            return []
+        num_blocks = (sequence.num_tokens - 1) // self.block_size
+        return self.pool.hits(sequence.prefix_hashes.first(num_blocks, sequence.token_ids))

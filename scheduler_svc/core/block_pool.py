@@ -1,13 +1,13 @@
 """Bookkeeping of the physical blocks of one pool (the paper's section 4.3, block allocator).
 
-The tensors live in the worker; here a block is a number with a reference count.
+The tensors live in the worker; here a block is a number with a reference count. A block whose content is final is
+**sealed** under its hash. It stays findable by that hash when nobody holds it any more, until it is handed out anew.
 """
 
-from collections import deque
-from collections.abc import Iterable
-from typing import NewType
+from collections.abc import Iterable, Sequence
 
-BlockId = NewType("BlockId", int)
+from scheduler_svc.core.block import BlockHash, BlockId
+from scheduler_svc.core.free_queue import FreeQueue
 
 
 class OutOfBlocksError(RuntimeError):
@@ -15,18 +15,31 @@ class OutOfBlocksError(RuntimeError):
 
 
 class BlockPool:
-    """Hands out blocks and takes them back. Oldest freed first, so that freed content stays untouched for long."""
+    """Hands out blocks and takes them back, least recently used first.
+
+    Blocks without a hash go before all that can still be hit. Of blocks freed together, the one deepest in its prefix
+    goes first: a prefix without its end is of use, an end without its prefix is not.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least 1 block, got {num_blocks}")
         self.num_blocks = num_blocks
-        self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
+        self._free = FreeQueue(num_blocks)
         self._ref_counts = [0] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._by_hash: dict[BlockHash, BlockId] = {}
+        self._num_held_sealed = 0
 
     @property
     def num_free(self) -> int:
+        """Blocks that nobody holds, those included that can still be hit."""
         return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and that can still be hit."""
+        return len(self._by_hash) - self._num_held_sealed
 
     @property
     def num_used(self) -> int:
@@ -36,23 +49,78 @@ class BlockPool:
         """How many block tables hold this block."""
         return self._ref_counts[block]
 
+    def hash_of(self, block: BlockId) -> BlockHash | None:
+        """The hash under which the block is sealed."""
+        return self._hashes[block]
+
     def allocate(self, count: int) -> list[BlockId]:
         """Takes `count` free blocks, each with a reference count of 1. Raises OutOfBlocksError and changes nothing."""
         if count > len(self._free):
             raise OutOfBlocksError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
-        blocks = [self._free.popleft() for _ in range(count)]
-        for block in blocks:
-            self._ref_counts[block] = 1
-        return blocks
+        return [self._take() for _ in range(count)]
 
-    def free(self, blocks: Iterable[BlockId]) -> None:
-        """Drops one reference of each block; those that nobody holds any more become free."""
-        for block in blocks:
+    def free(self, blocks: Sequence[BlockId]) -> None:
+        """Drops one reference of each block of a table, given in logical order."""
+        for block in reversed(blocks):
             assert self._ref_counts[block] > 0, f"block {block} was freed twice"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                self._free.append(block)
+                self._let_go(block)
+
+    def hits(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
+        """The blocks sealed under the first of these hashes, up to the first that is not there."""
+        blocks: list[BlockId] = []
+        for each in hashes:
+            block = self._by_hash.get(each)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def touch(self, blocks: Iterable[BlockId]) -> None:
+        """Adds one reference to each block; those that nobody held are no longer free."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                self._free.remove(block)
+                self._num_held_sealed += self._hashes[block] is not None
+            self._ref_counts[block] += 1
+
+    def seal(self, block: BlockId, content: BlockHash) -> bool:
+        """Names the final content of a held block. False when another block holds the same content already, which
+        then stays the one that is found."""
+        assert self._ref_counts[block] > 0, f"block {block} is sealed while nobody holds it"
+        if self._hashes[block] is not None or content in self._by_hash:
+            return False
+        self._hashes[block] = content
+        self._by_hash[content] = block
+        self._num_held_sealed += 1
+        return True
+
+    def adopt(self, block: BlockId, content: BlockHash) -> None:
+        """Takes over a free block whose content an earlier scheduler sealed."""
+        if self._ref_counts[block] or self._hashes[block] is not None or content in self._by_hash:
+            return
+        self._hashes[block] = content
+        self._by_hash[content] = block
+        self._free.remove(block)
+        self._free.append(block)
 
     def free_blocks(self) -> tuple[BlockId, ...]:
         """The free blocks in the order in which they will be handed out."""
         return tuple(self._free)
+
+    def _take(self) -> BlockId:
+        block = self._free.pop()
+        content = self._hashes[block]
+        if content is not None:
+            del self._by_hash[content]
+            self._hashes[block] = None
+        self._ref_counts[block] = 1
+        return block
+
+    def _let_go(self, block: BlockId) -> None:
+        if self._hashes[block] is None:
+            self._free.append_first(block)
+        else:
+            self._num_held_sealed -= 1
+            self._free.append(block)

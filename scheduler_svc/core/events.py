@@ -51,6 +51,7 @@ def usage_of(group: SequenceGroup) -> Usage:
     last = first if line.last_token is None else line.last_token
     return Usage(
         prompt_tokens=len(group.request.prompt),
+        cached_tokens=group.cached_tokens or 0,
         generated_tokens=sum(sequence.num_output_tokens for sequence in group.sequences),
         preemptions=group.preemptions,
         queue_s=started - line.arrived,

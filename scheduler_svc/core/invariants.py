@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from scheduler_svc.core.prefix_cache import block_hash, root_hash
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 
@@ -15,6 +16,7 @@ def check(scheduler: Scheduler) -> None:
     running = [sequence for group in scheduler.running for sequence in group.sequences]
     waiting = [sequence for group in scheduler.waiting for sequence in group.sequences]
     _check_pool(scheduler, running)
+    _check_seals(scheduler, running)
     _check_waiting(waiting)
     _check_rows(scheduler, [s for s in running if s.status is SequenceStatus.RUNNING])
     _check_order(scheduler)
@@ -34,10 +36,22 @@ def _check_pool(scheduler: Scheduler, running: list[Sequence]) -> None:
     _require(
         len(free) + len(held) == pool.num_blocks, f"{len(free)} free + {len(held)} held != {pool.num_blocks} blocks"
     )
+    cached = [block for block in free if pool.hash_of(block) is not None]
+    _require(len(cached) == pool.num_cached, f"{len(cached)} free blocks are sealed, {pool.num_cached} are counted")
     for block, holders in held.items():
         _require(
             pool.ref_count(block) == holders, f"block {block}: ref count {pool.ref_count(block)}, holders {holders}"
         )
+
+
+def _check_seals(scheduler: Scheduler, running: list[Sequence]) -> None:
+    for sequence in running:
+        parent = root_hash(sequence.request.tenant)
+        size = scheduler.config.block_size
+        for index, block in enumerate(sequence.block_table[: sequence.num_tokens // size]):
+            parent = block_hash(parent, sequence.token_ids[index * size : (index + 1) * size])
+            sealed = scheduler.blocks.pool.hash_of(block)
+            _require(sealed in (None, parent), f"block {block}: sealed under the hash of other tokens")
 
 
 def _check_waiting(waiting: list[Sequence]) -> None:

@@ -37,7 +37,8 @@ class Request:
     """A prompt and when to stop.
 
     `emitted` are output tokens that an earlier scheduler produced already: generation goes on after them and counts
-    them against `max_tokens`. `stop_token_ids` holds the model's eos ids too.
+    them against `max_tokens`. `stop_token_ids` holds the model's eos ids too. Cached prefixes are shared within a
+    tenant.
     """
 
     key: RequestKey
@@ -47,8 +48,14 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     emitted: SequenceOf[int] = ()
+    tenant: str = ""
 
     @property
     def max_len(self) -> int:
         """Tokens of the sequence, prompt and output, at which it ends at the latest."""
         return len(self.prompt) + self.max_tokens
+
+    @property
+    def uses_prefix_cache(self) -> bool:
+        """Whether cached blocks may stand in for computing the prompt."""
+        return True

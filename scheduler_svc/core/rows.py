@@ -17,6 +17,7 @@ class RowTable:
     num_tokens    int64: tokens of the sequence, those included that steps in flight will sample
     num_computed  int64: tokens whose keys and values are in the pool once all steps in flight are done
     num_slots     int64: slots of the sequence's block table
+    num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
     max_len       int64: the sequence ends at this many tokens; the last one is never computed
     arrival       int64: arrival number of the group
     incarnation   int64: rises whenever the row is released, so that results for its past are told apart
@@ -28,6 +29,7 @@ class RowTable:
         self.num_tokens = np.zeros(max_num_rows, dtype=np.int64)
         self.num_computed = np.zeros(max_num_rows, dtype=np.int64)
         self.num_slots = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_sealed = np.zeros(max_num_rows, dtype=np.int64)
         self.max_len = np.zeros(max_num_rows, dtype=np.int64)
         self.arrival = np.zeros(max_num_rows, dtype=np.int64)
         self.incarnation = np.zeros(max_num_rows, dtype=np.int64)
@@ -37,14 +39,15 @@ class RowTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def assign(self, sequence: Sequence, arrival: int, num_slots: int) -> int:
-        """Puts a sequence of which nothing is computed into the lowest free row and returns that."""
+    def assign(self, sequence: Sequence, arrival: int, block_size: int, num_cached: int) -> int:
+        """Puts a sequence into the lowest free row and returns that. Its first `num_cached` tokens are computed."""
         row = heapq.heappop(self._free)
         self.sequences[row] = sequence
         self.active[row] = True
         self.num_tokens[row] = sequence.num_tokens
-        self.num_computed[row] = 0
-        self.num_slots[row] = num_slots
+        self.num_computed[row] = num_cached
+        self.num_slots[row] = len(sequence.block_table) * block_size
+        self.num_sealed[row] = num_cached // block_size
         self.max_len[row] = sequence.request.max_len
         self.arrival[row] = arrival
         sequence.row = row

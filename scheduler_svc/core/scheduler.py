@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.block_manager import BlockManager, CanAllocate
 from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
 from scheduler_svc.core.events import EventLog
@@ -53,11 +54,13 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A planned step whose result is still to come, and who sits in its sampling rows."""
+    """A planned step whose result is still to come: who sits in its sampling rows, and how many of their tokens are
+    computed then."""
 
     step_id: int
     rows: np.ndarray
     incarnations: np.ndarray
+    num_computed: np.ndarray
 
 
 class Scheduler:
@@ -77,6 +80,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._last_step_id = 0
         self._released_rows: list[int] = []
+        self._newly_sealed: list[tuple[BlockId, BlockHash]] = []
         self._num_arrivals = 0
 
     @property
@@ -99,7 +103,7 @@ class Scheduler:
         A request with emitted tokens was accepted before, so the queue's bounds do not hold for it.
         """
         self._check(request)
-        group = SequenceGroup.of(request, self._num_arrivals, now)
+        group = SequenceGroup.of(request, self._num_arrivals, self.config.block_size, now)
         self._num_arrivals += 1
         self.waiting.append(group)
 
@@ -131,6 +135,7 @@ class Scheduler:
         step = self._take_in_flight(result)
         events = EventLog()
         current = self.rows.incarnation[step.rows] == step.incarnations
+        self._seal(step, current, result)
         pairs = zip(step.rows[current].tolist(), result.token_ids[current].tolist(), strict=True)
         for row, token_id in pairs:
             sequence = self.rows.sequences[row]
@@ -148,7 +153,7 @@ class Scheduler:
         return events.by_client
 
     def void_in_flight(self) -> None:
-        """Forgets all steps in flight and all computed tokens, as when a worker was lost.
+        """Forgets all steps in flight, all computed tokens and all cached blocks, as when a worker was lost.
 
         Every running group waits again, in order of arrival, before those that waited already.
         """
@@ -157,6 +162,15 @@ class Scheduler:
             self._requeue(self.running.newest())
         self._last_step_id = 0
         self._released_rows.clear()
+        self._newly_sealed.clear()
+        self.blocks = BlockManager(self.config.num_blocks, self.config.block_size, self.config.watermark)
+
+    def adopt_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        """Takes over the blocks that a worker found final under an earlier scheduler, or before its stream broke. To be
+        called before anything runs. Blocks that this pool does not have are passed over."""
+        for block, content in sealed:
+            if block < self.config.num_blocks:
+                self.blocks.pool.adopt(block, content)
 
     def adopt(self, old: "Scheduler") -> list[RequestFailure]:
         """Takes over the requests of a scheduler whose pool is gone, in order of arrival; nothing of `old` may be in
@@ -255,19 +269,21 @@ class Scheduler:
     def _admit(self, draft: StepDraft, now: float) -> None:
         while len(self.waiting) and draft.budget > 0 and self.rows.num_free:
             group = self.waiting.oldest()
-            if self.blocks.can_allocate(group.num_tokens) is not CanAllocate.OK:
+            if any(self.blocks.can_allocate(each) is not CanAllocate.OK for each in group.sequences):
                 return
             self.waiting.remove(group.request.key)
             self.running.append(group)
             if group.timeline.started is None:
                 group.timeline.started = now
             for sequence in group.sequences:
-                self._start(sequence, group.arrival, draft)
+                self._start(sequence, group, draft)
 
-    def _start(self, sequence: Sequence, arrival: int, draft: StepDraft) -> None:
-        self.blocks.allocate(sequence)
+    def _start(self, sequence: Sequence, group: SequenceGroup, draft: StepDraft) -> None:
+        num_cached = self.blocks.allocate(sequence)
+        if group.cached_tokens is None:
+            group.cached_tokens = num_cached
         sequence.status = SequenceStatus.RUNNING
-        row = self.rows.assign(sequence, arrival, len(sequence.block_table) * self.config.block_size)
+        row = self.rows.assign(sequence, group.arrival, self.config.block_size, num_cached)
         draft.assign.append(
             RowAssignment(
                 row,
@@ -283,12 +299,13 @@ class Scheduler:
         """Counts the step as done, which it is once its result comes."""
         self._last_step_id += 1
         self.num_steps += 1
-        plan = draft.finish(self._last_step_id, self._released_rows)
-        self._released_rows = []
+        plan = draft.finish(self._last_step_id, self._released_rows, self._newly_sealed)
+        self._released_rows, self._newly_sealed = [], []
         self.rows.num_computed[plan.rows] += plan.num_new_tokens
         sampling = plan.samples[:, 0]
         self.rows.num_tokens[sampling] += 1
-        self.in_flight.append(StepInFlight(plan.step_id, sampling, self.rows.incarnation[sampling].copy()))
+        incarnations, num_computed = self.rows.incarnation[sampling], self.rows.num_computed[sampling]
+        self.in_flight.append(StepInFlight(plan.step_id, sampling, incarnations, num_computed))
         return plan
 
     # Results
@@ -303,6 +320,18 @@ class Scheduler:
                 f"its result has {len(result.token_ids)} tokens"
             )
         return self.in_flight.popleft()
+
+    def _seal(self, step: StepInFlight, current: np.ndarray, result: StepResult) -> None:
+        """Blocks that are full now can be shared from now on. A row that samples a token has finite keys and values, so
+        nothing poisoned is ever sealed."""
+        num_full = step.num_computed // self.config.block_size
+        for index in np.flatnonzero(current & (num_full > self.rows.num_sealed[step.rows])).tolist():
+            row, end = int(step.rows[index]), int(num_full[index])
+            sequence = self.rows.sequences[row]
+            if sequence is None or row in result.failures:
+                continue
+            self._newly_sealed += self.blocks.seal(sequence, int(self.rows.num_sealed[row]), end)
+            self.rows.num_sealed[row] = end
 
     def _on_milestone(self, sequence: Sequence, reason: FinishReason | None, events: EventLog, now: float) -> None:
         """The first token of a sequence, or its end."""

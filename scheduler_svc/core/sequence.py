@@ -3,7 +3,8 @@
 import enum
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.block import BlockId
+from scheduler_svc.core.prefix_cache import PrefixHashes
 from scheduler_svc.core.request import Request
 
 
@@ -33,6 +34,7 @@ class Sequence:
     request: Request
     index: int
     token_ids: list[int]
+    prefix_hashes: PrefixHashes
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[BlockId] = field(default_factory=list)
     row: int | None = None
@@ -60,7 +62,8 @@ class Timeline:
 class SequenceGroup:
     """All sequences of one request. It is scheduled, preempted and resumed as one (the paper's section 4.5).
 
-    `arrival` numbers groups in order of arrival; preemption takes the highest.
+    `arrival` numbers groups in order of arrival; preemption takes the highest. `cached_tokens` are the prompt tokens
+    that the prefix cache had when the group first ran, None before.
     """
 
     request: Request
@@ -68,11 +71,13 @@ class SequenceGroup:
     sequences: list[Sequence]
     timeline: Timeline
     preemptions: int = 0
+    cached_tokens: int | None = None
 
     @classmethod
-    def of(cls, request: Request, arrival: int, now: float) -> "SequenceGroup":
+    def of(cls, request: Request, arrival: int, block_size: int, now: float) -> "SequenceGroup":
         tokens = [*request.prompt, *request.emitted]
-        return cls(request, arrival, [Sequence(request, 0, tokens)], Timeline(now))
+        sequence = Sequence(request, 0, tokens, PrefixHashes(request.tenant, block_size))
+        return cls(request, arrival, [sequence], Timeline(now))
 
     @property
     def num_tokens(self) -> int:

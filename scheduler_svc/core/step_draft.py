@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.step_plan import RowAssignment, StepPlan
 
 
@@ -33,7 +34,7 @@ class StepDraft:
     def sampling_rows(self) -> np.ndarray:
         return np.concatenate(self._samples)
 
-    def finish(self, step_id: int, release: list[int]) -> StepPlan:
+    def finish(self, step_id: int, release: list[int], sealed: list[tuple[BlockId, BlockHash]]) -> StepPlan:
         """The step as a value. The draft must not be empty."""
         sampling_rows = self.sampling_rows()
         return StepPlan(
@@ -45,4 +46,5 @@ class StepDraft:
             num_new_tokens=np.concatenate(self._num_new_tokens),
             num_computed_tokens=np.concatenate(self._num_computed),
             samples=np.stack([sampling_rows, sampling_rows], axis=1),
+            sealed=tuple(sealed),
         )

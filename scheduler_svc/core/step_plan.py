@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.request import Handle, RequestKey, RowSampling
 from scheduler_svc.core.sequence import FinishReason
 
@@ -30,6 +30,7 @@ class StepPlan:
     block_table_deltas       [d, 3]  row, logical index, block id
     rows, num_new_tokens, num_computed_tokens  [b]  the batch
     samples                  [s, 2]  row that samples, row of the batch from whose last token's logits
+    sealed                           blocks whose content is final, and their hashes
     """
 
     step_id: int
@@ -40,6 +41,7 @@ class StepPlan:
     num_new_tokens: np.ndarray
     num_computed_tokens: np.ndarray
     samples: np.ndarray
+    sealed: SequenceOf[tuple[BlockId, BlockHash]]
 
     @property
     def num_tokens(self) -> int:
@@ -92,6 +94,7 @@ class Usage:
     """What a request cost. Times are seconds."""
 
     prompt_tokens: int
+    cached_tokens: int
     generated_tokens: int
     preemptions: int
     queue_s: float

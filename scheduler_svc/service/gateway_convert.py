@@ -41,6 +41,7 @@ def request_from_submit(submit: scheduler_pb2.Submit, client: ClientId, vocab_si
         max_tokens=submit.stopping.max_tokens,
         stop_token_ids=frozenset((*submit.stopping.stop_token_ids, *submit.eos_token_ids)),
         emitted=_emitted_from(submit, vocab_size),
+        tenant=submit.tenant,
     )
 
 
@@ -168,6 +169,7 @@ def _sequence_end_message(end: SequenceEnd) -> scheduler_pb2.SequenceEnd:
 def _request_end_message(end: RequestEnd) -> scheduler_pb2.RequestEnd:
     usage = common_pb2.Usage(
         prompt_tokens=end.usage.prompt_tokens,
+        cached_tokens=end.usage.cached_tokens,
         generated_tokens=end.usage.generated_tokens,
         queue_ms=end.usage.queue_s * 1e3,
         prefill_ms=end.usage.prefill_s * 1e3,

@@ -46,7 +46,12 @@ def _worker_message(loop: StepLoop) -> scheduler_pb2.WorkerState:
 
 
 def _pool_message(pool: BlockPool) -> scheduler_pb2.PoolState:
-    return scheduler_pb2.PoolState(total_blocks=pool.num_blocks, free_blocks=pool.num_free, used_blocks=pool.num_used)
+    return scheduler_pb2.PoolState(
+        total_blocks=pool.num_blocks,
+        free_blocks=pool.num_free - pool.num_cached,
+        cached_blocks=pool.num_cached,
+        used_blocks=pool.num_used,
+    )
 
 
 def _sequence_message(scheduler: Scheduler, sequence: Sequence) -> scheduler_pb2.SequenceState:
@@ -61,5 +66,7 @@ def _sequence_message(scheduler: Scheduler, sequence: Sequence) -> scheduler_pb2
     )
     for index, block in enumerate(sequence.block_table):
         filled = min(max(num_computed - index * block_size, 0), block_size)
-        message.block_table.add(block_id=block, filled=filled, ref_count=scheduler.blocks.pool.ref_count(block))
+        state = message.block_table.add(block_id=block, filled=filled, ref_count=scheduler.blocks.pool.ref_count(block))
+        if (content := scheduler.blocks.pool.hash_of(block)) is not None:
+            state.block_hash = content
     return message

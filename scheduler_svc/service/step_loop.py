@@ -95,7 +95,7 @@ class StepLoop:
             self.epoch += 1
             try:
                 link = await WorkerLink.attach(self.worker_address, self.epoch, _ATTACH_TIMEOUT_S)
-                self._take_over(link.info)
+                self._take_over(link)
                 return link
             except WorkerLostError as error:
                 if str(error) != said:
@@ -104,23 +104,26 @@ class StepLoop:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
-    def _take_over(self, info: ReplicaInfo) -> None:
+    def _take_over(self, link: WorkerLink) -> None:
+        info = link.info
         config = self._config(info)
         if self.scheduler is None:
             self.scheduler = Scheduler(config)
         elif config != self.scheduler.config:
             self._rebuild(config)
+        self.scheduler.adopt_sealed(link.sealed)
         self.replica = info
         self._sent_at.clear()
         self._set_attached(True)
         self._wake.set()
         _logger.info(
-            "attached worker generation %d as epoch %d: %s, %d blocks of %d tokens",
+            "attached worker generation %d as epoch %d: %s, %d blocks of %d tokens, %d of them cached",
             info.worker_generation,
             self.epoch,
             info.architecture,
             info.num_gpu_blocks,
             info.block_size,
+            self.scheduler.blocks.pool.num_cached,
         )
 
     def _config(self, info: ReplicaInfo) -> SchedulerConfig:

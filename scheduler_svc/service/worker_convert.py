@@ -5,6 +5,8 @@ import numpy as np
 from quire.arrays import decode_float32, decode_int32, encode_int32
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
+from scheduler_svc.core.block import BlockHash, BlockId
+from scheduler_svc.core.prefix_cache import HASH_BYTES
 from scheduler_svc.core.step_plan import PositionLogprobs, RowAssignment, StepPlan, StepResult, TokenLogprob
 from scheduler_svc.service.replica import ReplicaInfo
 
@@ -28,6 +30,8 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
             num_computed_tokens=encode_int32(plan.num_computed_tokens),
             samples=encode_int32(plan.samples),
         ),
+        sealed_block_ids=encode_int32([block for block, _ in plan.sealed]),
+        sealed_hashes=b"".join(content for _, content in plan.sealed),
     )
     return worker_pb2.RunRequest(step=step).SerializeToString()
 
@@ -67,6 +71,17 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         max_steps_in_flight=info.limits.max_steps_in_flight,
         max_logprobs=info.limits.max_logprobs,
     )
+
+
+def sealed_blocks(attached: worker_pb2.Attached) -> list[tuple[BlockId, BlockHash]]:
+    """The worker's inventory of final blocks. Raises InvalidArgument when its arrays do not make sense."""
+    blocks = decode_int32(attached.sealed_block_ids, "sealed_block_ids", minimum=0).tolist()
+    hashes = attached.sealed_hashes
+    if len(hashes) != HASH_BYTES * len(blocks):
+        raise InvalidArgument(f"sealed_hashes has {len(hashes)} bytes for {len(blocks)} blocks")
+    starts = range(0, len(hashes), HASH_BYTES)
+    contents = [BlockHash(hashes[start : start + HASH_BYTES]) for start in starts]
+    return [(BlockId(block), content) for block, content in zip(blocks, contents, strict=True)]
 
 
 def step_result(message: worker_pb2.StepResult, vocab_size: int) -> StepResult:

@@ -9,8 +9,7 @@ from quire.rpc.channel import open_channel
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step_plan import StepPlan, StepResult
-from scheduler_svc.service.replica import ReplicaInfo
-from scheduler_svc.service.worker_convert import attach_message, replica_info, step_message, step_result
+from scheduler_svc.service.worker_convert import attach_message, replica_info, sealed_blocks, step_message, step_result
 
 _RUN = "/quire.worker.v1.WorkerService/Run"
 _SILENCE_LIMIT_S = 10.0
@@ -26,12 +25,21 @@ class WorkerLostError(Exception):
 
 
 class WorkerLink:
-    """An attached worker, made by `attach`. Steps go out in order, results come back in the same order."""
+    """An attached worker, made by `attach`. Steps go out in order, results come back in the same order.
+
+    `sealed` are the blocks that the worker knew to be final when it was attached.
+    """
 
     def __init__(
-        self, channel: grpc.aio.Channel, call: grpc.aio.StreamStreamCall, epoch: int, info: ReplicaInfo, address: str
+        self,
+        channel: grpc.aio.Channel,
+        call: grpc.aio.StreamStreamCall,
+        epoch: int,
+        attached: worker_pb2.Attached,
+        address: str,
     ) -> None:
-        self.info = info
+        self.info = replica_info(attached.info)
+        self.sealed = sealed_blocks(attached)
         self.address = address
         self.epoch = epoch
         self._channel = channel
@@ -49,14 +57,14 @@ class WorkerLink:
             await asyncio.wait([handshake], timeout=timeout_s)
             if not handshake.done():
                 raise WorkerLostError(f"worker {address} did not answer Attach within {timeout_s:.0f} s")
-            return cls(channel, call, epoch, replica_info(handshake.result().info), address)
+            return cls(channel, call, epoch, handshake.result(), address)
         except BaseException as error:
             call.cancel()
             await channel.close()
             # The call's end does not wake a write that waits for the connection.
             handshake.cancel()
             await asyncio.wait([handshake])
-            if isinstance(error, _CALL_ERRORS):
+            if isinstance(error, (*_CALL_ERRORS, InvalidArgument)):
                 raise WorkerLostError(f"cannot attach to worker {address}: {_describe(error)}") from error
             raise
 

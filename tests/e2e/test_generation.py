@@ -138,3 +138,15 @@ async def test_tokenize_and_detokenize_are_inverse(served: Served):
     text = "Grüße, 你好, 🙂 and\ttabs"
     tokens = await served.client.tokenize(text, add_special_tokens=False)
     assert await served.client.detokenize(tokens.token_ids) == text
+
+
+async def test_a_follow_up_turn_hits_the_cache_and_says_the_same_as_without(served: Served):
+    question = ChatMessage("user", "Tell me a story about a fox named Pip.")
+    options = GenerationOptions(temperature=0.0)
+    first = await served.client.chat([question], options)
+    turn = [question, ChatMessage("assistant", first.text), ChatMessage("user", "What is 2 plus 3?")]
+    follow_up = await served.client.chat(turn, options)
+    history = first.usage.prompt_tokens + first.usage.generated_tokens
+    assert follow_up.usage.cached_tokens >= history - 2 * 16
+    async with serving(num_gpu_blocks=256) as fresh:
+        assert (await fresh.client.chat(turn, options)).text == follow_up.text

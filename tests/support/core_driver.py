@@ -8,7 +8,7 @@ import numpy as np
 from scheduler_svc.core import invariants
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
-from scheduler_svc.core.step_plan import ClientEvents, StepPlan, StepResult
+from scheduler_svc.core.step_plan import ClientEvents, StepPlan, StepResult, Usage
 
 CLIENT = ClientId(0)
 
@@ -32,10 +32,14 @@ def make_request(
     max_tokens: int = 6,
     stop: frozenset[int] = frozenset(),
     emitted: tuple[int, ...] = (),
+    prompt: list[int] | None = None,
+    tenant: str = "",
 ) -> Request:
-    prompt = [(handle * 7 + i) % 50 for i in range(prompt_len)]
+    """A request with a prompt and a seed of its own, unless a prompt is given."""
+    if prompt is None:
+        prompt = [(handle * 7 + i) % 50 for i in range(prompt_len)]
     key = RequestKey(CLIENT, Handle(handle))
-    return Request(key, f"request-{handle}", prompt, RowSampling(seed=handle), max_tokens, stop, emitted)
+    return Request(key, f"request-{handle}", prompt, RowSampling(seed=handle), max_tokens, stop, emitted, tenant)
 
 
 def next_token(seed: int, position: int) -> int:
@@ -66,8 +70,10 @@ class FakeDevice:
 
     block_size: int
     rows: dict[int, WorkerRow] = field(default_factory=dict)
-    slots: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Slot -> (seed, position) of the token whose keys and values it holds."""
+    slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Slot -> the token whose keys and values it holds and all tokens before it, which these depend on."""
+    num_computed: int = 0
+    """Tokens computed so far, over all rows."""
 
     def run(self, plan: StepPlan) -> StepResult:
         for row in plan.release.tolist():
@@ -91,11 +97,13 @@ class FakeDevice:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def _compute(self, row: WorkerRow, num_new: int, num_computed: int) -> None:
+        self.num_computed += num_new
         for position in range(num_computed):
-            assert self.slots[self._slot(row, position)] == (row.seed, position), "the context was overwritten"
+            context = tuple(row.tokens[: position + 1])
+            assert self.slots[self._slot(row, position)] == context, "the context is not the row's own"
         for position in range(num_computed, num_computed + num_new):
             assert position < len(row.tokens), "a token was computed before it was known"
-            self.slots[self._slot(row, position)] = (row.seed, position)
+            self.slots[self._slot(row, position)] = tuple(row.tokens[: position + 1])
 
     def _sample(self, row: int) -> int:
         state = self.rows[row]
@@ -113,6 +121,7 @@ class Driver:
         self.results: deque[StepResult] = deque()
         self.outputs: dict[int, list[int]] = {}
         self.finished: set[int] = set()
+        self.usage: dict[int, Usage] = {}
         self.clock = 0.0
 
     def submit(self, request: Request) -> None:
@@ -168,3 +177,4 @@ class Driver:
         for end in batch.finished:
             assert end.num_tokens == len(self.outputs[end.handle])
         self.finished.update(end.handle for end in batch.completed)
+        self.usage.update((end.handle, end.usage) for end in batch.completed)

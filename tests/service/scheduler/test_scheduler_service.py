@@ -364,3 +364,30 @@ async def test_a_gateway_that_does_not_read_holds_up_no_step_and_gets_everything
     assert slow.outputs == {handle: expected_tokens(handle, max_tokens=400) for handle in range(1, 65)}
     slow.close()
     quick.close()
+
+
+async def test_a_cached_prefix_is_reported_and_survives_a_restart_of_the_scheduler(worker, tmp_path):
+    long = {"prompt_len": 100, "max_tokens": 4}
+    async with running_scheduler(str(tmp_path / "a.sock"), worker.address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, **long))
+        await stream.read_until_over(1)
+        assert stream.completed[1].usage.cached_tokens == 0
+        again = make_submit(1, **long)
+        again.handle = 2
+        await stream.submit(again)
+        await stream.read_until_over(2)
+        assert stream.completed[2].usage.cached_tokens == 96
+        assert stream.outputs[2] == stream.outputs[1]
+        await wait_nothing_in_use(stub)
+        assert (await state_of(stub)).gpu_pool.cached_blocks == 6
+        stream.close()
+    async with running_scheduler(str(tmp_path / "b.sock"), worker.address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, **long))
+        await stream.read_until_over(1)
+        assert stream.completed[1].usage.cached_tokens > 0
+        assert stream.outputs[1] == expected_tokens(1, **long)
+        stream.close()

@@ -33,10 +33,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[int, Request] = {}
         self.aborted: set[int] = set()
 
-    @rule(prompt_len=st.integers(1, 30), max_tokens=st.integers(1, 20), stop=st.sets(st.integers(0, 49), max_size=3))
-    def arrive(self, prompt_len, max_tokens, stop):
+    @rule(
+        prompt_len=st.integers(1, 30),
+        shared=st.integers(0, 30),
+        tenant=st.sampled_from(["a", "a", "b"]),
+        max_tokens=st.integers(1, 20),
+        stop=st.sets(st.integers(0, 49), max_size=3),
+    )
+    def arrive(self, prompt_len, shared, tenant, max_tokens, stop):
+        """A prompt whose first `shared` tokens are those of all others."""
         handle = len(self.requests) + len(self.aborted)
-        request = make_request(handle, prompt_len=prompt_len, max_tokens=max_tokens, stop=frozenset(stop))
+        prompt = [0] * min(shared, prompt_len) + [handle % 50] * max(prompt_len - shared, 0)
+        request = make_request(handle, prompt=prompt, tenant=tenant, max_tokens=max_tokens, stop=frozenset(stop))
         fits = request.max_len <= self.driver.scheduler.max_len
         try:
             self.driver.submit(request)
