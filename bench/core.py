@@ -6,8 +6,9 @@ from collections import deque
 
 import numpy as np
 
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
-from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepPlan, StepResult
 
 _BLOCK_SIZE, _PROMPT_LEN = 16, 20

@@ -9,8 +9,9 @@ import torch
 
 from bench.workload import WorkItem
 from quire.model_directory import ModelDirectory, resolve_model
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
-from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepPlan, StepResult
 from worker_svc import steps
 from worker_svc.device_loop import DeviceLoop
@@ -69,6 +70,7 @@ def _step_of(plan: StepPlan) -> steps.Step:
             token_ids=np.array(assigned.token_ids, np.int32),
             block_table=np.array(assigned.block_table, np.int32),
             sampling=steps.RowSampling(0.0, 0, 1.0, 0.0, assigned.sampling.seed, None, None),
+            num_prompt_tokens=assigned.num_prompt_tokens,
         )
         for assigned in plan.assign
     )

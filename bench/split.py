@@ -28,26 +28,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    work = make_work(arguments)
     if arguments.serve_one_process:
-        _answer_runs(arguments, work)
+        _answer_runs(arguments)
         return
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
         if arguments.shape is not None:
             write_model(arguments.shape, Path(directory))
             arguments.model = directory
-        asyncio.run(_compare(arguments, work))
+        asyncio.run(_compare(arguments))
 
 
-def make_work(arguments: argparse.Namespace) -> list[WorkItem]:
+def make_work(arguments: argparse.Namespace, run: int) -> list[WorkItem]:
+    """Other prompts in every run, so that nothing is cached; the lengths are alike."""
     scale = arguments.scale
     lengths = Lengths(prompt_mean=161 * scale, output_mean=338 * scale, longest=480)
-    return draw_workload(arguments.requests, 1000, lengths)
+    return draw_workload(arguments.requests, 1000, lengths, seed=run)
 
 
-async def _compare(arguments: argparse.Namespace, work: list[WorkItem]) -> None:
-    num_tokens = sum(item.num_output_tokens for item in work)
-    print(f"{len(work)} requests at once, {sum(len(i.prompt) for i in work)} prompt and {num_tokens} output tokens")
+async def _compare(arguments: argparse.Namespace) -> None:
     settings = ServeSettings(
         model=arguments.model,
         dtype=arguments.dtype,
@@ -61,9 +59,12 @@ async def _compare(arguments: argparse.Namespace, work: list[WorkItem]) -> None:
         await server.wait_ready()
         with _OneProcess(arguments.model) as one_process:
             async with AsyncClient(server.grpc_address) as client:
-                await stream_all(client, work[:4])
-                for _ in range(arguments.runs):
-                    single.append(num_tokens / await asyncio.to_thread(one_process.run))
+                await stream_all(client, make_work(arguments, run=0)[:4])
+                for run in range(1, arguments.runs + 1):
+                    work = make_work(arguments, run)
+                    num_tokens = sum(item.num_output_tokens for item in work)
+                    print(f"run {run}: {len(work)} requests at once, {num_tokens} output tokens")
+                    single.append(num_tokens / await asyncio.to_thread(one_process.run, run))
                     view = await stream_all(client, work)
                     split.append(num_tokens / view.seconds)
                     first_token.append(view.median_first_token_s * 1e3)
@@ -94,10 +95,10 @@ class _OneProcess:
         self._process.kill()
         self._process.communicate()
 
-    def run(self) -> float:
-        """Runs the workload once; returns seconds."""
+    def run(self, run: int) -> float:
+        """Runs the workload of this run once; returns seconds."""
         assert self._process.stdin is not None
-        print("run", file=self._process.stdin, flush=True)
+        print(run, file=self._process.stdin, flush=True)
         return float(self._read())
 
     def _read(self) -> str:
@@ -108,8 +109,8 @@ class _OneProcess:
         return line
 
 
-def _answer_runs(arguments: argparse.Namespace, work: list[WorkItem]) -> None:
-    """The child: one line when it is ready, then the seconds of a run for each line that comes."""
+def _answer_runs(arguments: argparse.Namespace) -> None:
+    """The child: one line when it is ready, then for each line, which names a run, the seconds that it took."""
     from bench.in_process import InProcessEngine
     from worker_svc.settings import WorkerSettings
 
@@ -117,7 +118,7 @@ def _answer_runs(arguments: argparse.Namespace, work: list[WorkItem]) -> None:
         model=arguments.model, dtype=arguments.dtype, num_threads=arguments.num_threads, device="cpu"
     )
     engine = InProcessEngine(settings)
-    engine.run(work[:4])
+    engine.run(make_work(arguments, run=0)[:4])
     print("ready", flush=True)
-    for _ in sys.stdin:
-        print(engine.run(work), flush=True)
+    for line in sys.stdin:
+        print(engine.run(make_work(arguments, int(line))), flush=True)

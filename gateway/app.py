@@ -32,6 +32,8 @@ _SERVICES = {
     "model": model_pb2.DESCRIPTOR.services_by_name["ModelService"],
     "prefix": prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
 }
+# No method of these works in this version.
+_UNSUPPORTED_SERVICES = {"prefix"}
 # For calls that are over but whose last message is still on its way.
 _STOP_GRACE_S = 1.0
 _logger = logging.getLogger(__name__)
@@ -113,12 +115,12 @@ class Gateway:
         self._generator.model.executor.shutdown(wait=False)
 
     async def _report_readiness(self) -> None:
-        """Keeps health in step with whether a scheduler is connected."""
+        """Keeps health in step with whether a replica is ready."""
         replicas = self._generator.replicas
         while True:
-            await replicas.wait_until_connected()
+            await replicas.wait_until_ready()
             self._rpc.set_serving(self._generator.is_ready)
-            await replicas.wait_until_disconnected()
+            await replicas.wait_until_not_ready()
             self._rpc.set_serving(False)
 
 
@@ -164,6 +166,7 @@ async def _start_rpc(settings: GatewaySettings, generator: Generator, gateway_id
     return await RpcServer.start(
         str(TcpAddress(settings.grpc_host, settings.grpc_port)),
         register,
-        [service.full_name for service in _SERVICES.values()],
+        [service.full_name for name, service in _SERVICES.items() if name not in _UNSUPPORTED_SERVICES],
+        reflected_only=[_SERVICES[name].full_name for name in _UNSUPPORTED_SERVICES],
         max_message_bytes=settings.max_message_bytes,
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from gateway.events import Chunk, Completed, Event, Finished, FinishReason, GeneratedSequence, PositionLogprobs, Usage
-from gateway.limits import SUPPORTED_N, Limits
+from gateway.limits import MAX_LOGIT_BIAS, Limits
 from gateway.request import (
     BeamSearchOptions,
     ChatMessage,
@@ -66,13 +66,19 @@ def tokenize_input(message: generation_pb2.TokenizeRequest) -> TextPrompt | Chat
 
 
 def generated_response(
-    kind: type[Response], request_id: str, model: str, sequences: Sequence[GeneratedSequence], usage: Usage
+    kind: type[Response],
+    request_id: str,
+    model: str,
+    sequences: Sequence[GeneratedSequence],
+    usage: Usage,
+    prompt_logprobs: Sequence[PositionLogprobs],
 ) -> Response:
     return kind(
         request_id=request_id,
         model=model,
         sequences=[_generated_sequence(sequence) for sequence in sequences],
         usage=_usage_message(usage),
+        prompt_logprobs=[_logprobs_message(position) for position in prompt_logprobs],
     )
 
 
@@ -102,7 +108,10 @@ def stream_response(kind: type[StreamResponse], request_id: str, model: str, eve
         case Completed():
             return kind(
                 completed=generation_pb2.RequestCompleted(
-                    request_id=request_id, model=model, usage=_usage_message(event.usage)
+                    request_id=request_id,
+                    model=model,
+                    usage=_usage_message(event.usage),
+                    prompt_logprobs=[_logprobs_message(position) for position in event.prompt_logprobs],
                 )
             )
 
@@ -116,12 +125,13 @@ def limits_message(limits: Limits) -> model_pb2.Limits:
     return model_pb2.Limits(
         max_message_bytes=limits.max_message_bytes,
         max_prompt_tokens=limits.max_prompt_tokens,
-        max_n=SUPPORTED_N,
+        max_n=limits.max_n,
         max_logprobs=limits.max_logprobs,
         max_stop_strings=limits.max_stop_strings,
         max_stop_string_bytes=limits.max_stop_string_bytes,
         max_chat_messages=limits.max_chat_messages,
-        max_logit_bias=0,
+        max_logit_bias=MAX_LOGIT_BIAS,
+        max_stop_token_ids=limits.max_stop_token_ids,
     )
 
 

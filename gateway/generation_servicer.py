@@ -90,7 +90,9 @@ class GenerationServicer:
     async def _respond(self, kind: type[Response], options: RequestOptions) -> Response:
         async with self._generator.run(options) as live:
             sequences, usage = await live.result()
-            return convert.generated_response(kind, live.request.request_id, self._model_name, sequences, usage)
+            return convert.generated_response(
+                kind, live.request.request_id, self._model_name, sequences, usage, live.prompt_logprobs
+            )
 
     async def _stream(
         self, kind: type[StreamResponse], options: RequestOptions

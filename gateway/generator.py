@@ -8,8 +8,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from gateway.bad_words import bad_token_sequences
 from gateway.ledger import Ledger
-from gateway.limits import Limits
+from gateway.limits import MAX_N, Limits
 from gateway.live_request import LiveRequest
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
@@ -22,12 +23,13 @@ from gateway.request import (
     Sampling,
     SamplingOptions,
     Stopping,
+    StoppingOptions,
     TextPrompt,
     TokenPrompt,
 )
 from gateway.scheduler_events import Welcome
 from gateway.settings import GatewaySettings
-from gateway.validation import check_request, resolve_max_tokens
+from gateway.validation import check_choice, check_request, resolve_max_tokens
 from quire.rpc.errors import Cancelled, FieldViolation, NotFound, Unavailable
 
 T = TypeVar("T")
@@ -53,12 +55,13 @@ class Generator:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would succeed."""
-        return self.replicas.is_connected and not self.is_draining
+        """Whether a request would run at once, as far as the gateway can know."""
+        return self.replicas.is_ready and not self.is_draining
 
     async def limits(self) -> Limits:
         """Raises Unavailable when no scheduler was reached yet."""
-        return limits_of(self._settings, await self.replicas.wait_until_known())
+        welcomes = await self.replicas.wait_until_known()
+        return limits_of(self._settings, welcomes, self.model.tokenizer.longest_token_bytes)
 
     @asynccontextmanager
     async def run(self, options: RequestOptions) -> AsyncIterator[LiveRequest]:
@@ -99,21 +102,32 @@ class Generator:
             self._ledger.check_unused(options.request_id)
         field, token_ids = await self._encode(options.prompt)
         max_tokens = resolve_max_tokens(field, token_ids, options.stopping.max_tokens, limits)
-        stopping = options.stopping
+        bad_sequences = await bad_token_sequences(self.model.tokenizer, options.sampling.bad_words, limits.vocab_size)
+        sampling = resolve_sampling(options.sampling, self.model.sampling_defaults, bad_sequences)
+        stopping = self._resolve_stopping(options.stopping, max_tokens)
+        check_choice(sampling, stopping)
         return GenerationRequest(
             request_id=options.request_id or f"{self._settings.request_id_prefix}{uuid.uuid4().hex}",
             prompt_token_ids=np.asarray(token_ids, dtype=np.int32),
-            sampling=resolve_sampling(options.sampling, self.model.sampling_defaults),
-            stopping=Stopping(
-                max_tokens=max_tokens,
-                stop=tuple(stopping.stop),
-                stop_token_ids=tuple(dict.fromkeys(stopping.stop_token_ids)),
-                eos_token_ids=() if stopping.ignore_eos else self.model.eos_token_ids,
-            ),
+            sampling=sampling,
+            stopping=stopping,
             logprobs=options.output.logprobs,
+            prompt_logprobs=options.output.prompt_logprobs,
             include_special_tokens=options.output.include_special_tokens,
             priority=options.priority,
-            ignore_eos=stopping.ignore_eos,
+            ignore_eos=options.stopping.ignore_eos,
+            num_sequences=options.sampling.n or 1,
+            best_of=options.sampling.best_of or options.sampling.n or 1,
+        )
+
+    def _resolve_stopping(self, asked: StoppingOptions, max_tokens: int) -> Stopping:
+        return Stopping(
+            max_tokens=max_tokens,
+            stop=tuple(asked.stop),
+            stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids)),
+            eos_token_ids=() if asked.ignore_eos else self.model.eos_token_ids,
+            min_tokens=asked.min_tokens or 0,
+            include_stop_string=asked.include_stop_string,
         )
 
     async def _encode(self, prompt: Prompt | None) -> tuple[str, Sequence[int]]:
@@ -128,7 +142,7 @@ class Generator:
         raise AssertionError("the validator lets no request without a prompt pass")
 
 
-def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome]) -> Limits:
+def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_token_bytes: int) -> Limits:
     """What holds on every replica, since each of them may get the request."""
     max_model_len = min(welcome.max_model_len for welcome in welcomes)
     longest_prompt = max_model_len - 1
@@ -138,23 +152,36 @@ def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome]) -> Limits:
         vocab_size=min(welcome.vocab_size for welcome in welcomes),
         max_model_len=max_model_len,
         max_prompt_tokens=longest_prompt,
+        max_prompt_bytes=longest_prompt * longest_token_bytes,
         max_message_bytes=settings.max_message_bytes,
         max_logprobs=min(settings.max_logprobs, *(welcome.max_logprobs for welcome in welcomes)),
         max_stop_strings=settings.max_stop_strings,
         max_stop_string_bytes=settings.max_stop_string_bytes,
         max_stop_token_ids=settings.max_stop_token_ids,
         max_chat_messages=settings.max_chat_messages,
+        max_n=min(MAX_N, *(welcome.max_num_seqs for welcome in welcomes)),
     )
 
 
-def resolve_sampling(asked: SamplingOptions, defaults: SamplingOptions) -> Sampling:
-    """Each value as asked, else the model's default, else the contract's; a seed is drawn where none is given."""
+def resolve_sampling(
+    asked: SamplingOptions, defaults: SamplingOptions, bad_sequences: tuple[tuple[int, ...], ...] = ()
+) -> Sampling:
+    """Each value as asked, else the model's default, else the contract's; a seed is drawn where none is given.
+
+    `bad_sequences` are the bad words as tokens.
+    """
     return Sampling(
         temperature=_first(asked.temperature, defaults.temperature, 1.0),
         top_k=_first(asked.top_k, defaults.top_k, 0),
         top_p=_first(asked.top_p, defaults.top_p, 1.0),
         min_p=_first(asked.min_p, defaults.min_p, 0.0),
         seed=secrets.randbits(64) if asked.seed is None else asked.seed,
+        presence_penalty=_first(asked.presence_penalty, defaults.presence_penalty, 0.0),
+        frequency_penalty=_first(asked.frequency_penalty, defaults.frequency_penalty, 0.0),
+        repetition_penalty=_first(asked.repetition_penalty, defaults.repetition_penalty, 1.0),
+        logit_bias=asked.logit_bias,
+        allowed_token_ids=tuple(dict.fromkeys(asked.allowed_token_ids)),
+        bad_token_sequences=bad_sequences,
     )
 
 

@@ -29,11 +29,12 @@ def make_http_app(generator: Generator, metrics: GatewayMetrics, *, started_at_s
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """A request would succeed."""
+        """A request would run at once."""
         if generator.is_ready:
             return JSONResponse({"status": "ready"})
-        reason = "draining" if generator.is_draining else "no scheduler is connected"
-        return JSONResponse({"status": "not ready", "reason": reason}, status.HTTP_503_SERVICE_UNAVAILABLE)
+        return JSONResponse(
+            {"status": "not ready", "reason": _reason_not_ready(generator)}, status.HTTP_503_SERVICE_UNAVAILABLE
+        )
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -49,6 +50,14 @@ def make_http_app(generator: Generator, metrics: GatewayMetrics, *, started_at_s
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+def _reason_not_ready(generator: Generator) -> str:
+    if generator.is_draining:
+        return "draining"
+    if generator.replicas.num_connected:
+        return "no scheduler has its worker"
+    return "no scheduler is connected"
 
 
 class HttpServer(uvicorn.Server):

@@ -22,12 +22,15 @@ class Outcome:
 
     Attributes:
         ended_here: Requests that the gateway ended (by a stop string) and the scheduler still runs.
+        sequences_ended_here: Sequences of other requests that ended likewise while more of the request runs, each with
+            its index.
         failed: Requests that the scheduler refused or failed.
         unknown_handles: What the scheduler works at although nobody wants it (any more), for example because a client
             left while the stream was broken.
     """
 
     ended_here: list[LiveRequest] = field(default_factory=list)
+    sequences_ended_here: list[tuple[LiveRequest, int]] = field(default_factory=list)
     failed: list[tuple[LiveRequest, QuireError]] = field(default_factory=list)
     unknown_handles: set[int] = field(default_factory=set)
 
@@ -65,7 +68,14 @@ class Ledger:
         self.check_unused(request.request_id)
         stopping = request.stopping
         streams = [
-            SequenceStream(index, make_detokenizer(), stopping.stop, stopping.ending_token_ids)
+            SequenceStream(
+                index,
+                make_detokenizer(),
+                stopping.stop,
+                stopping.ending_token_ids,
+                min_tokens=stopping.min_tokens,
+                include_stop_string=stopping.include_stop_string,
+            )
             for index in range(request.num_sequences)
         ]
         live = LiveRequest(
@@ -98,12 +108,18 @@ class Ledger:
             TokenGapError: events are missing. Nothing wrong was forwarded; connecting again mends it.
         """
         outcome = Outcome()
+        for prompt_run in batch.prompt_runs:
+            live = self._expected(replica, prompt_run.handle)
+            if live is not None:
+                live.accept_prompt(prompt_run)
         for run in batch.runs:
             live = self._expected(replica, run.handle)
             if live is not None:
-                live.accept(run)
+                ended = live.accept(run)
                 if live.is_over:
                     outcome.ended_here.append(live)
+                elif ended:
+                    outcome.sequences_ended_here.append((live, run.sequence_index))
             elif not self._belongs_to(replica, run.handle):
                 outcome.unknown_handles.add(run.handle)
         for end in batch.ended:

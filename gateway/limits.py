@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
-SUPPORTED_N = 1
+MAX_N = 128
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_BYTES = 128
+# Texts that are no prompts may be counted too, whatever the model takes.
+MIN_TOKENIZE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +18,23 @@ class Limits:
         vocab_size: Width of the logits; token ids are below it.
         max_model_len: The most tokens of prompt and output together.
         max_prompt_tokens: Always below max_model_len, so that at least one token can be generated.
+        max_prompt_bytes: What so many of the longest tokens spell, in UTF-8. A longer text cannot fit; it is refused
+            before the tokenizer spends time and memory on it.
     """
 
     vocab_size: int
     max_model_len: int
     max_prompt_tokens: int
+    max_prompt_bytes: int
     max_message_bytes: int
     max_logprobs: int
     max_stop_strings: int
     max_stop_string_bytes: int
     max_stop_token_ids: int
     max_chat_messages: int
+    max_n: int
+
+    @property
+    def max_tokenize_bytes(self) -> int:
+        """The longest text that is tokenized for its own sake, in UTF-8."""
+        return max(self.max_prompt_bytes, MIN_TOKENIZE_BYTES)

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from gateway.events import Chunk, Completed, Event, GeneratedSequence, Usage
+from gateway.events import Chunk, Completed, Event, GeneratedSequence, PositionLogprobs, Usage
 from gateway.request import GenerationRequest
-from gateway.scheduler_events import RequestEnded, SequenceEnded, TokenRun
+from gateway.scheduler_events import PromptRun, RequestEnded, SequenceEnded, TokenRun
 from gateway.sequence_stream import SequenceStream, TokenGapError
 from quire.rpc.errors import QuireError
 
@@ -19,6 +19,7 @@ class LiveRequest:
         sequences: One stream per sequence.
         replica: Address of the scheduler that has the request, None while it waits for one.
         submissions: How often it was sent to a scheduler.
+        prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as they came.
         is_over: Whether nothing more is expected from the scheduler.
     """
 
@@ -36,6 +37,7 @@ class LiveRequest:
         self.sequences = tuple(sequences)
         self.replica: str | None = None
         self.submissions = 0
+        self.prompt_logprobs: list[PositionLogprobs] = []
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
         self._arrived_at = clock()
@@ -58,14 +60,16 @@ class LiveRequest:
     def seconds_to_first_token(self) -> float | None:
         return None if self._first_token_at is None else self._first_token_at - self._arrived_at
 
-    def accept(self, run: TokenRun) -> int:
-        """Takes new tokens; returns their number. Ends the request when a stop string ended its last sequence.
+    def accept(self, run: TokenRun) -> bool:
+        """Takes new tokens; returns whether a stop string ended the sequence with them. Ends the request with its last
+        sequence.
 
         Raises:
             TokenGapError: tokens are missing.
         """
-        accepted = self._stream(run.sequence_index).accept(run.offset, run.token_ids, run.logprobs)
-        if accepted:
+        stream = self._stream(run.sequence_index)
+        was_running = stream.finished is None
+        if stream.accept(run.offset, run.token_ids, run.logprobs):
             self._last_token_at = self._clock()
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
@@ -73,7 +77,21 @@ class LiveRequest:
         if all(stream.finished is not None for stream in self.sequences) and not self.is_over:
             self._usage = self._own_usage()
             self._end()
-        return accepted
+        return was_running and stream.finished is not None
+
+    def accept_prompt(self, run: PromptRun) -> None:
+        """Takes log probabilities of prompt tokens; those that came before are dropped.
+
+        Raises:
+            TokenGapError: some are missing before them.
+        """
+        seen = len(self.prompt_logprobs) + 1 - run.first_position
+        if seen < 0:
+            raise TokenGapError(
+                f"request {self.request.request_id} has {len(self.prompt_logprobs)} prompt logprobs, "
+                f"an event starts at {run.first_position}"
+            )
+        self.prompt_logprobs += run.logprobs[seen:]
 
     def end_sequence(self, end: SequenceEnded) -> None:
         """Raises TokenGapError when tokens of the sequence are missing."""
@@ -123,7 +141,7 @@ class LiveRequest:
                     if self._error is not None:
                         raise self._error
             if self._usage is not None and not self._news.is_set():
-                yield Completed(self._usage)
+                yield Completed(self._usage, self.prompt_logprobs)
                 return
 
     async def result(self) -> tuple[list[GeneratedSequence], Usage]:

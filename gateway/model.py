@@ -1,7 +1,6 @@
 """The served model, as far as the gateway knows it: names, text, defaults. No weights."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from quire.settings import ConfigurationError
 
 _INLINE_CHARACTERS = 4096
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +91,15 @@ def _sampling_defaults(directory: ModelDirectory) -> SamplingOptions:
             raise ConfigurationError(
                 f"{name} in {directory.path / 'generation_config.json'} is {value!r}, not a number"
             )
-    if given.get("repetition_penalty", 1) != 1:
-        _logger.warning("repetition_penalty of generation_config.json is not supported by this version; not applied")
+    if not 0 < given.get("repetition_penalty", 1) <= 10:
+        raise ConfigurationError(
+            f"repetition_penalty in {directory.path / 'generation_config.json'} is {given['repetition_penalty']}; "
+            "it must be in (0, 10]"
+        )
     return SamplingOptions(
         temperature=0.0 if given.get("do_sample") is False else given.get("temperature"),
         top_k=given.get("top_k"),
         top_p=given.get("top_p"),
         min_p=given.get("min_p"),
+        repetition_penalty=given.get("repetition_penalty"),
     )

@@ -4,7 +4,7 @@ import grpc.aio
 
 from gateway import convert
 from gateway.generator import Generator
-from gateway.validation import check_model
+from gateway.validation import find_model
 from quire.gateway.v1.model_pb2 import (
     GetModelRequest,
     GetModelResponse,
@@ -31,7 +31,7 @@ class ModelServicer:
         return ListModelsResponse(models=[await self._describe()])
 
     async def GetModel(self, request: GetModelRequest, context: Context) -> GetModelResponse:
-        check_model(request.model, self._model.name)
+        find_model(request.model, self._model.name)
         return GetModelResponse(model=await self._describe())
 
     async def GetServerInfo(self, request: GetServerInfoRequest, context: Context) -> GetServerInfoResponse:

@@ -48,13 +48,16 @@ class Replicas:
         }
         # Set while at least one scheduler is connected.
         self._some_connected = asyncio.Event()
-        self._none_connected = asyncio.Event()
-        self._none_connected.set()
+        # Set while at least one replica is ready, and while none is.
+        self._some_ready = asyncio.Event()
+        self._none_ready = asyncio.Event()
+        self._none_ready.set()
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
     @property
-    def is_connected(self) -> bool:
-        return self._some_connected.is_set()
+    def is_ready(self) -> bool:
+        """Whether a connected replica runs steps now. Requests are placed on connected ones in any case."""
+        return self._some_ready.is_set()
 
     @property
     def num_connected(self) -> int:
@@ -67,11 +70,12 @@ class Replicas:
         live = [client for client in known if client.is_connected]
         return [client.welcome for client in live or known if client.welcome is not None]
 
-    async def wait_until_connected(self) -> None:
-        await self._some_connected.wait()
+    async def wait_until_ready(self) -> None:
+        await self._some_ready.wait()
 
-    async def wait_until_disconnected(self) -> None:
-        await self._none_connected.wait()
+    async def wait_until_not_ready(self) -> None:
+        """Waits until no replica is ready."""
+        await self._none_ready.wait()
 
     async def wait_until_known(self) -> list[Welcome]:
         """The welcomes, at once where a scheduler was ever reached, else after a short wait for the first one.
@@ -90,16 +94,18 @@ class Replicas:
     def place(self, live: LiveRequest) -> None:
         """Sends a request to a replica, or keeps it until there is one."""
         connected = {address: client for address, client in self.clients.items() if client.is_connected}
-        if not connected:
+        # Those that are not ready take requests too, but let them wait.
+        candidates = {address: client for address, client in connected.items() if client.is_ready} or connected
+        if not candidates:
             self._await_scheduler(live)
             return
-        if len(connected) == 1:
-            self._submit(live, *connected.values())
+        if len(candidates) == 1:
+            self._submit(live, *candidates.values())
             return
         live_requests = Counter(other.replica for other in self._ledger)
-        loads = {address: live_requests[address] for address in connected}
-        block_size = min(client.welcome.block_size for client in connected.values() if client.welcome is not None)
-        self._submit(live, connected[choose_replica(affinity_key(live.request.prompt_token_ids, block_size), loads)])
+        loads = {address: live_requests[address] for address in candidates}
+        block_size = min(client.welcome.block_size for client in candidates.values() if client.welcome is not None)
+        self._submit(live, candidates[choose_replica(affinity_key(live.request.prompt_token_ids, block_size), loads)])
 
     def release(self, live: LiveRequest) -> None:
         """Ends whatever still runs for a request. Idempotent."""
@@ -124,8 +130,8 @@ class Replicas:
 
     def on_connected(self, client: SchedulerClient) -> None:
         _logger.info("connected to scheduler %s", client.address)
-        self._none_connected.clear()
         self._some_connected.set()
+        self._update_readiness()
         for live in self._ledger.of_replica(client.address):
             self._submit(live, client)
         for live in self._ledger:
@@ -133,22 +139,36 @@ class Replicas:
                 self.place(live)
 
     def on_disconnected(self, client: SchedulerClient) -> None:
-        if not any(other.is_connected for other in self.clients.values()):
+        if not self.num_connected:
             self._some_connected.clear()
-            self._none_connected.set()
+        self._update_readiness()
         for live in self._ledger.of_replica(client.address):
             live.settle()
             if not live.is_over:
                 self._set_timer(live, self._failover_delay_s, self._fail_over)
 
+    def on_readiness(self, client: SchedulerClient) -> None:
+        state = "runs again" if client.is_ready else "lost its worker; its requests wait"
+        _logger.info("scheduler %s %s", client.address, state)
+        self._update_readiness()
+
     def on_events(self, client: SchedulerClient, batch: EventBatch) -> None:
         outcome = self._ledger.apply(client.address, batch)
         for live in outcome.ended_here:
             self.release(live)
+        for live, index in outcome.sequences_ended_here:
+            client.abort(live.handle, index)
         for live, error in outcome.failed:
             self._refused(live, error)
         for handle in outcome.unknown_handles:
             client.abort(handle)
+
+    def _update_readiness(self) -> None:
+        set_event, cleared = self._some_ready, self._none_ready
+        if not any(client.is_ready for client in self.clients.values()):
+            set_event, cleared = cleared, set_event
+        set_event.set()
+        cleared.clear()
 
     def _submit(self, live: LiveRequest, client: SchedulerClient) -> None:
         self._cancel_timer(live)

@@ -92,23 +92,37 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen, every default filled in. temperature 0 is greedy; top_k 0 keeps all."""
+    """How the next token is chosen, every default filled in. temperature 0 is greedy; top_k 0 keeps all.
+
+    `allowed_token_ids` allows all when it is empty; `bad_token_sequences` are bad_words as tokens.
+    """
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a sequence ends. `stop` is matched by the gateway; the token ids by the scheduler."""
+    """When a sequence ends. `stop` is matched by the gateway; the token ids by the scheduler.
+
+    Nothing of both ends it before `min_tokens` tokens. `include_stop_string` keeps what was matched in the text.
+    """
 
     max_tokens: int
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
+    min_tokens: int = 0
+    include_stop_string: bool = False
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
@@ -117,7 +131,10 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """A request that was checked and can be submitted. `prompt_token_ids` is int32, shape [prompt length]."""
+    """A request that was checked and can be submitted. `prompt_token_ids` is int32, shape [prompt length].
+
+    `num_sequences` are returned, out of `best_of` that are sampled.
+    """
 
     request_id: str
     prompt_token_ids: NDArray[np.int32]
@@ -128,3 +145,5 @@ class GenerationRequest:
     priority: int
     ignore_eos: bool
     num_sequences: int = 1
+    best_of: int = 1
+    prompt_logprobs: int | None = None

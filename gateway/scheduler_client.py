@@ -38,6 +38,10 @@ class SchedulerListener(Protocol):
         """The stream is open."""
         ...
 
+    def on_readiness(self, client: "SchedulerClient") -> None:
+        """The scheduler of an open stream lost its worker, or has one again."""
+        ...
+
     def on_events(self, client: "SchedulerClient", batch: EventBatch) -> None:
         """Raises TokenGapError when events are missing; the stream is opened anew."""
         ...
@@ -61,12 +65,14 @@ class SchedulerClient:
         address: Where the scheduler listens.
         welcome: What the scheduler said last, None before the first time.
         is_connected: Whether a stream is open.
+        is_ready: Whether the scheduler runs steps, too: it has its worker.
     """
 
     def __init__(self, address: str, *, gateway_id: str, grace_period_ms: int, listener: SchedulerListener) -> None:
         self.address = address
         self.welcome: Welcome | None = None
         self.is_connected = False
+        self.is_ready = False
         self._hello = hello_message(gateway_id, grace_period_ms)
         self._listener = listener
         self._outbox: deque[scheduler_pb2.ConnectRequest] = deque()
@@ -77,10 +83,10 @@ class SchedulerClient:
         """Sends a request, with the tokens that it has already, soon."""
         self._send(submit_message(live, _TENANT))
 
-    def abort(self, handle: int) -> None:
-        """Asks to end a request, soon. Without a stream there is nothing to end."""
+    def abort(self, handle: int, sequence_index: int | None = None) -> None:
+        """Asks to end a request, or one sequence of it, soon. Without a stream there is nothing to end."""
         if self.is_connected:
-            self._send(abort_message(handle))
+            self._send(abort_message(handle, sequence_index))
 
     async def flush(self) -> None:
         """Waits until everything that was sent before is written, or the stream is gone, or a second passed."""
@@ -160,19 +166,29 @@ class SchedulerClient:
         self._has_mail.clear()
         self._outbox_is_empty.set()
         self.is_connected = True
+        self.is_ready = True
         self.welcome = welcome
         self._listener.on_connected(self)
 
     def _disconnect(self) -> None:
         self.is_connected = False
+        self.is_ready = False
         self._outbox.clear()
         self._outbox_is_empty.set()
         self._listener.on_disconnected(self)
 
     async def _read(self, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> None:
         async for message in responses:
-            if message.WhichOneof("message") == "events":
-                self._listener.on_events(self, event_batch_from(message.events))
+            match message.WhichOneof("message"):
+                case "events":
+                    self._listener.on_events(self, event_batch_from(message.events))
+                case "state":
+                    self._change_readiness(message.state.ready)
+
+    def _change_readiness(self, is_ready: bool) -> None:
+        if is_ready != self.is_ready:
+            self.is_ready = is_ready
+            self._listener.on_readiness(self)
 
     async def _write_outbox(self, call: Any) -> None:
         """Writes until the stream breaks; the reader then learns why."""

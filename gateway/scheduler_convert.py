@@ -2,7 +2,15 @@
 
 from gateway.events import FinishReason, Logprob, PositionLogprobs, Usage
 from gateway.live_request import LiveRequest
-from gateway.scheduler_events import EventBatch, RequestEnded, RequestFailed, SequenceEnded, TokenRun, Welcome
+from gateway.scheduler_events import (
+    EventBatch,
+    PromptRun,
+    RequestEnded,
+    RequestFailed,
+    SequenceEnded,
+    TokenRun,
+    Welcome,
+)
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, error_for_code
@@ -22,8 +30,9 @@ def hello_message(gateway_id: str, grace_period_ms: int) -> scheduler_pb2.Connec
     )
 
 
-def abort_message(handle: int) -> scheduler_pb2.ConnectRequest:
-    return scheduler_pb2.ConnectRequest(abort=scheduler_pb2.Abort(handle=handle))
+def abort_message(handle: int, sequence_index: int | None) -> scheduler_pb2.ConnectRequest:
+    """Without an index it ends the whole request."""
+    return scheduler_pb2.ConnectRequest(abort=scheduler_pb2.Abort(handle=handle, sequence_index=sequence_index))
 
 
 def submit_message(live: LiveRequest, tenant: str) -> scheduler_pb2.ConnectRequest:
@@ -33,6 +42,8 @@ def submit_message(live: LiveRequest, tenant: str) -> scheduler_pb2.ConnectReque
     output = common_pb2.OutputOptions(include_special_tokens=request.include_special_tokens)
     if request.logprobs is not None:
         output.logprobs = request.logprobs
+    if request.prompt_logprobs is not None:
+        output.prompt_logprobs = request.prompt_logprobs
     return scheduler_pb2.ConnectRequest(
         submit=scheduler_pb2.Submit(
             handle=live.handle,
@@ -47,22 +58,29 @@ def submit_message(live: LiveRequest, tenant: str) -> scheduler_pb2.ConnectReque
                 min_p=sampling.min_p,
                 seed=sampling.seed,
                 n=request.num_sequences,
-                best_of=request.num_sequences,
-                presence_penalty=0.0,
-                frequency_penalty=0.0,
-                repetition_penalty=1.0,
+                best_of=request.best_of,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+                logit_bias=sampling.logit_bias,
+                allowed_token_ids=sampling.allowed_token_ids,
             ),
             stopping=common_pb2.StoppingParameters(
                 max_tokens=stopping.max_tokens,
-                min_tokens=0,
+                min_tokens=stopping.min_tokens,
                 stop_token_ids=stopping.stop_token_ids,
                 ignore_eos=request.ignore_eos,
                 include_stop_string=False,
             ),
             output=output,
             eos_token_ids=stopping.eos_token_ids,
+            bad_token_sequences=[common_pb2.TokenIds(ids=sequence) for sequence in sampling.bad_token_sequences],
             emitted=[
-                scheduler_pb2.EmittedSequence(sequence_index=stream.index, token_ids=encode_int32(stream.token_ids))
+                scheduler_pb2.EmittedSequence(
+                    sequence_index=stream.index,
+                    token_ids=encode_int32(stream.token_ids),
+                    finished=stream.finished is not None,
+                )
                 for stream in live.sequences
                 if stream.token_ids
             ],
@@ -93,6 +111,7 @@ def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:
         ended=[_sequence_ended(end) for end in message.finished],
         completed=[RequestEnded(end.handle, _usage(end.usage)) for end in message.completed],
         failed=[_request_failed(failure) for failure in message.failed],
+        prompt_runs=[_prompt_run(entry) for entry in message.prompt_logprobs],
     )
 
 
@@ -132,6 +151,12 @@ def _logprobs_by_event(message: scheduler_pb2.TokenEvents, num_events: int) -> d
     if found and max(found) >= num_events:
         raise InvalidArgument(f"logprobs.event is {max(found)}; there are {num_events} events")
     return found
+
+
+def _prompt_run(message: scheduler_pb2.PromptLogprobs) -> PromptRun:
+    if not message.first_position:
+        raise InvalidArgument(f"prompt_logprobs.first_position is 0 for handle {message.handle}; it is 1 at least")
+    return PromptRun(message.handle, message.first_position, [_position_logprobs(each) for each in message.positions])
 
 
 def _position_logprobs(message: common_pb2.PositionLogprobs) -> PositionLogprobs:

@@ -35,6 +35,15 @@ class TokenRun:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRun:
+    """Log probabilities of consecutive prompt tokens; `first_position` is the index of the first of them."""
+
+    handle: int
+    first_position: int
+    logprobs: list[PositionLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceEnded:
     handle: int
     sequence_index: int
@@ -64,3 +73,5 @@ class EventBatch:
     ended: list[SequenceEnded]
     completed: list[RequestEnded]
     failed: list[RequestFailed]
+    prompt_runs: list[PromptRun] = field(default_factory=list)
+    """To be applied before `runs`: they came no later than the tokens that follow them."""

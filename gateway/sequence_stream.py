@@ -24,13 +24,19 @@ class SequenceStream:
         detokenizer: Detokenizer,
         stop_strings: Sequence[str],
         ending_token_ids: frozenset[int],
+        *,
+        min_tokens: int = 0,
+        include_stop_string: bool = False,
     ) -> None:
+        """No stop string ends the sequence before token `min_tokens` + 1, as no token does."""
         self.index = index
         self.token_ids: list[int] = []
         self.finished: Finished | None = None
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stop_strings) if stop_strings else None
         self._ending_token_ids = ending_token_ids
+        self._min_tokens = min_tokens
+        self._includes_stop_string = include_stop_string
         # A token that ends the sequence has no text, but only the scheduler knows whether it did end it.
         self._withheld_token: int | None = None
         self._taken = 0
@@ -77,6 +83,9 @@ class SequenceStream:
         stop_string = self._release_rest(text + self._detokenizer.flush())
         if stop_string is not None:
             reason, stop_token_id = FinishReason.STOP, None
+        # Its own sum, where logprobs came; else the scheduler's, which has one when it chose among several sequences.
+        if self._cumulative_logprob is not None:
+            cumulative_logprob = self._cumulative_logprob
         self.finished = Finished(self.index, num_tokens, reason, stop_string, stop_token_id, cumulative_logprob)
 
     def end_if_complete(self, max_tokens: int) -> None:
@@ -121,7 +130,7 @@ class SequenceStream:
         if self._matcher is None:
             self._pending_texts.append(text)
             return
-        certain, stop_string = self._matcher.push(text)
+        certain, stop_string = self._match(self._matcher, text)
         self._pending_texts.append(certain)
         if stop_string is not None:
             self.finished = Finished(
@@ -140,8 +149,15 @@ class SequenceStream:
         """Adds the text after the last token; returns the stop string that it completed, if any."""
         stop_string = None
         if self._matcher is not None:
-            text, stop_string = self._matcher.push(text)
+            text, stop_string = self._match(self._matcher, text)
             if stop_string is None:
                 text += self._matcher.flush()
         self._last_text += text
         return stop_string
+
+    def _match(self, matcher: StopMatcher, text: str) -> tuple[str, str | None]:
+        """The text that is certain with the newest token, and the stop string that ends the sequence, if any."""
+        if len(self.token_ids) <= self._min_tokens:
+            return matcher.pass_over(text), None
+        certain, stop_string = matcher.push(text)
+        return (certain + stop_string if stop_string and self._includes_stop_string else certain), stop_string

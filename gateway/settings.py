@@ -30,12 +30,20 @@ class GatewaySettings:
     max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1)
     max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
 
-    connect_timeout: float = setting(30.0, "seconds that a request waits for a scheduler to come back", minimum=0)
-    first_connect_timeout: float = setting(2.0, "seconds that a request waits for the first scheduler", minimum=0)
-    failover_delay: float = setting(5.0, "seconds after which requests leave a lost scheduler for another", minimum=0)
-    reconnect_grace: float = setting(10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0)
+    connect_timeout: float = setting(
+        30.0, "seconds that a request waits for a scheduler to come back", minimum=0, metavar="SECONDS"
+    )
+    first_connect_timeout: float = setting(
+        2.0, "seconds that a request waits for the first scheduler", minimum=0, metavar="SECONDS"
+    )
+    failover_delay: float = setting(
+        5.0, "seconds after which requests leave a lost scheduler for another", minimum=0, metavar="SECONDS"
+    )
+    reconnect_grace: float = setting(
+        10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0, metavar="SECONDS"
+    )
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
-    drain_timeout: float = setting(30.0, "seconds to finish live requests after SIGTERM", minimum=0)
+    drain_timeout: float = setting(30.0, "seconds to finish live requests after SIGTERM", minimum=0, metavar="SECONDS")
     log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

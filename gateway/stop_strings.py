@@ -35,6 +35,15 @@ class StopMatcher:
         self._held = seen[certain:]
         return seen[:certain], None
 
+    def pass_over(self, text: str) -> str:
+        """As `push` for text in which no stop string may end; one that began in it may still end in what follows."""
+        seen = self._held + text
+        for character in text:
+            self._advance(character)
+        certain = len(seen) - max(self._matched)
+        self._held = seen[certain:]
+        return seen[:certain]
+
     def flush(self) -> str:
         """The held text, once nothing follows any more."""
         held, self._held = self._held, ""
@@ -50,8 +59,11 @@ class StopMatcher:
             if pattern[length] == character:
                 length += 1
             self._matched[number] = length
-            if length == len(pattern) and found is None:
-                found = pattern
+            if length == len(pattern):
+                # What follows may begin inside of the match, but not be all of it again.
+                self._matched[number] = failure[length - 1]
+                if found is None:
+                    found = pattern
         return found
 
 

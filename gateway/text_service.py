@@ -40,8 +40,9 @@ class TextService:
                 violations.add("input", "is missing; set text or chat")
             case TextPrompt():
                 violations.check_text("text", text.text)
+                violations.check_size("text", [text.text], limits.max_tokenize_bytes)
             case ChatPrompt():
-                check_conversation(violations, text, limits, field="chat.messages")
+                check_conversation(violations, text, limits, max_bytes=limits.max_tokenize_bytes, field="chat.messages")
         violations.raise_if_any()
         tokenizer = self._model.tokenizer
         if isinstance(text, ChatPrompt):

@@ -16,7 +16,13 @@ _INLINE_LENGTH = 4096
 
 
 class Tokenizer:
-    """The `tokenizers` library's tokenizer of one model. Thread-safe."""
+    """The `tokenizers` library's tokenizer of one model. Thread-safe.
+
+    Attributes:
+        size: Ids are below it.
+        longest_token_bytes: No token stands for more bytes of text, but for those that a normalizer drops. The
+            vocabulary's spelling is taken, which is never shorter than the text.
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, executor: Executor) -> None:
         tokenizer.no_truncation()
@@ -25,6 +31,7 @@ class Tokenizer:
         self._executor = executor
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
         special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         unknown = frozenset(range(self.size)).difference(vocabulary.values())
         self._not_plain_text = _SilentIds(unknown | special, self.size)

@@ -6,15 +6,17 @@ value and the limit.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 
-from gateway.limits import Limits
+from gateway.limits import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_LOGIT_BIAS, Limits
 from gateway.request import (
     ChatPrompt,
     OutputOptions,
     Prompt,
     RequestOptions,
+    Sampling,
     SamplingOptions,
+    Stopping,
     StoppingOptions,
     TextPrompt,
     TokenPrompt,
@@ -22,8 +24,6 @@ from gateway.request import (
 from gateway.unsupported import unsupported_fields
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unimplemented
 
-MAX_N = 128
-MAX_LISTED_TOKENS = 1024
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SHOWN_CHARACTERS = 80
 
@@ -45,7 +45,7 @@ class Violations:
             bracket = "(" if above_low else "["
             self.add(field, f"is {_shown(value)}; it must be in {bracket}{_shown(low)}, {_shown(high)}]")
 
-    def check_count(self, field: str, values: Sequence[object], limit: int) -> bool:
+    def check_count(self, field: str, values: Sized, limit: int) -> bool:
         if len(values) <= limit:
             return True
         self.add(field, f"has {len(values):,} entries; the most is {limit:,}")
@@ -60,6 +60,12 @@ class Violations:
                 self.add(f"{field}[{position}]", f"is {token_id}; token ids of this model are below {vocab_size:,}")
                 return
 
+    def check_size(self, field: str, texts: Iterable[str], max_bytes: int) -> None:
+        """`texts` are together of at most `max_bytes` bytes in UTF-8."""
+        num_bytes = sum(_utf8_size(text) for text in texts)
+        if num_bytes > max_bytes:
+            self.add(field, f"has {num_bytes:,} bytes; the most is {max_bytes:,}")
+
     def check_text(self, field: str, text: str) -> None:
         """Text that UTF-8 cannot write (a lone surrogate) can come through JSON."""
         try:
@@ -73,19 +79,29 @@ class Violations:
 
 
 def check_model(model: str | None, served_model: str) -> None:
-    """Raises NotFound when another model than the served one is named."""
-    if model is not None and model != served_model:
-        description = f'is "{_shortened(model)}"; the model served here is "{served_model}"'
-        violation = FieldViolation("model", description)
-        raise NotFound(f"model {description}", reason="MODEL_NOT_FOUND", violations=[violation])
+    """Raises InvalidArgument when another model than the served one is asked to do something."""
+    if (violation := wrong_model(model, served_model)) is not None:
+        raise InvalidArgument(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
+
+
+def find_model(model: str, served_model: str) -> None:
+    """Raises NotFound when another model than the served one is looked up."""
+    if (violation := wrong_model(model, served_model)) is not None:
+        raise NotFound(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
+
+
+def wrong_model(model: str | None, served_model: str) -> FieldViolation | None:
+    """What is wrong with the name of a model; None where it is absent or right."""
+    if model is None or model == served_model:
+        return None
+    return FieldViolation("model", f'is "{_shortened(model)}"; the model served here is "{served_model}"')
 
 
 def check_request(request: RequestOptions, limits: Limits, served_model: str) -> None:
     """Checks everything but the number of prompt tokens, which only the tokenizer knows.
 
     Raises:
-        NotFound: the model is not served here.
-        InvalidArgument: fields are missing or out of range.
+        InvalidArgument: the model is not served here, or fields are missing or out of range.
         Unimplemented: a valid request for what this version does not do.
     """
     check_model(request.model, served_model)
@@ -104,8 +120,13 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str) ->
         raise Unimplemented(_summary(unsupported), reason="UNSUPPORTED_PARAMETER", violations=unsupported)
 
 
-def check_conversation(violations: Violations, prompt: ChatPrompt, limits: Limits, *, field: str = "messages") -> None:
-    """Checks the messages, which are the request's field `field`. Which roles there are only the template knows."""
+def check_conversation(
+    violations: Violations, prompt: ChatPrompt, limits: Limits, *, max_bytes: int, field: str = "messages"
+) -> None:
+    """Checks the messages, which are the request's field `field` and of at most `max_bytes` bytes in all.
+
+    Which roles there are only the template knows.
+    """
     if not prompt.messages:
         violations.add(field, "is empty; at least one message is needed")
     if not violations.check_count(field, prompt.messages, limits.max_chat_messages):
@@ -115,6 +136,8 @@ def check_conversation(violations: Violations, prompt: ChatPrompt, limits: Limit
             violations.add(f"{field}[{position}].role", 'is empty; it must be a role such as "user"')
         violations.check_text(f"{field}[{position}].role", message.role)
         violations.check_text(f"{field}[{position}].content", message.content)
+    texts = (text for message in prompt.messages for text in (message.role, message.content))
+    violations.check_size(field, texts, max_bytes)
 
 
 def resolve_max_tokens(field: str, token_ids: Sequence[int], max_tokens: int | None, limits: Limits) -> int:
@@ -134,7 +157,7 @@ def resolve_max_tokens(field: str, token_ids: Sequence[int], max_tokens: int | N
         violations.add(
             "stopping.max_tokens",
             f"is {max_tokens:,} after a prompt of {prompt_tokens:,} tokens, together {prompt_tokens + max_tokens:,}; "
-            f"this model takes at most {limits.max_model_len:,}",
+            f"a sequence can have at most {limits.max_model_len:,} tokens here",
         )
     elif max(token_ids) >= limits.vocab_size:
         violations.add(
@@ -142,6 +165,27 @@ def resolve_max_tokens(field: str, token_ids: Sequence[int], max_tokens: int | N
         )
     violations.raise_if_any()
     return limits.max_model_len - prompt_tokens if max_tokens is None else max_tokens
+
+
+def check_choice(sampling: Sampling, stopping: Stopping) -> None:
+    """Some token can be chosen at every place, as far as that can be known beforehand.
+
+    Raises:
+        InvalidArgument: all allowed tokens are bad words, or end the sequence before min_tokens.
+    """
+    if not sampling.allowed_token_ids:
+        return
+    excluded = {sequence[0] for sequence in sampling.bad_token_sequences if len(sequence) == 1}
+    if stopping.min_tokens:
+        excluded |= stopping.ending_token_ids
+    if excluded.issuperset(sampling.allowed_token_ids):
+        violations = Violations()
+        violations.add(
+            "sampling.allowed_token_ids",
+            f"leaves nothing to choose: all of its {len(sampling.allowed_token_ids):,} tokens are bad words or end the "
+            f"sequence before min_tokens, which is {stopping.min_tokens:,}",
+        )
+        violations.raise_if_any()
 
 
 def _check_prompt(violations: Violations, prompt: Prompt | None, limits: Limits) -> None:
@@ -152,6 +196,7 @@ def _check_prompt(violations: Violations, prompt: Prompt | None, limits: Limits)
             violations.add("text", "is empty; a prompt needs at least 1 token")
         case TextPrompt(text=text):
             violations.check_text("text", text)
+            violations.check_size("text", [text], limits.max_prompt_bytes)
         case TokenPrompt(token_ids=token_ids):
             if not token_ids:
                 violations.add("token_ids.ids", "is empty; a prompt needs at least 1 token")
@@ -163,7 +208,7 @@ def _check_prompt(violations: Violations, prompt: Prompt | None, limits: Limits)
             else:
                 violations.check_token_ids("token_ids.ids", token_ids, limits.vocab_size)
         case ChatPrompt():
-            check_conversation(violations, prompt, limits)
+            check_conversation(violations, prompt, limits, max_bytes=limits.max_prompt_bytes)
 
 
 def _check_sampling(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
@@ -172,27 +217,31 @@ def _check_sampling(violations: Violations, sampling: SamplingOptions, limits: L
     violations.check_range("sampling.top_p", sampling.top_p, 0, 1, above_low=True)
     violations.check_range("sampling.min_p", sampling.min_p, 0, 1)
     violations.check_range("sampling.seed", sampling.seed, 0, 2**64 - 1)
-    violations.check_range("sampling.n", sampling.n, 1, MAX_N)
-    violations.check_range("sampling.best_of", sampling.best_of, sampling.n or 1, MAX_N)
+    violations.check_range("sampling.n", sampling.n, 1, limits.max_n)
+    violations.check_range("sampling.best_of", sampling.best_of, sampling.n or 1, limits.max_n)
     if sampling.beam_search is not None:
-        violations.check_range("sampling.beam_search.beam_width", sampling.beam_search.beam_width, 1, MAX_N)
+        violations.check_range("sampling.beam_search.beam_width", sampling.beam_search.beam_width, 1, limits.max_n)
         length_penalty = sampling.beam_search.length_penalty
         if length_penalty is not None and not math.isfinite(length_penalty):
             violations.add("sampling.beam_search.length_penalty", f"is {_shown(length_penalty)}; it must be finite")
     violations.check_range("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
     violations.check_range("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
     violations.check_range("sampling.repetition_penalty", sampling.repetition_penalty, 0, 10, above_low=True)
-    if violations.check_count("sampling.logit_bias", list(sampling.logit_bias), MAX_LISTED_TOKENS):
-        for token_id, bias in sampling.logit_bias.items():
-            violations.check_range(f"sampling.logit_bias[{token_id}]", bias, -100, 100)
-            if token_id >= limits.vocab_size:
-                violations.add(
-                    f"sampling.logit_bias[{token_id}]", f"token ids of this model are below {limits.vocab_size:,}"
-                )
+    _check_logit_bias(violations, sampling.logit_bias, limits)
     if violations.check_count("sampling.allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size):
         violations.check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size)
-    if violations.check_count("sampling.bad_words", sampling.bad_words, MAX_LISTED_TOKENS):
-        _check_texts(violations, "sampling.bad_words", sampling.bad_words, limits.max_stop_string_bytes)
+    if violations.check_count("sampling.bad_words", sampling.bad_words, MAX_BAD_WORDS):
+        _check_texts(violations, "sampling.bad_words", sampling.bad_words, MAX_BAD_WORD_BYTES)
+
+
+def _check_logit_bias(violations: Violations, logit_bias: Mapping[int, float], limits: Limits) -> None:
+    if not violations.check_count("sampling.logit_bias", logit_bias, MAX_LOGIT_BIAS):
+        return
+    for token_id, bias in logit_bias.items():
+        field = f"sampling.logit_bias[{token_id}]"
+        violations.check_range(field, bias, -100, 100)
+        if not 0 <= token_id < limits.vocab_size:
+            violations.add(field, f"is for token {token_id}; token ids of this model are below {limits.vocab_size:,}")
 
 
 def _check_stopping(violations: Violations, stopping: StoppingOptions, limits: Limits) -> None:
@@ -212,13 +261,18 @@ def _check_output(violations: Violations, output: OutputOptions, limits: Limits)
 
 def _check_texts(violations: Violations, field: str, texts: Sequence[str], max_bytes: int) -> None:
     for position, text in enumerate(texts):
-        num_bytes = len(text.encode(errors="surrogatepass"))
+        num_bytes = _utf8_size(text)
         if not text:
             violations.add(f"{field}[{position}]", "is empty; it needs at least 1 character")
         elif num_bytes > max_bytes:
             violations.add(f"{field}[{position}]", f"has {num_bytes:,} bytes; the most is {max_bytes:,}")
         else:
             violations.check_text(f"{field}[{position}]", text)
+
+
+def _utf8_size(text: str) -> int:
+    """The number of bytes of a text in UTF-8; a lone surrogate has three."""
+    return len(text.encode(errors="surrogatepass"))
 
 
 def _summary(violations: Sequence[FieldViolation]) -> str:

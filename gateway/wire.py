@@ -5,7 +5,8 @@ protobuf parser silently keeps the last of two fields that exclude each other.
 """
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from itertools import islice
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from gateway.wire_fields import malformed_field, wire_fields
 from quire.rpc.errors import FieldViolation, InvalidArgument
 
 # No message of ours that has alternatives has as many fields; what comes after them is not looked at.
@@ -38,8 +40,11 @@ def parse(kind: type[Message], data: bytes) -> Message:
     try:
         message = kind.FromString(data)
     except DecodeError as error:
+        field, description = malformed_field(kind, data)
         raise InvalidArgument(
-            f"the message is not a valid {kind.DESCRIPTOR.full_name}; texts must be UTF-8", reason="MALFORMED_MESSAGE"
+            f"the message is not a valid {kind.DESCRIPTOR.full_name}: {field} {description}",
+            reason="MALFORMED_MESSAGE",
+            violations=[FieldViolation(field, description)],
         ) from error
     _check_alternatives(kind, data)
     return message
@@ -77,44 +82,11 @@ def _check_alternatives(kind: type[Message], data: bytes) -> None:
     if not alternatives:
         return
     chosen: dict[str, str] = {}
-    for number in _field_numbers(data):
-        oneof, field = alternatives.get(number, (None, None))
+    for wire_field in islice(wire_fields(data), _MAX_FIELDS_LOOKED_AT):
+        oneof, field = alternatives.get(wire_field.number, (None, None))
         if oneof is None or field is None:
             continue
         other = chosen.setdefault(oneof, field)
         if other != field:
             description = f"is set besides {other}; set exactly one of them"
             raise InvalidArgument(f"{field} {description}", violations=[FieldViolation(field, description)])
-
-
-def _field_numbers(data: bytes) -> Iterator[int]:
-    """The field numbers at the top level of a well-formed message, in the order of the wire."""
-    position = 0
-    for _ in range(_MAX_FIELDS_LOOKED_AT):
-        if position >= len(data):
-            return
-        tag, position = _varint(data, position)
-        yield tag >> 3
-        match tag & 7:
-            case 0:
-                _, position = _varint(data, position)
-            case 1:
-                position += 8
-            case 2:
-                length, position = _varint(data, position)
-                position += length
-            case 5:
-                position += 4
-            case _:  # groups, which proto3 does not have
-                return
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number at `position`, and the position after it."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        value |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-        if byte < 0x80:
-            return value, position

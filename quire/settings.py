@@ -3,13 +3,13 @@
     @dataclass(frozen=True, slots=True)
     class WorkerSettings:
         listen: str = setting("127.0.0.1:50053", "where to listen")
-        swap_space: int = setting(0, "host memory for swapped blocks", parse=parse_bytes, metavar="BYTES")
+        kv_cache_memory: int = setting(1 << 30, "memory of the KV pool", parse=parse_bytes, metavar="BYTES")
 
     settings = load_settings(WorkerSettings, sys.argv[1:], os.environ, program="quire worker")
 
-A field `swap_space` has the flag `--swap-space` and the variable `QUIRE_SWAP_SPACE`. The flag wins over the variable,
-the variable over the default. A variable that is set to nothing counts as absent. A `bool` has `--x` and `--no-x`. The
-flag of a tuple takes items with commas and may be repeated.
+A field `kv_cache_memory` has the flag `--kv-cache-memory` and the variable `QUIRE_KV_CACHE_MEMORY`. The flag wins over
+the variable, the variable over the default. A variable that is set to nothing counts as absent. A `bool` has `--x` and
+`--no-x`. The flag of a tuple takes items with commas and may be repeated.
 """
 
 import argparse
@@ -36,6 +36,7 @@ class ConfigurationError(Exception):
 class _Setting:
     help: str
     flag: str | None
+    variable: str | None
     parse: Callable[[str], Any] | None
     choices: tuple[Any, ...] | None
     metavar: str | None
@@ -49,6 +50,7 @@ def setting(
     help: str,
     *,
     flag: str | None = None,
+    variable: str | None = None,
     parse: Callable[[str], Any] | None = None,
     choices: Sequence[Any] | None = None,
     metavar: str | None = None,
@@ -62,6 +64,7 @@ def setting(
         default: The value where neither flag nor variable is given.
         help: One line for `--help`.
         flag: The flag, where it is not the field's name, for example "--gpu-blocks".
+        variable: The environment variable, where it is not the flag's name, for example "QUIRE_BLOCKS".
         parse: Text to value; ValueError says what was expected. By default the field's type decides: int, float, str,
             bool, Path, each of them `| None`, and tuple[X, ...].
         choices: The only values allowed.
@@ -71,7 +74,7 @@ def setting(
         positional: An argument without a flag and without a variable, which may be left out.
     """
     choices = None if choices is None else tuple(choices)
-    described = _Setting(help, flag, parse, choices, metavar, minimum, maximum, positional)
+    described = _Setting(help, flag, variable, parse, choices, metavar, minimum, maximum, positional)
     return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
 
 
@@ -174,10 +177,11 @@ def _option(field: dataclasses.Field, hint: Any) -> _Option:
     described: _Setting = field.metadata[_METADATA_KEY]
     kind = without_none(hint)
     flag = field.name if described.positional else described.flag or "--" + field.name.replace("_", "-")
+    variable = described.variable or "QUIRE_" + flag.removeprefix("--").replace("-", "_").upper()
     return _Option(
         name=field.name,
         flag=flag,
-        variable=None if described.positional else "QUIRE_" + flag.removeprefix("--").replace("-", "_").upper(),
+        variable=None if described.positional else variable,
         is_bool=kind is bool,
         is_tuple=get_origin(kind) is tuple,
         default=field.default,

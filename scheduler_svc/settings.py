@@ -18,8 +18,10 @@ class SchedulerSettings:
     max_waiting_tokens: int = setting(1_000_000, "most prompt tokens that wait; more are refused", minimum=1)
     watermark: float = setting(0.01, "share of the blocks that admission leaves free", minimum=0, maximum=0.9)
     max_steps_in_flight: int = setting(2, "steps that workers have before the first is answered", minimum=1, maximum=4)
-    step_timeout: float = setting(60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1)
-    drain_timeout: float = setting(30.0, "seconds that running requests get at shutdown", minimum=0)
+    step_timeout: float = setting(
+        60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1, metavar="SECONDS"
+    )
+    drain_timeout: float = setting(30.0, "seconds that running requests get at shutdown", minimum=0, metavar="SECONDS")
     metrics_host: str = setting("127.0.0.1", "where to serve Prometheus metrics")
     metrics_port: int | None = setting(
         None, "port of the Prometheus metrics; none serves none", minimum=0, maximum=65535

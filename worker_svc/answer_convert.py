@@ -3,7 +3,7 @@
 from quire.arrays import encode_float32, encode_int32
 from quire.worker.v1 import worker_pb2
 from worker_svc.info import WorkerInfo
-from worker_svc.steps import RowCandidates, SealedBlocks, StepOutput, TokenLogprobs
+from worker_svc.steps import PromptLogprobs, RowCandidates, SealedBlocks, StepOutput, TokenLogprobs
 
 RunResponse = worker_pb2.RunResponse
 
@@ -18,6 +18,7 @@ def result_message(output: StepOutput) -> RunResponse:
         rows=encode_int32(output.rows),
         token_ids=encode_int32(output.token_ids),
         logprobs=[_logprobs_message(each) for each in output.logprobs],
+        prompt_logprobs=[_prompt_logprobs_message(each) for each in output.prompt_logprobs],
         candidates=[_candidates_message(each) for each in output.candidates],
         failures=[
             worker_pb2.RowFailure(
@@ -93,6 +94,14 @@ def _logprobs_message(logprobs: TokenLogprobs) -> worker_pb2.RowLogprobs:
         chosen_rank=logprobs.chosen_rank,
         top_token_ids=encode_int32(logprobs.top_token_ids),
         top_logprobs=encode_float32(logprobs.top_logprobs),
+    )
+
+
+def _prompt_logprobs_message(logprobs: PromptLogprobs) -> worker_pb2.RowPromptLogprobs:
+    return worker_pb2.RowPromptLogprobs(
+        row=logprobs.row,
+        first_position=logprobs.first_position,
+        positions=[_logprobs_message(each) for each in logprobs.positions],
     )
 
 

@@ -1,18 +1,18 @@
-"""What the scheduler sends, from messages to values. With `answer_convert` and the servicer the only place with `_pb2`.
+"""What the scheduler sends, from messages to values. With `sampling_convert`, `answer_convert` and the
+servicer the only place with `_pb2`.
 
 Whatever a StepRequest can get wrong by itself is refused here: lengths, ranges, contradictions within a list. What
 depends on the rows' present content is `RowLedger`'s to refuse. Neither changes anything before all is checked.
 """
 
-import math
-
 import numpy as np
 
 from quire.arrays import decode_int32
-from quire.rpc.errors import FailedPrecondition, FieldViolation, Unimplemented
+from quire.rpc.errors import FailedPrecondition
 from quire.worker.v1 import worker_pb2
 from worker_svc.info import WorkerInfo
 from worker_svc.refusal import invalid
+from worker_svc.sampling_convert import SamplingDecoder
 from worker_svc.sealed_blocks import HASH_BYTES
 from worker_svc.step_rules import check_batch, check_cache_operations, check_row_changes
 from worker_svc.steps import (
@@ -22,7 +22,6 @@ from worker_svc.steps import (
     Int32Array,
     ReseedRow,
     RowChanges,
-    RowSampling,
     SealedBlocks,
     SetTokens,
     Step,
@@ -68,13 +67,13 @@ class StepDecoder:
         self._model = info.model
         self._limits = info.limits
         self._max_blocks = info.pool.blocks_for(info.model.max_model_len)
+        self._sampling = SamplingDecoder(info.model, info.limits)
 
     def decode(self, message: StepRequest) -> Step:
         """The step as values.
 
         Raises:
             InvalidArgument: a field is misshapen, out of range or contradicts another; it names field, value and limit.
-            Unimplemented: a sampling parameter that this version does not know how to honour.
         """
         operations = self._cache_operations(message.cache_operations)
         changes = self._row_changes(message)
@@ -122,7 +121,8 @@ class StepDecoder:
                 f"{field}.block_table", f"has {len(block_table)} blocks; a sequence has at most {self._max_blocks}"
             )
         row = self._row(message.row, f"{field}.row")
-        return AssignRow(row, token_ids, block_table, self._sampling(message.sampling, f"{field}.sampling"))
+        sampling = self._sampling.decode(message.sampling, f"{field}.sampling")
+        return AssignRow(row, token_ids, block_table, sampling, message.num_prompt_tokens)
 
     def _set_tokens(self, message: worker_pb2.SetTokens, field: str) -> SetTokens:
         row = self._row(message.row, f"{field}.row")
@@ -139,30 +139,6 @@ class StepDecoder:
                 f"ends at {position + len(token_ids)} tokens; a sequence has at most {self._model.max_model_len}",
             )
         return token_ids
-
-    def _sampling(self, message: worker_pb2.RowSampling, field: str) -> RowSampling:
-        _refuse_unsupported(message, field)
-        if not (math.isfinite(message.temperature) and message.temperature >= 0):
-            raise invalid(f"{field}.temperature", f"is {message.temperature}; it must be finite and at least 0")
-        if not 0 < message.top_p <= 1:
-            raise invalid(f"{field}.top_p", f"is {message.top_p}; it must be above 0 and at most 1")
-        if not 0 <= message.min_p <= 1:
-            raise invalid(f"{field}.min_p", f"is {message.min_p}; it must be from 0 to 1")
-        limit = self._limits.max_logprobs
-        for name in ("logprobs", "num_candidates"):
-            if getattr(message, name) > limit:
-                raise invalid(f"{field}.{name}", f"is {getattr(message, name)}; the limit is {limit}")
-        if message.HasField("num_candidates") and not message.num_candidates:
-            raise invalid(f"{field}.num_candidates", "is 0; it must be at least 1 where it is set")
-        return RowSampling(
-            temperature=message.temperature,
-            top_k=message.top_k,
-            top_p=message.top_p,
-            min_p=message.min_p,
-            seed=message.seed,
-            logprobs=message.logprobs if message.HasField("logprobs") else None,
-            num_candidates=message.num_candidates if message.HasField("num_candidates") else None,
-        )
 
     def _batch(self, message: worker_pb2.Batch) -> Batch:
         max_rows, max_tokens = self._limits.max_num_rows, self._model.max_model_len
@@ -186,29 +162,6 @@ class StepDecoder:
         if row >= self._limits.max_num_rows:
             raise invalid(field, f"is {row}; rows are below {self._limits.max_num_rows}")
         return row
-
-
-def _refuse_unsupported(message: worker_pb2.RowSampling, field: str) -> None:
-    """Parameters of the contract that this version cannot honour must be neutral."""
-    asked = {
-        "prompt_logprobs": message.HasField("prompt_logprobs"),
-        "presence_penalty": message.presence_penalty != 0,
-        "frequency_penalty": message.frequency_penalty != 0,
-        "repetition_penalty": message.repetition_penalty not in (0, 1),
-        "logit_bias_token_ids": bool(message.logit_bias_token_ids),
-        "logit_bias_values": bool(message.logit_bias_values),
-        "allowed_token_ids": bool(message.allowed_token_ids),
-        "bad_token_sequences": bool(message.bad_token_sequences),
-        "min_tokens": message.min_tokens != 0,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            description = "is not supported by this worker"
-            raise Unimplemented(
-                f"{field}.{name} {description}",
-                reason="UNSUPPORTED_PARAMETER",
-                violations=[FieldViolation(f"{field}.{name}", description)],
-            )
 
 
 def _ids(data: bytes, field: str, below: int) -> Int32Array:

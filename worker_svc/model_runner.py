@@ -14,10 +14,17 @@ from worker_svc.batch import SamplePlan, build_model_input, plan_samples
 from worker_svc.cache_ops import apply_cache_operations
 from worker_svc.info import ModelGeometry, WorkerLimits
 from worker_svc.kv_pool import KvPool
-from worker_svc.logprobs import LogprobTensors, gather_logprobs, report_logprobs
+from worker_svc.logit_rules import History, apply_logit_rules
+from worker_svc.logprobs import SampledLogprobs, gather_logprobs, report_logprobs
 from worker_svc.models.base import CausalLM
+from worker_svc.prompt_logprobs import (
+    PromptResult,
+    compute_prompt_logprobs,
+    plan_prompt_logprobs,
+    report_prompt_logprobs,
+)
 from worker_svc.rows import Rows
-from worker_svc.sampler import Drawn, draw
+from worker_svc.sampler import draw
 from worker_svc.sampling_table import SamplingColumns
 from worker_svc.sealed_blocks import SealInventory
 from worker_svc.steps import AdmittedStep, Batch, Int32Array, SealedBlocks, StepOutput, StepTimings
@@ -26,12 +33,30 @@ from worker_svc.transfer import HostCopy, Stopwatch, to_device
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """What was sampled, on its way to the host."""
+    """What was sampled, on the device."""
 
     rows: Int32Array
     columns: SamplingColumns
-    logprobs: LogprobTensors | None
+    token_ids: torch.Tensor
+    is_finite: torch.Tensor
+    logprobs: SampledLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """All that a step brought, on its way to the host."""
+
+    sampled: _Sampled
+    prompts: PromptResult | None
     copy: HostCopy
+
+    @classmethod
+    def of(cls, sampled: _Sampled, prompts: PromptResult | None) -> "_Computed":
+        """Starts the way to the host."""
+        tensors = [sampled.token_ids, sampled.is_finite]
+        tensors += sampled.logprobs.values.tensors() if sampled.logprobs is not None else []
+        tensors += prompts.values.tensors() if prompts is not None else []
+        return cls(sampled, prompts, HostCopy(tensors))
 
 
 class LaunchedStep:
@@ -43,25 +68,28 @@ class LaunchedStep:
         number: int,
         queue_us: int,
         stopwatch: Stopwatch,
-        sampled: _Sampled,
+        computed: _Computed,
         seals: SealInventory,
     ) -> None:
         self._step = admitted.step
         self._number = number
         self._queue_us = queue_us
         self._stopwatch = stopwatch
-        self._sampled = sampled
+        self._computed = computed
         self._seals = seals
 
     def wait(self) -> StepOutput:
         """The output, when the device has it; then the step's blocks are sealed. To be called once."""
-        sampled = self._sampled
-        token_ids, is_finite, *logprob_arrays = sampled.copy.arrays()
-        logprobs, candidates = (), ()
+        computed, sampled = self._computed, self._computed.sampled
+        token_ids, is_finite, *rest = computed.copy.arrays()
+        logprobs, candidates, prompt_logprobs = (), (), ()
         if sampled.logprobs is not None:
+            arrays, rest = rest[:4], rest[4:]
             logprobs, candidates = report_logprobs(
-                sampled.rows, sampled.columns, sampled.logprobs.indices, logprob_arrays, is_finite
+                sampled.rows, sampled.columns, sampled.logprobs.indices, arrays, is_finite
             )
+        if computed.prompts is not None:
+            prompt_logprobs = report_prompt_logprobs(computed.prompts, rest)
         self._seals.add(self._step.sealed, self._number)
         draws = sampled.columns.num_candidates == 0
         return StepOutput(
@@ -72,6 +100,7 @@ class LaunchedStep:
             candidates=candidates,
             failed_rows=tuple(sampled.rows[~is_finite].tolist()),
             timings=StepTimings(self._queue_us, *self._stopwatch.stages_us()),
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -109,41 +138,44 @@ class ModelRunner:
         apply_cache_operations(step.cache_operations, self._pool)
         self._rows.apply(step.row_changes)
         stopwatch.mark()
-        sampled = self._run(step.batch, stopwatch)
-        return LaunchedStep(admitted, self._num_launched, queue_us, stopwatch, sampled, self._seals)
+        computed = self._run(step.batch, stopwatch)
+        return LaunchedStep(admitted, self._num_launched, queue_us, stopwatch, computed, self._seals)
 
-    def _run(self, batch: Batch, stopwatch: Stopwatch) -> _Sampled:
+    def _run(self, batch: Batch, stopwatch: Stopwatch) -> _Computed:
         if not len(batch.rows):
             stopwatch.mark()
             stopwatch.mark()
-            return self._nothing_sampled()
+            return _Computed.of(self._nothing_sampled(), None)
         inputs = build_model_input(batch, self._rows, self._pool.gpu, self._pool.geometry.block_size)
         hidden = self._model(inputs)
+        prompt_plan = plan_prompt_logprobs(batch, self._rows)
+        prompts = prompt_plan and compute_prompt_logprobs(self._model, hidden, prompt_plan, self._rows)
         if not len(batch.samples):
             stopwatch.mark()
             stopwatch.mark()
-            return self._nothing_sampled()
+            return _Computed.of(self._nothing_sampled(), prompts)
         plan = plan_samples(batch)
         logits = self._model.logits(hidden[to_device(plan.logit_tokens, hidden.device)])
         stopwatch.mark()
         sampled = self._sample(plan, logits)
         stopwatch.mark()
-        return sampled
+        return _Computed.of(sampled, prompts)
 
     def _sample(self, plan: SamplePlan, logits: torch.Tensor) -> _Sampled:
         device = logits.device
         if plan.logit_of_row is not None:
             logits = logits[to_device(plan.logit_of_row, device)]
         columns = self._rows.sampling.take(plan.rows)
+        history = History(self._rows.token_ids, plan.rows, self._rows.prompts.num_tokens[plan.rows], plan.positions)
+        apply_logit_rules(logits, columns, history)
         drawn = draw(logits, columns, plan.positions)
         rows, positions = to_device(np.stack((plan.rows, plan.positions)), device)
         self._rows.append(rows, positions, drawn.token_ids)
         logprobs = gather_logprobs(logits, drawn.token_ids, columns)
-        tensors = [drawn.token_ids, drawn.is_finite, *(logprobs.tensors() if logprobs is not None else ())]
-        return _Sampled(plan.rows, columns, logprobs, HostCopy(tensors))
+        return _Sampled(plan.rows, columns, drawn.token_ids, drawn.is_finite, logprobs)
 
     def _nothing_sampled(self) -> _Sampled:
         device = self._model.device
-        drawn = Drawn(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.bool, device=device))
-        copy = HostCopy([drawn.token_ids, drawn.is_finite])
-        return _Sampled(np.zeros(0, np.int32), SamplingColumns.empty(0), None, copy)
+        token_ids = torch.zeros(0, dtype=torch.int64, device=device)
+        is_finite = torch.zeros(0, dtype=torch.bool, device=device)
+        return _Sampled(np.zeros(0, np.int32), SamplingColumns.empty(0), token_ids, is_finite, None)

@@ -12,6 +12,7 @@ from worker_svc.steps import (
     AssignRow,
     Batch,
     CacheOperations,
+    LogitRules,
     RowChanges,
     RowSampling,
     SealedBlocks,
@@ -19,7 +20,17 @@ from worker_svc.steps import (
 )
 
 # One parameter of each kind, so that every path of the sampler has been taken.
-_SAMPLING = RowSampling(temperature=1.0, top_k=0, top_p=0.9, min_p=0.01, seed=0, logprobs=1, num_candidates=None)
+_SAMPLING = RowSampling(
+    temperature=1.0,
+    top_k=0,
+    top_p=0.9,
+    min_p=0.01,
+    seed=0,
+    logprobs=1,
+    num_candidates=None,
+    prompt_logprobs=1,
+    rules=LogitRules(presence_penalty=0.5, repetition_penalty=1.1, bad_sequences=(np.zeros(2, np.int32),)),
+)
 
 
 def prefill_step(lengths: list[int], blocks_per_row: list[list[int]]) -> AdmittedStep:
@@ -27,7 +38,7 @@ def prefill_step(lengths: list[int], blocks_per_row: list[list[int]]) -> Admitte
     rows = np.arange(len(lengths), dtype=np.int32)
     pairs, none = np.zeros((0, 2), np.int32), np.zeros(0, np.int32)
     assigned = tuple(
-        AssignRow(row, np.zeros(length, np.int32), np.array(blocks, np.int32), _SAMPLING)
+        AssignRow(row, np.zeros(length, np.int32), np.array(blocks, np.int32), _SAMPLING, length)
         for row, (length, blocks) in enumerate(zip(lengths, blocks_per_row, strict=True))
     )
     step = Step(

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker_svc.prompt_table import PromptColumns
 from worker_svc.sampling_table import SamplingColumns
 from worker_svc.steps import AssignRow, Int32Array, RowChanges, SetTokens
 from worker_svc.transfer import to_device
 
 
 class Rows:
-    """Tokens, block tables and sampling parameters of all rows.
+    """Tokens, block tables, sampling parameters and prompts of all rows.
 
     `token_ids` is [rows, max_model_len + 1] int32: the last place takes a token that is sampled after the last position
     and never computed. `block_tables` is [rows, blocks of max_model_len] int32. What lies beyond a row's length means
@@ -25,6 +26,7 @@ class Rows:
         self.token_ids = torch.zeros((num_rows, max_model_len + 1), dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
         self.sampling = SamplingColumns.empty(num_rows)
+        self.prompts = PromptColumns.empty(num_rows)
 
     def apply(self, changes: RowChanges) -> None:
         """Takes over the changes of one step. A released row needs nothing: who gets it next overwrites it."""
@@ -46,6 +48,7 @@ class Rows:
             return
         for each in assigned:
             self.sampling.put(each.row, each.sampling)
+            self.prompts.put(each.row, each.num_prompt_tokens, each.sampling.prompt_logprobs)
         zeros = [0] * len(assigned)
         rows = [each.row for each in assigned]
         self._write_runs(self.token_ids, rows, zeros, [each.token_ids for each in assigned])
@@ -55,6 +58,7 @@ class Rows:
         if not len(pairs):
             return
         self.sampling.copy_rows(pairs[:, 0], pairs[:, 1])
+        self.prompts.copy_rows(pairs[:, 0], pairs[:, 1])
         parents, children = to_device(pairs.T.astype(np.int64), self.token_ids.device)
         for tensor in (self.token_ids, self.block_tables):
             tensor.index_copy_(0, children, tensor.index_select(0, parents))

@@ -2,6 +2,9 @@
 
 A sampled token is the inverse of the row's cumulative distribution, in the order of token ids, at one uniform number
 that is a function of (seed, position). So it depends on seed, position and the row's logits, and on nothing else.
+
+The order is that of vLLM's sampler: allowed tokens, bias, stop tokens before min_tokens and bad words, then repetition,
+frequency and presence penalty (all in `logit_rules`, before `draw`), then temperature, min_p, top_k and top_p.
 """
 
 from dataclasses import dataclass

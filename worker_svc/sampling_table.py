@@ -23,6 +23,9 @@ class SamplingColumns:
     num_logprobs: NDArray[np.int64]
     num_candidates: NDArray[np.int64]
     """0 where the row draws a token."""
+    has_rules: NDArray[np.bool_]
+    rules: NDArray[np.object_]
+    """`LogitRules`, or None where nothing is done to the logits."""
 
     @classmethod
     def empty(cls, num_rows: int) -> "SamplingColumns":
@@ -36,6 +39,8 @@ class SamplingColumns:
             wants_logprobs=np.zeros(num_rows, np.bool_),
             num_logprobs=np.zeros(num_rows, np.int64),
             num_candidates=np.zeros(num_rows, np.int64),
+            has_rules=np.zeros(num_rows, np.bool_),
+            rules=np.full(num_rows, None, np.object_),
         )
 
     def take(self, indices: NDArray[np.integer]) -> "SamplingColumns":
@@ -49,6 +54,8 @@ class SamplingColumns:
             self.wants_logprobs[indices],
             self.num_logprobs[indices],
             self.num_candidates[indices],
+            self.has_rules[indices],
+            self.rules[indices],
         )
 
     def put(self, row: int, sampling: RowSampling) -> None:
@@ -62,6 +69,8 @@ class SamplingColumns:
         self.wants_logprobs[row] = sampling.logprobs is not None
         self.num_logprobs[row] = sampling.logprobs or 0
         self.num_candidates[row] = sampling.num_candidates or 0
+        self.has_rules[row] = sampling.rules is not None
+        self.rules[row] = sampling.rules
 
     def copy_rows(self, parents: Int32Array, children: Int32Array) -> None:
         """The children get the parents' parameters."""
@@ -74,5 +83,7 @@ class SamplingColumns:
             self.wants_logprobs,
             self.num_logprobs,
             self.num_candidates,
+            self.has_rules,
+            self.rules,
         ):
             column[children] = column[parents]

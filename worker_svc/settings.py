@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from quire.parsing import parse_swap_space
 from quire.settings import parse_bytes, setting
 
 
@@ -21,10 +22,16 @@ class WorkerSettings:
     )
     block_size: int = setting(16, "tokens of one KV block", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
-        None, "memory of the KV pool; without it, 1GiB on cpu, what is left on cuda", parse=parse_bytes, metavar="BYTES"
+        None,
+        "most memory of the KV pool; never more is taken than max_num_seqs sequences of max_model_len tokens need; "
+        "without it, 1GiB on cpu, what is left on cuda",
+        parse=parse_bytes,
+        metavar="BYTES",
     )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
-    swap_space: int = setting(0, "host memory for swapped blocks", parse=parse_bytes, metavar="BYTES")
+    swap_space: int = setting(
+        0, "host memory for swapped blocks; only 0 is supported", parse=parse_swap_space, metavar="BYTES"
+    )
     max_num_seqs: int = setting(
         256, "sequences of one step, and rows of the persistent batch", minimum=1, maximum=65536
     )

@@ -3,7 +3,7 @@
 Arrays are int32 numpy arrays; pairs have shape [n, 2], triples [n, 3]. A row is a slot of the persistent batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,41 @@ class CacheOperations:
         return np.concatenate((self.swap_in[:, 1], self.copy[:, 1]))
 
 
+def _no_tokens() -> Int32Array:
+    return np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitRules:
+    """What is done to a row's logits before a token is drawn; the defaults do nothing."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias_token_ids: Int32Array = field(default_factory=_no_tokens)
+    """Each token once."""
+    bias_values: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    allowed_token_ids: Int32Array = field(default_factory=_no_tokens)
+    """Empty allows all."""
+    bad_sequences: tuple[Int32Array, ...] = ()
+    """Token sequences that must not be generated, none of them empty."""
+    min_tokens: int = 0
+    """None of `stop_token_ids` is chosen before this many output tokens."""
+    stop_token_ids: Int32Array = field(default_factory=_no_tokens)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether it matters which tokens were seen."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether no logit is ever changed."""
+        delays_stop = self.min_tokens > 0 and len(self.stop_token_ids) > 0
+        has_lists = len(self.bias_token_ids) or len(self.allowed_token_ids) or self.bad_sequences
+        return not (self.has_penalties or delays_stop or has_lists)
+
+
 @dataclass(frozen=True, slots=True)
 class RowSampling:
     """How a row's tokens are drawn."""
@@ -52,6 +87,9 @@ class RowSampling:
     """Report the chosen token's log probability and this many of the most likely tokens."""
     num_candidates: int | None
     """Draw nothing; report this many of the most likely tokens."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for each prompt token but the first when the position before it is computed."""
+    rules: LogitRules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +100,8 @@ class AssignRow:
     token_ids: Int32Array
     block_table: Int32Array
     sampling: RowSampling
+    num_prompt_tokens: int
+    """How many of `token_ids` are prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +192,16 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The log probabilities of consecutive prompt tokens of a row."""
+
+    row: int
+    first_position: int
+    """Index into the sequence of the first of them."""
+    positions: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RowCandidates:
     """The most likely next tokens of a row, best first."""
 
@@ -182,3 +232,4 @@ class StepOutput:
     failed_rows: tuple[int, ...]
     """Rows whose logits were not finite; their token means nothing."""
     timings: StepTimings
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +16,8 @@ from quire.settings import load_settings, setting
 
 PROGRAM = "quire chat"
 _HELP = "/exit leaves, /reset forgets the conversation, Ctrl-C stops an answer"
+# One word alone: a message may well begin with a path.
+_COMMAND = re.compile(r"/\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
     if interactive:
         with suppress(ImportError):
             importlib.import_module("readline")  # line editing and history
+        # Also where we were started with Ctrl-C ignored, as scripts start what runs in the background.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print(_HELP)
     with Client(flags.address) as client:
         for line in _lines(interactive):
@@ -59,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
                     conversation.reset()
                 case "/help":
                     print(_HELP)
+                case command if _COMMAND.fullmatch(command):
+                    print(f"{PROGRAM}: there is no command {command}; {_HELP}", file=sys.stderr, flush=True)
                 case _:
                     failed |= not _answer(client, conversation, line, flags)
     return 1 if failed and not interactive else 0

@@ -21,7 +21,10 @@ class ConnectionFlags:
 class GenerationFlags(ConnectionFlags):
     """How to generate; what is not given is the model's choice."""
 
-    model: str | None = setting(None, "name of a served model; none is the only one", metavar="NAME")
+    # Not QUIRE_MODEL, which names a directory to the services.
+    model: str | None = setting(
+        None, "name of a served model; none is the only one", variable="QUIRE_SERVED_MODEL_NAME", metavar="NAME"
+    )
     max_tokens: int | None = setting(None, "most tokens to generate", minimum=1)
     temperature: float | None = setting(None, "0 is greedy", minimum=0)
     top_k: int | None = setting(None, "keep the k most likely tokens", minimum=0)

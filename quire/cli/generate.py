@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.prompt is not None:
             raise ConfigurationError("give a prompt or --file, not both")
         return asyncio.run(_run_all(_read_prompts(flags.file), flags))
-    prompt = flags.prompt if flags.prompt is not None else sys.stdin.read().removesuffix("\n")
+    prompt = flags.prompt if flags.prompt is not None else _read("-").removesuffix("\n")
     if not prompt:
         raise ConfigurationError("the prompt is empty; give one as argument, by --file or on stdin")
     with Client(flags.address) as client, client.generate_stream(prompt, flags.options(), model=flags.model) as stream:
@@ -63,16 +63,20 @@ def _collect(prompt: str, stream: Stream) -> dict[str, Any]:
 
 def _read_prompts(file: str) -> list[str]:
     """The lines that are not blank."""
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{file} is not UTF-8: {error}") from error
-    prompts = [line for line in text.split("\n") if line.strip()]
+    prompts = [line for line in _read(file).split("\n") if line.strip()]
     if not prompts:
         raise ConfigurationError(f"{file} holds no prompt")
     return prompts
+
+
+def _read(file: str) -> str:
+    """A whole text; - is stdin."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{'stdin' if file == '-' else file} is not UTF-8: {error}") from error
 
 
 async def _run_all(prompts: Sequence[str], flags: GenerateFlags) -> int:

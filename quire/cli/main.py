@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = arguments[0], arguments[1:]
     program = f"quire {name}"
     try:
+        _check_encodable(rest)
         if name not in _COMMANDS:
             raise ConfigurationError(f"no such command; there are {', '.join(_COMMANDS)}")
         return importlib.import_module(_COMMANDS[name].module).main(rest)
@@ -62,6 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Our reader left, for example `head`. What is still buffered must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _check_encodable(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigurationError(f"the argument {argument!r} is not UTF-8") from None
 
 
 def explain(error: QuireError) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -24,8 +25,10 @@ def main(argv: Sequence[str]) -> int:
     settings = load_settings(ServeSettings, argv, os.environ, program=PROGRAM)
     try:
         return asyncio.run(_serve(settings))
-    except ServiceRefused:
-        return CONFIGURATION_EXIT_STATUS  # the service has printed why
+    except ServiceRefused as refusal:
+        # All others have ended by now, so this is the last that is said.
+        print(refusal, file=sys.stderr, flush=True)
+        return CONFIGURATION_EXIT_STATUS
 
 
 async def _serve(settings: ServeSettings) -> int:

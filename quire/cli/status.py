@@ -24,7 +24,7 @@ class StatusFlags(ConnectionFlags):
     """Shows health, models and replicas of a gateway; the exit status is 0 when it serves."""
 
     format: str = setting("text", "how to print", choices=("text", "json"))
-    timeout: float = setting(5.0, "seconds to wait for an answer", minimum=0.1)
+    timeout: float = setting(5.0, "seconds to wait for an answer", minimum=0.1, metavar="SECONDS")
 
 
 def main(argv: Sequence[str]) -> int:

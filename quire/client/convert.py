@@ -75,9 +75,12 @@ def to_generate_request(
 
     Raises:
         InvalidArgument: a value does not fit its field, for example a negative token id.
+        TypeError: the prompt is neither text nor token ids.
     """
     if isinstance(prompt, str):
         fill(message, text=prompt)
+    elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise TypeError(f"prompt is {type(prompt).__name__}; expected str, or a sequence of token ids")
     else:
         message.token_ids.SetInParent()
         fill(message.token_ids, ids=prompt)
@@ -299,6 +302,7 @@ def _limits(message: model_pb2.Limits) -> Limits:
         max_stop_string_bytes=message.max_stop_string_bytes,
         max_chat_messages=message.max_chat_messages,
         max_logit_bias=message.max_logit_bias,
+        max_stop_token_ids=message.max_stop_token_ids,
     )
 
 

@@ -218,6 +218,7 @@ class Limits:
     max_stop_string_bytes: int
     max_chat_messages: int
     max_logit_bias: int
+    max_stop_token_ids: int
 
 
 @dataclass(frozen=True, slots=True)

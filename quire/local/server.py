@@ -4,9 +4,7 @@ import asyncio
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -14,8 +12,10 @@ from quire.client import AsyncClient, GenerationOptions
 from quire.local import preflight
 from quire.local.backoff import RestartBackoff
 from quire.local.commands import Commands, Programs, child_environ
+from quire.local.run_directory import RunDirectory
 from quire.local.settings import ServeSettings
 from quire.local.supervised_process import ServiceSpec, SupervisedProcess
+from quire.local.watchdog import watch
 from quire.rpc.errors import ResourceExhausted, Unavailable
 
 # The gateway prints this line on stdout, once it listens on both ports, and flushes it:
@@ -54,11 +54,12 @@ class LocalServer:
         self._settings = settings
         self._report = report
         self._programs = programs or Programs()
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: RunDirectory | None = None
         self._commands: Commands | None = None
         self._addresses: asyncio.Future[tuple[str, str]] | None = None
         self._processes: list[SupervisedProcess] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._watches: list[asyncio.Task[None]] = []
 
     @property
     def grpc_address(self) -> str:
@@ -85,11 +86,12 @@ class LocalServer:
         try:
             preflight.check(self._settings)
             self._addresses = asyncio.get_running_loop().create_future()
-            self._directory = tempfile.TemporaryDirectory(prefix="quire-", dir=_short_temporary_directory())
-            self._commands = Commands(self._settings, self._programs, Path(self._directory.name))
+            self._directory = RunDirectory.make()
+            self._commands = Commands(self._settings, self._programs, self._directory.path)
             self._processes = self._make_processes(self._commands)
             self._report("starting worker, scheduler and gateway")
             self._tasks = [process.start() for process in reversed(self._processes)]
+            self._watches = self._watch_for_hangs(self._commands)
             await self._unless_failed(self._addresses)
         except BaseException:
             await self._abandon()
@@ -119,15 +121,17 @@ class LocalServer:
 
     async def stop(self) -> None:
         """Stops all in order. The gateway finishes its live requests first, for up to the drain timeout. Idempotent."""
+        for watching in self._watches:
+            watching.cancel()
         try:
             for process in self._processes:
                 grace_s = self._settings.drain_timeout if process.name == "gateway" else 0.0
                 await process.stop(grace_s + _EXIT_GRACE_S)
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, *self._watches, return_exceptions=True)
         finally:
             self.kill()
             if self._directory is not None:
-                self._directory.cleanup()
+                self._directory.remove()
 
     def kill(self) -> None:
         """Kills all processes at once; `stop` returns soon after."""
@@ -182,6 +186,16 @@ class LocalServer:
         elif self._addresses is not None and not self._addresses.done():
             self._addresses.set_result((match["grpc"], match["http"]))
 
+    def _watch_for_hangs(self, commands: Commands) -> list[asyncio.Task[None]]:
+        timeout_s = self._settings.hang_timeout
+        if timeout_s == 0:
+            return []
+        addresses = {"worker": commands.worker_address, "scheduler": commands.scheduler_address}
+        return [
+            asyncio.create_task(watch(self.process(name), address, timeout_s, self._report), name=f"watch {name}")
+            for name, address in addresses.items()
+        ]
+
     def _make_processes(self, commands: Commands) -> list[SupervisedProcess]:
         """In the order in which they stop: each drains while those behind it still serve."""
         environ = child_environ(os.environ)
@@ -191,8 +205,3 @@ class LocalServer:
             ServiceSpec("worker", commands.worker, environ),
         )
         return [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in specs]
-
-
-def _short_temporary_directory() -> str | None:
-    """Where sockets go: the path of a unix socket has at most 107 bytes, which a long TMPDIR would exceed."""
-    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > 60 else None

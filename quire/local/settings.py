@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from quire.parsing import parse_swap_space
 from quire.settings import parse_bytes, setting
 from quire.telemetry import LOG_LEVELS
 
@@ -31,10 +32,16 @@ class ServeSettings:
     )
     block_size: int = setting(16, "tokens of one KV block", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
-        None, "memory of the KV pool; none is 1GiB on cpu, what is left on cuda", parse=parse_bytes, metavar="BYTES"
+        None,
+        "most memory of the KV pool; never more is taken than max_num_seqs sequences of max_model_len tokens need; "
+        "none is 1GiB on cpu, what is left on cuda",
+        parse=parse_bytes,
+        metavar="BYTES",
     )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
-    swap_space: int = setting(0, "host memory for swapped blocks", parse=parse_bytes, metavar="BYTES")
+    swap_space: int = setting(
+        0, "host memory for swapped blocks; only 0 is supported", parse=parse_swap_space, metavar="BYTES"
+    )
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
     max_model_len: int | None = setting(None, "longest sequence; none is what the model knows", minimum=1)
     num_threads: int | None = setting(None, "threads of one operation on cpu; none lets torch decide", minimum=1)
@@ -45,7 +52,9 @@ class ServeSettings:
     max_waiting_tokens: int = setting(1_000_000, "most prompt tokens that wait; more are refused", minimum=1)
     watermark: float = setting(0.01, "share of the blocks that admission leaves free", minimum=0, maximum=0.9)
     max_steps_in_flight: int = setting(2, "steps that workers have before the first is answered", minimum=1, maximum=4)
-    step_timeout: float = setting(60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1)
+    step_timeout: float = setting(
+        60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1, metavar="SECONDS"
+    )
 
     max_message_bytes: int = setting(4 * 1024 * 1024, "largest request", parse=parse_bytes, metavar="BYTES")
     max_prompt_tokens: int | None = setting(None, "longest prompt; none is what the model takes", minimum=1)
@@ -59,13 +68,27 @@ class ServeSettings:
     request_id_prefix: str = setting("req-", "start of the request ids that the gateway makes")
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
 
-    connect_timeout: float = setting(30.0, "seconds that a request waits for a scheduler to come back", minimum=0)
-    first_connect_timeout: float = setting(2.0, "seconds that a request waits for the first scheduler", minimum=0)
-    failover_delay: float = setting(5.0, "seconds after which requests leave a lost scheduler for another", minimum=0)
-    reconnect_grace: float = setting(10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0)
-    drain_timeout: float = setting(30.0, "seconds that live requests get at shutdown", minimum=0)
+    connect_timeout: float = setting(
+        30.0, "seconds that a request waits for a scheduler to come back", minimum=0, metavar="SECONDS"
+    )
+    first_connect_timeout: float = setting(
+        2.0, "seconds that a request waits for the first scheduler", minimum=0, metavar="SECONDS"
+    )
+    failover_delay: float = setting(
+        5.0, "seconds after which requests leave a lost scheduler for another", minimum=0, metavar="SECONDS"
+    )
+    reconnect_grace: float = setting(
+        10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0, metavar="SECONDS"
+    )
+    drain_timeout: float = setting(30.0, "seconds that live requests get at shutdown", minimum=0, metavar="SECONDS")
 
     metrics_host: str = setting("127.0.0.1", "where scheduler and worker serve their metrics")
     scheduler_metrics_port: int | None = setting(None, "port of the scheduler's metrics", minimum=0, maximum=65535)
     worker_metrics_port: int | None = setting(None, "port of the worker's metrics", minimum=0, maximum=65535)
-    log_level: str = setting("info", "least level of log records", choices=LOG_LEVELS)
+    hang_timeout: float = setting(
+        15.0,
+        "time after which a worker or scheduler that answers no health check is killed and started again; 0 never",
+        minimum=0,
+        metavar="SECONDS",
+    )
+    log_level: str = setting("warning", "least level of the services' log records", choices=LOG_LEVELS)

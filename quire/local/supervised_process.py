@@ -2,23 +2,29 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.local.backoff import RestartBackoff
+from quire.local.line_pipe import LinePipe
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS
 from quire.settings import ConfigurationError
 
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
+# What `run_service` prints before it exits with status 2.
+_REFUSAL = re.compile(r"quire \w+: error: .+")
+# Once the process is gone, its pipes have nothing left to say but what is on its way.
+_PIPES_GRACE_S = 1.0
 
 
 class ServiceRefused(ConfigurationError):  # noqa: N818
-    """A child ended with status 2. It has told the reason on stderr itself."""
+    """A child ended with status 2. The message is the line it gave as the reason, which it alone is to be told by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,8 @@ class ServiceSpec:
         name: For messages and `LocalServer.process`.
         command: Makes the command line, anew for each start; its first word is an absolute path.
         environ: The child's environment.
-        on_output: Takes each line of the child's stdout; where absent, stdout goes to our stderr.
+        on_output: Takes each line of the child's stdout; where absent, stdout goes to our stderr. Its stderr goes to
+            our stderr but for the reason of a refusal, which ServiceRefused carries.
     """
 
     name: str
@@ -48,6 +55,7 @@ class SupervisedProcess:
         self._report = report
         self._backoff = backoff
         self._process: asyncio.subprocess.Process | None = None
+        self._refusals: list[str] = []
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -76,15 +84,18 @@ class SupervisedProcess:
     def kill(self) -> None:
         """Kills it and all that it started, at once and for good."""
         self._stopping.set()
+        self.kill_once()
+
+    def kill_once(self) -> None:
+        """Kills it and all that it started, so that it is started again."""
         if self._process is not None:
-            # Its session is its own, so its process group has its pid.
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            _kill_group(self._process.pid)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None:
+        # Not Process.send_signal, which reaps a process that has just ended and so takes its status from asyncio.
+        if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
-                self._process.send_signal(number)
+                os.kill(self._process.pid, number)
 
     async def _supervise(self) -> None:
         while not self._stopping.is_set():
@@ -93,7 +104,10 @@ class SupervisedProcess:
             if self._stopping.is_set():
                 return
             if status == CONFIGURATION_EXIT_STATUS:
-                raise ServiceRefused(f"the {self.name} refused its configuration")
+                reasons = self._refusals or [f"quire {self.name}: error: it refused its configuration"]
+                raise ServiceRefused(reasons[-1])
+            for line in self._refusals:
+                _pass_on(line)
             delay_s = self._backoff.delay_s(time.monotonic() - started_at)
             self._report(f"{self.name} {_describe(status)}; starting it again in {delay_s:g} s")
             with suppress(TimeoutError):
@@ -101,42 +115,63 @@ class SupervisedProcess:
 
     async def _run_once(self) -> int:
         """Starts the process, waits for its end, returns its status."""
-        on_output = self._spec.on_output
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid())),
-            *self._spec.command(),
-            stdin=asyncio.subprocess.DEVNULL,
-            # A pipe where someone reads; else our stderr, since our stdout is for the ready line alone.
-            stdout=asyncio.subprocess.PIPE if on_output else 2,
-            env=self._spec.environ,
-            # Its own session: Ctrl-C in the terminal reaches the supervisor alone, which then stops all in order.
-            start_new_session=True,
-        )
-        self._process = process
-        self.starts += 1
+        self._refusals = []
+        pipes = [await LinePipe.open(self._read_error_line)]
+        if self._spec.on_output:
+            pipes.append(await LinePipe.open(self._spec.on_output))
         try:
-            if self._stopping.is_set():
-                self._signal(signal.SIGTERM)
-            if process.stdout is not None and on_output is not None:
-                await _read_lines(process.stdout, on_output)
-            return await process.wait()
-        except BaseException:
-            self.kill()
-            await process.wait()
-            raise
+            process = await self._spawn(pipes)
+            try:
+                return await process.wait()
+            except BaseException:
+                self.kill()
+                await process.wait()
+                raise
+            finally:
+                self._process = None
+                # What it started must not outlive it.
+                _kill_group(process.pid)
         finally:
-            self._process = None
+            for pipe in pipes:
+                await pipe.finish(_PIPES_GRACE_S)
 
-
-async def _read_lines(stdout: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
-    while True:
+    async def _spawn(self, pipes: Sequence[LinePipe]) -> asyncio.subprocess.Process:
+        """The first pipe is for its stderr, the second, if any, for its stdout."""
         try:
-            line = await stdout.readline()
-        except ValueError:  # longer than the reader's buffer: not a line for us
-            continue
-        if not line:
-            return
-        on_line(line.decode(errors="replace").rstrip("\n"))
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid())),
+                *self._spec.command(),
+                stdin=asyncio.subprocess.DEVNULL,
+                # A pipe where someone reads; else our stderr, since our stdout is for the ready line alone.
+                stdout=pipes[1].write_end if len(pipes) > 1 else 2,
+                stderr=pipes[0].write_end,
+                env=self._spec.environ,
+                # Its own session: Ctrl-C in the terminal reaches the supervisor alone, which then stops all in order.
+                start_new_session=True,
+            )
+        finally:
+            for pipe in pipes:
+                pipe.close_write_end()
+        self.starts += 1
+        if self._stopping.is_set():
+            self._signal(signal.SIGTERM)
+        return process
+
+    def _read_error_line(self, line: str) -> None:
+        if _REFUSAL.fullmatch(line):
+            self._refusals.append(line)
+        else:
+            _pass_on(line)
+
+
+def _kill_group(pid: int) -> None:
+    # The session of each process is its own, so its process group has its pid.
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _pass_on(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _describe(status: int) -> str:

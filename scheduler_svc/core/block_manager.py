@@ -2,6 +2,7 @@
 
 import enum
 import math
+from collections.abc import Sequence as SequenceOf
 
 from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.block_pool import BlockPool
@@ -26,34 +27,77 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, watermark: float) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self._watermark_blocks = math.floor(watermark * num_blocks)
+        self._watermark_blocks = math.ceil(watermark * num_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, sequence: Sequence) -> CanAllocate:
-        """Whether `allocate` of this sequence would succeed now, later, or never."""
-        needed = self.blocks_for(sequence.num_tokens)
-        if needed > self.pool.num_blocks:
+    def can_allocate(self, sequences: SequenceOf[Sequence]) -> CanAllocate:
+        """Whether `allocate` of these sequences would succeed now, later, or never."""
+        needed, total = self._needed(sequences)
+        if total > self.pool.num_blocks:
             return CanAllocate.NEVER
-        # A hit on a block that somebody holds costs nothing; one on a block that is only cached takes it out of the
-        # free ones. With an empty pool the watermark protects nobody.
-        needed -= sum(self.pool.ref_count(block) > 0 for block in self._hits(sequence))
+        # With an empty pool the watermark protects nobody.
         reserve = self._watermark_blocks if self.pool.num_used else 0
         return CanAllocate.OK if needed + reserve <= self.pool.num_free else CanAllocate.LATER
 
-    def allocate(self, sequence: Sequence) -> int:
-        """Gives a sequence without blocks those for all its tokens; returns how many tokens are cached in them.
+    def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """Gives sequences without blocks those for all their tokens; returns for each how many tokens it need not
+        compute: they are cached, or one of the sequences before it computes them.
 
         Raises OutOfBlocksError.
         """
+        being_computed: dict[BlockHash, BlockId] = {}
+        return [self._allocate_one(sequence, being_computed) for sequence in sequences]
+
+    def _allocate_one(self, sequence: Sequence, being_computed: dict[BlockHash, BlockId]) -> int:
         assert not sequence.block_table, "the sequence has blocks already"
-        hits = self._hits(sequence)
-        self.pool.touch(hits)
-        fresh = self.pool.allocate(self.blocks_for(sequence.num_tokens) - len(hits))
-        sequence.block_table = [*hits, *fresh]
-        return len(hits) * self.block_size
+        hashes = self._shareable(sequence)
+        shared = self.pool.hits(hashes)
+        for content in hashes[len(shared) :]:
+            if content not in being_computed:
+                break
+            shared.append(being_computed[content])
+        self.pool.touch(shared)
+        fresh = self.pool.allocate(self.blocks_for(sequence.num_tokens) - len(shared))
+        sequence.block_table = [*shared, *fresh]
+        being_computed.update(zip(hashes, sequence.block_table, strict=False))
+        return len(shared) * self.block_size
+
+    def _needed(self, sequences: SequenceOf[Sequence]) -> tuple[int, int]:
+        """Free blocks that `allocate` takes, cached ones included, and blocks that the sequences hold then."""
+        known: set[BlockHash] = set()
+        needed = total = 0
+        for sequence in sequences:
+            hashes = self._shareable(sequence)
+            own = self.blocks_for(sequence.num_tokens) - sum(content in known for content in hashes)
+            held = sum(
+                self.pool.ref_count(block) > 0
+                for content, block in zip(hashes, self.pool.hits(hashes), strict=False)
+                if content not in known
+            )
+            total += own
+            needed += own - held
+            known.update(hashes)
+        return needed, total
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child, which has no blocks, shares all of the parent's (the paper's section 4.4)."""
+        assert not child.block_table, "the child has blocks already"
+        self.pool.touch(parent.block_table)
+        child.block_table = list(parent.block_table)
+
+    def make_writable(self, sequence: Sequence, index: int) -> tuple[BlockId, BlockId] | None:
+        """Copy-on-write of one block of a table: the pair (shared block, the sequence's own copy), or None where the
+        sequence holds it alone and writes in place. Raises OutOfBlocksError."""
+        shared = sequence.block_table[index]
+        if self.pool.ref_count(shared) == 1:
+            return None
+        (own,) = self.pool.allocate(1)
+        self.pool.free([shared])
+        sequence.block_table[index] = own
+        return shared, own
 
     def append(self, sequence: Sequence) -> BlockId:
         """Adds one block to the end of a sequence's table. Raises OutOfBlocksError."""
@@ -73,9 +117,10 @@ class BlockManager:
         self.pool.free(sequence.block_table)
         sequence.block_table = []
 
-    def _hits(self, sequence: Sequence) -> list[BlockId]:
-        """Cached blocks of the sequence's prefix. At least one token is left to compute, so that there are logits."""
+    def _shareable(self, sequence: Sequence) -> list[BlockHash]:
+        """Hashes of the blocks that the sequence may take from others. At least one token is left to compute, so that
+        there are logits."""
         if not sequence.request.uses_prefix_cache:
             return []
         num_blocks = (sequence.num_tokens - 1) // self.block_size
-        return self.pool.hits(sequence.prefix_hashes.first(num_blocks, sequence.token_ids))
+        return sequence.prefix_hashes.first(num_blocks, sequence.token_ids)

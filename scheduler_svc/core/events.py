@@ -1,8 +1,9 @@
 """Collects what a step's result meant for each client."""
 
+from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
-from scheduler_svc.core.step_plan import ClientEvents, PositionLogprobs, RequestEnd, RequestFailure, SequenceEnd, Usage
+from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 
 
 class EventLog:
@@ -12,25 +13,46 @@ class EventLog:
         self.by_client: dict[ClientId, ClientEvents] = {}
 
     def token(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> None:
-        """The sequence's newest token."""
+        """The sequence's newest token. Where sequences are selected at the end, it is held back."""
+        if not sequence.request.selects:
+            self._emit(sequence, sequence.index, sequence.num_output_tokens - 1, token_id, logprobs)
+        elif logprobs is not None:
+            sequence.cumulative_logprob += logprobs.chosen.logprob
+            sequence.held_back.append(logprobs)
+
+    def sequence_end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if not sequence.request.selects:
+            self._of(sequence.request.key.client).finished.append(_sequence_end(sequence, sequence.index, reason))
+
+    def request_end(self, group: SequenceGroup) -> None:
+        if group.request.selects:
+            self._deliver_best(group)
+        key = group.request.key
+        self._of(key.client).completed.append(RequestEnd(key.handle, usage_of(group)))
+
+    def _deliver_best(self, group: SequenceGroup) -> None:
+        """The sequences with the highest mean log probability, best first."""
+        ranked = sorted(group.sequences, key=lambda each: -each.cumulative_logprob / each.num_output_tokens)
+        wants_logprobs = group.request.sampling.logprobs is not None
+        for index, sequence in enumerate(ranked[: group.request.num_returned]):
+            output = sequence.token_ids[len(group.request.prompt) :]
+            for offset, token_id in enumerate(output):
+                self._emit(sequence, index, offset, token_id, sequence.held_back[offset] if wants_logprobs else None)
+            assert sequence.finish_reason is not None
+            end = _sequence_end(sequence, index, sequence.finish_reason)
+            self._of(group.request.key.client).finished.append(end)
+
+    def _emit(
+        self, sequence: Sequence, index: int, offset: int, token_id: int, logprobs: PositionLogprobs | None
+    ) -> None:
         key = sequence.request.key
         events = self._of(key.client)
         if logprobs is not None:
             events.logprobs.append((len(events.token_ids), logprobs))
         events.handles.append(key.handle)
-        events.sequence_indices.append(sequence.index)
-        events.offsets.append(sequence.num_output_tokens - 1)
+        events.sequence_indices.append(index)
+        events.offsets.append(offset)
         events.token_ids.append(token_id)
-
-    def sequence_end(self, sequence: Sequence, reason: FinishReason) -> None:
-        key = sequence.request.key
-        stop_token_id = sequence.token_ids[-1] if reason is FinishReason.STOP else None
-        end = SequenceEnd(key.handle, sequence.index, sequence.num_output_tokens, reason, stop_token_id)
-        self._of(key.client).finished.append(end)
-
-    def request_end(self, group: SequenceGroup) -> None:
-        key = group.request.key
-        self._of(key.client).completed.append(RequestEnd(key.handle, usage_of(group)))
 
     def request_failure(self, group: SequenceGroup, reason: str, message: str) -> None:
         key = group.request.key
@@ -41,6 +63,17 @@ class EventLog:
         if events is None:
             events = self.by_client[client] = ClientEvents()
         return events
+
+
+def _sequence_end(sequence: Sequence, index: int, reason: FinishReason) -> SequenceEnd:
+    return SequenceEnd(
+        handle=sequence.request.key.handle,
+        sequence_index=index,
+        num_tokens=sequence.num_output_tokens,
+        reason=reason,
+        stop_token_id=sequence.token_ids[-1] if reason is FinishReason.STOP else None,
+        cumulative_logprob=sequence.cumulative_logprob if sequence.request.selects else None,
+    )
 
 
 def usage_of(group: SequenceGroup) -> Usage:

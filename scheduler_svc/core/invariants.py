@@ -18,7 +18,8 @@ def check(scheduler: Scheduler) -> None:
     _check_pool(scheduler, running)
     _check_seals(scheduler, running)
     _check_waiting(waiting)
-    _check_rows(scheduler, [s for s in running if s.status is SequenceStatus.RUNNING])
+    _check_occupancy(scheduler, running)
+    _check_rows(scheduler, [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING])
     _check_order(scheduler)
 
 
@@ -60,11 +61,19 @@ def _check_waiting(waiting: list[Sequence]) -> None:
         _require(not sequence.block_table and sequence.row is None, f"{name} waits and holds blocks or a row")
 
 
-def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
+def _check_occupancy(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     rows = scheduler.rows
     occupied = [row for row, sequence in enumerate(rows.sequences) if sequence is not None]
-    _require(sorted(s.row for s in running if s.row is not None) == occupied, "rows do not match the running sequences")
+    held = sorted(sequence.row for sequence in sequences if sequence.row is not None)
+    _require(held == occupied, f"rows {occupied} are occupied, sequences hold {held}")
     _require(len(occupied) + rows.num_free == len(rows.sequences), "free and occupied rows do not add up")
+    for sequence in sequences:
+        if sequence.status is not SequenceStatus.RUNNING:
+            _require(not sequence.block_table, f"{sequence.request.request_id}: holds blocks and does not run")
+
+
+def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
+    rows = scheduler.rows
     in_flight = Counter(
         row
         for step in scheduler.in_flight

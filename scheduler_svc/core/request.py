@@ -1,7 +1,8 @@
 """What a gateway asks for, as the core sees it."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import NewType
 
 ClientId = NewType("ClientId", int)
@@ -21,7 +22,7 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How the worker draws a sequence's tokens. The core carries it and does not look at it, `logprobs` excepted."""
+    """How the worker draws a sequence's tokens. The core carries it; it looks at nothing but the two `logprobs`."""
 
     seed: int
     temperature: float = 0.0
@@ -30,15 +31,37 @@ class RowSampling:
     min_p: float = 0.0
     logprobs: int | None = None
     """Report the chosen token and this many of the most likely ones; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: SequenceOf[tuple[int, float]] = ()
+    """Token ids, each once, and what is added to their logits."""
+    allowed_token_ids: SequenceOf[int] = ()
+    """Empty allows all."""
+    bad_token_sequences: SequenceOf[SequenceOf[int]] = ()
+    min_tokens: int = 0
+    """None of `stop_token_ids` is drawn before this many output tokens."""
+    stop_token_ids: SequenceOf[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedSequence:
+    """Output tokens of one sequence that an earlier scheduler produced already, and whether it ended with them."""
+
+    token_ids: SequenceOf[int]
+    has_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and when to stop.
+    """A prompt, how many sequences to sample from it, and when to stop.
 
-    `emitted` are output tokens that an earlier scheduler produced already: generation goes on after them and counts
-    them against `max_tokens`. `stop_token_ids` holds the model's eos ids too. Cached prefixes are shared within a
-    tenant.
+    `num_sequences` are sampled (`best_of`), of which the `num_returned` (`n`) with the highest mean log probability are
+    delivered. `emitted` is empty, or holds for each sequence what an earlier scheduler produced: generation goes on
+    after it and counts it against `max_tokens`. `stop_token_ids` holds the model's eos ids too. Cached prefixes are
+    shared within a tenant.
     """
 
     key: RequestKey
@@ -47,8 +70,15 @@ class Request:
     sampling: RowSampling
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
-    emitted: SequenceOf[int] = ()
+    emitted: SequenceOf[EmittedSequence] = ()
     tenant: str = ""
+    num_sequences: int = 1
+    num_returned: int = 1
+
+    @property
+    def selects(self) -> bool:
+        """Whether sequences are dropped at the end, so that none can be delivered before."""
+        return self.num_returned < self.num_sequences
 
     @property
     def max_len(self) -> int:
@@ -57,5 +87,20 @@ class Request:
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """Whether cached blocks may stand in for computing the prompt."""
-        return True
+        """Whether cached blocks may stand in for computing the prompt. They have no logits, which prompt log
+        probabilities need."""
+        return self.sampling.prompt_logprobs is None
+
+    def sampling_of(self, index: int) -> RowSampling:
+        """How the sequence with this index draws: the first as a request of one sequence would, the others each with a
+        seed of their own that follows from the request's."""
+        sampling = self.sampling
+        if self.selects and sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)
+        return sampling if index == 0 else replace(sampling, seed=sequence_seed(sampling.seed, index))
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The 64-bit seed of a request's sequence with this index."""
+    digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8, person=b"quire/seed/1")
+    return int.from_bytes(digest.digest(), "little")

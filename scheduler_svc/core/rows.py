@@ -20,6 +20,8 @@ class RowTable:
     num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
     max_len       int64: the sequence ends at this many tokens; the last one is never computed
     arrival       int64: arrival number of the group
+    prefills      bool: nothing was sampled since the sequence entered the row
+    shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
     incarnation   int64: rises whenever the row is released, so that results for its past are told apart
     """
 
@@ -32,6 +34,8 @@ class RowTable:
         self.num_sealed = np.zeros(max_num_rows, dtype=np.int64)
         self.max_len = np.zeros(max_num_rows, dtype=np.int64)
         self.arrival = np.zeros(max_num_rows, dtype=np.int64)
+        self.prefills = np.zeros(max_num_rows, dtype=bool)
+        self.shares_tail = np.zeros(max_num_rows, dtype=bool)
         self.incarnation = np.zeros(max_num_rows, dtype=np.int64)
         self._free = list(range(max_num_rows))
 
@@ -39,17 +43,36 @@ class RowTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def assign(self, sequence: Sequence, arrival: int, block_size: int, num_cached: int) -> int:
-        """Puts a sequence into the lowest free row and returns that. Its first `num_cached` tokens are computed."""
-        row = heapq.heappop(self._free)
-        self.sequences[row] = sequence
+    def assign(self, sequence: Sequence, arrival: int, block_size: int, num_cached: int) -> None:
+        """Puts a sequence into the lowest free row. Its first `num_cached` tokens are computed."""
+        row = self._occupy(sequence, arrival)
         self.active[row] = True
         self.num_tokens[row] = sequence.num_tokens
         self.num_computed[row] = num_cached
         self.num_slots[row] = len(sequence.block_table) * block_size
         self.num_sealed[row] = num_cached // block_size
+        self.prefills[row] = True
+
+    def park(self, sequence: Sequence, arrival: int) -> None:
+        """Keeps the lowest free row for a sequence that will fork from another."""
+        self._occupy(sequence, arrival)
+
+    def fork(self, parent: int, child: int, block_size: int) -> None:
+        """The parked row `child` goes on from what the parent has planned to compute, which is all its tokens."""
+        self.active[child] = True
+        self.num_tokens[child] = self.num_computed[child] = self.num_tokens[parent]
+        self.num_slots[child] = self.num_slots[parent]
+        self.num_sealed[child] = self.num_sealed[parent]
+        self.prefills[child] = False
+        if self.num_tokens[parent] % block_size:
+            self.shares_tail[[parent, child]] = True
+
+    def _occupy(self, sequence: Sequence, arrival: int) -> int:
+        row = heapq.heappop(self._free)
+        self.sequences[row] = sequence
         self.max_len[row] = sequence.request.max_len
         self.arrival[row] = arrival
+        self.shares_tail[row] = False
         sequence.row = row
         return row
 
@@ -64,13 +87,18 @@ class RowTable:
         heapq.heappush(self._free, row)
 
     def decoding(self) -> np.ndarray:
-        """Rows with exactly one token to compute, int64[n], rising."""
-        return np.flatnonzero(self._runnable() & (self.num_tokens - self.num_computed == 1))
+        """Rows that feed on their own last sample, int64[n], rising."""
+        return np.flatnonzero(self._runnable() & ~self.prefills)
 
     def prefilling(self) -> np.ndarray:
-        """Rows with more than one token to compute, int64[n], in order of arrival."""
-        rows = np.flatnonzero(self._runnable() & (self.num_tokens - self.num_computed > 1))
+        """Rows that have not sampled yet, int64[n], in order of arrival; of one group, in order of their rows, so that
+        who computes a shared block comes before who reads it."""
+        rows = np.flatnonzero(self._runnable() & self.prefills)
         return rows[np.argsort(self.arrival[rows], kind="stable")]
+
+    def sharing_tail(self) -> np.ndarray:
+        """Decoding rows whose next token may go to a shared block, int64[n], rising."""
+        return np.flatnonzero(self._runnable() & ~self.prefills & self.shares_tail)
 
     def without_slot(self, rows: np.ndarray) -> np.ndarray:
         """Those of `rows` whose next token has no slot in a block yet."""
@@ -78,4 +106,4 @@ class RowTable:
 
     def _runnable(self) -> np.ndarray:
         # A sequence that reaches its end with what is in flight needs no further step.
-        return self.active & (self.num_tokens < self.max_len)
+        return self.active & (self.num_tokens < self.max_len) & (self.num_computed < self.num_tokens)

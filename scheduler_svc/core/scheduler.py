@@ -5,62 +5,31 @@ flight: planning counts on tokens that are still to come, and a sequence that tu
 row-step.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
 from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.block_manager import BlockManager, CanAllocate
-from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import DuplicateKeyError, RefusedError
 from scheduler_svc.core.events import EventLog
 from scheduler_svc.core.queues import GroupQueue
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_draft import StepDraft
-from scheduler_svc.core.step_plan import ClientEvents, RequestFailure, RowAssignment, StepPlan, StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Bounds of one replica. Raises ValueError when they contradict each other.
-
-    `max_model_len` is the model's own limit; `Scheduler.max_len` is the one that counts.
-    """
-
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_waiting_requests: int = 1024
-    max_waiting_tokens: int = 1_000_000
-    watermark: float = 0.01
-
-    def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running sequence takes one token of a step"
-            )
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark is {self.watermark}, must be in [0, 1)")
-
-
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
-    """A planned step whose result is still to come: who sits in its sampling rows, and how many of their tokens are
-    computed then."""
-
-    step_id: int
-    rows: np.ndarray
-    incarnations: np.ndarray
-    num_computed: np.ndarray
+from scheduler_svc.core.step_plan import (
+    ClientEvents,
+    RequestFailure,
+    RowAssignment,
+    StepInFlight,
+    StepPlan,
+    StepResult,
+)
+from scheduler_svc.core.submission import check_queue, check_request
 
 
 class Scheduler:
@@ -85,27 +54,49 @@ class Scheduler:
 
     @property
     def max_len(self) -> int:
-        """The most tokens that a sequence can have: the model's limit or the whole pool, whichever is less."""
-        return min(self.config.max_model_len, self.config.num_blocks * self.config.block_size)
+        """The most tokens that a sequence can have."""
+        return self.config.max_len
 
     @property
     def last_step_id(self) -> int:
         """The newest planned step since the worker was attached; 0 before the first."""
         return self._last_step_id
 
+    @property
+    def num_free_blocks(self) -> int:
+        return self.blocks.pool.num_free
+
     def num_computed_tokens(self, sequence: Sequence) -> int:
         """Tokens whose keys and values are in the pool once all steps in flight are done."""
-        return 0 if sequence.row is None else int(self.rows.num_computed[sequence.row])
+        is_running = sequence.status is SequenceStatus.RUNNING and sequence.row is not None
+        return int(self.rows.num_computed[sequence.row]) if is_running else 0
 
     def submit(self, request: Request, now: float) -> None:
         """Puts a request into the queue. Raises a RefusedError (see `errors`) and changes nothing.
 
         A request with emitted tokens was accepted before, so the queue's bounds do not hold for it.
         """
-        self._check(request)
+        if request.key in self.waiting or request.key in self.running:
+            raise DuplicateKeyError(f"handle {request.key.handle} already stands for a live request")
+        check_request(request, self.config)
+        check_queue(request, self.waiting, self.config)
         group = SequenceGroup.of(request, self._num_arrivals, self.config.block_size, now)
         self._num_arrivals += 1
         self.waiting.append(group)
+
+    def abort_sequence(self, key: RequestKey, index: int) -> bool:
+        """Ends one sequence of a request, and the request with its last one. Returns whether the request was live."""
+        queue = self.waiting if key in self.waiting else self.running
+        if key not in queue:
+            return False
+        group = queue.get(key)
+        ending = [sequence for sequence in group.unfinished if sequence.index == index]
+        if len(ending) == len(group.unfinished):
+            return self.abort(key)
+        for sequence in ending:
+            self._release(sequence)
+            sequence.status = SequenceStatus.FINISHED
+        return True
 
     def abort(self, key: RequestKey) -> bool:
         """Ends a request at once and frees its blocks. Returns whether there was one."""
@@ -147,7 +138,7 @@ class Scheduler:
                 continue
             sequence.token_ids.append(token_id)
             events.token(sequence, token_id, result.logprobs.get(row))
-            reason = end_reason(sequence, token_id)
+            reason = sequence.end_reason()
             if reason is not None or sequence.num_output_tokens == 1:
                 self._on_milestone(sequence, reason, events, now)
         return events.by_client
@@ -178,13 +169,13 @@ class Scheduler:
         failures = []
         self._num_arrivals = old._num_arrivals
         for group in old.waiting:
-            if group.request.max_len <= self.max_len:
-                self.waiting.append(group)
-            else:
-                message = (
-                    f"needs up to {group.request.max_len} tokens; the worker came back with room for {self.max_len}"
-                )
+            try:
+                check_request(group.request, self.config)
+            except RefusedError as error:
+                message = f"the worker came back smaller: {error}"
                 failures.append(RequestFailure(group.request.key, "POOL_SHRANK", message))
+            else:
+                self.waiting.append(group)
         return failures
 
     def groups(self) -> Iterable[SequenceGroup]:
@@ -192,56 +183,42 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
 
-    # Submission
-
-    def _check(self, request: Request) -> None:
-        if request.key in self.waiting or request.key in self.running:
-            raise DuplicateKeyError(f"handle {request.key.handle} already stands for a live request")
-        if not request.prompt or request.max_tokens < 1:
-            raise RefusedError(
-                f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens}: both must be >= 1"
-            )
-        if request.max_len > self.max_len:
-            raise NeverFitsError(
-                f"prompt ({len(request.prompt)} tokens) and max_tokens ({request.max_tokens}) make {request.max_len} "
-                f"tokens; a sequence can have at most {self.max_len}"
-            )
-        if len(request.emitted) >= request.max_tokens:
-            raise RefusedError(
-                f"{len(request.emitted)} tokens were emitted already, max_tokens is {request.max_tokens}"
-            )
-        if not request.emitted:
-            self._check_queue(request)
-
-    def _check_queue(self, request: Request) -> None:
-        if len(self.waiting) >= self.config.max_waiting_requests:
-            raise QueueFullError(
-                f"{len(self.waiting)} requests are waiting; the queue takes {self.config.max_waiting_requests}"
-            )
-        waiting_tokens = self.waiting.num_tokens + len(request.prompt)
-        if len(self.waiting) and waiting_tokens > self.config.max_waiting_tokens:
-            raise QueueFullError(
-                f"{waiting_tokens} tokens would be waiting; the queue takes {self.config.max_waiting_tokens}"
-            )
-
     # Planning
 
     def _make_room_for_decodes(self, draft: StepDraft) -> bool:
         """Gives every decoding row the slot that its next token needs, preempting the newest groups where blocks run
         out. Returns whether it preempted."""
         preempted = False
-        needing = self.rows.without_slot(self.rows.decoding())
-        while len(needing) > self.blocks.pool.num_free:
+        while len(growing := self.rows.without_slot(self.rows.decoding())) + self._num_copies() > self.num_free_blocks:
             self._preempt(self.running.newest())
             preempted = True
-            needing = self.rows.without_slot(self.rows.decoding())
-        for row in needing.tolist():
-            sequence = self.rows.sequences[row]
-            assert sequence is not None
+        for row in growing.tolist():
+            sequence = self._sequence(row)
             block = self.blocks.append(sequence)
             draft.block_table_deltas.append((row, len(sequence.block_table) - 1, block))
-        self.rows.num_slots[needing] += self.config.block_size
+        self.rows.num_slots[growing] += self.config.block_size
+        self._copy_shared_tails(draft)
         return preempted
+
+    def _num_copies(self) -> int:
+        """Blocks that the decoding rows copy before they write: all writers of a shared block but its last holder."""
+        writers = Counter(self._tail(row)[1] for row in self.rows.sharing_tail().tolist())
+        return sum(min(count, self.blocks.pool.ref_count(block) - 1) for block, count in writers.items())
+
+    def _copy_shared_tails(self, draft: StepDraft) -> None:
+        """Copy-on-write: who is about to write to a shared block gets a copy; the last holder writes in place."""
+        for row in self.rows.sharing_tail().tolist():
+            index, _ = self._tail(row)
+            pair = self.blocks.make_writable(self._sequence(row), index)
+            if pair is not None:
+                draft.copies.append(pair)
+                draft.block_table_deltas.append((row, index, pair[1]))
+            self.rows.shares_tail[row] = False
+
+    def _tail(self, row: int) -> tuple[int, BlockId]:
+        """Logical index and block of the slot that the row's next token is written to."""
+        index = int(self.rows.num_computed[row]) // self.config.block_size
+        return index, self._sequence(row).block_table[index]
 
     def _plan_decodes(self, draft: StepDraft) -> None:
         rows = self.rows.decoding()
@@ -256,7 +233,8 @@ class Scheduler:
             self._plan_chunk(draft, row)
 
     def _plan_chunk(self, draft: StepDraft, row: int) -> None:
-        """As much of the row's uncomputed tokens as the budget has room for. The last chunk samples."""
+        """As much of the row's uncomputed tokens as the budget has room for. The last chunk samples, for all sequences
+        of the group where they start from one prompt."""
         remaining = int(self.rows.num_tokens[row] - self.rows.num_computed[row])
         chunk = min(remaining, draft.budget)
         draft.add(
@@ -265,35 +243,51 @@ class Scheduler:
             np.array([self.rows.num_computed[row]]),
             sampling=np.array([chunk == remaining]),
         )
+        if chunk == remaining:
+            self._fork_samples(draft, row)
+
+    def _fork_samples(self, draft: StepDraft, parent_row: int) -> None:
+        """The prompt is computed: every sequence that waits for it shares its blocks and samples from its logits (the
+        paper's figure 8)."""
+        parent = self._sequence(parent_row)
+        for child in self.running.get(parent.request.key).unfinished:
+            if child is parent or child.status is not SequenceStatus.WAITING:
+                continue
+            assert child.row is not None
+            self.blocks.fork(parent, child)
+            self.rows.fork(parent_row, child.row, self.config.block_size)
+            child.status = SequenceStatus.RUNNING
+            draft.fork(parent_row, child.row, child.request.sampling_of(child.index).seed)
 
     def _admit(self, draft: StepDraft, now: float) -> None:
-        while len(self.waiting) and draft.budget > 0 and self.rows.num_free:
+        while len(self.waiting) and draft.budget > 0:
             group = self.waiting.oldest()
-            if any(self.blocks.can_allocate(each) is not CanAllocate.OK for each in group.sequences):
+            first = group.unfinished[:1] if group.is_one_prompt else group.unfinished
+            if len(group.unfinished) > self.rows.num_free:
+                return
+            if self.blocks.can_allocate(first) is not CanAllocate.OK:
                 return
             self.waiting.remove(group.request.key)
             self.running.append(group)
             if group.timeline.started is None:
                 group.timeline.started = now
-            for sequence in group.sequences:
-                self._start(sequence, group, draft)
+            self._start(group, first, draft)
 
-    def _start(self, sequence: Sequence, group: SequenceGroup, draft: StepDraft) -> None:
-        num_cached = self.blocks.allocate(sequence)
-        if group.cached_tokens is None:
-            group.cached_tokens = num_cached
-        sequence.status = SequenceStatus.RUNNING
-        row = self.rows.assign(sequence, group.arrival, self.config.block_size, num_cached)
-        draft.assign.append(
-            RowAssignment(
-                row,
-                tuple(sequence.token_ids),
-                tuple(sequence.block_table),
-                sequence.request.sampling,
-                len(sequence.request.prompt),
-            )
-        )
-        self._plan_chunk(draft, row)
+    def _start(self, group: SequenceGroup, sequences: SequenceOf[Sequence], draft: StepDraft) -> None:
+        """Lets these sequences compute. The others of the group keep a row until they fork from the first."""
+        for sequence, num_cached in zip(sequences, self.blocks.allocate(sequences), strict=True):
+            if group.cached_tokens is None:
+                group.cached_tokens = num_cached
+            sequence.status = SequenceStatus.RUNNING
+            self.rows.assign(sequence, group.arrival, self.config.block_size, num_cached)
+            draft.assign.append(row_assignment(sequence))
+        for sequence in group.unfinished:
+            if sequence.row is None:
+                self.rows.park(sequence, group.arrival)
+        for sequence in sequences:
+            if draft.budget:
+                assert sequence.row is not None
+                self._plan_chunk(draft, sequence.row)
 
     def _commit(self, draft: StepDraft) -> StepPlan:
         """Counts the step as done, which it is once its result comes."""
@@ -304,6 +298,7 @@ class Scheduler:
         self.rows.num_computed[plan.rows] += plan.num_new_tokens
         sampling = plan.samples[:, 0]
         self.rows.num_tokens[sampling] += 1
+        self.rows.prefills[sampling] = False
         incarnations, num_computed = self.rows.incarnation[sampling], self.rows.num_computed[sampling]
         self.in_flight.append(StepInFlight(plan.step_id, sampling, incarnations, num_computed))
         return plan
@@ -342,6 +337,7 @@ class Scheduler:
             return
         self._release(sequence)
         sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
         events.sequence_end(sequence, reason)
         if group.finished:
             group.timeline.last_token = now
@@ -363,29 +359,36 @@ class Scheduler:
 
     def _requeue(self, group: SequenceGroup) -> None:
         self.running.remove(group.request.key)
-        self._stop_running(group)
-        for sequence in group.sequences:
+        for sequence in group.unfinished:
+            self._release(sequence)
             sequence.status = SequenceStatus.WAITING
         self.waiting.append_first(group)
 
     def _stop_running(self, group: SequenceGroup) -> None:
-        for sequence in group.sequences:
-            if sequence.status is SequenceStatus.RUNNING:
-                self._release(sequence)
-                sequence.status = SequenceStatus.FINISHED
+        for sequence in group.unfinished:
+            self._release(sequence)
+            sequence.status = SequenceStatus.FINISHED
 
     def _release(self, sequence: Sequence) -> None:
         """Frees row and blocks. Steps in flight may still write to them, but every later step runs after those."""
-        assert sequence.row is not None
-        self._released_rows.append(sequence.row)
-        self.rows.release(sequence.row)
+        if sequence.row is not None:
+            self._released_rows.append(sequence.row)
+            self.rows.release(sequence.row)
         self.blocks.free(sequence)
 
+    def _sequence(self, row: int) -> Sequence:
+        sequence = self.rows.sequences[row]
+        assert sequence is not None, f"row {row} holds no sequence"
+        return sequence
 
-def end_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Whether the sequence ends with this token, its newest."""
-    if token_id in sequence.request.stop_token_ids:
-        return FinishReason.STOP
-    if sequence.num_tokens >= sequence.request.max_len:
-        return FinishReason.LENGTH
-    return None
+
+def row_assignment(sequence: Sequence) -> RowAssignment:
+    """The sequence as the worker gets it when it enters its row."""
+    assert sequence.row is not None
+    return RowAssignment(
+        sequence.row,
+        tuple(sequence.token_ids),
+        tuple(sequence.block_table),
+        sequence.request.sampling_of(sequence.index),
+        len(sequence.request.prompt),
+    )

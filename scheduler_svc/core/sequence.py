@@ -4,8 +4,9 @@ import enum
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.block import BlockId
+from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.prefix_cache import PrefixHashes
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import EmittedSequence, Request
 
 
 class SequenceStatus(enum.Enum):
@@ -28,7 +29,8 @@ class Sequence:
     """One line of text being generated.
 
     `token_ids` are prompt and output as far as results came back, without the tokens that steps in flight will sample.
-    `row` is its slot in the worker's batch, None unless it runs.
+    `row` is its slot in the worker's batch, None unless it runs. Where sequences are selected at the end, log
+    probabilities are summed in `cumulative_logprob` and those to be delivered wait in `held_back`.
     """
 
     request: Request
@@ -38,6 +40,9 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[BlockId] = field(default_factory=list)
     row: int | None = None
+    finish_reason: FinishReason | None = None
+    cumulative_logprob: float = 0.0
+    held_back: list[PositionLogprobs] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -46,6 +51,14 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt)
+
+    def end_reason(self) -> FinishReason | None:
+        """Whether the sequence ends with its newest token."""
+        if self.token_ids[-1] in self.request.stop_token_ids:
+            return FinishReason.STOP
+        if self.num_tokens >= self.request.max_len:
+            return FinishReason.LENGTH
+        return None
 
 
 @dataclass(slots=True)
@@ -75,9 +88,27 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, request: Request, arrival: int, block_size: int, now: float) -> "SequenceGroup":
-        tokens = [*request.prompt, *request.emitted]
-        sequence = Sequence(request, 0, tokens, PrefixHashes(request.tenant, block_size))
-        return cls(request, arrival, [sequence], Timeline(now))
+        emitted = request.emitted or [EmittedSequence(())] * request.num_sequences
+        sequences = [
+            Sequence(
+                request,
+                index,
+                [*request.prompt, *each.token_ids],
+                PrefixHashes(request.tenant, block_size),
+                SequenceStatus.FINISHED if each.has_ended else SequenceStatus.WAITING,
+            )
+            for index, each in enumerate(emitted)
+        ]
+        return cls(request, arrival, sequences, Timeline(now))
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]
+
+    @property
+    def is_one_prompt(self) -> bool:
+        """Whether several sequences are still to be sampled from the same prompt, which one of them computes."""
+        return len(self.sequences) > 1 and not any(sequence.num_output_tokens for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:
@@ -85,4 +116,4 @@ class SequenceGroup:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
+        return not self.unfinished

@@ -11,8 +11,11 @@ class StepDraft:
 
     def __init__(self, token_budget: int) -> None:
         self.budget = token_budget
+        self.copies: list[tuple[BlockId, BlockId]] = []
         self.assign: list[RowAssignment] = []
         self.block_table_deltas: list[tuple[int, int, int]] = []
+        self._forks: list[tuple[int, int]] = []
+        self._reseed: list[tuple[int, int]] = []
         self._rows: list[np.ndarray] = []
         self._num_new_tokens: list[np.ndarray] = []
         self._num_computed: list[np.ndarray] = []
@@ -29,22 +32,27 @@ class StepDraft:
         self._rows.append(rows)
         self._num_new_tokens.append(num_new)
         self._num_computed.append(num_computed)
-        self._samples.append(rows[sampling])
+        self._samples.append(np.stack((rows[sampling], rows[sampling]), axis=1))
 
-    def sampling_rows(self) -> np.ndarray:
-        return np.concatenate(self._samples)
+    def fork(self, parent: int, child: int, seed: int) -> None:
+        """Lets the child's row start as a copy of the parent's and sample from its logits, by a seed of its own."""
+        self._forks.append((parent, child))
+        self._reseed.append((child, seed))
+        self._samples.append(np.array([[child, parent]]))
 
     def finish(self, step_id: int, release: list[int], sealed: list[tuple[BlockId, BlockHash]]) -> StepPlan:
         """The step as a value. The draft must not be empty."""
-        sampling_rows = self.sampling_rows()
         return StepPlan(
             step_id=step_id,
+            copies=np.array(self.copies, dtype=np.int64).reshape(-1, 2),
             release=np.array(release, dtype=np.int64),
             assign=tuple(self.assign),
+            forks=np.array(self._forks, dtype=np.int64).reshape(-1, 2),
+            reseed=tuple(self._reseed),
             block_table_deltas=np.array(self.block_table_deltas, dtype=np.int64).reshape(-1, 3),
             rows=np.concatenate(self._rows),
             num_new_tokens=np.concatenate(self._num_new_tokens),
             num_computed_tokens=np.concatenate(self._num_computed),
-            samples=np.stack([sampling_rows, sampling_rows], axis=1),
+            samples=np.concatenate(self._samples),
             sealed=tuple(sealed),
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler_svc.core.block import BlockHash, BlockId
+from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.request import Handle, RequestKey, RowSampling
 from scheduler_svc.core.sequence import FinishReason
 
@@ -26,7 +27,10 @@ class RowAssignment:
 class StepPlan:
     """One step of all workers. Arrays are int64; rows of the batch are distinct.
 
+    copies                   [c, 2]  source block, destination block: copy-on-write, before all else
     release                  [r]     rows that hold nothing any more, before `assign`
+    forks                    [f, 2]  parent row, child row: the child gets all that the parent holds
+    reseed                           row and seed of each fork's child
     block_table_deltas       [d, 3]  row, logical index, block id
     rows, num_new_tokens, num_computed_tokens  [b]  the batch
     samples                  [s, 2]  row that samples, row of the batch from whose last token's logits
@@ -34,8 +38,11 @@ class StepPlan:
     """
 
     step_id: int
+    copies: np.ndarray
     release: np.ndarray
     assign: SequenceOf[RowAssignment]
+    forks: np.ndarray
+    reseed: SequenceOf[tuple[int, int]]
     block_table_deltas: np.ndarray
     rows: np.ndarray
     num_new_tokens: np.ndarray
@@ -49,20 +56,14 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """The log probability of one token id; rank 1 is the most likely."""
+class StepInFlight:
+    """A planned step whose result is still to come: who sits in its sampling rows, and how many of their tokens are
+    computed then."""
 
-    token_id: int
-    logprob: float
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """The chosen token and the most likely ones, best first."""
-
-    chosen: TokenLogprob
-    top: tuple[TokenLogprob, ...]
+    step_id: int
+    rows: np.ndarray
+    incarnations: np.ndarray
+    num_computed: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class SequenceEnd:
     num_tokens: int
     reason: FinishReason
     stop_token_id: int | None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,18 @@ async def serve(settings: SchedulerSettings) -> None:
     configure_logging("scheduler", settings.log_level)
     metrics = SchedulerMetrics()
     connections = Connections(abort=lambda key: loop.abort(key))
-    loop = StepLoop(settings, metrics, connections.deliver, lambda attached: server.set_serving(attached))
+
+    def report_attached(is_attached: bool) -> None:
+        server.set_serving(is_attached)
+        connections.report_readiness(is_attached)
+
+    loop = StepLoop(
+        settings,
+        metrics,
+        connections.deliver,
+        connections.deliver_prompt_logprobs,
+        report_attached,
+    )
     servicer = SchedulerServicer(loop, connections, time.monotonic)
     metrics.watch(StateCollector(lambda: loop.scheduler))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.outbox import Outbox
+from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
 _logger = logging.getLogger(__name__)
 
@@ -53,6 +54,11 @@ class Connections:
         loop = asyncio.get_running_loop()
         connection.grace = loop.call_later(connection.grace_period_s, self._drop, connection)
 
+    def report_readiness(self, is_ready: bool) -> None:
+        """Tells every gateway whether steps run."""
+        for connection in self._by_client.values():
+            connection.outbox.put_readiness(is_ready)
+
     def deliver(self, step_id: int, events: dict[ClientId, ClientEvents]) -> None:
         """Puts each client's events into its outbox. Never waits."""
         for client, batch in events.items():
@@ -64,6 +70,13 @@ class Connections:
                 connection.live.discard(RequestKey(client, end.handle))
             for failure in batch.failed:
                 connection.live.discard(failure.key)
+
+    def deliver_prompt_logprobs(self, routed: dict[ClientId, list[PromptLogprobs]]) -> None:
+        """To be called before `deliver` for the same step. Never waits."""
+        for client, entries in routed.items():
+            connection = self._by_client.get(client)
+            if connection is not None:
+                connection.outbox.put_prompt_logprobs(entries)
 
     def _drop(self, connection: Connection) -> None:
         if connection.grace is not None:

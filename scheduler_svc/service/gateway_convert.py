@@ -1,24 +1,24 @@
 """Between the messages of gateways and the values of the core. Arrays are checked before any use."""
 
+from collections.abc import Collection, Iterator
+from typing import TypeVar
+
 from google.rpc import code_pb2
 
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError, Unimplemented
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
+from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.core.step_plan import (
-    ClientEvents,
-    PositionLogprobs,
-    RequestEnd,
-    RequestFailure,
-    SequenceEnd,
-    TokenLogprob,
-)
+from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd
 from scheduler_svc.service.outbox import Outgoing
+from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 from scheduler_svc.service.replica import ReplicaInfo
+
+TokenIds = TypeVar("TokenIds", bound=Collection[int])
 
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -32,33 +32,27 @@ _FINISH_REASONS = {
 def request_from_submit(submit: scheduler_pb2.Submit, client: ClientId, vocab_size: int) -> Request:
     """A gateway's submission. Raises InvalidArgument or Unimplemented."""
     _check_supported(submit)
+    num_returned = submit.sampling.n or 1
+    num_sequences = submit.sampling.best_of or num_returned
     prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0, below=vocab_size)
     return Request(
         key=RequestKey(client, Handle(submit.handle)),
         request_id=submit.request_id,
         prompt=prompt.tolist(),
-        sampling=_sampling_from(submit),
+        sampling=_sampling_from(submit, vocab_size),
         max_tokens=submit.stopping.max_tokens,
         stop_token_ids=frozenset((*submit.stopping.stop_token_ids, *submit.eos_token_ids)),
-        emitted=_emitted_from(submit, vocab_size),
+        emitted=_emitted_from(submit, num_sequences, vocab_size),
         tenant=submit.tenant,
+        num_sequences=num_sequences,
+        num_returned=num_returned,
     )
 
 
 def _check_supported(submit: scheduler_pb2.Submit) -> None:
     sampling = submit.sampling
     asked = {
-        "sampling.n": sampling.n > 1,
-        "sampling.best_of": sampling.best_of > 1,
         "sampling.beam_search": sampling.HasField("beam_search"),
-        "sampling.presence_penalty": sampling.presence_penalty != 0,
-        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
-        "sampling.repetition_penalty": sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
-        "sampling.logit_bias": bool(sampling.logit_bias),
-        "sampling.allowed_token_ids": bool(sampling.allowed_token_ids),
-        "bad_token_sequences": bool(submit.bad_token_sequences),
-        "stopping.min_tokens": submit.stopping.min_tokens > 0,
-        "output.prompt_logprobs": submit.output.HasField("prompt_logprobs"),
     }
     for name, is_asked in asked.items():
         if is_asked:
@@ -66,24 +60,50 @@ def _check_supported(submit: scheduler_pb2.Submit) -> None:
             raise Unimplemented(f"{name} is not supported by this version", violations=[violation])
 
 
-def _sampling_from(submit: scheduler_pb2.Submit) -> RowSampling:
-    sampling = submit.sampling
+def _sampling_from(submit: scheduler_pb2.Submit, vocab_size: int) -> RowSampling:
+    sampling, stopping, output = submit.sampling, submit.stopping, submit.output
+    ending = sorted({*stopping.stop_token_ids, *submit.eos_token_ids})
     return RowSampling(
         seed=sampling.seed,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         min_p=sampling.min_p,
-        logprobs=submit.output.logprobs if submit.output.HasField("logprobs") else None,
+        logprobs=output.logprobs if output.HasField("logprobs") else None,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple(sorted(_below(vocab_size, "sampling.logit_bias", sampling.logit_bias).items())),
+        allowed_token_ids=tuple(_below(vocab_size, "sampling.allowed_token_ids", sampling.allowed_token_ids)),
+        bad_token_sequences=tuple(
+            tuple(_below(vocab_size, f"bad_token_sequences[{index}]", sequence.ids))
+            for index, sequence in enumerate(submit.bad_token_sequences)
+        ),
+        min_tokens=stopping.min_tokens,
+        # An eos id beyond the logits cannot be drawn anyway.
+        stop_token_ids=tuple(each for each in ending if each < vocab_size) if stopping.min_tokens else (),
     )
 
 
-def _emitted_from(submit: scheduler_pb2.Submit, vocab_size: int) -> list[int]:
+def _below(vocab_size: int, field: str, token_ids: TokenIds) -> TokenIds:
+    """The token ids, or a map by them. A worker ends the stream over an id that it does not know."""
+    if token_ids and max(token_ids) >= vocab_size:
+        description = f"holds token {max(token_ids)}; token ids of this model are below {vocab_size}"
+        raise InvalidArgument(f"{field} {description}", violations=[FieldViolation(field, description)])
+    return token_ids
+
+
+def _emitted_from(submit: scheduler_pb2.Submit, num_sequences: int, vocab_size: int) -> list[EmittedSequence]:
     if not submit.emitted:
         return []
-    if len(submit.emitted) > 1 or submit.emitted[0].sequence_index != 0:
-        raise InvalidArgument("emitted names other sequences than 0, the only one of the request")
-    return decode_int32(submit.emitted[0].token_ids, "emitted.token_ids", minimum=0, below=vocab_size).tolist()
+    sequences = [EmittedSequence(())] * num_sequences
+    for each in submit.emitted:
+        if each.sequence_index >= num_sequences:
+            raise InvalidArgument(f"emitted names sequence {each.sequence_index}; the request has {num_sequences}")
+        token_ids = decode_int32(each.token_ids, "emitted.token_ids", minimum=0, below=vocab_size).tolist()
+        sequences[each.sequence_index] = EmittedSequence(token_ids, each.finished)
+    return sequences
 
 
 # To gateways
@@ -124,6 +144,14 @@ def _failure_message(failure: RequestFailure) -> scheduler_pb2.RequestFailure:
     )
 
 
+def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectResponse]:
+    """What goes out as messages, one of each kind at most."""
+    if outgoing.is_ready is not None:
+        yield scheduler_pb2.ConnectResponse(state=scheduler_pb2.ReplicaState(ready=outgoing.is_ready))
+    if outgoing.has_events:
+        yield events_message(outgoing)
+
+
 def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
     """All that happened to a gateway's requests since the last message, oldest first, in one."""
     batches: list[ClientEvents] = outgoing.batches
@@ -132,6 +160,7 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
     message.sequence_indices = encode_int32([index for batch in batches for index in batch.sequence_indices])
     message.offsets = encode_int32([offset for batch in batches for offset in batch.offsets])
     message.token_ids = encode_int32([token_id for batch in batches for token_id in batch.token_ids])
+    message.prompt_logprobs.extend(map(_prompt_logprobs_message, outgoing.prompt_logprobs))
     first = 0
     for batch in batches:
         for event, logprobs in batch.logprobs:
@@ -142,6 +171,14 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
         message.failed.extend(map(_failure_message, batch.failed))
     message.failed.extend(_refusal_message(handle, error) for handle, error in outgoing.refusals)
     return scheduler_pb2.ConnectResponse(events=message)
+
+
+def _prompt_logprobs_message(entry: PromptLogprobs) -> scheduler_pb2.PromptLogprobs:
+    return scheduler_pb2.PromptLogprobs(
+        handle=entry.handle,
+        first_position=entry.first_position,
+        positions=[_position_logprobs_message(each) for each in entry.positions],
+    )
 
 
 def _position_logprobs_message(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
@@ -163,6 +200,8 @@ def _sequence_end_message(end: SequenceEnd) -> scheduler_pb2.SequenceEnd:
     )
     if end.stop_token_id is not None:
         message.stop_token_id = end.stop_token_id
+    if end.cumulative_logprob is not None:
+        message.cumulative_logprob = end.cumulative_logprob
     return message
 
 

@@ -1,20 +1,29 @@
 """Events on their way to one gateway."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.rpc.errors import QuireError
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.step_plan import ClientEvents
+from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """What goes out as one message: the events of one or more steps, oldest first, and refused submissions."""
+    """What goes out together: the events of one or more steps, oldest first, log probabilities of prompts, refused
+    submissions, and whether steps run, where that has changed."""
 
     step_id: int = 0
     batches: list[ClientEvents] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     refusals: list[tuple[Handle, QuireError]] = field(default_factory=list)
+    is_ready: bool | None = None
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self.batches or self.prompt_logprobs or self.refusals)
 
 
 class Outbox:
@@ -31,8 +40,18 @@ class Outbox:
         self._outgoing.batches.append(events)
         self._wake.set()
 
+    def put_prompt_logprobs(self, entries: Sequence[PromptLogprobs]) -> None:
+        """To be put before the events of their step, so that they never go out after the tokens that follow them."""
+        self._outgoing.prompt_logprobs += entries
+        self._wake.set()
+
     def put_refusal(self, handle: Handle, error: QuireError) -> None:
         self._outgoing.refusals.append((handle, error))
+        self._wake.set()
+
+    def put_readiness(self, is_ready: bool) -> None:
+        """Steps run again, or no longer."""
+        self._outgoing.is_ready = is_ready
         self._wake.set()
 
     def close(self) -> None:

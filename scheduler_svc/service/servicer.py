@@ -19,8 +19,8 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
 from scheduler_svc.core.request import Handle, Request, RequestKey
 from scheduler_svc.service.connections import Connection, Connections
-from scheduler_svc.service.gateway_convert import events_message, request_from_submit, welcome_message
-from scheduler_svc.service.state_convert import state_message
+from scheduler_svc.service.gateway_convert import gateway_messages, request_from_submit, welcome_message
+from scheduler_svc.service.state_convert import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
 
 _logger = logging.getLogger(__name__)
@@ -45,8 +45,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         reader.add_done_callback(lambda _: connection.outbox.close())
         try:
             yield self._welcome()
+            if not self._loop.is_attached:
+                connection.outbox.put_readiness(False)
             while (outgoing := await connection.outbox.take()) is not None:
-                yield events_message(outgoing)
+                for message in gateway_messages(outgoing):
+                    yield message
             await reader
         finally:
             reader.cancel()
@@ -61,6 +64,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             draining=self._draining,
             num_gateways=len(self._connections),
         )
+
+    async def InspectBlocks(
+        self, request: scheduler_pb2.InspectBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.InspectBlocksResponse:
+        return blocks_message(self._loop, request.request_id if request.HasField("request_id") else None)
 
     async def Drain(
         self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -107,7 +115,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 case "submit":
                     self._submit(message.submit, connection)
                 case "abort":
-                    self._abort(message.abort.handle, connection)
+                    self._abort(message.abort, connection)
                 case "credit":
                     pass
                 case other:
@@ -141,10 +149,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise InvalidArgument(str(error)) from error
         return request
 
-    def _abort(self, handle: int, connection: Connection) -> None:
-        key = RequestKey(connection.client, Handle(handle))
-        connection.live.discard(key)
-        self._loop.abort(key)
+    def _abort(self, abort: scheduler_pb2.Abort, connection: Connection) -> None:
+        key = RequestKey(connection.client, Handle(abort.handle))
+        if abort.HasField("sequence_index"):
+            self._loop.abort_sequence(key, abort.sequence_index)
+        else:
+            connection.live.discard(key)
+            self._loop.abort(key)
 
 
 def _invalid(field: str, description: str) -> InvalidArgument:

@@ -33,8 +33,25 @@ def state_message(
     message.waiting_tokens = scheduler.waiting.num_tokens
     message.gpu_pool.CopyFrom(_pool_message(scheduler.blocks.pool))
     if include_sequences:
-        sequences = (sequence for group in scheduler.groups() for sequence in group.sequences)
+        sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
         message.sequences.extend(_sequence_message(scheduler, sequence) for sequence in sequences)
+    return message
+
+
+def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb2.InspectBlocksResponse:
+    """Every block that a live sequence holds, of one request or of all, and those that can still be hit."""
+    message = scheduler_pb2.InspectBlocksResponse()
+    scheduler = loop.scheduler
+    if scheduler is None:
+        return message
+    pool = scheduler.blocks.pool
+    message.gpu_pool.CopyFrom(_pool_message(pool))
+    for group in scheduler.groups():
+        if request_id is None or group.request.request_id == request_id:
+            message.sequences.extend(_sequence_message(scheduler, sequence) for sequence in group.unfinished)
+    for block in pool.free_blocks():
+        if (content := pool.hash_of(block)) is not None:
+            message.cached.add(block_id=block, filled=scheduler.config.block_size, block_hash=content)
     return message
 
 

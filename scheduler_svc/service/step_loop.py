@@ -5,11 +5,13 @@ import logging
 import time
 from collections.abc import Callable
 
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import ClientId, Request, RequestKey
-from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.admission import RetryAdvisor
 from scheduler_svc.service.metrics import SchedulerMetrics
+from scheduler_svc.service.prompt_logprobs import PromptLogprobs, PromptLogprobsRouter
 from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
 from scheduler_svc.settings import SchedulerSettings
@@ -20,6 +22,9 @@ _ATTACH_TIMEOUT_S = 5.0
 
 Deliver = Callable[[int, dict[ClientId, ClientEvents]], None]
 """Takes the id of a step and what it meant for each client."""
+
+DeliverPromptLogprobs = Callable[[dict[ClientId, list[PromptLogprobs]]], None]
+"""Takes what a step said of prompts, before what it meant for each client."""
 
 
 class StepLoop:
@@ -34,6 +39,7 @@ class StepLoop:
         settings: SchedulerSettings,
         metrics: SchedulerMetrics,
         deliver: Deliver,
+        deliver_prompt_logprobs: DeliverPromptLogprobs,
         report_attached: Callable[[bool], None],
     ) -> None:
         self.scheduler: Scheduler | None = None
@@ -44,6 +50,8 @@ class StepLoop:
         self._settings = settings
         self._metrics = metrics
         self._deliver = deliver
+        self._deliver_prompt_logprobs = deliver_prompt_logprobs
+        self._prompt_logprobs = PromptLogprobsRouter()
         self._report_attached = report_attached
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -64,6 +72,12 @@ class StepLoop:
         self._wake.set()
         self._note_idle()
         return True
+
+    def abort_sequence(self, key: RequestKey, index: int) -> None:
+        """Ends one sequence of a request, and the request with its last one."""
+        if self.scheduler is not None and self.scheduler.abort_sequence(key, index):
+            self._wake.set()
+            self._note_idle()
 
     @property
     def worker_address(self) -> str:
@@ -114,6 +128,7 @@ class StepLoop:
         self.scheduler.adopt_sealed(link.sealed)
         self.replica = info
         self._sent_at.clear()
+        self._prompt_logprobs.clear()
         self._set_attached(True)
         self._wake.set()
         _logger.info(
@@ -176,6 +191,7 @@ class StepLoop:
                 if plan is None:
                     break
                 self._sent_at[plan.step_id] = started
+                self._prompt_logprobs.planned(plan, scheduler.rows)
                 self._metrics.planned(plan, time.monotonic() - started)
                 await link.send(plan)
 
@@ -183,17 +199,20 @@ class StepLoop:
         scheduler = self.scheduler
         assert scheduler is not None
         while True:
-            result = await link.receive()
+            answer = await link.receive()
             now = time.monotonic()
-            if result is None:
+            if answer is None:
                 self._check_progress(now, link)
                 continue
+            result = answer.result
             self._metrics.stepped(now - self._sent_at.pop(result.step_id, now))
             try:
+                prompt_logprobs = self._prompt_logprobs.answered(result.step_id, answer.prompt_logprobs)
                 events = scheduler.apply(result, now)
             except ValueError as error:
                 raise WorkerLostError(f"worker {link.address}: {error}") from error
             self._wake.set()
+            self._deliver_prompt_logprobs(prompt_logprobs)
             self._hand_out(result.step_id, events, now)
 
     def _check_progress(self, now: float, link: WorkerLink) -> None:

@@ -1,13 +1,19 @@
 """Between the core's plans and results and the messages of workers."""
 
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
 import numpy as np
 
-from quire.arrays import decode_float32, decode_int32, encode_int32
+from quire.arrays import decode_float32, decode_int32, encode_float32, encode_int32
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.block import BlockHash, BlockId
+from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.prefix_cache import HASH_BYTES
-from scheduler_svc.core.step_plan import PositionLogprobs, RowAssignment, StepPlan, StepResult, TokenLogprob
+from scheduler_svc.core.request import RowSampling
+from scheduler_svc.core.step_plan import RowAssignment, StepPlan, StepResult
+from scheduler_svc.service.prompt_logprobs import JudgedPosition, RowPromptLogprobs
 from scheduler_svc.service.replica import ReplicaInfo
 
 
@@ -21,8 +27,11 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
         step_id=plan.step_id,
         scheduler_epoch=epoch,
         worker_generation=generation,
+        cache_operations=worker_pb2.CacheOperations(copy=encode_int32(plan.copies)),
         release=encode_int32(plan.release),
         assign=[_assign_message(assigned) for assigned in plan.assign],
+        fork=encode_int32(plan.forks),
+        reseed=[worker_pb2.ReseedRow(row=row, seed=seed) for row, seed in plan.reseed],
         block_table_deltas=encode_int32(plan.block_table_deltas),
         batch=worker_pb2.Batch(
             rows=encode_int32(plan.rows),
@@ -37,16 +46,10 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
 
 
 def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
-    sampling = assigned.sampling
-    row_sampling = worker_pb2.RowSampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-    )
-    if sampling.logprobs is not None:
-        row_sampling.logprobs = sampling.logprobs
+    row_sampling = _sampling_message(assigned.sampling)
+    if assigned.sampling.prompt_logprobs is not None and len(assigned.token_ids) == assigned.num_prompt_tokens:
+        # What has output has had them delivered before its first token.
+        row_sampling.prompt_logprobs = assigned.sampling.prompt_logprobs
     return worker_pb2.AssignRow(
         row=assigned.row,
         token_ids=encode_int32(assigned.token_ids),
@@ -54,6 +57,28 @@ def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
         sampling=row_sampling,
         num_prompt_tokens=assigned.num_prompt_tokens,
     )
+
+
+def _sampling_message(sampling: RowSampling) -> worker_pb2.RowSampling:
+    message = worker_pb2.RowSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias_token_ids=encode_int32([token_id for token_id, _ in sampling.logit_bias]),
+        logit_bias_values=encode_float32([value for _, value in sampling.logit_bias]),
+        allowed_token_ids=encode_int32(sampling.allowed_token_ids),
+        bad_token_sequences=[encode_int32(sequence) for sequence in sampling.bad_token_sequences],
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=encode_int32(sampling.stop_token_ids),
+    )
+    if sampling.logprobs is not None:
+        message.logprobs = sampling.logprobs
+    return message
 
 
 def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
@@ -84,8 +109,20 @@ def sealed_blocks(attached: worker_pb2.Attached) -> list[tuple[BlockId, BlockHas
     return [(BlockId(block), content) for block, content in zip(blocks, contents, strict=True)]
 
 
-def step_result(message: worker_pb2.StepResult, vocab_size: int) -> StepResult:
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """All that a worker says of a step: what the core takes in, and what it does not look at."""
+
+    result: StepResult
+    prompt_logprobs: SequenceOf[RowPromptLogprobs]
+
+
+def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
     """A step's answer. Raises InvalidArgument when its arrays do not make sense."""
+    return StepAnswer(_step_result(message, vocab_size), [_prompt_logprobs(each) for each in message.prompt_logprobs])
+
+
+def _step_result(message: worker_pb2.StepResult, vocab_size: int) -> StepResult:
     rows = decode_int32(message.rows, "rows", minimum=0)
     token_ids = decode_int32(message.token_ids, "token_ids", minimum=0, below=vocab_size)
     if len(rows) != len(token_ids):
@@ -99,8 +136,20 @@ def step_result(message: worker_pb2.StepResult, vocab_size: int) -> StepResult:
     )
 
 
+def _prompt_logprobs(message: worker_pb2.RowPromptLogprobs) -> RowPromptLogprobs:
+    positions = [
+        JudgedPosition(entry.chosen_logprob, entry.chosen_rank, _top_logprobs(entry)) for entry in message.positions
+    ]
+    return RowPromptLogprobs(message.row, message.first_position, positions)
+
+
 def _position_logprobs(entry: worker_pb2.RowLogprobs, token_id: int) -> PositionLogprobs:
+    return PositionLogprobs(TokenLogprob(token_id, entry.chosen_logprob, entry.chosen_rank), _top_logprobs(entry))
+
+
+def _top_logprobs(entry: worker_pb2.RowLogprobs) -> tuple[TokenLogprob, ...]:
     ids = decode_int32(entry.top_token_ids, "top_token_ids", minimum=0).tolist()
     values = decode_float32(entry.top_logprobs, "top_logprobs").tolist()
-    top = tuple(TokenLogprob(*pair, rank=rank) for rank, pair in enumerate(zip(ids, values, strict=True), start=1))
-    return PositionLogprobs(TokenLogprob(token_id, entry.chosen_logprob, entry.chosen_rank), top)
+    if len(ids) != len(values):
+        raise InvalidArgument(f"row {entry.row} has {len(ids)} top token ids and {len(values)} top logprobs")
+    return tuple(TokenLogprob(*pair, rank=rank) for rank, pair in enumerate(zip(ids, values, strict=True), start=1))

@@ -8,8 +8,15 @@ import grpc.aio
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.core.step_plan import StepPlan, StepResult
-from scheduler_svc.service.worker_convert import attach_message, replica_info, sealed_blocks, step_message, step_result
+from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.service.worker_convert import (
+    StepAnswer,
+    attach_message,
+    replica_info,
+    sealed_blocks,
+    step_answer,
+    step_message,
+)
 
 _RUN = "/quire.worker.v1.WorkerService/Run"
 _SILENCE_LIMIT_S = 10.0
@@ -75,8 +82,8 @@ class WorkerLink:
         except _CALL_ERRORS as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
 
-    async def receive(self) -> StepResult | None:
-        """The next result, or None for a heartbeat. Raises WorkerLostError."""
+    async def receive(self) -> StepAnswer | None:
+        """The next answer to a step, or None for a heartbeat. Raises WorkerLostError."""
         try:
             async with asyncio.timeout(_SILENCE_LIMIT_S):
                 response = await self._call.read()
@@ -89,7 +96,7 @@ class WorkerLink:
         if not response.HasField("result"):
             return None
         try:
-            return step_result(response.result, self.info.vocab_size)
+            return step_answer(response.result, self.info.vocab_size)
         except InvalidArgument as error:
             raise WorkerLostError(f"worker {self.address} sent a malformed result: {error}") from error
 

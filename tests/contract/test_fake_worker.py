@@ -72,13 +72,14 @@ async def test_a_fork_shares_blocks_until_it_writes(client: StepClient) -> None:
     assert ints(result.token_ids) == [token_at(0, 5), token_at(9, 5)]
 
 
-async def test_a_write_to_a_block_of_two_rows_fails_the_step_and_whoever_stops_the_worker() -> None:
+async def test_a_write_over_another_rows_tokens_fails_the_step_and_whoever_stops_the_worker() -> None:
     worker = FakeWorker(CONFIG)
     async with attached_client(await worker.start(), 1) as client:
         await client.run(assign=[make_assign(0, PROMPT, [0, 1])], batch=make_batch([0], [5], [0]))
-        await client.send(client.step(assign=[make_assign(1, PROMPT, [2, 1])], batch=make_batch([1], [5], [0])))
+        others = [token_id + 1 for token_id in PROMPT]
+        await client.send(client.step(assign=[make_assign(1, others, [2, 1])], batch=make_batch([1], [5], [0])))
         assert isinstance(await client.error(), Internal)
-    with pytest.raises(SharedBlockError, match=r"\[1\]"):
+    with pytest.raises(SharedBlockError, match="row 1 writes to block 1"):
         await worker.stop()
 
 

@@ -1,13 +1,15 @@
 """Drives the scheduler core without services: a stand-in for the worker that knows each sequence's next token."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from scheduler_svc.core import invariants
-from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
-from scheduler_svc.core.scheduler import Scheduler, SchedulerConfig
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
+from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import ClientEvents, StepPlan, StepResult, Usage
 
 CLIENT = ClientId(0)
@@ -34,12 +36,24 @@ def make_request(
     emitted: tuple[int, ...] = (),
     prompt: list[int] | None = None,
     tenant: str = "",
+    num_sequences: int = 1,
+    num_returned: int | None = None,
 ) -> Request:
     """A request with a prompt and a seed of its own, unless a prompt is given."""
     if prompt is None:
         prompt = [(handle * 7 + i) % 50 for i in range(prompt_len)]
-    key = RequestKey(CLIENT, Handle(handle))
-    return Request(key, f"request-{handle}", prompt, RowSampling(seed=handle), max_tokens, stop, emitted, tenant)
+    return Request(
+        RequestKey(CLIENT, Handle(handle)),
+        f"request-{handle}",
+        prompt,
+        RowSampling(seed=handle),
+        max_tokens,
+        stop,
+        [EmittedSequence(emitted)] if emitted else (),
+        tenant,
+        num_sequences,
+        num_sequences if num_returned is None else num_returned,
+    )
 
 
 def next_token(seed: int, position: int) -> int:
@@ -47,11 +61,17 @@ def next_token(seed: int, position: int) -> int:
     return (seed * 31 + position * 17) % 50
 
 
-def expected_output(request: Request) -> list[int]:
-    """What the request gets, whatever runs beside it."""
-    output = list(request.emitted)
+def token_logprob(seed: int, token_id: int) -> float:
+    """A log probability that tells sequences apart."""
+    return -0.01 * ((seed + token_id) % 89)
+
+
+def expected_output(request: Request, index: int = 0) -> list[int]:
+    """What the request's sequence gets, whatever runs beside it."""
+    output = list(request.emitted[index].token_ids) if request.emitted else []
+    seed = request.sampling_of(index).seed
     while len(output) < request.max_tokens:
-        output.append(next_token(request.sampling.seed, len(request.prompt) + len(output)))
+        output.append(next_token(seed, len(request.prompt) + len(output)))
         if output[-1] in request.stop_token_ids:
             break
     return output
@@ -62,6 +82,7 @@ class WorkerRow:
     tokens: list[int]
     blocks: list[int]
     seed: int
+    logprobs: int | None
 
 
 @dataclass
@@ -76,22 +97,40 @@ class FakeDevice:
     """Tokens computed so far, over all rows."""
 
     def run(self, plan: StepPlan) -> StepResult:
+        copied = {target: self._block(source) for source, target in plan.copies.tolist()}
+        for target, content in copied.items():
+            self.slots.update({target * self.block_size + offset: held for offset, held in content.items()})
         for row in plan.release.tolist():
-            del self.rows[row]
+            self.rows.pop(row, None)
         for assigned in plan.assign:
             assert assigned.row not in self.rows, "a row was assigned twice"
             self.rows[assigned.row] = WorkerRow(
-                list(assigned.token_ids), list(assigned.block_table), assigned.sampling.seed
+                list(assigned.token_ids), list(assigned.block_table), assigned.sampling.seed, assigned.sampling.logprobs
             )
+        for parent, child in plan.forks.tolist():
+            self.rows[child] = replace(
+                self.rows[parent], tokens=[*self.rows[parent].tokens], blocks=[*self.rows[parent].blocks]
+            )
+        for row, seed in plan.reseed:
+            self.rows[row].seed = seed
         for row, index, block in plan.block_table_deltas.tolist():
-            assert index == len(self.rows[row].blocks), "a block table has a gap"
-            self.rows[row].blocks.append(block)
+            assert index <= len(self.rows[row].blocks), "a block table has a gap"
+            self.rows[row].blocks[index : index + 1] = [block]
         batch = zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), plan.num_computed_tokens.tolist(), strict=True)
         for row, num_new, num_computed in batch:
             self._compute(self.rows[row], num_new, num_computed)
-        return StepResult(
-            plan.step_id, np.array([self._sample(row) for row, _ in plan.samples.tolist()], dtype=np.int64)
-        )
+        sampled = [self._sample(row) for row, _ in plan.samples.tolist()]
+        logprobs = {
+            row: PositionLogprobs(TokenLogprob(token_id, token_logprob(self.rows[row].seed, token_id), 1), ())
+            for (row, _), token_id in zip(plan.samples.tolist(), sampled, strict=True)
+            if self.rows[row].logprobs is not None
+        }
+        return StepResult(plan.step_id, np.array(sampled, dtype=np.int64), logprobs)
+
+    def _block(self, block: int) -> dict[int, tuple[int, ...]]:
+        """Offset and content of the block's filled slots."""
+        slots = ((offset, self.slots.get(block * self.block_size + offset)) for offset in range(self.block_size))
+        return {offset: held for offset, held in slots if held is not None}
 
     def _slot(self, row: WorkerRow, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
@@ -120,13 +159,19 @@ class Driver:
         self.max_in_flight = max_in_flight
         self.results: deque[StepResult] = deque()
         self.outputs: dict[int, list[int]] = {}
+        """The output of each request's first sequence."""
+        self.samples: dict[tuple[int, int], list[int]] = {}
+        """The output of every sequence, by handle and index."""
         self.finished: set[int] = set()
         self.usage: dict[int, Usage] = {}
         self.clock = 0.0
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request, self.clock)
-        self.outputs[request.key.handle] = list(request.emitted)
+        for index in range(request.num_returned):
+            emitted = list(request.emitted[index].token_ids) if request.emitted else []
+            self.samples[request.key.handle, index] = emitted
+        self.outputs[request.key.handle] = self.samples[request.key.handle, 0]
         self.check()
 
     def plan(self) -> StepPlan | None:
@@ -170,11 +215,11 @@ class Driver:
         invariants.check(self.scheduler)
 
     def _record(self, batch: ClientEvents) -> None:
-        columns = zip(batch.handles, batch.offsets, batch.token_ids, strict=True)
-        for handle, offset, token_id in columns:
-            assert offset == len(self.outputs[handle]), "an event was lost or repeated"
-            self.outputs[handle].append(token_id)
+        columns = zip(batch.handles, batch.sequence_indices, batch.offsets, batch.token_ids, strict=True)
+        for handle, index, offset, token_id in columns:
+            assert offset == len(self.samples[handle, index]), "an event was lost or repeated"
+            self.samples[handle, index].append(token_id)
         for end in batch.finished:
-            assert end.num_tokens == len(self.outputs[end.handle])
+            assert end.num_tokens == len(self.samples[end.handle, end.sequence_index])
         self.finished.update(end.handle for end in batch.completed)
         self.usage.update((end.handle, end.usage) for end in batch.completed)

@@ -126,6 +126,15 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._outgoing.append(scheduler_pb2.ConnectResponse(events=events))
         self._changed.set()
 
+    def lose_worker(self) -> None:
+        """Says that no step runs, and makes none."""
+        self.emits.clear()
+        self._send_state(ready=False)
+
+    def regain_worker(self) -> None:
+        self.emits.set()
+        self._send_state(ready=True)
+
     def fail(self, handle: int, **failure: Any) -> None:
         """Fails one live request."""
         self.live.pop(handle, None)
@@ -160,6 +169,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                 await reader
         await context.abort(self._broken_with, "the stream was broken by the test")
+
+    def _send_state(self, *, ready: bool) -> None:
+        self._outgoing.append(scheduler_pb2.ConnectResponse(state=scheduler_pb2.ReplicaState(ready=ready)))
+        self._changed.set()
 
     async def _read(self, requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> None:
         async for message in requests:
@@ -204,6 +217,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         columns: tuple[list[int], ...] = ([], [], [], [])
         events = scheduler_pb2.TokenEvents(step_id=self._step_id)
         for handle, request in list(self.live.items()):
+            if not request.num_emitted or self.repeats_events:
+                self._add_prompt_logprobs(events, request)
             start = max(request.num_emitted - 1, 0) if self.repeats_events else request.num_emitted
             for position in range(start, request.num_emitted + self.tokens_per_step):
                 token_id = self.rule(request.prompt, position)
@@ -247,6 +262,15 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         ]
         logprobs = common_pb2.PositionLogprobs(chosen=chosen, top=top)
         events.logprobs.append(scheduler_pb2.EventLogprobs(event=event, logprobs=logprobs))
+
+    @staticmethod
+    def _add_prompt_logprobs(events: scheduler_pb2.TokenEvents, request: FakeRequest) -> None:
+        if not request.submit.output.HasField("prompt_logprobs"):
+            return
+        entry = scheduler_pb2.PromptLogprobs(handle=request.submit.handle, first_position=1)
+        for position, token_id in enumerate(request.prompt[1:], start=1):
+            entry.positions.add(chosen=common_pb2.Logprob(token_id=token_id, logprob=-position, rank=position))
+        events.prompt_logprobs.append(entry)
 
     def _welcome(self) -> scheduler_pb2.Welcome:
         return scheduler_pb2.Welcome(

@@ -74,6 +74,7 @@ class FakeWorker:
         self._config = config
         self._runner = FakeRunner(
             config.num_blocks,
+            config.block_size,
             config.vocab_size,
             step_seconds=config.step_seconds,
             failing_seeds=config.failing_seeds,

@@ -2,13 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 
-def generate_greedily(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """`max_tokens` greedy tokens for each prompt, by the model's own `generate`; eos ends nothing.
+def generate_greedily(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens: int, **options: Any
+) -> list[list[int]]:
+    """`max_tokens` greedy tokens for each prompt, by the model's own `generate` with `options`; eos ends nothing.
 
     Prompts of one length share a batch, so that nothing is padded.
     """
@@ -21,7 +24,12 @@ def generate_greedily(model: PreTrainedModel, prompts: Sequence[Sequence[int]], 
         batch = torch.tensor([list(prompts[index]) for index in indices])
         with torch.inference_mode():
             generated = model.generate(
-                batch, attention_mask=torch.ones_like(batch), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+                batch,
+                attention_mask=torch.ones_like(batch),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                **options,
             )
         for index, row in zip(indices, generated[:, length:].tolist(), strict=True):
             outputs[index] = row

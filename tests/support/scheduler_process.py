@@ -68,6 +68,7 @@ def make_submit(
     *,
     prompt_len: int = 5,
     max_tokens: int = 8,
+    n: int = 1,
     stop: Sequence[int] = (),
     emitted: Sequence[int] = (),
     **extra,
@@ -77,7 +78,7 @@ def make_submit(
         handle=handle,
         request_id=f"request-{handle}",
         prompt_token_ids=encode_int32([(handle + i) % 100 for i in range(prompt_len)]),
-        sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=1.0, seed=handle),
+        sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=1.0, seed=handle, n=n),
         stopping=common_pb2.StoppingParameters(max_tokens=max_tokens, stop_token_ids=stop),
         **extra,
     )
@@ -96,11 +97,15 @@ class GatewayStream:
 
     call: grpc.aio.StreamStreamCall
     outputs: dict[int, list[int]] = field(default_factory=dict)
+    """The output of each request's first sequence."""
+    samples: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """The output of all other sequences, by handle and index."""
     ends: dict[int, scheduler_pb2.SequenceEnd] = field(default_factory=dict)
     completed: dict[int, scheduler_pb2.RequestEnd] = field(default_factory=dict)
     failed: dict[int, scheduler_pb2.RequestFailure] = field(default_factory=dict)
     logprobs: dict[int, list[common_pb2.PositionLogprobs]] = field(default_factory=dict)
     num_messages: int = 0
+    readiness: list[bool] = field(default_factory=list)
 
     @classmethod
     async def open(
@@ -124,12 +129,16 @@ class GatewayStream:
         message = await self.call.read()
         assert isinstance(message, scheduler_pb2.ConnectResponse), "the stream ended"
         self.num_messages += 1
+        if message.HasField("state"):
+            self.readiness.append(message.state.ready)
         events = message.events
         handles, offsets = decode_int32(events.handles, "handles"), decode_int32(events.offsets, "offsets")
-        columns = zip(handles.tolist(), offsets.tolist(), decode_int32(events.token_ids, "ids").tolist(), strict=True)
-        for handle, offset, token_id in columns:
-            assert offset == len(self.outputs[handle]), "an event was lost or repeated"
-            self.outputs[handle].append(token_id)
+        indices, token_ids = decode_int32(events.sequence_indices, "indices"), decode_int32(events.token_ids, "ids")
+        columns = (column.tolist() for column in (handles, indices, offsets, token_ids))
+        for handle, index, offset, token_id in zip(*columns, strict=True):
+            output = self.outputs[handle] if index == 0 else self.samples.setdefault((handle, index), [])
+            assert offset == len(output), "an event was lost or repeated"
+            output.append(token_id)
         for entry in events.logprobs:
             self.logprobs.setdefault(int(handles[entry.event]), []).append(entry.logprobs)
         self.ends |= {end.handle: end for end in events.finished}

@@ -25,9 +25,15 @@ def int32(values: Sequence[object], columns: int | None = None) -> np.ndarray:
 
 
 def make_assign(
-    row: int, token_ids: Sequence[int], block_table: Sequence[int], sampling: RowSampling | None = None
+    row: int,
+    token_ids: Sequence[int],
+    block_table: Sequence[int],
+    sampling: RowSampling | None = None,
+    num_prompt_tokens: int | None = None,
 ) -> AssignRow:
-    return AssignRow(row, int32(token_ids), int32(block_table), sampling or make_sampling())
+    """A sequence in a row; all of its tokens are prompt unless `num_prompt_tokens` says otherwise."""
+    num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+    return AssignRow(row, int32(token_ids), int32(block_table), sampling or make_sampling(), num_prompt_tokens)
 
 
 def make_changes(

@@ -5,6 +5,7 @@ import asyncio
 import grpc
 import pytest
 
+from gateway.tokenizer import Tokenizer
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import (
@@ -59,7 +60,17 @@ BAD_PARAMETERS = [
     (sampling(logit_bias={2048: 1.0}), "sampling.logit_bias[2048]", "2,048"),
     (sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), "sampling.logit_bias", "1,024"),
     (sampling(allowed_token_ids=[1, 2048]), "sampling.allowed_token_ids[1]", "2048"),
+    (sampling(repetition_penalty=10.5), "sampling.repetition_penalty", "10.5"),
+    (sampling(presence_penalty=NAN), "sampling.presence_penalty", "nan"),
+    (sampling(allowed_token_ids=[1] * 2049), "sampling.allowed_token_ids", "2,048"),
     (sampling(bad_words=[""]), "sampling.bad_words[0]", "empty"),
+    (sampling(bad_words=["ok", "x" * 129]), "sampling.bad_words[1]", "129 bytes; the most is 128"),
+    (sampling(bad_words=["x"] * 129), "sampling.bad_words", "129 entries; the most is 128"),
+    (
+        sampling(allowed_token_ids=[3, 4]) | stopping(min_tokens=2, stop_token_ids=[3, 4]),
+        "sampling.allowed_token_ids",
+        "nothing to choose",
+    ),
     (stopping(max_tokens=0), "stopping.max_tokens", "is 0"),
     (stopping(max_tokens=1024), "stopping.max_tokens", "1,024"),
     (stopping(max_tokens=5, min_tokens=6), "stopping.min_tokens", "[0, 5]"),
@@ -82,22 +93,16 @@ BAD_PROMPTS = [
     (token_ids(1, 2, 2048), "token_ids.ids[2]", "is 2048"),
     (token_ids(2**32 - 1), "token_ids.ids[0]", "4294967295"),
     (token_ids(*[5] * 1024), "token_ids.ids", "1,024 tokens; a prompt may have at most 1,023"),
+    ({"text": "hello wo" * 500_000}, "text", "has 4,000,000 bytes; the most is 14,322"),
     ({"text": "a " * 3000}, "text", "a prompt may have at most 1,023"),
-    (token_ids(*[5] * 1000) | stopping(max_tokens=25), "stopping.max_tokens", "1,025; this model takes at most 1,024"),
+    (
+        token_ids(*[5] * 1000) | stopping(max_tokens=25),
+        "stopping.max_tokens",
+        "1,025; a sequence can have at most 1,024 tokens here",
+    ),
 ]
 UNSUPPORTED = [
-    (sampling(n=2), "sampling.n"),
-    (sampling(best_of=2), "sampling.best_of"),
     (sampling(beam_search=common_pb2.BeamSearchParameters(beam_width=2)), "sampling.beam_search"),
-    (sampling(presence_penalty=0.5), "sampling.presence_penalty"),
-    (sampling(frequency_penalty=0.5), "sampling.frequency_penalty"),
-    (sampling(repetition_penalty=1.1), "sampling.repetition_penalty"),
-    (sampling(logit_bias={5: 1.0}), "sampling.logit_bias"),
-    (sampling(allowed_token_ids=[5]), "sampling.allowed_token_ids"),
-    (sampling(bad_words=["bad"]), "sampling.bad_words"),
-    (stopping(min_tokens=1), "stopping.min_tokens"),
-    (stopping(include_stop_string=True), "stopping.include_stop_string"),
-    (output(prompt_logprobs=0), "output.prompt_logprobs"),
     ({"durable": True}, "durable"),
 ]
 
@@ -159,9 +164,10 @@ async def test_all_violations_are_reported_at_once(gateway):
     assert [violation.field for violation in error.violations] == ["text", "sampling.temperature", "sampling.top_p"]
 
 
-async def test_unknown_model_is_not_found_and_names_the_served_one(gateway):
+async def test_unknown_model_is_refused_and_the_served_one_named(gateway):
     error = await error_of(gateway.generation.GenerateStream(stream_request(model="gpt-5")))
-    assert isinstance(error, NotFound)
+    assert isinstance(error, InvalidArgument)
+    assert (error.reason, [violation.field for violation in error.violations]) == ("MODEL_NOT_FOUND", ["model"])
     assert '"gpt-5"' in error.message
     assert '"quire-tiny"' in error.message
 
@@ -185,6 +191,30 @@ async def test_bad_conversations(gateway, messages, field):
     assert [violation.field for violation in error.violations] == [field]
 
 
+async def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized(gateway, monkeypatch):
+    async def encode(*args, **kwargs):
+        raise AssertionError("the tokenizer was asked")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    text = "hello wo" * 500_000
+    messages = [generation_pb2.ChatMessage(role="user", content=text[:2_000_000])] * 2
+    generation = gateway.generation
+    for call, field, says in [
+        (generation.Generate(generation_pb2.GenerateRequest(text=text)), "text", "4,000,000 bytes"),
+        (generation.Chat(generation_pb2.ChatRequest(messages=messages)), "messages", "4,000,008 bytes"),
+        (generation.Tokenize(generation_pb2.TokenizeRequest(text=text)), "text", "the most is 262,144"),
+        (
+            generation.Tokenize(generation_pb2.TokenizeRequest(chat=generation_pb2.ChatMessages(messages=messages))),
+            "chat.messages",
+            "the most is 262,144",
+        ),
+    ]:
+        error = await error_of(call)
+        assert isinstance(error, InvalidArgument)
+        assert [violation.field for violation in error.violations] == [field]
+        assert says in error.violations[0].description
+
+
 @pytest.mark.usefixtures("neighbour")
 async def test_invalid_utf8_is_invalid_argument(gateway):
     for method in ("Generate", "Tokenize"):
@@ -193,12 +223,15 @@ async def test_invalid_utf8_is_invalid_argument(gateway):
         assert isinstance(error, InvalidArgument), error
         assert error.reason == "MALFORMED_MESSAGE"
         assert "UTF-8" in error.message
+        assert [violation.field for violation in error.violations] == ["text"]
 
 
 @pytest.mark.usefixtures("neighbour")
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\x7fshort", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x0b"])
 async def test_garbage_is_invalid_argument(gateway, data):
-    assert isinstance(await error_of(gateway.raw_unary("Generate", data)), InvalidArgument)
+    error = await error_of(gateway.raw_unary("Generate", data))
+    assert isinstance(error, InvalidArgument)
+    assert [violation.field for violation in error.violations] == ["quire.gateway.v1.GenerateRequest"]
 
 
 async def test_text_and_token_ids_together_are_refused(gateway, scheduler):

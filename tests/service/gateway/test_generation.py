@@ -102,6 +102,31 @@ async def test_logprobs_come_one_a_token(gateway):
     assert all([top.rank for top in entry.top] == [1, 2] for entry in entries)
 
 
+@pytest.mark.parametrize("best_of", [1, 3])
+async def test_cumulative_logprob_is_the_sum_of_the_chosen_ones(gateway, best_of):
+    asked = {
+        "text": "hello",
+        "sampling": common_pb2.SamplingParameters(best_of=best_of),
+        "stopping": common_pb2.StoppingParameters(max_tokens=6),
+        "output": common_pb2.OutputOptions(logprobs=0),
+    }
+    stream = await collect(gateway.generation.GenerateStream(generation_pb2.GenerateStreamRequest(**asked)))
+    (sequence,) = (await gateway.generation.Generate(generation_pb2.GenerateRequest(**asked))).sequences
+    of_stream = [entry.chosen.logprob for chunk in stream.chunks for entry in chunk.logprobs]
+    for reported, chosen in (
+        (stream.finished, of_stream),
+        (sequence, [entry.chosen.logprob for entry in sequence.logprobs]),
+    ):
+        assert len(chosen) == 6
+        assert reported.HasField("cumulative_logprob")
+        assert reported.cumulative_logprob == sum(chosen)
+
+
+async def test_no_cumulative_logprob_where_none_were_asked(gateway):
+    stream = await collect(gateway.generation.GenerateStream(stream_request()))
+    assert not stream.finished.HasField("cumulative_logprob")
+
+
 async def test_defaults_are_resolved_before_the_scheduler_sees_them(gateway, scheduler):
     await collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=None)))
     submit = scheduler.submits[0]

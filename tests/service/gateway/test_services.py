@@ -14,7 +14,7 @@ from quire.model_directory import resolve_model
 from quire.rpc.errors import InvalidArgument, NotFound, Unavailable, Unimplemented
 from quire.version import VERSION
 from tests.support.fake_scheduler import FakeScheduler
-from tests.support.gateway_process import error_of, running_gateway
+from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.tokenizers import byte_level, write_model_directory
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
@@ -49,7 +49,8 @@ async def test_server_info(gateway, scheduler):
     (replica,) = info.replicas
     assert (replica.scheduler_address, replica.connected) == (scheduler.address, True)
     assert (replica.scheduler_epoch, replica.num_gpu_blocks) == (scheduler.epoch, 64)
-    assert (info.limits.max_prompt_tokens, info.limits.max_stop_strings, info.limits.max_n) == (1023, 16, 1)
+    assert (info.limits.max_prompt_tokens, info.limits.max_stop_strings, info.limits.max_n) == (1023, 16, 128)
+    assert (info.limits.max_logit_bias, info.limits.max_stop_token_ids) == (1024, 128)
 
 
 async def test_tokenize_text(gateway):
@@ -108,6 +109,7 @@ async def test_reflection_lists_the_services(gateway):
     listed, described = [answer async for answer in stub.ServerReflectionInfo(requests())]
     names = {service.name for service in listed.list_services_response.service}
     assert {"quire.gateway.v1.GenerationService", "quire.gateway.v1.ModelService", "grpc.health.v1.Health"} <= names
+    assert "quire.gateway.v1.PrefixService" in names
     assert described.file_descriptor_response.file_descriptor_proto
 
 
@@ -124,6 +126,52 @@ async def test_readiness_follows_the_scheduler(gateway, scheduler):
         await scheduler.start()
         await until_health_is(gateway.channel, "SERVING")
         assert (await client.get("/ready")).status_code == 200
+
+
+async def test_a_replica_without_its_worker_is_not_ready_but_takes_requests(gateway, scheduler):
+    await until_health_is(gateway.channel, "SERVING")
+    async with httpx.AsyncClient(base_url=gateway.http_url) as client:
+        scheduler.lose_worker()
+        await until_health_is(gateway.channel, "NOT_SERVING")
+        answer = await client.get("/ready")
+        assert (answer.status_code, answer.json()["reason"]) == (503, "no scheduler has its worker")
+        info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
+        assert info.replicas[0].connected
+        waiting = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=4))))
+        await scheduler.until(lambda: scheduler.live)
+        assert not waiting.done()
+        scheduler.regain_worker()
+        assert len((await waiting).token_ids) == 4
+        await until_health_is(gateway.channel, "SERVING")
+        assert (await client.get("/ready")).status_code == 200
+
+
+async def test_a_new_stream_is_ready_until_the_scheduler_says_otherwise(gateway, scheduler):
+    scheduler.lose_worker()
+    await until_health_is(gateway.channel, "NOT_SERVING")
+    await scheduler.restart()
+    await until_health_is(gateway.channel, "SERVING")
+
+
+async def test_requests_go_to_replicas_that_have_their_worker(scheduler):
+    other = FakeScheduler()
+    await other.start()
+    async with running_gateway(scheduler, other) as gateway:
+        scheduler.lose_worker()
+        other.lose_worker()
+        await until_health_is(gateway.channel, "NOT_SERVING")
+        other.regain_worker()
+        await until_health_is(gateway.channel, "SERVING")
+        for number in range(8):
+            await collect(gateway.generation.GenerateStream(stream_request(f"hello {number}", max_tokens=2)))
+        assert (len(scheduler.submits), len(other.submits)) == (0, 8)
+    await other.stop()
+
+
+async def test_health_does_not_know_a_service_of_which_no_method_works(gateway):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health_of(gateway.channel, "quire.gateway.v1.PrefixService")
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
 async def test_http_describes_the_server(gateway):

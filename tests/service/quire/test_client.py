@@ -1,6 +1,7 @@
 """The sync client against a fake gateway over real gRPC."""
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,13 @@ def test_generate_answers_with_all_fields(client: Client) -> None:
 
 def test_token_ids_are_a_prompt_too(client: Client) -> None:
     assert client.generate([7, 8]).text == "7 8!"
+
+
+@pytest.mark.parametrize("prompt", [5, None, b"text"])
+def test_what_is_no_prompt_is_a_type_error(client: Client, prompt: Any) -> None:
+    expected = f"^prompt is {type(prompt).__name__}; expected str, or a sequence of token ids$"
+    with pytest.raises(TypeError, match=expected):
+        client.generate(prompt)
 
 
 def test_options_reach_the_gateway_and_absent_ones_stay_absent(client: Client, gateway: FakeGatewayThread) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -47,6 +48,17 @@ def test_generate_passes_flags_on(run: Run, gateway: FakeGatewayThread) -> None:
     assert list(request.stopping.stop) == ["a, b", "c"]
 
 
+def test_the_environment_names_a_served_model_and_not_a_directory(
+    run: Run, gateway: FakeGatewayThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_MODEL", "/models/somewhere")
+    run("generate", "x")
+    monkeypatch.setenv("QUIRE_SERVED_MODEL_NAME", "fake")
+    run("generate", "x")
+    run("generate", "x", "--model=other")
+    assert [request.model for request in gateway.generation.requests] == ["", "fake", "other"]
+
+
 def test_generate_of_one_prompt_as_json(run: Run) -> None:
     status, stdout, _ = run("generate", "a b", "--format=json")
     assert status == 0
@@ -81,6 +93,7 @@ def test_a_refused_prompt_is_one_line(run: Run) -> None:
         (("generate", "x", "--file", "y"), "not both"),
         (("generate", "--file", "/no/such/file"), "cannot read /no/such/file"),
         (("generate", "--file", "-"), "holds no prompt"),
+        (("generate", "a\udcff"), r"the argument 'a\udcff' is not UTF-8"),
         (("generate", "x", "--max-tokens", "many"), '--max-tokens: "many" is not valid'),
     ],
 )
@@ -113,6 +126,13 @@ def test_chat_forgets_a_message_that_failed_and_goes_on(run: Run, gateway: FakeG
 def test_chat_reset_forgets_all_but_the_system_message(run: Run, gateway: FakeGatewayThread) -> None:
     run("chat", "--system=s", stdin="one\n/reset\ntwo\n")
     assert [m.content for m in gateway.generation.requests[-1].messages] == ["s", "two"]
+
+
+def test_chat_does_not_send_a_mistyped_command(run: Run, gateway: FakeGatewayThread) -> None:
+    status, stdout, stderr = run("chat", stdin="/resett\n/usr/bin is a path\n")
+    assert (status, stdout) == (0, "/usr/bin is a path!\n")
+    assert stderr.startswith("quire chat: there is no command /resett; /exit leaves")
+    assert [m.content for m in gateway.generation.requests[-1].messages] == ["/usr/bin is a path"]
 
 
 def test_status_shows_health_models_and_replicas(run: Run, gateway: FakeGatewayThread) -> None:
@@ -171,7 +191,9 @@ def test_a_reader_that_leaves_is_no_traceback(gateway: FakeGatewayThread) -> Non
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(gateway: FakeGatewayThread) -> None:
     terminal, device = pty.openpty()
-    command = [sys.executable, "-m", "quire.cli.main", "chat", "--address", gateway.address]
+    # Scripts start what runs in the background with Ctrl-C ignored.
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    command = [*ignoring, sys.executable, "-m", "quire.cli.main", "chat", "--address", gateway.address]
     chat = subprocess.Popen(command, stdin=device, stdout=device, stderr=device, start_new_session=True)
     os.close(device)
     seen = ""
@@ -179,6 +201,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(gateway: FakeGatewayThread) ->
     def read_until(text: str) -> None:
         nonlocal seen
         while text not in seen:
+            assert select.select([terminal], [], [], 20)[0], seen
             seen += os.read(terminal, 1024).decode()
         seen = seen.partition(text)[2]
 

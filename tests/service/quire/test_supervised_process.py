@@ -37,6 +37,11 @@ with file.open("a") as f: f.write("started\\n")
 if starts < 2: sys.exit(7)
 signal.pause()
 """
+REFUSE = """
+import sys
+print("before", "quire thing: error: no room", "after", sep="\\n", file=sys.stderr)
+sys.exit(2)
+"""
 
 
 class Supervision:
@@ -99,6 +104,27 @@ async def test_status_2_is_final(supervise) -> None:
     assert supervision.process.starts == 1
     with pytest.raises(RuntimeError, match="does not run"):
         _ = supervision.process.pid
+
+
+async def test_the_reason_of_a_refusal_is_carried_and_not_printed(supervise, capfd: pytest.CaptureFixture[str]) -> None:
+    supervision = supervise(REFUSE)
+    with pytest.raises(ServiceRefused, match=r"^quire thing: error: no room$"):
+        await asyncio.wait_for(supervision.task, 5)
+    assert capfd.readouterr().err == "before\nafter\n"
+
+
+async def test_what_looks_like_a_refusal_is_printed_when_it_is_none(
+    supervise, capfd: pytest.CaptureFixture[str]
+) -> None:
+    supervision = supervise("import sys; print('quire thing: error: no room', file=sys.stderr); sys.exit(1)")
+    await until_true(lambda: supervision.reports)
+    assert "quire thing: error: no room\n" in capfd.readouterr().err
+
+
+async def test_what_a_dead_process_started_does_not_keep_it_from_being_started_again(supervise) -> None:
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '60']); sys.exit(1)"
+    supervision = supervise(code)
+    await until_true(lambda: supervision.process.starts >= 2)
 
 
 async def test_stop_lets_the_process_end_by_itself(supervise, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2
+from scheduler_svc.core.request import sequence_seed
 from tests.support.fake_runner import token_at
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import (
@@ -155,7 +156,7 @@ async def test_a_gateway_that_comes_back_resubmits_and_the_old_stream_ends(sched
         (make_submit(1, prompt_len=1020, max_tokens=5), code_pb2.INVALID_ARGUMENT, "1025"),
         (make_submit(1, prompt_len=0), code_pb2.INVALID_ARGUMENT, "prompt"),
         (make_submit(1, max_tokens=0), code_pb2.INVALID_ARGUMENT, "max_tokens"),
-        (make_submit(1, bad_token_sequences=[common_pb2.TokenIds(ids=[1])]), code_pb2.UNIMPLEMENTED, "bad_token"),
+        (make_submit(1, bad_token_sequences=[common_pb2.TokenIds(ids=[1000])]), code_pb2.INVALID_ARGUMENT, "1000"),
     ],
 )
 async def test_a_bad_submission_is_refused_alone(scheduler, submit, code, words):
@@ -391,3 +392,81 @@ async def test_a_cached_prefix_is_reported_and_survives_a_restart_of_the_schedul
         assert stream.completed[1].usage.cached_tokens > 0
         assert stream.outputs[1] == expected_tokens(1, **long)
         stream.close()
+
+
+async def test_samples_of_one_prompt_fork_copy_on_write_and_end_one_by_one(worker, tmp_path):
+    worker.config = FakeWorkerConfig(num_blocks=24, block_size=4)
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        for handle in (1, 2, 3):
+            await stream.submit(make_submit(handle, prompt_len=6, max_tokens=20, n=3))
+        await stream.read_until_over(1, 2, 3)
+        for handle in (1, 2, 3):
+            assert stream.outputs[handle] == expected_tokens(handle, prompt_len=6, max_tokens=20)
+            for index in (1, 2):
+                seed = sequence_seed(handle, index)
+                assert stream.samples[handle, index] == [token_at(seed, 6 + i) for i in range(20)]
+        assert (await state_of(stub)).preemptions > 0
+        await wait_nothing_in_use(stub)
+        stream.close()
+
+
+async def test_one_sequence_of_a_request_can_be_ended(worker, tmp_path):
+    worker.config = FakeWorkerConfig(step_seconds=0.003)
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, max_tokens=60, n=2))
+        await stream.read()
+        abort = scheduler_pb2.Abort(handle=1, sequence_index=1)
+        await stream.call.write(scheduler_pb2.ConnectRequest(abort=abort))
+        await stream.read_until_over(1)
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=60)
+        assert len(stream.samples[1, 1]) < 60
+        await wait_nothing_in_use(stub)
+        stream.close()
+
+
+async def test_figure_8_can_be_drawn_from_inspect_blocks(worker, tmp_path):
+    worker.config = FakeWorkerConfig(num_blocks=8, block_size=4, step_seconds=0.1)
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, prompt_len=7, max_tokens=5, n=2))
+        # The first tokens are there; the step that writes them, which copies the shared block, was planned before.
+        await stream.read()
+        blocks = await stub.InspectBlocks(scheduler_pb2.InspectBlocksRequest(request_id="request-1"))
+        tables = [[(b.block_id, b.ref_count) for b in sequence.block_table] for sequence in blocks.sequences]
+        assert [table[:2] for table in tables] == [[(0, 2), (2, 1)], [(0, 2), (1, 1)]]
+        nobody = await stub.InspectBlocks(scheduler_pb2.InspectBlocksRequest(request_id="request-2"))
+        assert len(nobody.sequences) == 0
+        await stream.read_until_over(1)
+        blocks = await stub.InspectBlocks(scheduler_pb2.InspectBlocksRequest())
+        assert blocks.gpu_pool.used_blocks == 0
+        assert {b.block_id for b in blocks.cached} >= {0}
+        assert all(len(b.block_hash) == 32 for b in blocks.cached)
+        stream.close()
+
+
+async def test_gateways_are_told_when_the_worker_is_lost_and_when_it_is_back(tmp_path):
+    address = f"unix:{tmp_path / 'w.sock'}"
+    worker = FakeWorker()
+    await worker.start(address)
+    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub, "gateway-a")
+        await worker.stop()
+        await stream.read()
+        assert stream.readiness == [False]
+        late, _ = await GatewayStream.open(stub, "gateway-b")
+        await late.read()
+        assert late.readiness == [False]
+        successor = FakeWorker()
+        await successor.start(address)
+        await stream.read()
+        await late.read()
+        assert stream.readiness == late.readiness == [False, True]
+        stream.close()
+        late.close()
+        await successor.stop()

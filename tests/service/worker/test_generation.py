@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from quire.arrays import decode_float32, encode_float32, encode_int32
+from quire.worker.v1 import worker_pb2
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch
 from tests.support.worker_server import running_worker
@@ -49,3 +53,101 @@ async def test_greedy_tokens_are_those_of_the_model_at_any_chunk_size(tmp_path: 
     expected = greedy(TinyCausalLM(), PROMPT, 20)
     async with running_worker(tmp_path) as address, attached_client(address, 1) as client:
         assert await generate(client, 3, [7, 2, 9, 30, 11, 5, 1, 0, 22], 20, chunk) == expected
+
+
+RULES = {
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.2,
+    "logit_bias_token_ids": encode_int32([5]),
+    "logit_bias_values": encode_float32([2.0]),
+    "bad_token_sequences": [encode_int32([35, 8]), encode_int32([9])],
+    "min_tokens": 10,
+    "stop_token_ids": encode_int32([14, 15, 26]),
+}
+BLOCKS = [7, 2, 9, 30, 11, 5, 1, 0, 22]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kept", [1, 4, 12])
+async def test_a_row_with_penalties_that_was_preempted_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, temperature: float, kept: int
+) -> None:
+    sampling = {**RULES, "temperature": temperature, "seed": 3}
+    async with running_worker(tmp_path) as address, attached_client(address, 1) as client:
+        whole = await generate(client, 3, BLOCKS, 20, 9, **sampling)
+        tokens = PROMPT + whole[:kept]
+        again = make_assign(1, tokens, BLOCKS, **sampling)
+        again.num_prompt_tokens = len(PROMPT)
+        batch = make_batch([1], [len(tokens)], [0])
+        got = ints((await client.run(release=encode_int32([3]), assign=[again], batch=batch)).token_ids)
+        while len(got) < 20 - kept:
+            batch = make_batch([1], [1], [len(tokens) + len(got) - 1])
+            got += ints((await client.run(batch=batch)).token_ids)
+    assert got == whole[kept:]
+
+
+async def test_samples_of_one_prompt_are_penalised_each_by_its_own_output(tmp_path: Path) -> None:
+    """Two rows draw from the logits of one; then each looks at what it drew itself."""
+    rules = {"frequency_penalty": 100.0, "temperature": 1.0}
+    async with running_worker(tmp_path) as address, attached_client(address, 1) as client:
+        parent = make_assign(0, PROMPT, BLOCKS, **rules, seed=1)
+        shared = make_batch([0], [len(PROMPT)], [0], [(0, 0), (1, 0)])
+        reseed = [worker_pb2.ReseedRow(row=1, seed=2)]
+        first = await client.run(assign=[parent], fork=encode_int32([0, 1]), reseed=reseed, batch=shared)
+        drawn = [[token] for token in ints(first.token_ids)]
+        # The child's last block becomes its own.
+        deltas = encode_int32([number for i, block in enumerate((12, 13, 14), 2) for number in (1, i, block)])
+        copy = worker_pb2.CacheOperations(copy=encode_int32([BLOCKS[2], 12]))
+        changes = {"cache_operations": copy, "block_table_deltas": deltas}
+        for position in range(len(PROMPT), len(PROMPT) + 10):
+            result = await client.run(**changes, batch=make_batch([0, 1], [1, 1], [position, position]))
+            changes = {}
+            for output, token in zip(drawn, ints(result.token_ids), strict=True):
+                output.append(token)
+    assert all(len(set(output)) == len(output) for output in drawn)
+    assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 9])
+async def test_prompt_logprobs_are_those_of_the_model_at_any_chunk_size(tmp_path: Path, chunk: int) -> None:
+    model = TinyCausalLM()
+    reports = []
+    async with running_worker(tmp_path) as address, attached_client(address, 1) as client:
+        assign = [make_assign(3, PROMPT, BLOCKS, prompt_logprobs=2, repetition_penalty=2.0)]
+        other = make_assign(2, PROMPT, [12, 13, 14])
+        for start in range(0, len(PROMPT), chunk):
+            new = min(chunk, len(PROMPT) - start)
+            batch = make_batch([2, 3], [new, new], [start, start], [])
+            result = await client.run(assign=[*assign, other] if start == 0 else [], batch=batch)
+            reports += result.prompt_logprobs
+    positions = [entry for report in reports for entry in report.positions]
+    assert {report.row for report in reports} == {3}
+    assert [report.first_position for report in reports] == list(range(1, len(PROMPT), chunk))[: len(reports)]
+    assert len(positions) == len(PROMPT) - 1
+    for position, entry in enumerate(positions, start=1):
+        expected = model.naive_logits(PROMPT[:position]).log_softmax(0)
+        top = expected.topk(2)
+        assert entry.chosen_logprob == pytest.approx(float(expected[PROMPT[position]]), abs=1e-4)
+        assert entry.chosen_rank == int((expected > expected[PROMPT[position]]).sum()) + 1
+        assert ints(entry.top_token_ids) == top.indices.tolist()
+        np.testing.assert_allclose(decode_float32(entry.top_logprobs, "top"), top.values, atol=1e-4)
+
+
+async def test_prompt_logprobs_of_a_long_prompt_never_make_all_logits_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_svc.prompt_logprobs.PIECE", 3)
+    model, widths = TinyCausalLM(), []
+
+    def watch(logits: torch.Tensor) -> torch.Tensor:
+        widths.append(len(logits))
+        return logits
+
+    async with running_worker(tmp_path, model) as address, attached_client(address, 1) as client:
+        model.change_logits = watch
+        assign = make_assign(3, PROMPT, BLOCKS, prompt_logprobs=0, temperature=2.0)
+        (report,) = (await client.run(assign=[assign], batch=make_batch([3], [9], [0]))).prompt_logprobs
+    assert widths == [3, 3, 2, 1]
+    expected = [(model.naive_logits(PROMPT[:p]) / 2).log_softmax(0)[PROMPT[p]] for p in range(1, len(PROMPT))]
+    np.testing.assert_allclose([entry.chosen_logprob for entry in report.positions], expected, atol=1e-4)

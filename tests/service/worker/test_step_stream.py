@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.arrays import encode_int32
-from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable, Unimplemented, from_rpc_error
+from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable, from_rpc_error
 from quire.rpc.server import RpcServer
 from quire.worker.v1 import worker_pb2
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
@@ -250,11 +250,11 @@ async def test_blocks_survive_a_trip_to_the_host(client: StepClient) -> None:
     assert again.token_ids == first.token_ids
 
 
-async def test_a_parameter_of_a_later_version_is_refused_by_name(client: StepClient) -> None:
-    await client.send(client.step(assign=[make_assign(0, PROMPT, BLOCKS, min_tokens=3)]))
+async def test_a_parameter_that_means_nothing_is_refused_by_name(client: StepClient) -> None:
+    await client.send(client.step(assign=[make_assign(0, PROMPT, BLOCKS, bad_token_sequences=[b""])]))
     error = await client.error()
-    assert isinstance(error, Unimplemented)
-    assert error.violations[0].field == "assign[0].sampling.min_tokens"
+    assert isinstance(error, InvalidArgument)
+    assert error.violations[0].field == "assign[0].sampling.bad_token_sequences[0]"
 
 
 async def test_a_worker_that_loads_its_model_says_so(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from gateway.events import Chunk, Completed, Finished, FinishReason, Usage
+from gateway.events import Chunk, Completed, Finished, FinishReason, Logprob, PositionLogprobs, Usage
 from gateway.ledger import Ledger
 from gateway.request import GenerationRequest, Sampling, Stopping
-from gateway.scheduler_events import EventBatch, RequestEnded, RequestFailed, SequenceEnded, TokenRun
+from gateway.scheduler_events import EventBatch, PromptRun, RequestEnded, RequestFailed, SequenceEnded, TokenRun
 from gateway.sequence_stream import TokenGapError
 from quire.rpc.errors import AlreadyExists, Cancelled, ResourceExhausted
 from tests.support.tokenizers import byte_level, wrapped
@@ -212,3 +212,26 @@ async def test_wait_until_empty_returns_after_the_last_close(ledger):
     ledger.close(live)
     await asyncio.wait_for(waiting, 1)
     assert len(ledger) == 0
+
+
+def prompt_run(live, first_position, count):
+    entries = [PositionLogprobs(Logprob(first_position + i, -0.5, 1), ()) for i in range(count)]
+    return EventBatch([], [], [], [], [PromptRun(live.handle, first_position, entries)])
+
+
+async def test_each_prompt_position_is_taken_once_whatever_is_computed_again():
+    ledger = Ledger(max_chunk_tokens=100)
+    live = open_live(ledger)
+    for first_position, count in ((1, 3), (1, 2), (2, 5), (1, 9), (10, 1)):
+        ledger.apply(REPLICA, prompt_run(live, first_position, count))
+    assert [entry.chosen.token_id for entry in live.prompt_logprobs] == list(range(1, 11))
+    ledger.apply(REPLICA, finishing_batch(live, ids_of("hi")))
+    (*_, completed) = [event async for event in live.events()]
+    assert completed.prompt_logprobs == live.prompt_logprobs
+
+
+def test_missing_prompt_positions_are_a_gap():
+    ledger = Ledger(max_chunk_tokens=100)
+    live = open_live(ledger)
+    with pytest.raises(TokenGapError, match="prompt logprobs"):
+        ledger.apply(REPLICA, prompt_run(live, 2, 1))

@@ -33,6 +33,18 @@ def test_generation_config_gives_the_defaults(tmp_path, executor):
     assert model.sampling_defaults == SamplingOptions(temperature=0.6, top_k=20, top_p=0.95)
 
 
+def test_the_models_repetition_penalty_is_applied(tmp_path, executor):
+    model = open_model(tmp_path, executor, generation_config__json='{"repetition_penalty": 1.25}')
+    assert resolve_sampling(SamplingOptions(), model.sampling_defaults).repetition_penalty == 1.25
+    assert resolve_sampling(SamplingOptions(repetition_penalty=1), model.sampling_defaults).repetition_penalty == 1
+
+
+@pytest.mark.parametrize("value", ["0", "-1.5", "10.5", "NaN"])
+def test_a_repetition_penalty_out_of_range_is_a_configuration_error(tmp_path, executor, value):
+    with pytest.raises(ConfigurationError, match="repetition_penalty"):
+        open_model(tmp_path, executor, generation_config__json=f'{{"repetition_penalty": {value}}}')
+
+
 def test_do_sample_false_is_greedy(tmp_path, executor):
     model = open_model(tmp_path, executor, generation_config__json='{"do_sample": false, "temperature": 0.6}')
     assert model.sampling_defaults.temperature == 0
@@ -89,9 +101,18 @@ def test_seeds_are_drawn_where_none_is_given():
 def test_limits_are_those_that_hold_on_every_replica():
     one = Welcome(1, 100, 512, 16, 1, 0, 1, 1, "A", "float32", 20)
     other = Welcome(1, 90, 1024, 16, 1, 0, 1, 1, "A", "float32", 3)
-    limits = limits_of(GatewaySettings(max_prompt_tokens=600), [one, other])
+    limits = limits_of(GatewaySettings(max_prompt_tokens=600), [one, other], 7)
     assert (limits.vocab_size, limits.max_model_len, limits.max_prompt_tokens, limits.max_logprobs) == (90, 512, 511, 3)
-    assert limits_of(GatewaySettings(max_prompt_tokens=600), [other]).max_prompt_tokens == 600
+    assert limits.max_prompt_bytes == 511 * 7
+    assert limits_of(GatewaySettings(max_prompt_tokens=600), [other], 7).max_prompt_tokens == 600
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
+async def test_no_text_has_more_bytes_than_its_tokens_may_spell(tokenizer):
+    gateway_tokenizer = wrapped(tokenizer)
+    for text in ("the cat " * 50, "hello there" * 20, "你好世界😀" * 30, "</s>" * 40, "    " * 40):
+        num_tokens = len(await gateway_tokenizer.encode(text, add_special_tokens=False))
+        assert len(text.encode()) <= num_tokens * gateway_tokenizer.longest_token_bytes
 
 
 def test_settings_come_from_flags_and_environment():

@@ -1,5 +1,7 @@
 """Stop strings are found wherever the text is cut, and nothing of them is delivered."""
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,3 +68,30 @@ def test_the_longest_wins_where_two_end_together():
 def test_a_long_repetitive_stop_string_costs_little():
     matcher = StopMatcher(["a" * 1000 + "b"])
     assert matcher.push("a" * 20_000) == ("a" * 19_000, None)
+
+
+@given(text=st.text("ab", max_size=30), start=st.integers(0, 30), cuts=st.lists(st.integers(0, 30), max_size=4))
+def test_what_is_passed_over_stops_nothing_but_may_begin_a_match(text, start, cuts):
+    stop_strings = ["aba", "bb", "aabaab"]
+    start = min(start, len(text))
+    matcher, out, found = StopMatcher(stop_strings), "", None
+    edges = sorted({0, len(text), start, *(min(cut, len(text)) for cut in cuts)})
+    for first, last in itertools.pairwise(edges):
+        if last <= start:
+            out += matcher.pass_over(text[first:last])
+            continue
+        certain, found = matcher.push(text[first:last])
+        out += certain
+        if found is not None:
+            break
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stop_strings
+        for end in range(start + 1, len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    if not ends:
+        assert (out + matcher.flush(), found) == (text, None)
+    else:
+        end, _, stop = min(ends)
+        assert (out, found) == (text[: end - len(stop)], stop)

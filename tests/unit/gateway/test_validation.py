@@ -1,5 +1,7 @@
 """The validator itself; tests/service/gateway/test_bad_input.py goes through every rule by gRPC."""
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,24 +12,28 @@ from gateway.request import (
     ChatPrompt,
     OutputOptions,
     RequestOptions,
+    Sampling,
     SamplingOptions,
+    Stopping,
     StoppingOptions,
     TextPrompt,
     TokenPrompt,
 )
-from gateway.validation import check_request, resolve_max_tokens
-from quire.rpc.errors import InvalidArgument, NotFound, Unimplemented
+from gateway.validation import check_choice, check_request, resolve_max_tokens
+from quire.rpc.errors import InvalidArgument, Unimplemented
 
 LIMITS = Limits(
     vocab_size=100,
     max_model_len=50,
     max_prompt_tokens=49,
+    max_prompt_bytes=490,
     max_message_bytes=1000,
     max_logprobs=5,
     max_stop_strings=2,
     max_stop_string_bytes=10,
     max_stop_token_ids=3,
     max_chat_messages=2,
+    max_n=128,
 )
 
 
@@ -64,6 +70,15 @@ def test_lone_surrogates_are_refused_wherever_text_is():
     assert fields_refused(stopping=StoppingOptions(stop=["\ud800"])) == ["stopping.stop[0]"]
 
 
+def test_texts_of_too_many_bytes_are_refused_before_they_are_tokenized():
+    check(TextPrompt("é" * 245))
+    check(ChatPrompt([ChatMessage("user", "é" * 243)]))
+    with pytest.raises(InvalidArgument, match="text has 492 bytes; the most is 490"):
+        check(TextPrompt("é" * 246))
+    with pytest.raises(InvalidArgument, match="messages has 491 bytes; the most is 490"):
+        check(ChatPrompt([ChatMessage("user", "x" * 243), ChatMessage("user", "x" * 240)]))
+
+
 def test_negative_numbers_that_only_json_can_bring_are_refused():
     sampling = SamplingOptions(top_k=-1, seed=-1, n=-1)
     assert fields_refused(sampling=sampling) == ["sampling.top_k", "sampling.seed", "sampling.n"]
@@ -71,13 +86,13 @@ def test_negative_numbers_that_only_json_can_bring_are_refused():
 
 
 def test_a_request_that_is_wrong_and_unsupported_is_wrong_first():
-    assert fields_refused(sampling=SamplingOptions(n=2, temperature=-1)) == ["sampling.temperature"]
+    assert fields_refused(sampling=SamplingOptions(temperature=-1), durable=True) == ["sampling.temperature"]
     with pytest.raises(Unimplemented):
-        check(sampling=SamplingOptions(n=2))
+        check(durable=True)
 
 
 def test_a_long_model_name_is_shortened():
-    with pytest.raises(NotFound) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         check(model="x" * 10_000)
     assert len(caught.value.message) < 300
 
@@ -100,11 +115,29 @@ def test_exactly_what_is_in_range_passes(temperature, top_p, min_p, penalty):
     sampling = SamplingOptions(temperature=temperature, top_p=top_p, min_p=min_p, presence_penalty=penalty)
     if wrong:
         assert fields_refused(sampling=sampling) == wrong
-    elif penalty:
-        with pytest.raises(Unimplemented):
-            check(sampling=sampling)
     else:
         check(sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("bad_sequences", "min_tokens", "is_refused"),
+    [
+        ((), 0, False),
+        (((3,), (4,)), 0, True),
+        (((3,), (4, 4)), 0, False),
+        (((3,),), 1, True),
+        (((3,),), 0, False),
+    ],
+)
+def test_allowed_tokens_must_leave_a_choice(bad_sequences, min_tokens, is_refused):
+    sampling = Sampling(1.0, 0, 1.0, 0.0, 1, allowed_token_ids=(3, 4), bad_token_sequences=bad_sequences)
+    stopping = Stopping(10, (), (4,), (), min_tokens=min_tokens)
+    with pytest.raises(InvalidArgument) if is_refused else nullcontext():
+        check_choice(sampling, stopping)
+
+
+def test_logit_bias_of_a_negative_token_is_refused():
+    assert fields_refused(sampling=SamplingOptions(logit_bias={-1: 1.0, 5: 1.0})) == ["sampling.logit_bias[-1]"]
 
 
 def test_max_tokens_is_what_the_context_has_left():
@@ -122,7 +155,7 @@ def test_max_tokens_is_what_the_context_has_left():
             [1] * 20,
             31,
             "stopping.max_tokens",
-            "31 after a prompt of 20 tokens, together 51; this model takes at most 50",
+            "31 after a prompt of 20 tokens, together 51; a sequence can have at most 50 tokens here",
         ),
         ([1, 100], None, "text", "has the token 100"),
     ],

@@ -10,13 +10,13 @@ import pytest
 from gateway.settings import GatewaySettings
 from quire.local.commands import Commands, Programs, child_environ
 from quire.local.settings import ServeSettings
-from quire.settings import load_settings
+from quire.settings import ConfigurationError, load_settings
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
 SERVICES = pytest.mark.parametrize("cls", [GatewaySettings, SchedulerSettings, WorkerSettings])
 # What the supervisor decides itself.
-OWN = {"listen", "workers", "schedulers", "metrics_port"}
+OWN = {"listen", "workers", "schedulers", "metrics_port", "log_level"}
 PROGRAMS = Programs(worker=("/w",), scheduler=("/s",), gateway=("/g",))
 
 
@@ -56,6 +56,12 @@ def test_the_services_get_their_flags_and_each_other() -> None:
     assert (gateway.grpc_port, gateway.http_port, gateway.model) == (11, 12, "/m")
     assert gateway.schedulers == ("unix:/run/q/scheduler.sock",)
     assert {worker.log_level, scheduler.log_level, gateway.log_level} == {"debug"}
+
+
+def test_swap_space_is_refused_until_it_is_supported() -> None:
+    assert load_settings(ServeSettings, ["--swap-space=0B"], {}, program="quire serve").swap_space == 0
+    with pytest.raises(ConfigurationError, match=r"^--swap-space: .* not supported by this version; use 0$"):
+        load_settings(ServeSettings, ["--swap-space=1GiB"], {}, program="quire serve")
 
 
 @pytest.mark.parametrize(("cls", "command"), [(WorkerSettings, "worker"), (SchedulerSettings, "scheduler")])

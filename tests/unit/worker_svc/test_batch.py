@@ -7,7 +7,7 @@ from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes
 from worker_svc.batch import build_model_input, plan_samples
 from worker_svc.rows import Rows
-from worker_svc.steps import ReseedRow, SetTokens
+from worker_svc.steps import LogitRules, ReseedRow, SetTokens
 
 BLOCK_SIZE = 4
 NUM_ROWS, MAX_LEN, MAX_BLOCKS = 7, 40, 10
@@ -98,12 +98,15 @@ def test_row_changes_apply_in_order() -> None:
 
 def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
     rows = make_rows()
-    sampling = make_sampling(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=7, logprobs=2, num_candidates=None)
+    rules = LogitRules(presence_penalty=1.0)
+    sampling = make_sampling(
+        temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=7, logprobs=2, num_candidates=None, rules=rules
+    )
     rows.apply(make_changes(assign=[make_assign(0, [1], [1], sampling)], fork=[(0, 6)]))
     (copied,) = zip(
         *(getattr(rows.sampling.take(np.array([6])), name) for name in rows.sampling.__slots__), strict=True
     )
-    assert copied == (0.5, 3, 0.25, 0.125, 7, True, 2, 0)
+    assert copied == (0.5, 3, 0.25, 0.125, 7, True, 2, 0, True, rules)
 
 
 def test_each_row_samples_after_its_last_token() -> None:

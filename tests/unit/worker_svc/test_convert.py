@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.arrays import encode_int32
-from quire.rpc.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from quire.arrays import encode_float32, encode_int32
+from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from tests.support.worker_client import make_assign, make_batch
 from worker_svc.answer_convert import attached_message, info_message, result_message
 from worker_svc.convert import StepDecoder, epoch_of, step_of
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
-from worker_svc.steps import RowCandidates, SealedBlocks, StepOutput, StepTimings, TokenLogprobs
+from worker_svc.steps import PromptLogprobs, RowCandidates, SealedBlocks, StepOutput, StepTimings, TokenLogprobs
 
 INFO = WorkerInfo(
     worker_generation=77,
@@ -116,6 +116,40 @@ REFUSED: list[tuple[worker_pb2.StepRequest, str, str]] = [
     (sampling_request(logprobs=9), "assign[0].sampling.logprobs", "limit is 8"),
     (sampling_request(num_candidates=9), "assign[0].sampling.num_candidates", "limit is 8"),
     (sampling_request(num_candidates=0), "assign[0].sampling.num_candidates", "at least 1"),
+    (sampling_request(prompt_logprobs=9), "assign[0].sampling.prompt_logprobs", "limit is 8"),
+    (sampling_request(presence_penalty=float("nan")), "assign[0].sampling.presence_penalty", "nan"),
+    (sampling_request(frequency_penalty=float("inf")), "assign[0].sampling.frequency_penalty", "inf"),
+    (sampling_request(repetition_penalty=float("nan")), "assign[0].sampling.repetition_penalty", "nan"),
+    (sampling_request(repetition_penalty=-1.0), "assign[0].sampling.repetition_penalty", "at least 0"),
+    (sampling_request(logit_bias_token_ids=b"\0"), "assign[0].sampling.logit_bias_token_ids", "1 bytes"),
+    (sampling_request(logit_bias_token_ids=encode_int32([3])), "assign[0].sampling.logit_bias_values", "0 entries"),
+    (
+        sampling_request(logit_bias_token_ids=encode_int32([50]), logit_bias_values=b"\0\0\0\0"),
+        "assign[0].sampling.logit_bias_token_ids",
+        "50",
+    ),
+    (
+        sampling_request(logit_bias_token_ids=encode_int32([7, 3, 7]), logit_bias_values=bytes(12)),
+        "assign[0].sampling.logit_bias_token_ids",
+        "token 7 twice",
+    ),
+    (
+        sampling_request(logit_bias_token_ids=encode_int32([3]), logit_bias_values=encode_float32([np.nan])),
+        "assign[0].sampling.logit_bias_values",
+        "nan",
+    ),
+    (sampling_request(allowed_token_ids=encode_int32([50])), "assign[0].sampling.allowed_token_ids", "50"),
+    (sampling_request(stop_token_ids=encode_int32([-1])), "assign[0].sampling.stop_token_ids", "-1"),
+    (
+        sampling_request(bad_token_sequences=[encode_int32([1]), b""]),
+        "assign[0].sampling.bad_token_sequences[1]",
+        "is empty",
+    ),
+    (
+        sampling_request(bad_token_sequences=[encode_int32([50])]),
+        "assign[0].sampling.bad_token_sequences[0]",
+        "50",
+    ),
     (make_request(batch=raw_batch(rows=encode_int32([0, 6]))), "batch.rows", "6"),
     (make_request(batch=raw_batch(rows=encode_int32([0, 0]))), "batch.rows", "row 0 twice"),
     (make_request(batch=raw_batch(num_new_tokens=encode_int32([1]))), "batch.num_new_tokens", "1 entries"),
@@ -150,29 +184,42 @@ def test_a_wrong_field_is_refused_by_name_with_its_value(
     assert field in raised.value.message
 
 
-UNSUPPORTED: dict[str, Any] = {
-    "prompt_logprobs": 0,
-    "presence_penalty": 0.1,
-    "frequency_penalty": float("nan"),
-    "repetition_penalty": 1.1,
-    "logit_bias_token_ids": encode_int32([1]),
-    "logit_bias_values": b"\0\0\0\0",
-    "allowed_token_ids": encode_int32([1]),
-    "bad_token_sequences": [encode_int32([1])],
-    "min_tokens": 1,
-}
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"repetition_penalty": 1.0, "presence_penalty": -0.0},
+        {"repetition_penalty": 0.0, "stop_token_ids": encode_int32([2])},
+        {"min_tokens": 5},
+    ],
+    ids=str,
+)
+def test_values_that_change_no_logit_make_no_rules(neutral: dict[str, Any]) -> None:
+    (assign,) = DECODER.decode(sampling_request(**neutral)).row_changes.assign
+    assert assign.sampling.rules is None
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_parameters_of_later_versions_are_refused_and_never_ignored(name: str) -> None:
-    with pytest.raises(Unimplemented) as raised:
-        DECODER.decode(sampling_request(**{name: UNSUPPORTED[name]}))
-    assert raised.value.violations[0].field == f"assign[0].sampling.{name}"
-
-
-def test_neutral_values_of_such_parameters_pass() -> None:
-    neutral = sampling_request(repetition_penalty=1.0, stop_token_ids=encode_int32([2]), presence_penalty=-0.0)
-    assert len(DECODER.decode(neutral).row_changes.assign) == 1
+def test_logit_rules_arrive_as_they_were_sent() -> None:
+    request = sampling_request(
+        prompt_logprobs=0,
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        repetition_penalty=1.5,
+        logit_bias_token_ids=encode_int32([4, 1]),
+        logit_bias_values=encode_float32([-100.0, 0.5]),
+        allowed_token_ids=encode_int32([49, 0]),
+        bad_token_sequences=[encode_int32([1]), encode_int32([2, 3])],
+        min_tokens=7,
+        stop_token_ids=encode_int32([2]),
+    )
+    (assign,) = DECODER.decode(request).row_changes.assign
+    rules = assign.sampling.rules
+    assert rules is not None
+    assert (assign.sampling.prompt_logprobs, assign.num_prompt_tokens) == (0, 3)
+    assert (rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty) == (0.5, -0.25, 1.5)
+    assert (rules.bias_token_ids.tolist(), rules.bias_values.tolist()) == ([4, 1], [-100.0, 0.5])
+    assert (rules.allowed_token_ids.tolist(), rules.stop_token_ids.tolist()) == ([49, 0], [2])
+    assert [each.tolist() for each in rules.bad_sequences] == [[1], [2, 3]]
+    assert rules.min_tokens == 7
 
 
 def test_a_step_arrives_as_it_was_sent() -> None:
@@ -221,6 +268,11 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
         candidates=(RowCandidates(5, np.array([7], np.int32), np.array([-0.25], np.float32)),),
         failed_rows=(3,),
         timings=StepTimings(1, 2, 3, 2**40),
+        prompt_logprobs=(
+            PromptLogprobs(
+                3, 17, (TokenLogprobs(3, -2.5, 4, np.array([1], np.int32), np.array([-0.125], np.float32)),)
+            ),
+        ),
     )
     result = result_message(output).result
     assert result.step_id == 4
@@ -230,6 +282,8 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
     assert result.logprobs[0].top_token_ids == encode_int32([8, 9])
     assert result.candidates[0].token_ids == encode_int32([7])
     assert [failure.row for failure in result.failures] == [3]
+    (prompt,) = result.prompt_logprobs
+    assert (prompt.row, prompt.first_position, prompt.positions[0].chosen_rank) == (3, 17, 4)
     assert result.timings.sample_us == 2**32 - 1
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from tests.support.sampling import make_columns, make_sampling
-from worker_svc.logprobs import gather_logprobs, report_logprobs
+from worker_svc.logprobs import gather_logprobs, logprobs_of, report_logprobs
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [4.0, 1.0, 0.0, 2.0], [1.0, 0.0, 5.0, 2.0]])
 
@@ -18,7 +18,7 @@ def test_rows_get_what_they_ask_for() -> None:
     )
     gathered = gather_logprobs(LOGITS, torch.tensor([3, 0, 1]), columns)
     assert gathered is not None
-    arrays = [tensor.numpy() for tensor in gathered.tensors()]
+    arrays = [tensor.numpy() for tensor in gathered.values.tensors()]
     (first, second), candidates = report_logprobs(rows, columns, gathered.indices, arrays, np.ones(3, bool))
     assert not candidates
     scaled = (LOGITS[0] / 2).log_softmax(0)
@@ -34,9 +34,19 @@ def test_candidates_are_never_more_than_the_vocabulary() -> None:
     columns = make_columns([make_sampling(num_candidates=50, temperature=0.0)] * 3)
     gathered = gather_logprobs(LOGITS, torch.tensor([0, 0, 0]), columns)
     assert gathered is not None
-    arrays = [tensor.numpy() for tensor in gathered.tensors()]
+    arrays = [tensor.numpy() for tensor in gathered.values.tensors()]
     usable = np.array([True, False, True])
     logprobs, candidates = report_logprobs(np.arange(3, dtype=np.int32), columns, gathered.indices, arrays, usable)
     assert not logprobs
     assert [each.row for each in candidates] == [0, 2]
     assert candidates[0].token_ids.tolist() == [1, 3, 2, 0]
+
+
+def test_equally_likely_tokens_are_ranked_by_id_as_greedy_choice_does():
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0, -1.0]])
+    values = logprobs_of(logits, logits.argmax(dim=1), np.zeros(1, np.float32), 4)
+    assert values.top_token_ids.tolist() == [[1, 3, 4, 2]]
+    assert values.ranks.tolist() == [1]
+    for rank, token_id in enumerate([1, 3, 4, 2, 0, 5], start=1):
+        values = logprobs_of(logits, torch.tensor([token_id]), np.zeros(1, np.float32), 1)
+        assert (values.ranks.tolist(), values.top_token_ids.tolist()) == ([rank], [[1]])

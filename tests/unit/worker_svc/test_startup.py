@@ -22,9 +22,14 @@ def test_defaults_are_those_of_the_handbook() -> None:
 
 
 def test_sizes_are_read_with_their_units_from_flags_and_environment() -> None:
-    settings = load("--kv-cache-memory", "64MiB", QUIRE_SWAP_SPACE="1GiB", QUIRE_KV_CACHE_MEMORY="1KiB")
-    assert settings.kv_cache_memory == 64 << 20
-    assert settings.swap_space == 1 << 30
+    assert load("--kv-cache-memory", "64MiB", QUIRE_KV_CACHE_MEMORY="1KiB").kv_cache_memory == 64 << 20
+    assert load(QUIRE_KV_CACHE_MEMORY="1KiB").kv_cache_memory == 1 << 10
+
+
+def test_swap_space_is_refused_until_it_is_supported() -> None:
+    assert load("--swap-space", "0").swap_space == 0
+    with pytest.raises(ConfigurationError, match=r"^--swap-space: .* not supported by this version; use 0$"):
+        load("--swap-space", "1GiB")
 
 
 @pytest.mark.parametrize(

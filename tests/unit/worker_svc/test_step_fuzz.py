@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.arrays import encode_int32
-from quire.rpc.errors import InvalidArgument, QuireError, Unimplemented
+from quire.rpc.errors import InvalidArgument, QuireError
 from quire.worker.v1 import worker_pb2
 from tests.support.worker_client import make_assign
 from worker_svc.convert import StepDecoder
@@ -40,6 +40,9 @@ ASSIGNS = st.lists(
         st.lists(st.integers(0, 12), max_size=4),
         temperature=st.sampled_from([0.0, 1.0, float("nan")]),
         min_tokens=st.sampled_from([0, 0, 0, 1]),
+        stop_token_ids=arrays(),
+        logit_bias_token_ids=st.one_of(st.just(b""), st.just(b""), arrays()),
+        bad_token_sequences=st.one_of(st.just([]), st.just([]), st.lists(arrays(), max_size=1)),
     ),
     max_size=3,
 )
@@ -66,7 +69,7 @@ def admit(decoder: StepDecoder, ledger: RowLedger, request: worker_pb2.StepReque
     """The blocks that the step writes, or why it is refused."""
     try:
         return ledger.admit(decoder.decode(request))
-    except (InvalidArgument, Unimplemented) as error:
+    except InvalidArgument as error:
         return error
 
 

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_svc.core.errors import NeverFitsError, QueueFullError
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.submission import most_blocks
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
 
@@ -39,13 +40,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["a", "a", "b"]),
         max_tokens=st.integers(1, 20),
         stop=st.sets(st.integers(0, 49), max_size=3),
+        num_sequences=st.sampled_from([1, 1, 2, 3]),
     )
-    def arrive(self, prompt_len, shared, tenant, max_tokens, stop):
+    def arrive(self, prompt_len, shared, tenant, max_tokens, stop, num_sequences):
         """A prompt whose first `shared` tokens are those of all others."""
         handle = len(self.requests) + len(self.aborted)
         prompt = [0] * min(shared, prompt_len) + [handle % 50] * max(prompt_len - shared, 0)
-        request = make_request(handle, prompt=prompt, tenant=tenant, max_tokens=max_tokens, stop=frozenset(stop))
-        fits = request.max_len <= self.driver.scheduler.max_len
+        request = make_request(
+            handle,
+            prompt=prompt,
+            tenant=tenant,
+            max_tokens=max_tokens,
+            stop=frozenset(stop),
+            num_sequences=num_sequences,
+        )
+        config = self.driver.scheduler.config
+        fits = (
+            request.max_len <= config.max_len
+            and num_sequences <= config.max_num_seqs
+            and most_blocks(request, config.block_size) <= config.num_blocks
+        )
         try:
             self.driver.submit(request)
         except NeverFitsError:
@@ -85,15 +99,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.driver.check()
         for handle, request in self.requests.items():
-            output = self.driver.outputs[handle]
-            assert output == expected_output(request)[: len(output)]
+            for index in range(request.num_sequences):
+                output = self.driver.samples[handle, index]
+                assert output == expected_output(request, index)[: len(output)]
 
     def teardown(self):
         if not hasattr(self, "driver"):
             return
         self.driver.run_until_idle()
         for handle, request in self.requests.items():
-            assert self.driver.outputs[handle] == expected_output(request)
+            for index in range(request.num_sequences):
+                assert self.driver.samples[handle, index] == expected_output(request, index)
         assert self.driver.finished == set(self.requests)
         assert self.driver.scheduler.blocks.pool.num_used == 0
 

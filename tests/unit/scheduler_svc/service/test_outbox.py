@@ -2,8 +2,9 @@ import asyncio
 
 from quire.arrays import decode_int32
 from quire.rpc.errors import ResourceExhausted
+from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.request import Handle
-from scheduler_svc.core.step_plan import ClientEvents, PositionLogprobs, TokenLogprob
+from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.gateway_convert import events_message
 from scheduler_svc.service.outbox import Outbox
 

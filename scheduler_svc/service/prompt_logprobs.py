@@ -1,0 +1,88 @@
+"""Log probabilities of prompt tokens, on their way from the worker's rows to the gateways' requests.
+
+They pass the core by: nothing is decided by them. They reach a gateway before the first generated token of their
+request, so a sequence that has output is never asked for them again (`worker_convert`). A prompt that is computed again
+before that is reported again, and the gateway takes each position once.
+"""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
+from scheduler_svc.core.request import ClientId, Handle, Request
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedPosition:
+    """What the worker says of one prompt token, which the scheduler knows: log probability, rank, most likely ones."""
+
+    logprob: float
+    rank: int
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPromptLogprobs:
+    """Consecutive prompt tokens of a row."""
+
+    row: int
+    first_position: int
+    positions: SequenceOf[JudgedPosition]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Consecutive prompt tokens of a request."""
+
+    handle: Handle
+    first_position: int
+    positions: SequenceOf[PositionLogprobs]
+
+
+class PromptLogprobsRouter:
+    """Knows, for each step in flight, whose prompt is in the rows that were asked for log probabilities."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, Request] = {}
+        self._by_step: dict[int, Mapping[int, Request]] = {}
+
+    def planned(self, plan: StepPlan, rows: RowTable) -> None:
+        """A step goes out. To be called before anything else changes the rows."""
+        for row in plan.release.tolist():
+            self._asked.pop(row, None)
+        for assigned in plan.assign:
+            sequence = rows.sequences[assigned.row]
+            if assigned.sampling.prompt_logprobs is not None and sequence is not None:
+                self._asked[assigned.row] = sequence.request
+        if self._asked:
+            self._by_step[plan.step_id] = dict(self._asked)
+
+    def answered(self, step_id: int, reports: Iterable[RowPromptLogprobs]) -> dict[ClientId, list[PromptLogprobs]]:
+        """What the step's reports are to each client. Raises ValueError for a report that nobody can have asked for."""
+        asked = self._by_step.pop(step_id, {})
+        routed: dict[ClientId, list[PromptLogprobs]] = {}
+        for report in reports:
+            request = asked.get(report.row)
+            if request is None:
+                raise ValueError(f"step {step_id} reports prompt logprobs of row {report.row}, which was not asked")
+            routed.setdefault(request.key.client, []).append(_of_request(request, report))
+        return routed
+
+    def clear(self) -> None:
+        """Forgets all steps, as when a worker was lost."""
+        self._asked.clear()
+        self._by_step.clear()
+
+
+def _of_request(request: Request, report: RowPromptLogprobs) -> PromptLogprobs:
+    first, end = report.first_position, report.first_position + len(report.positions)
+    if not 1 <= first <= end <= len(request.prompt):
+        raise ValueError(f"row {report.row} reports positions {first} to {end} of {len(request.prompt)} prompt tokens")
+    positions = [
+        PositionLogprobs(TokenLogprob(token_id, each.logprob, each.rank), each.top)
+        for token_id, each in zip(request.prompt[first:end], report.positions, strict=True)
+    ]
+    return PromptLogprobs(request.key.handle, first, positions)

@@ -1,0 +1,84 @@
+"""Several samples of one prompt through all processes."""
+
+import asyncio
+
+import pytest_asyncio
+
+from quire.client import ChatMessage, FinishReason, GenerationOptions, SequenceFinished, TokenChunk
+from tests.support.serving import Served, serving
+
+PROMPT = "Once upon a time"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def served():
+    # Few blocks, so that groups are preempted when they run together.
+    async with serving(num_gpu_blocks=64, dtype="float32") as running:
+        yield running
+
+
+async def test_n_samples_come_with_their_index_and_the_first_is_what_n_1_gives(served: Served):
+    options = GenerationOptions(temperature=1.0, seed=5, max_tokens=30)
+    one = await served.client.generate(PROMPT, options)
+    four = await served.client.generate(PROMPT, GenerationOptions(temperature=1.0, seed=5, max_tokens=30, n=4))
+    assert [sequence.index for sequence in four.sequences] == [0, 1, 2, 3]
+    assert four.sequences[0].text == one.text
+    assert len({sequence.text for sequence in four.sequences}) == 4
+    assert four.usage.prompt_tokens == one.usage.prompt_tokens
+
+
+async def test_groups_get_together_what_each_gets_alone(served: Served):
+    options = [
+        GenerationOptions(temperature=float(i % 3 > 0), seed=i, max_tokens=60 + i, n=1 + i % 4, ignore_eos=True)
+        for i in range(12)
+    ]
+    alone = [await served.client.generate(f"{PROMPT}, story {i % 5}", each) for i, each in enumerate(options)]
+    before = (await served.state()).preemptions
+    crowd = await asyncio.gather(
+        *(served.client.generate(f"{PROMPT}, story {i % 5}", each) for i, each in enumerate(options))
+    )
+    assert (await served.state()).preemptions > before
+    texts = [[sequence.text for sequence in generation.sequences] for generation in alone]
+    assert [[sequence.text for sequence in generation.sequences] for generation in crowd] == texts
+
+
+async def test_a_stream_has_one_end_for_each_sequence(served: Served):
+    options = GenerationOptions(temperature=1.0, seed=3, max_tokens=20, n=3)
+    whole = await served.client.generate(PROMPT, options)
+    texts = {0: "", 1: "", 2: ""}
+    ends = []
+    async with served.client.generate_stream(PROMPT, options) as stream:
+        async for event in stream:
+            if isinstance(event, TokenChunk):
+                texts[event.sequence_index] += event.text
+            if isinstance(event, SequenceFinished):
+                ends.append(event.sequence_index)
+    assert [texts[index] for index in range(3)] == [sequence.text for sequence in whole.sequences]
+    assert sorted(ends) == [0, 1, 2]
+
+
+async def test_a_stop_string_ends_one_sequence_and_the_others_go_on(served: Served):
+    options = GenerationOptions(temperature=1.0, seed=9, max_tokens=50, n=3, ignore_eos=True)
+    whole = await served.client.generate(PROMPT, options)
+    stop = whole.sequences[1].text[30:38]
+    stopped = await served.client.generate(
+        PROMPT, GenerationOptions(temperature=1.0, seed=9, max_tokens=50, n=3, ignore_eos=True, stop=[stop])
+    )
+    for before, after in zip(whole.sequences, stopped.sequences, strict=True):
+        assert after.text == before.text.split(stop)[0]
+    assert stopped.sequences[1].finish_reason == FinishReason.STOP
+
+
+async def test_best_of_returns_the_likeliest_of_the_samples(served: Served):
+    message = [ChatMessage("user", "Tell me a story about a fox named Pip.")]
+    options = GenerationOptions(temperature=1.0, seed=2, max_tokens=24, n=6, logprobs=0, ignore_eos=True)
+    samples = (await served.client.chat(message, options)).sequences
+    mean = {
+        sequence.text: sum(entry.chosen.logprob for entry in sequence.logprobs) / len(sequence.logprobs)
+        for sequence in samples
+    }
+    best = sorted(mean, key=lambda text: -mean[text])[:2]
+    options = GenerationOptions(temperature=1.0, seed=2, max_tokens=24, n=2, best_of=6, ignore_eos=True)
+    picked = await served.client.chat(message, options)
+    assert [sequence.text for sequence in picked.sequences] == best
+    assert picked.usage.generated_tokens == 6 * 24
