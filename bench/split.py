@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,9 @@ class _OneProcess:
 
     def __enter__(self) -> "_OneProcess":
         command = [sys.executable, *sys.orig_argv[1:], *self._flags]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # OpenMP's threads wait as those of a worker do (ADR 0005).
+        environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
         self._read()
         return self
 

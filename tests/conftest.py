@@ -4,6 +4,8 @@ import os
 
 # Set before torch is imported anywhere: test machines are small, and kernels of tiny models gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# gRPC's own log tells of every peer that goes away, in the middle of pytest's output.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # Nothing in the tests may reach for a model or a tokenizer over the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
