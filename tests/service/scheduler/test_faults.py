@@ -1,0 +1,188 @@
+"""The scheduler service when gateways and workers leave, hang, come back, or are slow."""
+
+import grpc
+import pytest
+from google.rpc import code_pb2
+
+from quire.rpc.errors import from_rpc_error
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.scheduler_process import (
+    GatewayStream,
+    expected_tokens,
+    make_submit,
+    running_scheduler,
+    state_of,
+    until,
+    wait_attached,
+    wait_nothing_in_use,
+)
+
+
+async def test_a_gateway_that_leaves_has_its_requests_aborted_after_the_grace_period(scheduler):
+    stream, _ = await GatewayStream.open(scheduler, grace_period_ms=0)
+    await stream.submit(make_submit(1, max_tokens=1000))
+    await stream.read()
+    stream.close()
+    await wait_nothing_in_use(scheduler)
+
+
+async def test_a_gateway_that_comes_back_resubmits_and_the_old_stream_ends(scheduler):
+    first, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
+    await first.submit(make_submit(1, max_tokens=900))
+    while len(first.outputs[1]) < 5:
+        await first.read()
+    emitted = first.outputs[1][:5]
+    first.close()
+    second, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
+    await second.submit(make_submit(1, max_tokens=40, emitted=emitted))
+    await second.read_until_over(1)
+    assert second.outputs[1] == expected_tokens(1, max_tokens=40)
+    state = await state_of(scheduler)
+    assert (state.running_requests, state.waiting_requests) == (0, 0)
+    second.close()
+
+
+async def test_a_poisoned_request_fails_alone(worker, tmp_path):
+    worker.config = FakeWorkerConfig(failing_seeds=frozenset([1]))
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1))
+        await stream.submit(make_submit(2))
+        await stream.read_until_over(1, 2)
+        assert (stream.failed[1].code, stream.failed[1].reason) == (code_pb2.INTERNAL, "NON_FINITE_LOGITS")
+        assert stream.outputs[2] == expected_tokens(2)
+        await wait_nothing_in_use(stub)
+        stream.close()
+
+
+async def test_a_lost_worker_is_a_pause_and_nothing_else(tmp_path):
+    address = f"unix:{tmp_path / 'w.sock'}"
+    worker = FakeWorker(FakeWorkerConfig(step_seconds=0.005))
+    await worker.start(address)
+    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        for handle in range(1, 6):
+            await stream.submit(make_submit(handle, max_tokens=60))
+        while len(stream.outputs[1]) < 10:
+            await stream.read()
+        await worker.stop()
+        successor = FakeWorker(FakeWorkerConfig(num_blocks=128))
+        await successor.start(address)
+        await stream.read_until_over(*range(1, 6))
+        for handle in range(1, 6):
+            assert stream.outputs[handle] == expected_tokens(handle, max_tokens=60)
+        await wait_nothing_in_use(stub)
+        assert (await state_of(stub)).gpu_pool.total_blocks == 128
+        stream.close()
+        await successor.stop()
+
+
+async def test_requests_that_no_longer_fit_after_the_worker_came_back_smaller_fail_clearly(tmp_path):
+    address = f"unix:{tmp_path / 'w.sock'}"
+    worker = FakeWorker(FakeWorkerConfig(step_seconds=0.005))
+    await worker.start(address)
+    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, max_tokens=500))
+        await stream.submit(make_submit(2, max_tokens=40))
+        await stream.read()
+        await worker.stop()
+        successor = FakeWorker(FakeWorkerConfig(num_blocks=4))
+        await successor.start(address)
+        await stream.read_until_over(1, 2)
+        assert stream.failed[1].reason == "POOL_SHRANK"
+        assert stream.outputs[2] == expected_tokens(2, max_tokens=40)
+        stream.close()
+        await successor.stop()
+
+
+async def test_a_worker_that_hangs_is_given_up_after_the_step_timeout(worker, tmp_path):
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, step_timeout=0.3) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, max_tokens=20))
+        await stream.read()
+        worker.hang.set()
+        await stream.submit(make_submit(2, max_tokens=900))
+
+        async def detached() -> bool:
+            return (await state_of(stub)).scheduler_epoch > epoch
+
+        epoch = (await state_of(stub)).scheduler_epoch
+        await until(detached)
+        worker.hang.clear()
+        await stream.read_until_over(1, 2)
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=20)
+        assert stream.outputs[2] == expected_tokens(2, max_tokens=900)
+        stream.close()
+
+
+async def test_connect_is_unavailable_until_a_worker_is_attached(tmp_path):
+    async with running_scheduler(str(tmp_path / "s.sock"), f"unix:{tmp_path / 'nobody.sock'}") as stub:
+        call = stub.Connect()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert from_rpc_error(caught.value).reason == "NO_WORKER"
+
+
+async def test_drain_waits_for_live_requests_and_refuses_new_ones(worker, tmp_path):
+    worker.config = FakeWorkerConfig(step_seconds=0.005)
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, max_tokens=40))
+        await stream.read()
+        drain = stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=5_000))
+
+        async def draining() -> bool:
+            return (await state_of(stub)).draining
+
+        await until(draining)
+        await stream.submit(make_submit(2))
+        await stream.read_until_over(1, 2)
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=40)
+        assert stream.failed[2].code == code_pb2.UNAVAILABLE
+        assert (await drain).remaining_requests == 0
+        stream.close()
+
+
+async def test_a_gateway_that_does_not_read_holds_up_no_step_and_gets_everything_later(scheduler):
+    slow, _ = await GatewayStream.open(scheduler, "gateway-slow")
+    quick, _ = await GatewayStream.open(scheduler, "gateway-quick")
+    for handle in range(1, 65):
+        await slow.submit(make_submit(handle, max_tokens=400))
+    await quick.submit(make_submit(1, max_tokens=100))
+    await quick.read_until_over(1)
+    await wait_nothing_in_use(scheduler)
+    assert not any(slow.outputs.values())
+    await slow.read_until_over(*range(1, 65))
+    assert slow.outputs == {handle: expected_tokens(handle, max_tokens=400) for handle in range(1, 65)}
+    slow.close()
+    quick.close()
+
+
+async def test_gateways_are_told_when_the_worker_is_lost_and_when_it_is_back(tmp_path):
+    address = f"unix:{tmp_path / 'w.sock'}"
+    worker = FakeWorker()
+    await worker.start(address)
+    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub, "gateway-a")
+        await worker.stop()
+        await stream.read()
+        assert stream.readiness == [False]
+        late, _ = await GatewayStream.open(stub, "gateway-b")
+        await late.read()
+        assert late.readiness == [False]
+        successor = FakeWorker()
+        await successor.start(address)
+        await stream.read()
+        await late.read()
+        assert stream.readiness == late.readiness == [False, True]
+        stream.close()
+        late.close()
+        await successor.stop()
