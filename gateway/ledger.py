@@ -130,6 +130,11 @@ class Ledger:
             live = self._expected(replica, completion.handle)
             if live is not None:
                 live.complete(completion)
+        for end in batch.ended:
+            live = self._expected(replica, end.handle)
+            # A completion comes together with the last end; where there is none, none will come.
+            if live is not None and live.end_if_all_ended():
+                outcome.ended_here.append(live)
         for failure in batch.failed:
             live = self._expected(replica, failure.handle)
             if live is not None:

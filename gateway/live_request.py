@@ -74,9 +74,7 @@ class LiveRequest:
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
             self._news.set()
-        if all(stream.finished is not None for stream in self.sequences) and not self.is_over:
-            self._usage = self._own_usage()
-            self._end()
+        self.end_if_all_ended()
         return was_running and stream.finished is not None
 
     def accept_prompt(self, run: PromptRun) -> None:
@@ -107,6 +105,17 @@ class LiveRequest:
         self._usage = end.usage
         self._end()
 
+    def end_if_all_ended(self) -> bool:
+        """Ends the request where all its sequences have ended and the scheduler will not say so; tells whether it did.
+
+        So it is when a stop string ended the last of them here, while the end of the others was on its way.
+        """
+        if self.is_over or any(stream.finished is None for stream in self.sequences):
+            return False
+        self._usage = self._own_usage()
+        self._end()
+        return True
+
     def settle(self) -> None:
         """Ends sequences that have all their tokens, and the request if it has all its sequences.
 
@@ -114,9 +123,7 @@ class LiveRequest:
         """
         for stream in self.sequences:
             stream.end_if_complete(self.request.stopping.max_tokens)
-        if all(stream.finished is not None for stream in self.sequences) and not self.is_over:
-            self._usage = self._own_usage()
-            self._end()
+        self.end_if_all_ended()
 
     def fail(self, error: QuireError) -> None:
         """Ends the request by an error, which its reader gets. No effect when it is over."""

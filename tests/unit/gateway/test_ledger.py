@@ -30,7 +30,7 @@ def ids_of(text):
     return byte_level().encode(text, add_special_tokens=False).ids
 
 
-def make_request(request_id="a", stop=()):
+def make_request(request_id="a", stop=(), num_sequences=1):
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=np.array([5, 6, 7], np.int32),
@@ -40,6 +40,8 @@ def make_request(request_id="a", stop=()):
         include_special_tokens=False,
         priority=0,
         ignore_eos=False,
+        num_sequences=num_sequences,
+        best_of=num_sequences,
     )
 
 
@@ -235,3 +237,19 @@ def test_missing_prompt_positions_are_a_gap():
     live = open_live(ledger)
     with pytest.raises(TokenGapError, match="prompt logprobs"):
         ledger.apply(REPLICA, prompt_run(live, 2, 1))
+
+
+async def test_a_stop_string_in_one_sequence_while_the_end_of_the_other_is_on_its_way_ends_the_request():
+    ledger = Ledger(max_chunk_tokens=100)
+    live = open_live(ledger, stop=["the"], num_sequences=2)
+    stopped = ids_of("the")
+    outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 1, 0, stopped)]))
+    assert outcome.sequences_ended_here == [(live, 1)]
+    # The scheduler ended sequence 0 before it was told to end sequence 1, with which the request ended there silently.
+    last = make_batch(
+        [TokenRun(live.handle, 0, 0, [60, 61])], [SequenceEnded(live.handle, 0, 2, FinishReason.LENGTH, None, None)]
+    )
+    assert ledger.apply(REPLICA, last).ended_here == [live]
+    sequences, usage = await live.result()
+    assert [sequence.finished.reason for sequence in sequences] == [FinishReason.LENGTH, FinishReason.STOP]
+    assert usage.generated_tokens == 2 + len(stopped)
