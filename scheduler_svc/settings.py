@@ -17,6 +17,18 @@ class SchedulerSettings:
     max_waiting_requests: int = setting(1024, "most requests that wait; more are refused", minimum=1)
     max_waiting_tokens: int = setting(1_000_000, "most prompt tokens that wait; more are refused", minimum=1)
     watermark: float = setting(0.01, "share of the blocks that admission leaves free", minimum=0, maximum=0.9)
+    policy: str = setting(
+        "fcfs",
+        "who goes first: first come, first served; by priority; or tenants in equal shares",
+        choices=("fcfs", "priority", "fair"),
+    )
+    preemption_mode: str = setting(
+        "auto",
+        "how preempted requests give blocks back: swap to host memory, recompute, or by what they are",
+        choices=("auto", "swap", "recompute"),
+    )
+    pin_quota: float = setting(0.25, "share of the blocks that one tenant's pins may hold", minimum=0, maximum=1)
+    max_pinned: float = setting(0.5, "share of the blocks that all pins may hold", minimum=0, maximum=1)
     max_steps_in_flight: int = setting(2, "steps that workers have before the first is answered", minimum=1, maximum=4)
     step_timeout: float = setting(
         60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1, metavar="SECONDS"

@@ -33,14 +33,17 @@ class BlockManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, sequences: SequenceOf[Sequence]) -> CanAllocate:
-        """Whether `allocate` of these sequences would succeed now, later, or never."""
+    def can_allocate(self, sequences: SequenceOf[Sequence], *, alone: bool = False) -> CanAllocate:
+        """Whether `allocate` of these sequences would succeed now, later, or never. The watermark is left free unless
+        they would run `alone`, when it protects nobody."""
         needed, total = self._needed(sequences)
         if total > self.pool.num_blocks:
             return CanAllocate.NEVER
-        # With an empty pool the watermark protects nobody.
-        reserve = self._watermark_blocks if self.pool.num_used else 0
-        return CanAllocate.OK if needed + reserve <= self.pool.num_free else CanAllocate.LATER
+        return CanAllocate.OK if self.has_room(needed, alone=alone) else CanAllocate.LATER
+
+    def has_room(self, num_blocks: int, *, alone: bool = False) -> bool:
+        """Whether a group that takes this many free blocks may start."""
+        return num_blocks + (0 if alone else self._watermark_blocks) <= self.pool.num_free
 
     def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """Gives sequences without blocks those for all their tokens; returns for each how many tokens it need not
@@ -117,10 +120,14 @@ class BlockManager:
         self.pool.free(sequence.block_table)
         sequence.block_table = []
 
+    def hits(self, sequence: Sequence) -> list[BlockId]:
+        """The cached blocks that hold the start of the sequence."""
+        return self.pool.hits(self._shareable(sequence))
+
     def _shareable(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of the blocks that the sequence may take from others. At least one token is left to compute, so that
         there are logits."""
-        if not sequence.request.uses_prefix_cache:
+        if not sequence.uses_prefix_cache:
             return []
         num_blocks = (sequence.num_tokens - 1) // self.block_size
         return sequence.prefix_hashes.first(num_blocks, sequence.token_ids)

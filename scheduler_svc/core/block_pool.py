@@ -22,8 +22,6 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"a pool needs at least 1 block, got {num_blocks}")
         self.num_blocks = num_blocks
         self._free = FreeQueue(num_blocks)
         self._ref_counts = [0] * num_blocks

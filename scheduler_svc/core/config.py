@@ -1,13 +1,36 @@
 """What bounds one replica."""
 
+import enum
 from dataclasses import dataclass
+
+
+class PolicyKind(enum.Enum):
+    """In which order groups are admitted and preempted; see `policy`."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    FAIR = "fair"
+
+
+class PreemptionMode(enum.Enum):
+    """How a preempted group gives its blocks back.
+
+    AUTO       one sequence is computed again, which costs little; several share blocks, which a swap keeps
+    SWAP       to host memory wherever there is room
+    RECOMPUTE  never to host memory
+    """
+
+    AUTO = "auto"
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Bounds of one replica. Raises ValueError when they contradict each other.
 
-    `max_model_len` is the model's own limit; `max_len` is the one that counts.
+    `max_model_len` is the model's own limit; `max_len` is the one that counts. `watermark` is the share of the blocks
+    that admission leaves free, `pin_quota` the share that one tenant's pins may hold, `max_pinned` that of all pins.
     """
 
     num_blocks: int
@@ -18,6 +41,11 @@ class SchedulerConfig:
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1_000_000
     watermark: float = 0.01
+    num_host_blocks: int = 0
+    policy: PolicyKind = PolicyKind.FCFS
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    pin_quota: float = 0.25
+    max_pinned: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
@@ -28,8 +56,13 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence takes one token of a step"
             )
+        if self.num_host_blocks < 0:
+            raise ValueError(f"num_host_blocks is {self.num_host_blocks}, must not be negative")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}, must be in [0, 1)")
+        for name in ("pin_quota", "max_pinned"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be in [0, 1]")
 
     @property
     def max_len(self) -> int:

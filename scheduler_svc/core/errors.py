@@ -3,6 +3,7 @@
 RefusedError(ValueError)
 ├── NeverFitsError     the request could not run even with the whole pool to itself
 ├── QueueFullError     too much is waiting; come back later
+├── PinQuotaError      too many blocks are pinned
 └── DuplicateKeyError  the client has a live request with this handle
 """
 
@@ -17,6 +18,10 @@ class NeverFitsError(RefusedError):
 
 class QueueFullError(RefusedError):
     """Too many requests or tokens are waiting."""
+
+
+class PinQuotaError(RefusedError):
+    """The tenant, or all tenants together, would pin too many blocks."""
 
 
 class DuplicateKeyError(RefusedError):

@@ -1,8 +1,10 @@
 """Collects what a step's result meant for each client."""
 
+from collections.abc import Sequence as SequenceOf
+
 from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.request import ClientId
-from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core.sequence import BeamGroup, FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 
 
@@ -25,7 +27,9 @@ class EventLog:
             self._of(sequence.request.key.client).finished.append(_sequence_end(sequence, sequence.index, reason))
 
     def request_end(self, group: SequenceGroup) -> None:
-        if group.request.selects:
+        if group.beams is not None:
+            self._deliver_hypotheses(group, group.beams)
+        elif group.request.selects:
             self._deliver_best(group)
         key = group.request.key
         self._of(key.client).completed.append(RequestEnd(key.handle, usage_of(group)))
@@ -35,12 +39,32 @@ class EventLog:
         ranked = sorted(group.sequences, key=lambda each: -each.cumulative_logprob / each.num_output_tokens)
         wants_logprobs = group.request.sampling.logprobs is not None
         for index, sequence in enumerate(ranked[: group.request.num_returned]):
-            output = sequence.token_ids[len(group.request.prompt) :]
-            for offset, token_id in enumerate(output):
-                self._emit(sequence, index, offset, token_id, sequence.held_back[offset] if wants_logprobs else None)
+            self._emit_all(sequence, index, sequence.output, sequence.held_back if wants_logprobs else None)
             assert sequence.finish_reason is not None
             end = _sequence_end(sequence, index, sequence.finish_reason)
             self._of(group.request.key.client).finished.append(end)
+
+    def _deliver_hypotheses(self, group: SequenceGroup, beams: BeamGroup) -> None:
+        """What the search found, best first."""
+        key = group.request.key
+        for index, hypothesis in enumerate(beams.search.best()[: group.request.num_returned]):
+            self._emit_all(group.sequences[0], index, hypothesis.token_ids, beams.logprobs.get(hypothesis))
+            self._of(key.client).finished.append(
+                SequenceEnd(
+                    handle=key.handle,
+                    sequence_index=index,
+                    num_tokens=len(hypothesis.token_ids),
+                    reason=FinishReason.STOP if hypothesis.ended_by_token else FinishReason.LENGTH,
+                    stop_token_id=hypothesis.token_ids[-1] if hypothesis.ended_by_token else None,
+                    cumulative_logprob=hypothesis.cumulative_logprob,
+                )
+            )
+
+    def _emit_all(
+        self, sequence: Sequence, index: int, output: SequenceOf[int], logprobs: list[PositionLogprobs] | None
+    ) -> None:
+        for offset, token_id in enumerate(output):
+            self._emit(sequence, index, offset, token_id, None if logprobs is None else logprobs[offset])
 
     def _emit(
         self, sequence: Sequence, index: int, offset: int, token_id: int, logprobs: PositionLogprobs | None
@@ -82,10 +106,12 @@ def usage_of(group: SequenceGroup) -> Usage:
     started = line.arrived if line.started is None else line.started
     first = started if line.first_token is None else line.first_token
     last = first if line.last_token is None else line.last_token
+    sampled = sum(sequence.num_output_tokens for sequence in group.sequences)
+    generated = sampled if group.beams is None else group.beams.num_generated
     return Usage(
         prompt_tokens=len(group.request.prompt),
         cached_tokens=group.cached_tokens or 0,
-        generated_tokens=sum(sequence.num_output_tokens for sequence in group.sequences),
+        generated_tokens=generated,
         preemptions=group.preemptions,
         queue_s=started - line.arrived,
         prefill_s=first - started,

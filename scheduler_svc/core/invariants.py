@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+from scheduler_svc.core.block import BlockId
+from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.prefix_cache import block_hash, root_hash
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
@@ -14,10 +16,14 @@ class InvariantViolationError(AssertionError):
 def check(scheduler: Scheduler) -> None:
     """Raises InvariantViolationError that names what does not hold."""
     running = [sequence for group in scheduler.running for sequence in group.sequences]
+    swapped = [sequence for group in scheduler.swapped for sequence in group.sequences]
     waiting = [sequence for group in scheduler.waiting for sequence in group.sequences]
-    _check_pool(scheduler, running)
+    _check_pool(scheduler.blocks.pool, [*(each.block_table for each in running), *scheduler.pins.held_tables()])
+    _check_pool(scheduler.swap_space.pool, [each.block_table for each in swapped])
     _check_seals(scheduler, running)
+    _check_pins(scheduler)
     _check_waiting(waiting)
+    _check_swapped(scheduler, swapped)
     _check_occupancy(scheduler, running)
     _check_rows(scheduler, [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING])
     _check_order(scheduler)
@@ -28,10 +34,9 @@ def _require(condition: bool, message: str) -> None:
         raise InvariantViolationError(message)
 
 
-def _check_pool(scheduler: Scheduler, running: list[Sequence]) -> None:
-    pool = scheduler.blocks.pool
+def _check_pool(pool: BlockPool, tables: list[list[BlockId]]) -> None:
     free = pool.free_blocks()
-    held = Counter(block for sequence in running for block in sequence.block_table)
+    held = Counter(block for table in tables for block in table)
     _require(len(set(free)) == len(free), "a block is free twice")
     _require(not held.keys() & set(free), f"blocks {sorted(held.keys() & set(free))} are both free and held")
     _require(
@@ -61,6 +66,29 @@ def _check_waiting(waiting: list[Sequence]) -> None:
         _require(not sequence.block_table and sequence.row is None, f"{name} waits and holds blocks or a row")
 
 
+def _check_pins(scheduler: Scheduler) -> None:
+    pool, pins = scheduler.blocks.pool, scheduler.pins
+    for pin in pins:
+        _require(not pin.is_held or pool.hits(pin.hashes) == pin.blocks, f"pin {pin.pin_id}: its blocks are not cached")
+        is_live = any(group.request.key == pin.key for group in scheduler.groups())
+        _require(pin.is_held != is_live, f"pin {pin.pin_id}: held {pin.is_held}, being computed {is_live}")
+    held = {block for table in pins.held_tables() for block in table}
+    _require(len(held) == pins.num_pinned, f"{len(held)} blocks are pinned, {pins.num_pinned} are counted")
+
+
+def _check_swapped(scheduler: Scheduler, swapped: list[Sequence]) -> None:
+    for sequence in swapped:
+        name = sequence.request.request_id
+        _require(sequence.row is None, f"{name}: is swapped and has a row")
+        if sequence.status is not SequenceStatus.SWAPPED:
+            _require(not sequence.block_table, f"{name}: holds blocks and is not swapped")
+            continue
+        slots = len(sequence.block_table) * scheduler.config.block_size
+        kept = sequence.num_swapped_tokens
+        _require(0 < kept < sequence.num_tokens, f"{name}: {kept} of {sequence.num_tokens} tokens are swapped")
+        _require(0 <= slots - kept < scheduler.config.block_size, f"{name}: {kept} swapped tokens in {slots} slots")
+
+
 def _check_occupancy(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     rows = scheduler.rows
     occupied = [row for row, sequence in enumerate(rows.sequences) if sequence is not None]
@@ -86,7 +114,8 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
         planned, computed = int(rows.num_tokens[row]), int(rows.num_computed[row])
         _require(rows.sequences[row] is sequence, f"{name}: row {row} holds another sequence")
         _require(bool(rows.active[row]), f"{name}: row {row} is not active")
-        _require(planned == sequence.num_tokens + in_flight[row], f"{name}: {planned} planned tokens do not add up")
+        to_come = 0 if rows.dependent[row] else in_flight[row]
+        _require(planned == sequence.num_tokens + to_come, f"{name}: {planned} planned tokens do not add up")
         _require(computed <= planned, f"{name}: {computed} computed of {planned} tokens")
         slots = len(sequence.block_table) * scheduler.config.block_size
         _require(rows.num_slots[row] == slots, f"{name}: {rows.num_slots[row]} slots recorded, the table has {slots}")
@@ -96,5 +125,6 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
 
 
 def _check_order(scheduler: Scheduler) -> None:
-    arrivals = [group.arrival for group in scheduler.groups()]
-    _require(arrivals == sorted(arrivals), f"groups are out of order: {arrivals}")
+    for queue in (scheduler.running, scheduler.swapped, scheduler.waiting):
+        ranks = [group.rank for group in queue]
+        _require(ranks == sorted(set(ranks)), f"groups are out of order: {ranks}")

@@ -40,3 +40,10 @@ class PrefixHashes:
             self._parent = block_hash(self._parent, block)
             self._hashes.append(self._parent)
         return self._hashes[:count]
+
+    def copy(self) -> "PrefixHashes":
+        """For a sequence that forks: the same so far, going its own way from here."""
+        twin = object.__new__(PrefixHashes)
+        twin._hashes = list(self._hashes)
+        twin._parent, twin._block_size = self._parent, self._block_size
+        return twin

@@ -5,6 +5,11 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NewType
 
+from scheduler_svc.core.beam import BeamParameters, num_candidates
+
+MAX_PRIORITY = 100
+"""Priorities are from the negative of this to this; higher goes first."""
+
 ClientId = NewType("ClientId", int)
 """One connection of a gateway."""
 
@@ -22,7 +27,7 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How the worker draws a sequence's tokens. The core carries it; it looks at nothing but the two `logprobs`."""
+    """How the worker draws a sequence's tokens. The core carries it, and looks only at what it reports."""
 
     seed: int
     temperature: float = 0.0
@@ -44,6 +49,8 @@ class RowSampling:
     min_tokens: int = 0
     """None of `stop_token_ids` is drawn before this many output tokens."""
     stop_token_ids: SequenceOf[int] = ()
+    num_candidates: int | None = None
+    """Draw no token, report this many of the most likely ones: the scheduler chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +66,10 @@ class Request:
     """A prompt, how many sequences to sample from it, and when to stop.
 
     `num_sequences` are sampled (`best_of`), of which the `num_returned` (`n`) with the highest mean log probability are
-    delivered. `emitted` is empty, or holds for each sequence what an earlier scheduler produced: generation goes on
-    after it and counts it against `max_tokens`. `stop_token_ids` holds the model's eos ids too. Cached prefixes are
-    shared within a tenant.
+    delivered. With `beam`, sequences are the beams of a search, as many as it is wide, and the `num_returned` best
+    hypotheses are delivered. `emitted` is empty, or holds for each sequence what an earlier scheduler produced:
+    generation goes on after it and counts it against `max_tokens`. `stop_token_ids` holds the model's eos ids too.
+    Cached prefixes are shared within a tenant.
     """
 
     key: RequestKey
@@ -74,27 +82,26 @@ class Request:
     tenant: str = ""
     num_sequences: int = 1
     num_returned: int = 1
+    priority: int = 0
+    beam: BeamParameters | None = None
 
     @property
     def selects(self) -> bool:
         """Whether sequences are dropped at the end, so that none can be delivered before."""
-        return self.num_returned < self.num_sequences
+        return self.num_returned < self.num_sequences or self.beam is not None
 
     @property
     def max_len(self) -> int:
         """Tokens of the sequence, prompt and output, at which it ends at the latest."""
         return len(self.prompt) + self.max_tokens
 
-    @property
-    def uses_prefix_cache(self) -> bool:
-        """Whether cached blocks may stand in for computing the prompt. They have no logits, which prompt log
-        probabilities need."""
-        return self.sampling.prompt_logprobs is None
-
     def sampling_of(self, index: int) -> RowSampling:
         """How the sequence with this index draws: the first as a request of one sequence would, the others each with a
-        seed of their own that follows from the request's."""
+        seed of their own that follows from the request's. Beams draw nothing."""
         sampling = self.sampling
+        if self.beam is not None:
+            needed = num_candidates(self.beam.width, len(self.stop_token_ids))
+            return replace(sampling, num_candidates=max(needed, sampling.logprobs or 0), logprobs=None)
         if self.selects and sampling.logprobs is None:
             sampling = replace(sampling, logprobs=0)
         return sampling if index == 0 else replace(sampling, seed=sequence_seed(sampling.seed, index))

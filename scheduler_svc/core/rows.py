@@ -19,9 +19,10 @@ class RowTable:
     num_slots     int64: slots of the sequence's block table
     num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
     max_len       int64: the sequence ends at this many tokens; the last one is never computed
-    arrival       int64: arrival number of the group
-    prefills      bool: nothing was sampled since the sequence entered the row
+    rank          int64: rank of the group
+    prefills      bool: the row still computes what it came with, in chunks; it samples with the last one
     shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
+    dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
     incarnation   int64: rises whenever the row is released, so that results for its past are told apart
     """
 
@@ -33,9 +34,10 @@ class RowTable:
         self.num_slots = np.zeros(max_num_rows, dtype=np.int64)
         self.num_sealed = np.zeros(max_num_rows, dtype=np.int64)
         self.max_len = np.zeros(max_num_rows, dtype=np.int64)
-        self.arrival = np.zeros(max_num_rows, dtype=np.int64)
+        self.rank = np.zeros(max_num_rows, dtype=np.int64)
         self.prefills = np.zeros(max_num_rows, dtype=bool)
         self.shares_tail = np.zeros(max_num_rows, dtype=bool)
+        self.dependent = np.zeros(max_num_rows, dtype=bool)
         self.incarnation = np.zeros(max_num_rows, dtype=np.int64)
         self._free = list(range(max_num_rows))
 
@@ -43,36 +45,48 @@ class RowTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def assign(self, sequence: Sequence, arrival: int, block_size: int, num_cached: int) -> None:
-        """Puts a sequence into the lowest free row. Its first `num_cached` tokens are computed."""
-        row = self._occupy(sequence, arrival)
+    def assign(self, sequence: Sequence, rank: int, block_size: int, num_computed: int, num_sealed: int) -> int:
+        """Puts a sequence into the lowest free row, which it returns. Its first `num_computed` tokens are computed."""
+        row = self._occupy(sequence, rank)
         self.active[row] = True
         self.num_tokens[row] = sequence.num_tokens
-        self.num_computed[row] = num_cached
+        self.num_computed[row] = num_computed
         self.num_slots[row] = len(sequence.block_table) * block_size
-        self.num_sealed[row] = num_cached // block_size
-        self.prefills[row] = True
+        self.num_sealed[row] = num_sealed
+        # Whoever has only its newest token to compute, and forks none, goes on as a decode.
+        self.prefills[row] = not sequence.num_output_tokens or num_computed < sequence.num_tokens - 1
+        return row
 
-    def park(self, sequence: Sequence, arrival: int) -> None:
+    def park(self, sequence: Sequence, rank: int) -> None:
         """Keeps the lowest free row for a sequence that will fork from another."""
-        self._occupy(sequence, arrival)
+        self._occupy(sequence, rank)
 
     def fork(self, parent: int, child: int, block_size: int) -> None:
-        """The parked row `child` goes on from what the parent has planned to compute, which is all its tokens."""
+        """The row `child`, which no step in flight samples, goes on from what the parent has planned to compute, which
+        is all its tokens."""
         self.active[child] = True
         self.num_tokens[child] = self.num_computed[child] = self.num_tokens[parent]
         self.num_slots[child] = self.num_slots[parent]
         self.num_sealed[child] = self.num_sealed[parent]
         self.prefills[child] = False
-        if self.num_tokens[parent] % block_size:
-            self.shares_tail[[parent, child]] = True
+        self.shares_tail[[parent, child]] = self.num_tokens[parent] % block_size != 0
 
-    def _occupy(self, sequence: Sequence, arrival: int) -> int:
+    def sampled(self, rows: np.ndarray) -> None:
+        """A step was planned in which these rows sample."""
+        self.prefills[rows] = False
+        self.num_tokens[rows] += ~self.dependent[rows]
+
+    def chose(self, row: int) -> None:
+        """The scheduler gave a dependent row its next token."""
+        self.num_tokens[row] += 1
+
+    def _occupy(self, sequence: Sequence, rank: int) -> int:
         row = heapq.heappop(self._free)
         self.sequences[row] = sequence
         self.max_len[row] = sequence.request.max_len
-        self.arrival[row] = arrival
+        self.rank[row] = rank
         self.shares_tail[row] = False
+        self.dependent[row] = sequence.request.beam is not None
         sequence.row = row
         return row
 
@@ -91,10 +105,10 @@ class RowTable:
         return np.flatnonzero(self._runnable() & ~self.prefills)
 
     def prefilling(self) -> np.ndarray:
-        """Rows that have not sampled yet, int64[n], in order of arrival; of one group, in order of their rows, so that
-        who computes a shared block comes before who reads it."""
+        """Rows that compute what they came with, int64[n], in order of rank; of one group, in order of their rows, so
+        that who computes a shared block comes before who reads it."""
         rows = np.flatnonzero(self._runnable() & self.prefills)
-        return rows[np.argsort(self.arrival[rows], kind="stable")]
+        return rows[np.argsort(self.rank[rows], kind="stable")]
 
     def sharing_tail(self) -> np.ndarray:
         """Decoding rows whose next token may go to a shared block, int64[n], rising."""

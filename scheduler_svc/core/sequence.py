@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.beam import BeamSearch, Candidates, Hypothesis
 from scheduler_svc.core.block import BlockId
 from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.prefix_cache import PrefixHashes
@@ -10,10 +11,11 @@ from scheduler_svc.core.request import EmittedSequence, Request
 
 
 class SequenceStatus(enum.Enum):
-    """WAITING -> RUNNING -> (WAITING again by recompute) -> RUNNING -> FINISHED."""
+    """WAITING -> RUNNING -> (SWAPPED | WAITING again by recompute) -> RUNNING -> FINISHED."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
+    SWAPPED = enum.auto()
     FINISHED = enum.auto()
 
 
@@ -29,8 +31,10 @@ class Sequence:
     """One line of text being generated.
 
     `token_ids` are prompt and output as far as results came back, without the tokens that steps in flight will sample.
-    `row` is its slot in the worker's batch, None unless it runs. Where sequences are selected at the end, log
-    probabilities are summed in `cumulative_logprob` and those to be delivered wait in `held_back`.
+    `row` is its slot in the worker's batch, None unless it runs or waits there to be forked. While it is swapped,
+    `block_table` names blocks of the host pool, which hold keys and values of its first `num_swapped_tokens` tokens.
+    Where sequences are selected at the end, log probabilities are summed in `cumulative_logprob` and those to be
+    delivered wait in `held_back`.
     """
 
     request: Request
@@ -39,6 +43,7 @@ class Sequence:
     prefix_hashes: PrefixHashes
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[BlockId] = field(default_factory=list)
+    num_swapped_tokens: int = 0
     row: int | None = None
     finish_reason: FinishReason | None = None
     cumulative_logprob: float = 0.0
@@ -51,6 +56,22 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt) :]
+
+    @property
+    def uses_prefix_cache(self) -> bool:
+        """Whether cached blocks may stand in for computing its tokens. They have no logits, which the log probabilities
+        of the prompt need; whoever has output has had those."""
+        return self.request.sampling.prompt_logprobs is None or self.num_output_tokens > 0
+
+    def become_fork_of(self, parent: "Sequence") -> None:
+        """Takes over all that the parent has but its blocks and its row."""
+        self.token_ids = list(parent.token_ids)
+        self.prefix_hashes = parent.prefix_hashes.copy()
+        self.held_back = list(parent.held_back)
 
     def end_reason(self) -> FinishReason | None:
         """Whether the sequence ends with its newest token."""
@@ -72,22 +93,46 @@ class Timeline:
 
 
 @dataclass(slots=True, eq=False)
-class SequenceGroup:
-    """All sequences of one request. It is scheduled, preempted and resumed as one (the paper's section 4.5).
+class BeamGroup:
+    """The search of a group, and which sequence is which of its live beams, best first; none when it is over.
 
-    `arrival` numbers groups in order of arrival; preemption takes the highest. `cached_tokens` are the prompt tokens
-    that the prefix cache had when the group first ran, None before.
+    `candidates` are those that came since the last step of the search, by the sequence's index. The search goes on once
+    all beams have theirs, which is within one step but after a preemption. `logprobs` has those of finished
+    hypotheses, where the request asks for them.
+    """
+
+    search: BeamSearch
+    beams: list[Sequence]
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    logprobs: dict[Hypothesis, list[PositionLogprobs]] = field(default_factory=dict)
+    num_generated: int = 0
+    """Tokens that all beams were given, dropped ones too."""
+
+    @classmethod
+    def of(cls, request: Request, sequences: list[Sequence]) -> "BeamGroup | None":
+        if request.beam is None:
+            return None
+        return cls(BeamSearch(request.beam, request.max_tokens, request.stop_token_ids), list(sequences))
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """All sequences of one request. It is scheduled, preempted, swapped and resumed as one (the paper's section 4.5).
+
+    `rank` is its place in queues. `cached_tokens` are the prompt tokens that the prefix cache had when the group first
+    ran, None before. `beams` is there where the sequences are the beams of a search.
     """
 
     request: Request
-    arrival: int
+    rank: int
     sequences: list[Sequence]
     timeline: Timeline
+    beams: BeamGroup | None = None
     preemptions: int = 0
     cached_tokens: int | None = None
 
     @classmethod
-    def of(cls, request: Request, arrival: int, block_size: int, now: float) -> "SequenceGroup":
+    def of(cls, request: Request, rank: int, block_size: int, now: float) -> "SequenceGroup":
         emitted = request.emitted or [EmittedSequence(())] * request.num_sequences
         sequences = [
             Sequence(
@@ -99,7 +144,7 @@ class SequenceGroup:
             )
             for index, each in enumerate(emitted)
         ]
-        return cls(request, arrival, sequences, Timeline(now))
+        return cls(request, rank, sequences, Timeline(now), BeamGroup.of(request, sequences))
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -109,6 +154,11 @@ class SequenceGroup:
     def is_one_prompt(self) -> bool:
         """Whether several sequences are still to be sampled from the same prompt, which one of them computes."""
         return len(self.sequences) > 1 and not any(sequence.num_output_tokens for sequence in self.sequences)
+
+    @property
+    def computing(self) -> list[Sequence]:
+        """The sequences that need blocks of their own to go on; the others fork from the first of them."""
+        return self.unfinished[:1] if self.is_one_prompt else self.unfinished
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from scheduler_svc.core.beam import Candidates
 from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.request import Handle, RequestKey, RowSampling
@@ -27,10 +28,13 @@ class RowAssignment:
 class StepPlan:
     """One step of all workers. Arrays are int64; rows of the batch are distinct.
 
-    copies                   [c, 2]  source block, destination block: copy-on-write, before all else
+    swap_out                 [o, 2]  GPU block, host block: before all else
+    swap_in                  [i, 2]  host block, GPU block: after swap_out
+    copies                   [c, 2]  source block, destination block: copy-on-write, after swap_in
     release                  [r]     rows that hold nothing any more, before `assign`
-    forks                    [f, 2]  parent row, child row: the child gets all that the parent holds
-    reseed                           row and seed of each fork's child
+    forks                    [f, 2]  parent row, child row: the child gets all that the parent held before this step
+    reseed                           row and seed of each child that draws by a seed of its own
+    set_tokens               [t, 3]  row, position, token id that was chosen for it there (beam search)
     block_table_deltas       [d, 3]  row, logical index, block id
     rows, num_new_tokens, num_computed_tokens  [b]  the batch
     samples                  [s, 2]  row that samples, row of the batch from whose last token's logits
@@ -38,11 +42,14 @@ class StepPlan:
     """
 
     step_id: int
+    swap_out: np.ndarray
+    swap_in: np.ndarray
     copies: np.ndarray
     release: np.ndarray
     assign: SequenceOf[RowAssignment]
     forks: np.ndarray
     reseed: SequenceOf[tuple[int, int]]
+    set_tokens: np.ndarray
     block_table_deltas: np.ndarray
     rows: np.ndarray
     num_new_tokens: np.ndarray
@@ -70,13 +77,15 @@ class StepInFlight:
 class StepResult:
     """What the workers answered: one token id for each of `StepPlan.samples`, in that order.
 
-    `logprobs` and `failures` are keyed by row; the token of a failed row means nothing.
+    `logprobs`, `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates,
+    means nothing.
     """
 
     step_id: int
     token_ids: np.ndarray
     logprobs: Mapping[int, PositionLogprobs] = field(default_factory=dict)
     failures: Mapping[int, str] = field(default_factory=dict)
+    candidates: Mapping[int, Candidates] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

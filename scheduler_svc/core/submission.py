@@ -3,7 +3,7 @@
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import NeverFitsError, QueueFullError, RefusedError
 from scheduler_svc.core.queues import GroupQueue
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import MAX_PRIORITY, Request
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:
@@ -16,6 +16,9 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         raise RefusedError(
             f"n is {request.num_returned}, best_of is {request.num_sequences}: 1 <= n <= best_of must hold"
         )
+    if abs(request.priority) > MAX_PRIORITY:
+        raise RefusedError(f"priority is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    _check_beams(request)
     _check_emitted(request)
     _check_size(request, config)
 
@@ -37,6 +40,17 @@ def most_blocks(request: Request, block_size: int) -> int:
     whole = -(-(request.max_len - 1) // block_size)
     shared = len(request.prompt) // block_size
     return shared + request.num_sequences * max(whole - shared, 0)
+
+
+def _check_beams(request: Request) -> None:
+    if request.beam is None:
+        return
+    if request.beam.width != request.num_sequences:
+        raise RefusedError(
+            f"beam_width is {request.beam.width}, best_of is {request.num_sequences}: both must be equal"
+        )
+    if request.emitted:
+        raise RefusedError("a beam search cannot go on from emitted tokens: it delivers none before it is over")
 
 
 def _check_emitted(request: Request) -> None:

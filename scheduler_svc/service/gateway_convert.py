@@ -7,8 +7,9 @@ from google.rpc import code_pb2
 
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
-from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError, Unimplemented
+from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
 from quire.scheduler.v1 import scheduler_pb2
+from scheduler_svc.core.beam import BeamParameters, EarlyStopping
 from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -25,15 +26,22 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 
+_EARLY_STOPPING = {
+    common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,
+    common_pb2.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
+    common_pb2.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
+    common_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
+
 
 # From gateways
 
 
 def request_from_submit(submit: scheduler_pb2.Submit, client: ClientId, vocab_size: int) -> Request:
-    """A gateway's submission. Raises InvalidArgument or Unimplemented."""
-    _check_supported(submit)
+    """A gateway's submission. Raises InvalidArgument."""
     num_returned = submit.sampling.n or 1
-    num_sequences = submit.sampling.best_of or num_returned
+    beam = _beam_from(submit.sampling)
+    num_sequences = submit.sampling.best_of or (num_returned if beam is None else beam.width)
     prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0, below=vocab_size)
     return Request(
         key=RequestKey(client, Handle(submit.handle)),
@@ -46,18 +54,22 @@ def request_from_submit(submit: scheduler_pb2.Submit, client: ClientId, vocab_si
         tenant=submit.tenant,
         num_sequences=num_sequences,
         num_returned=num_returned,
+        priority=submit.priority,
+        beam=beam,
     )
 
 
-def _check_supported(submit: scheduler_pb2.Submit) -> None:
-    sampling = submit.sampling
-    asked = {
-        "sampling.beam_search": sampling.HasField("beam_search"),
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            violation = FieldViolation(name, "is not supported by this version")
-            raise Unimplemented(f"{name} is not supported by this version", violations=[violation])
+def _beam_from(sampling: common_pb2.SamplingParameters) -> BeamParameters | None:
+    if not sampling.HasField("beam_search"):
+        return None
+    beam = sampling.beam_search
+    length_penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
+    try:
+        return BeamParameters(beam.beam_width, length_penalty, _EARLY_STOPPING[beam.early_stopping])
+    except ValueError as error:
+        raise InvalidArgument(f"sampling.beam_search: {error}") from error
+    except KeyError as error:
+        raise InvalidArgument(f"sampling.beam_search.early_stopping is {beam.early_stopping}") from error
 
 
 def _sampling_from(submit: scheduler_pb2.Submit, vocab_size: int) -> RowSampling:

@@ -6,25 +6,20 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
-from quire.rpc.errors import (
-    AlreadyExists,
-    FailedPrecondition,
-    FieldViolation,
-    InvalidArgument,
-    QuireError,
-    ResourceExhausted,
-    Unavailable,
-)
+from quire.arrays import decode_int32
+from quire.rpc.errors import FailedPrecondition, FieldViolation, InvalidArgument, NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
 from scheduler_svc.core.request import Handle, Request, RequestKey
+from scheduler_svc.service.admission import refusals
 from scheduler_svc.service.connections import Connection, Connections
 from scheduler_svc.service.gateway_convert import gateway_messages, request_from_submit, welcome_message
+from scheduler_svc.service.pinning import PinFailedError
 from scheduler_svc.service.state_convert import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
 
 _logger = logging.getLogger(__name__)
 _MAX_GRACE_PERIOD_MS = 600_000
+_MAX_TIME_TO_LIVE_MS = 86_400_000
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -69,6 +64,33 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.InspectBlocksRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.InspectBlocksResponse:
         return blocks_message(self._loop, request.request_id if request.HasField("request_id") else None)
+
+    async def PinPrefix(
+        self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.PinPrefixResponse:
+        self._check_available()
+        replica = self._loop.replica
+        assert replica is not None
+        if not 0 < request.time_to_live_ms <= _MAX_TIME_TO_LIVE_MS:
+            raise _invalid(
+                "time_to_live_ms", f"is {request.time_to_live_ms}; it must be in [1, {_MAX_TIME_TO_LIVE_MS}]"
+            )
+        token_ids = decode_int32(request.token_ids, "token_ids", minimum=0, below=replica.vocab_size).tolist()
+        try:
+            with refusals(self._loop.retry, self._clock()):
+                pin = await self._loop.pin(request.tenant, token_ids, request.time_to_live_ms / 1e3)
+        except PinFailedError as error:
+            raise Unavailable(str(error), reason="PIN_LOST") from error
+        return scheduler_pb2.PinPrefixResponse(
+            pin_id=pin.pin_id, pinned_tokens=len(pin.token_ids), pinned_blocks=len(pin.hashes)
+        )
+
+    async def UnpinPrefix(
+        self, request: scheduler_pb2.UnpinPrefixRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.UnpinPrefixResponse:
+        if not self._loop.unpin(request.tenant, request.pin_id):
+            raise NotFound(f'pin_id "{request.pin_id}" names no pin', reason="PIN_NOT_FOUND")
+        return scheduler_pb2.UnpinPrefixResponse()
 
     async def Drain(
         self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -136,17 +158,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         replica = self._loop.replica
         assert replica is not None
         request = request_from_submit(submit, connection.client, replica.vocab_size)
-        try:
+        with refusals(self._loop.retry, self._clock()):
             self._loop.submit(request)
-        except DuplicateKeyError as error:
-            raise AlreadyExists(str(error)) from error
-        except QueueFullError as error:
-            retry_after_ms = self._loop.retry.retry_after_ms(self._clock())
-            raise ResourceExhausted(str(error), reason="QUEUE_FULL", retry_after_ms=retry_after_ms) from error
-        except NeverFitsError as error:
-            raise InvalidArgument(str(error), reason="NEVER_FITS") from error
-        except RefusedError as error:
-            raise InvalidArgument(str(error)) from error
         return request
 
     def _abort(self, abort: scheduler_pb2.Abort, connection: Connection) -> None:

@@ -9,6 +9,7 @@ from scheduler_svc.service.step_loop import StepLoop
 _STATUSES = {
     SequenceStatus.WAITING: scheduler_pb2.SEQUENCE_STATUS_WAITING,
     SequenceStatus.RUNNING: scheduler_pb2.SEQUENCE_STATUS_RUNNING,
+    SequenceStatus.SWAPPED: scheduler_pb2.SEQUENCE_STATUS_SWAPPED,
 }
 
 
@@ -30,8 +31,10 @@ def state_message(
     message.preemptions = scheduler.num_preemptions
     message.waiting_requests = len(scheduler.waiting)
     message.running_requests = len(scheduler.running)
+    message.swapped_requests = len(scheduler.swapped)
     message.waiting_tokens = scheduler.waiting.num_tokens
-    message.gpu_pool.CopyFrom(_pool_message(scheduler.blocks.pool))
+    message.gpu_pool.CopyFrom(_pool_message(scheduler.blocks.pool, scheduler.pins.num_pinned))
+    message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
     if include_sequences:
         sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
         message.sequences.extend(_sequence_message(scheduler, sequence) for sequence in sequences)
@@ -45,7 +48,8 @@ def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb2.Insp
     if scheduler is None:
         return message
     pool = scheduler.blocks.pool
-    message.gpu_pool.CopyFrom(_pool_message(pool))
+    message.gpu_pool.CopyFrom(_pool_message(pool, scheduler.pins.num_pinned))
+    message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
     for group in scheduler.groups():
         if request_id is None or group.request.request_id == request_id:
             message.sequences.extend(_sequence_message(scheduler, sequence) for sequence in group.unfinished)
@@ -62,16 +66,19 @@ def _worker_message(loop: StepLoop) -> scheduler_pb2.WorkerState:
     return message
 
 
-def _pool_message(pool: BlockPool) -> scheduler_pb2.PoolState:
+def _pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolState:
     return scheduler_pb2.PoolState(
         total_blocks=pool.num_blocks,
         free_blocks=pool.num_free - pool.num_cached,
         cached_blocks=pool.num_cached,
         used_blocks=pool.num_used,
+        pinned_blocks=num_pinned,
     )
 
 
 def _sequence_message(scheduler: Scheduler, sequence: Sequence) -> scheduler_pb2.SequenceState:
+    is_swapped = sequence.status is SequenceStatus.SWAPPED
+    pool = scheduler.swap_space.pool if is_swapped else scheduler.blocks.pool
     num_computed = scheduler.num_computed_tokens(sequence)
     block_size = scheduler.config.block_size
     message = scheduler_pb2.SequenceState(
@@ -83,7 +90,7 @@ def _sequence_message(scheduler: Scheduler, sequence: Sequence) -> scheduler_pb2
     )
     for index, block in enumerate(sequence.block_table):
         filled = min(max(num_computed - index * block_size, 0), block_size)
-        state = message.block_table.add(block_id=block, filled=filled, ref_count=scheduler.blocks.pool.ref_count(block))
-        if (content := scheduler.blocks.pool.hash_of(block)) is not None:
+        state = message.block_table.add(block_id=block, filled=filled, ref_count=pool.ref_count(block))
+        if (content := pool.hash_of(block)) is not None:
             state.block_hash = content
     return message

@@ -5,12 +5,14 @@ import logging
 import time
 from collections.abc import Callable
 
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
+from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.admission import RetryAdvisor
 from scheduler_svc.service.metrics import SchedulerMetrics
+from scheduler_svc.service.pinning import Pinning
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs, PromptLogprobsRouter
 from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
@@ -52,6 +54,7 @@ class StepLoop:
         self._deliver = deliver
         self._deliver_prompt_logprobs = deliver_prompt_logprobs
         self._prompt_logprobs = PromptLogprobsRouter()
+        self._pinning = Pinning()
         self._report_attached = report_attached
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -79,6 +82,33 @@ class StepLoop:
             self._wake.set()
             self._note_idle()
 
+    async def pin(self, tenant: str, token_ids: list[int], time_to_live_s: float) -> Pin:
+        """Pins a prefix and returns once its blocks are computed. Raises the core's RefusedError, or PinFailedError."""
+        assert self.scheduler is not None, "no worker was attached yet"
+        pin = self.scheduler.pin(tenant, token_ids, time.monotonic(), time_to_live_s)
+        asyncio.get_running_loop().call_later(time_to_live_s, self._expire_pins)
+        self._idle.clear()
+        self._wake.set()
+        self._note_idle()
+        await self._pinning.wait(pin)
+        return pin
+
+    def unpin(self, tenant: str, pin_id: str) -> bool:
+        """Lets go of a pin. Returns whether the tenant had it."""
+        if self.scheduler is None or not self.scheduler.unpin(tenant, pin_id):
+            return False
+        self._pinning.settle(self.scheduler.pins)
+        self._wake.set()
+        self._note_idle()
+        return True
+
+    def _expire_pins(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.expire_pins(time.monotonic())
+            self._pinning.settle(self.scheduler.pins)
+            self._wake.set()
+            self._note_idle()
+
     @property
     def worker_address(self) -> str:
         (address,) = self._settings.workers
@@ -89,7 +119,7 @@ class StepLoop:
         await self._idle.wait()
 
     def num_live(self) -> int:
-        return 0 if self.scheduler is None else len(self.scheduler.running) + len(self.scheduler.waiting)
+        return 0 if self.scheduler is None else sum(1 for _ in self.scheduler.groups())
 
     async def run(self) -> None:
         """Attaches the worker, drives it, and starts again whenever it is lost. Runs until it is cancelled."""
@@ -100,7 +130,7 @@ class StepLoop:
             except WorkerLostError as error:
                 _logger.warning("%s; its steps are void, running requests wait for it to come back", error)
             if self.scheduler is not None:
-                self.scheduler.void_in_flight()
+                self.scheduler.void_in_flight(time.monotonic())
 
     async def _attach(self) -> WorkerLink:
         backoff_s = _FIRST_BACKOFF_S
@@ -152,6 +182,11 @@ class StepLoop:
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
             watermark=settings.watermark,
+            num_host_blocks=info.num_host_blocks,
+            policy=PolicyKind(settings.policy),
+            preemption_mode=PreemptionMode(settings.preemption_mode),
+            pin_quota=settings.pin_quota,
+            max_pinned=settings.max_pinned,
         )
 
     def _rebuild(self, config: SchedulerConfig) -> None:
@@ -159,8 +194,9 @@ class StepLoop:
         assert self.scheduler is not None
         _logger.warning("the worker came back with another geometry: %s", config)
         old, self.scheduler = self.scheduler, Scheduler(config)
-        for failure in self.scheduler.adopt(old):
+        for failure in self.scheduler.adopt(old, time.monotonic()):
             self._deliver(0, {failure.key.client: ClientEvents(failed=[failure])})
+        self._pinning.settle(self.scheduler.pins)
         self._note_idle()
 
     async def _drive(self, link: WorkerLink) -> None:
@@ -209,9 +245,11 @@ class StepLoop:
             try:
                 prompt_logprobs = self._prompt_logprobs.answered(result.step_id, answer.prompt_logprobs)
                 events = scheduler.apply(result, now)
+                events.pop(PIN_CLIENT, None)
             except ValueError as error:
                 raise WorkerLostError(f"worker {link.address}: {error}") from error
             self._wake.set()
+            self._pinning.settle(scheduler.pins)
             self._deliver_prompt_logprobs(prompt_logprobs)
             self._hand_out(result.step_id, events, now)
 

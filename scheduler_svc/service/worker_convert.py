@@ -8,6 +8,7 @@ import numpy as np
 from quire.arrays import decode_float32, decode_int32, encode_float32, encode_int32
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
+from scheduler_svc.core.beam import Candidates
 from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.prefix_cache import HASH_BYTES
@@ -27,11 +28,17 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
         step_id=plan.step_id,
         scheduler_epoch=epoch,
         worker_generation=generation,
-        cache_operations=worker_pb2.CacheOperations(copy=encode_int32(plan.copies)),
+        cache_operations=worker_pb2.CacheOperations(
+            swap_out=encode_int32(plan.swap_out), swap_in=encode_int32(plan.swap_in), copy=encode_int32(plan.copies)
+        ),
         release=encode_int32(plan.release),
         assign=[_assign_message(assigned) for assigned in plan.assign],
         fork=encode_int32(plan.forks),
         reseed=[worker_pb2.ReseedRow(row=row, seed=seed) for row, seed in plan.reseed],
+        set_tokens=[
+            worker_pb2.SetTokens(row=row, position=position, token_ids=encode_int32([token_id]))
+            for row, position, token_id in plan.set_tokens.tolist()
+        ],
         block_table_deltas=encode_int32(plan.block_table_deltas),
         batch=worker_pb2.Batch(
             rows=encode_int32(plan.rows),
@@ -78,6 +85,8 @@ def _sampling_message(sampling: RowSampling) -> worker_pb2.RowSampling:
     )
     if sampling.logprobs is not None:
         message.logprobs = sampling.logprobs
+    if sampling.num_candidates is not None:
+        message.num_candidates = sampling.num_candidates
     return message
 
 
@@ -133,7 +142,16 @@ def _step_result(message: worker_pb2.StepResult, vocab_size: int) -> StepResult:
         token_ids=token_ids.astype(np.int64),
         logprobs={entry.row: _position_logprobs(entry, tokens_of[entry.row]) for entry in message.logprobs},
         failures={failure.row: failure.detail for failure in message.failures},
+        candidates={entry.row: _candidates(entry, vocab_size) for entry in message.candidates},
     )
+
+
+def _candidates(entry: worker_pb2.RowCandidates, vocab_size: int) -> Candidates:
+    token_ids = decode_int32(entry.token_ids, "candidates.token_ids", minimum=0, below=vocab_size).tolist()
+    logprobs = decode_float32(entry.logprobs, "candidates.logprobs").tolist()
+    if not token_ids or len(token_ids) != len(logprobs):
+        raise InvalidArgument(f"row {entry.row} has {len(token_ids)} candidates and {len(logprobs)} log probabilities")
+    return Candidates(token_ids, logprobs)
 
 
 def _prompt_logprobs(message: worker_pb2.RowPromptLogprobs) -> RowPromptLogprobs:

@@ -2,21 +2,28 @@
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
 from scheduler_svc.core import invariants
+from scheduler_svc.core.beam import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
+from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import ClientEvents, StepPlan, StepResult, Usage
 
 CLIENT = ClientId(0)
+VOCAB_SIZE = 50
+
+Slots = dict[int, tuple[int, ...]]
 
 
-def make_config(**changes: int | float) -> SchedulerConfig:
-    defaults: dict = {
+def make_config(**changes: Any) -> SchedulerConfig:
+    defaults: dict[str, Any] = {
         "num_blocks": 64,
         "block_size": 4,
         "max_num_seqs": 8,
@@ -38,6 +45,8 @@ def make_request(
     tenant: str = "",
     num_sequences: int = 1,
     num_returned: int | None = None,
+    priority: int = 0,
+    beam: BeamParameters | None = None,
 ) -> Request:
     """A request with a prompt and a seed of its own, unless a prompt is given."""
     if prompt is None:
@@ -53,6 +62,8 @@ def make_request(
         tenant,
         num_sequences,
         num_sequences if num_returned is None else num_returned,
+        priority,
+        beam,
     )
 
 
@@ -66,8 +77,31 @@ def token_logprob(seed: int, token_id: int) -> float:
     return -0.01 * ((seed + token_id) % 89)
 
 
+def candidates_after(tokens: list[int], count: int) -> Candidates:
+    """The most likely tokens after these, which depend on nothing else."""
+    digest = blake2b(repr(tokens).encode(), digest_size=8).digest()
+    order = sorted(range(VOCAB_SIZE), key=lambda token_id: (digest[token_id % 8] * 7 + token_id * 13) % 61)[:count]
+    steps = [0.05 + digest[(rank + 3) % 8] / 256 for rank in range(len(order))]
+    return Candidates(order, [-sum(steps[: rank + 1]) for rank in range(len(order))])
+
+
+def expected_hypotheses(request: Request) -> list[list[int]]:
+    """What a beam search finds, whatever runs beside it."""
+    assert request.beam is not None
+    search = BeamSearch(request.beam, request.max_tokens, request.stop_token_ids)
+    count = request.sampling_of(0).num_candidates
+    assert count is not None
+    outputs: list[list[int]] = [[] for _ in range(request.beam.width)]
+    while outputs:
+        step = search.advance([candidates_after([*request.prompt, *each], count) for each in outputs], outputs)
+        outputs = [[*outputs[each.parent], each.token_id] for each in step.continuations]
+    return [list(each.token_ids) for each in search.best()[: request.num_returned]]
+
+
 def expected_output(request: Request, index: int = 0) -> list[int]:
     """What the request's sequence gets, whatever runs beside it."""
+    if request.beam is not None:
+        return expected_hypotheses(request)[index]
     output = list(request.emitted[index].token_ids) if request.emitted else []
     seed = request.sampling_of(index).seed
     while len(output) < request.max_tokens:
@@ -83,6 +117,7 @@ class WorkerRow:
     blocks: list[int]
     seed: int
     logprobs: int | None
+    num_candidates: int | None
 
 
 @dataclass
@@ -91,46 +126,74 @@ class FakeDevice:
 
     block_size: int
     rows: dict[int, WorkerRow] = field(default_factory=dict)
+    host_slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Slot -> the token whose keys and values it holds and all tokens before it, which these depend on."""
     num_computed: int = 0
     """Tokens computed so far, over all rows."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        copied = {target: self._block(source) for source, target in plan.copies.tolist()}
-        for target, content in copied.items():
-            self.slots.update({target * self.block_size + offset: held for offset, held in content.items()})
+        self._move(plan.swap_out, self.slots, self.host_slots)
+        self._move(plan.swap_in, self.host_slots, self.slots)
+        self._move(plan.copies, self.slots, self.slots)
         for row in plan.release.tolist():
             self.rows.pop(row, None)
         for assigned in plan.assign:
             assert assigned.row not in self.rows, "a row was assigned twice"
             self.rows[assigned.row] = WorkerRow(
-                list(assigned.token_ids), list(assigned.block_table), assigned.sampling.seed, assigned.sampling.logprobs
+                list(assigned.token_ids),
+                list(assigned.block_table),
+                assigned.sampling.seed,
+                assigned.sampling.logprobs,
+                assigned.sampling.num_candidates,
             )
-        for parent, child in plan.forks.tolist():
-            self.rows[child] = replace(
-                self.rows[parent], tokens=[*self.rows[parent].tokens], blocks=[*self.rows[parent].blocks]
-            )
+        parents = {child: self.rows[parent] for parent, child in plan.forks.tolist()}
+        self.rows |= {row: replace(each, tokens=[*each.tokens], blocks=[*each.blocks]) for row, each in parents.items()}
         for row, seed in plan.reseed:
             self.rows[row].seed = seed
+        for row, position, token_id in plan.set_tokens.tolist():
+            assert position == len(self.rows[row].tokens), "a chosen token does not follow the row's own"
+            self.rows[row].tokens.append(token_id)
         for row, index, block in plan.block_table_deltas.tolist():
             assert index <= len(self.rows[row].blocks), "a block table has a gap"
             self.rows[row].blocks[index : index + 1] = [block]
         batch = zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), plan.num_computed_tokens.tolist(), strict=True)
         for row, num_new, num_computed in batch:
             self._compute(self.rows[row], num_new, num_computed)
-        sampled = [self._sample(row) for row, _ in plan.samples.tolist()]
+        self._check_distinct_writes(plan)
+        candidates = {
+            row: candidates_after(self.rows[row].tokens, count)
+            for row, _ in plan.samples.tolist()
+            if (count := self.rows[row].num_candidates) is not None
+        }
+        sampled = [0 if row in candidates else self._sample(row) for row, _ in plan.samples.tolist()]
         logprobs = {
             row: PositionLogprobs(TokenLogprob(token_id, token_logprob(self.rows[row].seed, token_id), 1), ())
             for (row, _), token_id in zip(plan.samples.tolist(), sampled, strict=True)
             if self.rows[row].logprobs is not None
         }
-        return StepResult(plan.step_id, np.array(sampled, dtype=np.int64), logprobs)
+        return StepResult(plan.step_id, np.array(sampled, dtype=np.int64), logprobs, candidates=candidates)
 
-    def _block(self, block: int) -> dict[int, tuple[int, ...]]:
+    def _move(self, pairs: np.ndarray, source: Slots, target: Slots) -> None:
+        assert len(set(pairs[:, 1].tolist())) == len(pairs), "a block is written twice"
+        moved = [(to, self._block(source, block)) for block, to in pairs.tolist()]
+        for block, content in moved:
+            for offset in range(self.block_size):
+                target.pop(block * self.block_size + offset, None)
+            target.update({block * self.block_size + offset: held for offset, held in content.items()})
+
+    def _block(self, slots: Slots, block: int) -> Slots:
         """Offset and content of the block's filled slots."""
-        slots = ((offset, self.slots.get(block * self.block_size + offset)) for offset in range(self.block_size))
-        return {offset: held for offset, held in slots if held is not None}
+        found = ((offset, slots.get(block * self.block_size + offset)) for offset in range(self.block_size))
+        return {offset: held for offset, held in found if held is not None}
+
+    def _check_distinct_writes(self, plan: StepPlan) -> None:
+        written = [
+            self.rows[row].blocks[index]
+            for row, computed, new in zip(plan.rows, plan.num_computed_tokens, plan.num_new_tokens, strict=True)
+            for index in range(int(computed) // self.block_size, (int(computed + new) - 1) // self.block_size + 1)
+        ]
+        assert len(set(written)) == len(written), "two rows write to one block"
 
     def _slot(self, row: WorkerRow, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
@@ -190,8 +253,9 @@ class Driver:
             return {}
         self.clock += 1.0
         events = self.scheduler.apply(self.results.popleft(), self.clock)
-        for batch in events.values():
-            self._record(batch)
+        for client, batch in events.items():
+            if client != PIN_CLIENT:
+                self._record(batch)
         self.check()
         return events
 
@@ -206,7 +270,7 @@ class Driver:
 
     def crash(self) -> None:
         """The worker is lost with everything in flight."""
-        self.scheduler.void_in_flight()
+        self.scheduler.void_in_flight(self.clock)
         self.results.clear()
         self.device = FakeDevice(self.scheduler.config.block_size)
         self.check()

@@ -165,7 +165,7 @@ def test_preemption_takes_the_newest_and_spares_the_oldest():
     assert plan is not None
     assert plan.rows.tolist() == [0]
     assert [group.request.key.handle for group in driver.scheduler.waiting] == [2]
-    assert driver.scheduler.waiting.oldest().preemptions == 1
+    assert driver.scheduler.waiting.first().preemptions == 1
 
 
 def test_nothing_is_admitted_past_the_watermark():

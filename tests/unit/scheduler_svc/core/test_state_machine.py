@@ -1,11 +1,13 @@
-"""The core under any interleaving of arrivals, steps, results, aborts and worker losses, against what each request must
-get. Invariants are checked after every rule."""
+"""The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins and losses of the worker,
+against what each request must get. Invariants are checked after every rule."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.core.errors import NeverFitsError, QueueFullError
+from scheduler_svc.core.beam import BeamParameters, EarlyStopping
+from scheduler_svc.core.config import PolicyKind, PreemptionMode
+from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, QueueFullError, RefusedError
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.submission import most_blocks
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
@@ -14,24 +16,31 @@ from tests.support.core_driver import Driver, expected_output, make_config, make
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(4, 24),
+        num_host_blocks=st.sampled_from([0, 3, 12, 40]),
         block_size=st.sampled_from([1, 3, 4, 16]),
-        max_num_seqs=st.integers(1, 5),
-        budget=st.integers(5, 20),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(6, 20),
         watermark=st.sampled_from([0.0, 0.1, 0.5]),
+        policy=st.sampled_from(PolicyKind),
+        preemption_mode=st.sampled_from(PreemptionMode),
+        max_pinned=st.sampled_from([0.3, 1.0]),
         max_in_flight=st.integers(1, 3),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, budget, watermark, max_in_flight):
-        config = make_config(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=40,
-            watermark=watermark,
-            max_waiting_requests=6,
+    def start(self, max_in_flight, max_num_seqs, budget, max_pinned, **config):
+        self.driver = Driver(
+            make_config(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                max_model_len=40,
+                max_waiting_requests=6,
+                pin_quota=max_pinned,
+                max_pinned=max_pinned,
+                **config,
+            ),
+            max_in_flight,
         )
-        self.driver = Driver(config, max_in_flight)
         self.requests: dict[int, Request] = {}
+        self.expected: dict[tuple[int, int], list[int]] = {}
         self.aborted: set[int] = set()
 
     @rule(
@@ -41,23 +50,55 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         stop=st.sets(st.integers(0, 49), max_size=3),
         num_sequences=st.sampled_from([1, 1, 2, 3]),
+        priority=st.integers(-1, 1),
     )
-    def arrive(self, prompt_len, shared, tenant, max_tokens, stop, num_sequences):
+    def arrive(self, prompt_len, shared, tenant, max_tokens, stop, num_sequences, priority):
         """A prompt whose first `shared` tokens are those of all others."""
         handle = len(self.requests) + len(self.aborted)
-        prompt = [0] * min(shared, prompt_len) + [handle % 50] * max(prompt_len - shared, 0)
-        request = make_request(
-            handle,
-            prompt=prompt,
-            tenant=tenant,
-            max_tokens=max_tokens,
-            stop=frozenset(stop),
-            num_sequences=num_sequences,
+        self._submit(
+            make_request(
+                handle,
+                prompt=self._prompt(handle, prompt_len, shared),
+                tenant=tenant,
+                max_tokens=max_tokens,
+                stop=frozenset(stop),
+                num_sequences=num_sequences,
+                priority=priority,
+            )
         )
+
+    @rule(
+        prompt_len=st.integers(1, 20),
+        shared=st.integers(0, 20),
+        max_tokens=st.integers(1, 16),
+        stop=st.sets(st.integers(0, 49), max_size=2),
+        width=st.integers(1, 4),
+        length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
+        early_stopping=st.sampled_from(EarlyStopping),
+    )
+    def arrive_with_beams(self, prompt_len, shared, max_tokens, stop, width, length_penalty, early_stopping):
+        handle = len(self.requests) + len(self.aborted)
+        self._submit(
+            make_request(
+                handle,
+                prompt=self._prompt(handle, prompt_len, shared),
+                max_tokens=max_tokens,
+                stop=frozenset(stop),
+                num_sequences=width,
+                num_returned=(width + 1) // 2,
+                beam=BeamParameters(width, length_penalty, early_stopping),
+            )
+        )
+
+    def _prompt(self, handle, prompt_len, shared):
+        return [0] * min(shared, prompt_len) + [handle % 50] * max(prompt_len - shared, 0)
+
+    def _submit(self, request):
         config = self.driver.scheduler.config
+        handle = request.key.handle
         fits = (
             request.max_len <= config.max_len
-            and num_sequences <= config.max_num_seqs
+            and request.num_sequences <= config.max_num_seqs
             and most_blocks(request, config.block_size) <= config.num_blocks
         )
         try:
@@ -70,6 +111,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert fits
             self.requests[handle] = request
+            for index in range(request.num_returned):
+                self.expected[handle, index] = expected_output(request, index)
 
     @rule()
     def step(self):
@@ -89,6 +132,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             del self.requests[handle]
             self.aborted.add(handle)
 
+    @precondition(lambda self: len(self.driver.scheduler.running))
+    @rule(data=st.data())
+    def preempt(self, data):
+        keys = [group.request.key for group in self.driver.scheduler.running]
+        assert self.driver.scheduler.preempt(data.draw(st.sampled_from(keys)))
+
+    @rule(length=st.integers(0, 30), tenant=st.sampled_from(["a", "b"]), time_to_live=st.sampled_from([2.0, 50.0]))
+    def pin(self, length, tenant, time_to_live):
+        scheduler = self.driver.scheduler
+        try:
+            pin = scheduler.pin(tenant, [0] * length, self.driver.clock, time_to_live)
+        except (PinQuotaError, QueueFullError, NeverFitsError):
+            assert length >= scheduler.config.block_size
+        except RefusedError:
+            assert length < scheduler.config.block_size
+        else:
+            assert len(pin.hashes) == length // scheduler.config.block_size
+
+    @precondition(lambda self: len(self.driver.scheduler.pins))
+    @rule(data=st.data())
+    def unpin(self, data):
+        scheduler = self.driver.scheduler
+        pin = data.draw(st.sampled_from(list(scheduler.pins)))
+        assert not scheduler.unpin("c", pin.pin_id)
+        assert scheduler.unpin(pin.tenant, pin.pin_id)
+
     @rule()
     def lose_worker(self):
         self.driver.crash()
@@ -98,20 +167,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.driver.check()
-        for handle, request in self.requests.items():
-            for index in range(request.num_sequences):
+        for (handle, index), expected in self.expected.items():
+            if handle in self.requests:
                 output = self.driver.samples[handle, index]
-                assert output == expected_output(request, index)[: len(output)]
+                assert output == expected[: len(output)]
 
     def teardown(self):
         if not hasattr(self, "driver"):
             return
         self.driver.run_until_idle()
-        for handle, request in self.requests.items():
-            for index in range(request.num_sequences):
-                assert self.driver.samples[handle, index] == expected_output(request, index)
+        for (handle, index), expected in self.expected.items():
+            if handle in self.requests:
+                assert self.driver.samples[handle, index] == expected
         assert self.driver.finished == set(self.requests)
-        assert self.driver.scheduler.blocks.pool.num_used == 0
+        scheduler = self.driver.scheduler
+        assert scheduler.blocks.pool.num_used == scheduler.pins.num_pinned
+        scheduler.expire_pins(self.driver.clock + 100)
+        assert scheduler.blocks.pool.num_used == scheduler.swap_space.pool.num_used == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -1,0 +1,80 @@
+"""The running batch: which sequence sits in which of the worker's rows, and with which blocks."""
+
+from scheduler_svc.core.block import BlockId
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.step_draft import StepDraft
+from scheduler_svc.core.step_plan import RowAssignment, StepPlan
+
+
+class Batch:
+    """Rows, GPU blocks, and in `draft` what the worker is still to be told of them."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.watermark)
+        self.rows = RowTable(config.max_num_seqs)
+        self.draft = StepDraft(config.max_num_batched_tokens)
+        self._block_size = config.block_size
+        self._token_budget = config.max_num_batched_tokens
+
+    def sequence(self, row: int) -> Sequence:
+        sequence = self.rows.sequences[row]
+        assert sequence is not None, f"row {row} holds no sequence"
+        return sequence
+
+    def tail(self, row: int) -> tuple[int, BlockId]:
+        """Logical index and block of the slot that the row's next token is written to."""
+        index = int(self.rows.num_computed[row]) // self._block_size
+        return index, self.sequence(row).block_table[index]
+
+    def enter(self, sequence: Sequence, rank: int, num_computed: int, num_sealed: int) -> int:
+        """Puts a sequence that has its blocks into a row, which it returns."""
+        row = self.rows.assign(sequence, rank, self._block_size, num_computed, num_sealed)
+        sequence.status = SequenceStatus.RUNNING
+        self.draft.assign(
+            RowAssignment(
+                row,
+                tuple(sequence.token_ids),
+                tuple(sequence.block_table),
+                sequence.request.sampling_of(sequence.index),
+                len(sequence.request.prompt),
+            )
+        )
+        return row
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child, which has a row and no blocks, shares all blocks of the parent and goes on from its tokens."""
+        assert parent.row is not None
+        assert child.row is not None
+        self.blocks.fork(parent, child)
+        self.rows.fork(parent.row, child.row, self._block_size)
+        self.draft.fork(parent.row, child.row)
+        child.status = SequenceStatus.RUNNING
+
+    def leave(self, sequence: Sequence) -> None:
+        """Frees the sequence's row. Steps in flight may still write to its blocks, but every later step runs after
+        those."""
+        if sequence.row is not None:
+            self.draft.release(sequence.row)
+            self.rows.release(sequence.row)
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees the sequence's row and blocks."""
+        self.leave(sequence)
+        self.blocks.free(sequence)
+
+    def seal(self, row: int, num_full: int) -> None:
+        """The first `num_full` blocks of the row can be shared from now on."""
+        first = int(self.rows.num_sealed[row])
+        self.draft.sealed += self.blocks.seal(self.sequence(row), first, num_full)
+        self.rows.num_sealed[row] = num_full
+
+    def commit(self, step_id: int) -> StepPlan:
+        """The step that was put together. It counts as done, which it is once its result comes."""
+        plan = self.draft.finish(step_id)
+        self.draft = StepDraft(self._token_budget)
+        self.rows.num_computed[plan.rows] += plan.num_new_tokens
+        self.rows.sampled(plan.samples[:, 0])
+        return plan

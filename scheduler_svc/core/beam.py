@@ -1,0 +1,254 @@
+"""Beam search (the paper's section 4.4), as transformers defines it: which beams go on, and which hypotheses are kept.
+
+No tensors and no blocks: a step's candidates come in, continuations and finished hypotheses come out.
+"""
+
+import enum
+import heapq
+import math
+from bisect import insort
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import islice
+
+_FILLER_LOGPROB = -1e9
+"""Stands far below all that a text can have: the beam is a copy that only keeps the number of beams at `width`."""
+
+_LARGEST_EXPONENT = 690.0
+"""e to this power, and its inverse, fit in a float."""
+
+
+class EarlyStopping(enum.Enum):
+    """When a search ends before `max_tokens`, once `width` hypotheses are finished."""
+
+    FALSE = enum.auto()
+    """When the best live beam, scored as if it ended now, does not beat the worst finished hypothesis."""
+    TRUE = enum.auto()
+    """At once."""
+    NEVER = enum.auto()
+    """As FALSE; where longer texts score better, the best live beam is scored as if it ended at `max_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParameters:
+    """How one request searches. A hypothesis scores its summed log probability / its length ** `length_penalty`.
+
+    Raises ValueError where `width` is below 1 or `length_penalty` is not finite.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.FALSE
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"width is {self.width}; it must be >= 1")
+        if not math.isfinite(self.length_penalty):
+            raise ValueError(f"length_penalty is {self.length_penalty}; it must be finite")
+
+
+def num_candidates(width: int, num_stop_token_ids: int) -> int:
+    """Candidates that each beam must report, so that `width` beams can go on where every stop token is among them."""
+    return max(2, 1 + num_stop_token_ids) * width
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The most likely next tokens of one beam, best first, and their log probabilities. A banned token has -inf.
+
+    Among equal log probabilities the lower token id comes first.
+    """
+
+    token_ids: SequenceOf[int]
+    logprobs: SequenceOf[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A beam of the next step: what beam `parent` has, and one token more.
+
+    `rank` is the token's place, from 0, among the parent's candidates.
+    """
+
+    parent: int
+    token_id: int
+    rank: int
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished line of text: the whole output, final token included.
+
+    `parent` is the beam whose output it ended, and `rank` the place of its last token among that beam's candidates.
+    `ended_by_token` says that this token is a stop token; otherwise the limit of length ended it.
+    """
+
+    token_ids: tuple[int, ...]
+    parent: int
+    rank: int
+    cumulative_logprob: float
+    score: float
+    ended_by_token: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    """What one step brought.
+
+    continuations  the next live beams, best first: `width` of them, or none when the search is over
+    finished       hypotheses that entered the list of the best in this step, best first
+    """
+
+    continuations: SequenceOf[Continuation]
+    finished: SequenceOf[Hypothesis]
+
+
+class BeamSearch:
+    """The search of one request.
+
+    There are always `width` beams. Where fewer texts are possible, at the very start above all, the rest are fillers:
+    copies of the best beam at -1e9 that never finish. They come last, and their candidates are not looked at.
+    """
+
+    def __init__(self, parameters: BeamParameters, max_tokens: int, stop_token_ids: frozenset[int]) -> None:
+        """Raises ValueError where `max_tokens` is below 1."""
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}; it must be >= 1")
+        self._parameters = parameters
+        self._max_tokens = max_tokens
+        self._stop_token_ids = stop_token_ids
+        self._num_candidates = num_candidates(parameters.width, len(stop_token_ids))
+        # Of the beams that are no fillers. Empty when the search is over.
+        self._scores = [0.0]
+        # Best first. Hypotheses leave it only for better ones.
+        self._finished: list[Hypothesis] = []
+
+    @property
+    def scores(self) -> list[float]:
+        """The cumulative log probability of each live beam, fillers included; empty when the search is over."""
+        num_fillers = self._parameters.width - len(self._scores) if self._scores else 0
+        return self._scores + [_FILLER_LOGPROB] * num_fillers
+
+    def best(self) -> list[Hypothesis]:
+        """The finished hypotheses, best first: at most `width`, and exactly `width` when the search is over.
+
+        Where fewer texts than that were possible, the last one stands there repeatedly.
+        """
+        return list(self._finished)
+
+    def advance(self, candidates: SequenceOf[Candidates], outputs: SequenceOf[SequenceOf[int]]) -> BeamStep:
+        """Takes every live beam one token further, or ends it.
+
+        Args:
+            candidates: of each live beam, `num_candidates` or all that the vocabulary has.
+            outputs: the output tokens of each live beam so far, all of one length. Read, and copied only where a
+                hypothesis is kept.
+
+        Raises ValueError where the two do not describe `width` beams, or where no beam has a token that is not banned
+        and nothing is finished.
+        """
+        length = self._next_length(candidates, outputs)
+        ranked = self._rank(candidates)
+        finished = self._finish(ranked[: self._parameters.width], outputs, length)
+        going_on = [] if length >= self._max_tokens else self._going_on(ranked)
+        if self._is_over(going_on, length):
+            self._end()
+            return BeamStep((), finished)
+        self._scores = [each.cumulative_logprob for each in going_on]
+        return BeamStep(self._filled(going_on), finished)
+
+    def _next_length(self, candidates: SequenceOf[Candidates], outputs: SequenceOf[SequenceOf[int]]) -> int:
+        width = self._parameters.width
+        if len(candidates) != width or len(outputs) != width:
+            raise ValueError(f"candidates of {len(candidates)} and outputs of {len(outputs)} beams; width is {width}")
+        lengths = {len(output) for output in outputs}
+        if len(lengths) > 1:
+            raise ValueError(f"outputs have {sorted(lengths)} tokens; all beams must have equally many")
+        return lengths.pop() + 1
+
+    def _rank(self, candidates: SequenceOf[Candidates]) -> list[Continuation]:
+        """The best of all beams' candidates, best first; the lower beam and then the earlier candidate win a tie."""
+        # Each beam's candidates are in order already, so a merge looks at few of them.
+        beams = enumerate(zip(self._scores, candidates, strict=False))
+        merged = heapq.merge(*(_rising_costs(parent, score, each) for parent, (score, each) in beams))
+        return [
+            Continuation(parent, token_id, rank, -cost)
+            for cost, parent, rank, token_id in islice(merged, self._num_candidates)
+        ]
+
+    def _finish(
+        self, ranked: SequenceOf[Continuation], outputs: SequenceOf[SequenceOf[int]], length: int
+    ) -> list[Hypothesis]:
+        """Keeps those of `ranked` that end with this token and are among the best; returns them."""
+        divisor = self._divisor(length)
+        kept: list[Hypothesis] = []
+        for each in ranked:
+            ended_by_token = each.token_id in self._stop_token_ids
+            if not ended_by_token and length < self._max_tokens:
+                continue
+            score = each.cumulative_logprob / divisor
+            if self._is_full and score <= self._finished[-1].score:
+                # All that follow are of the same length and no better.
+                break
+            token_ids = (*outputs[each.parent], each.token_id)
+            hypothesis = Hypothesis(token_ids, each.parent, each.rank, each.cumulative_logprob, score, ended_by_token)
+            self._keep(hypothesis)
+            kept.append(hypothesis)
+        return kept
+
+    def _keep(self, hypothesis: Hypothesis) -> None:
+        if self._is_full:
+            self._finished.pop()
+        insort(self._finished, hypothesis, key=lambda each: -each.score)
+
+    def _going_on(self, ranked: SequenceOf[Continuation]) -> list[Continuation]:
+        alive = (each for each in ranked if each.token_id not in self._stop_token_ids)
+        return list(islice(alive, self._parameters.width))
+
+    def _filled(self, going_on: SequenceOf[Continuation]) -> list[Continuation]:
+        """Exactly `width` beams."""
+        best = going_on[0]
+        filler = Continuation(best.parent, best.token_id, best.rank, _FILLER_LOGPROB)
+        return [*going_on, *[filler] * (self._parameters.width - len(going_on))]
+
+    def _is_over(self, going_on: SequenceOf[Continuation], length: int) -> bool:
+        if not going_on:
+            return True
+        if not self._is_full:
+            return False
+        if self._parameters.early_stopping is EarlyStopping.TRUE:
+            return True
+        best_possible = going_on[0].cumulative_logprob / self._divisor(self._hopeful_length(length))
+        return best_possible <= self._finished[-1].score
+
+    def _hopeful_length(self, length: int) -> int:
+        """The length at which the best live beam is scored, to see whether it can still get among the finished."""
+        never = self._parameters.early_stopping is EarlyStopping.NEVER
+        return self._max_tokens if never and self._parameters.length_penalty > 0 else length
+
+    def _end(self) -> None:
+        if not self._finished:
+            raise ValueError("all candidates of all beams are banned, and no hypothesis is finished")
+        self._scores = []
+        self._finished += [self._finished[-1]] * (self._parameters.width - len(self._finished))
+
+    def _divisor(self, length: int) -> float:
+        """`length` ** `length_penalty`, or the nearest that a float can hold and divide by."""
+        exponent = self._parameters.length_penalty * math.log(length)
+        if abs(exponent) > _LARGEST_EXPONENT:
+            return math.exp(math.copysign(_LARGEST_EXPONENT, exponent))
+        return length**self._parameters.length_penalty
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._finished) == self._parameters.width
+
+
+def _rising_costs(parent: int, score: float, candidates: Candidates) -> Iterator[tuple[float, int, int, int]]:
+    """(-cumulative log probability, parent, rank, token id) of a beam's candidates that are not banned."""
+    pairs = zip(candidates.token_ids, candidates.logprobs, strict=True)
+    for rank, (token_id, logprob) in enumerate(pairs):
+        if logprob > -math.inf:
+            yield -(score + logprob), parent, rank, token_id

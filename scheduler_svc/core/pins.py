@@ -1,0 +1,157 @@
+"""Pinned prefixes: blocks kept for a prompt that is known to come (the paper's section 4.4, shared prefix).
+
+A pin is computed by a request of the scheduler's own, of one token. When that ends, the pin takes hold of the sealed
+blocks, which then are nobody's to evict until it is let go of.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.block import BlockHash, BlockId
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import PinQuotaError, RefusedError
+from scheduler_svc.core.prefix_cache import PrefixHashes
+from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
+
+PIN_CLIENT = ClientId(-1)
+"""Whose requests compute pins: the scheduler itself. Gateways are numbered from 0."""
+
+PIN_ID_BYTES = 16
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """Whole blocks of a tenant's prefix. `blocks` is empty until they are computed."""
+
+    pin_id: str
+    tenant: str
+    token_ids: list[int]
+    hashes: list[BlockHash]
+    key: RequestKey
+    expires_at: float
+    blocks: list[BlockId] = field(default_factory=list)
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self.blocks)
+
+    def request(self) -> Request:
+        """What computes the blocks."""
+        return Request(
+            key=self.key,
+            request_id=f"pin-{self.pin_id}",
+            prompt=self.token_ids,
+            sampling=RowSampling(seed=0),
+            max_tokens=1,
+            tenant=self.tenant,
+        )
+
+
+class Pins:
+    """All pins of one replica, by id. The id follows from the content, so the same prefix is pinned once."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._block_size = config.block_size
+        self._quota = int(config.pin_quota * config.num_blocks)
+        self._most = int(config.max_pinned * config.num_blocks)
+        self._pins: dict[str, Pin] = {}
+        self._by_key: dict[RequestKey, Pin] = {}
+        self._holders: Counter[BlockId] = Counter()
+        self._num_made = 0
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins.values())
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that pins hold, each counted once."""
+        return len(self._holders)
+
+    def held_tables(self) -> list[list[BlockId]]:
+        """The blocks of each pin."""
+        return [pin.blocks for pin in self._pins.values()]
+
+    def of_key(self, key: RequestKey) -> Pin | None:
+        return self._by_key.get(key)
+
+    def of_tenant(self, tenant: str, pin_id: str) -> Pin | None:
+        """Tenants do not see each other's pins."""
+        pin = self._pins.get(pin_id)
+        return pin if pin is not None and pin.tenant == tenant else None
+
+    def add(self, tenant: str, token_ids: list[int], expires_at: float) -> Pin:
+        """The pin of the whole blocks of this prefix: the one that is there, with a new end, or a new one that holds
+        nothing yet.
+
+        Raises:
+            RefusedError: the prefix fills no block.
+            PinQuotaError: the tenant, or all tenants together, would pin too many blocks.
+        """
+        num_blocks = len(token_ids) // self._block_size
+        if not num_blocks:
+            raise RefusedError(f"the prefix has {len(token_ids)} tokens; it takes {self._block_size} to fill a block")
+        hashes = PrefixHashes(tenant, self._block_size).first(num_blocks, token_ids)
+        pin_id = hashes[-1][:PIN_ID_BYTES].hex()
+        pin = self._pins.get(pin_id)
+        if pin is not None:
+            pin.expires_at = expires_at
+            return pin
+        self._check_quota(tenant, num_blocks)
+        self._num_made += 1
+        key = RequestKey(PIN_CLIENT, Handle(self._num_made))
+        pin = Pin(pin_id, tenant, token_ids[: num_blocks * self._block_size], hashes, key, expires_at)
+        self._pins[pin_id] = self._by_key[key] = pin
+        return pin
+
+    def _check_quota(self, tenant: str, num_blocks: int) -> None:
+        of_tenant = sum(len(pin.hashes) for pin in self._pins.values() if pin.tenant == tenant)
+        if of_tenant + num_blocks > self._quota:
+            raise PinQuotaError(
+                f"the prefix has {num_blocks} blocks and {of_tenant} are pinned already; a tenant can pin {self._quota}"
+            )
+        of_all = sum(len(pin.hashes) for pin in self._pins.values())
+        if of_all + num_blocks > self._most:
+            raise PinQuotaError(
+                f"the prefix has {num_blocks} blocks and {of_all} are pinned by all; together they can pin {self._most}"
+            )
+
+    def hold(self, pin: Pin, pool: BlockPool) -> bool:
+        """Takes hold of the pin's blocks; returns whether all of them were there."""
+        blocks = pool.hits(pin.hashes)
+        if len(blocks) < len(pin.hashes):
+            return False
+        pool.touch(blocks)
+        pin.blocks = blocks
+        self._holders.update(blocks)
+        return True
+
+    def remove(self, pin: Pin, pool: BlockPool) -> None:
+        """Forgets a pin. Its blocks stay cached until they are evicted."""
+        del self._pins[pin.pin_id], self._by_key[pin.key]
+        self._holders -= Counter(pin.blocks)
+        pool.free(pin.blocks)
+        pin.blocks = []
+
+    def expired(self, now: float) -> list[Pin]:
+        return [pin for pin in self._pins.values() if pin.expires_at <= now]
+
+    def give_way(self, pool: BlockPool) -> bool:
+        """Forgets the pin that ends first among those that hold blocks; returns whether there was one."""
+        pin = min((pin for pin in self._pins.values() if pin.is_held), key=lambda each: each.expires_at, default=None)
+        if pin is None:
+            return False
+        self.remove(pin, pool)
+        return True
+
+    def lose_blocks(self) -> list[Pin]:
+        """The pool is gone; returns the pins that held blocks, to be computed again."""
+        lost = [pin for pin in self._pins.values() if pin.is_held]
+        for pin in lost:
+            pin.blocks = []
+        self._holders.clear()
+        return lost

@@ -1,0 +1,141 @@
+"""Who goes first: the order in which groups are admitted and preempted.
+
+A policy is chosen once, at the start. The scheduler asks it for the next group of a queue and tells it what was
+planned; everything else about scheduling is the same under all policies.
+"""
+
+from collections.abc import Callable
+
+from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.queues import GroupQueue
+from scheduler_svc.core.request import MAX_PRIORITY, Request
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.step_plan import StepPlan
+
+_RANKS_PER_PRIORITY = 1 << 48
+"""More than requests can ever arrive."""
+
+
+class Policy:
+    """First come, first served (the paper's section 4.5): the oldest is admitted first, the newest preempted first."""
+
+    def rank(self, request: Request, arrival: int) -> int:
+        """The group's place in queues, unique and for good; lower goes first. `arrival` numbers requests."""
+        return arrival
+
+    def arriving(self, tenant: str, waiting: GroupQueue) -> None:
+        """A request of this tenant is about to wait."""
+
+    def next_of(self, waiting: GroupQueue) -> SequenceGroup:
+        """Who is admitted next. The queue is not empty."""
+        return waiting.first()
+
+    def victim_of(self, running: GroupQueue) -> SequenceGroup:
+        """Who is preempted next. The queue is not empty."""
+        return running.last()
+
+    def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
+        """Whether the one that waits may push out the one that runs, where it cannot be admitted otherwise."""
+        return False
+
+    def planned(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
+        """A step was planned. `prefills` says which rows of its batch have not sampled before it."""
+
+
+class PriorityPolicy(Policy):
+    """Higher priority first, first come first served among equals.
+
+    A group that waits preempts groups of lower priority when there is no room for it otherwise.
+    """
+
+    def rank(self, request: Request, arrival: int) -> int:
+        return (MAX_PRIORITY - request.priority) * _RANKS_PER_PRIORITY + arrival
+
+    def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
+        return waiting.request.priority > running.request.priority
+
+
+PREFILL_WEIGHT = 1
+SAMPLE_WEIGHT = 2
+
+
+class FairPolicy(Policy):
+    """Equal service to all tenants that want it: virtual token counters (Sheng et al., Fairness in Serving Large
+    Language Models, OSDI 2024).
+
+    Every tenant has a counter of the service that it got,
+
+        c = PREFILL_WEIGHT * (prompt tokens computed) + SAMPLE_WEIGHT * (tokens sampled),
+
+    where what the prefix cache had costs nothing and recomputation after a preemption counts again, since it was
+    computed. The waiting tenant with the lowest counter is admitted next, with its oldest group. Under memory pressure
+    the tenant with the highest counter is preempted, newest group first. A tenant that comes back after it wanted
+    nothing starts from the lowest counter of those who wait, so that idle time is not saved up.
+
+    Bound: let tenants f and g both have waiting requests all through some time without preemption, and let c_f >= c_g
+    at a moment t of it. When f was last admitted, at s, c_f(s) <= c_g(s). Since then c_f grew only by what the groups
+    of f that ran at s were still to get, at most max_num_seqs sequences of max_len tokens, so
+
+        c_f(t) - c_g(t) <= U = SAMPLE_WEIGHT * max_num_seqs * max_len,
+
+    and the service that both get in that time differs by at most 2 U, however long it is and whatever they ask for.
+    Each preemption of a group of f between s and t adds what is computed again.
+    """
+
+    def __init__(self) -> None:
+        self.counters: dict[str, int] = {}
+        """Of tenants that are active or ahead of those who are."""
+        self._floor = 0
+        """The lowest counter that a waiting tenant had when it was last looked at."""
+
+    def arriving(self, tenant: str, waiting: GroupQueue) -> None:
+        if tenant in waiting.tenants():
+            return
+        self._raise_floor(waiting)
+        self.counters[tenant] = max(self._counter(tenant), self._floor)
+
+    def next_of(self, waiting: GroupQueue) -> SequenceGroup:
+        tenant = min(waiting.tenants(), key=lambda each: (self._counter(each), waiting.first_of(each).rank))
+        self._floor = max(self._floor, self._counter(tenant))
+        return waiting.first_of(tenant)
+
+    def victim_of(self, running: GroupQueue) -> SequenceGroup:
+        return running.last_of(
+            max(running.tenants(), key=lambda each: (self._counter(each), running.last_of(each).rank))
+        )
+
+    def planned(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
+        for row, num_new, is_prefill in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), prefills, strict=True):
+            if is_prefill:
+                self._charge(sequence_of(row), PREFILL_WEIGHT * num_new)
+        for row in plan.samples[:, 0].tolist():
+            self._charge(sequence_of(row), SAMPLE_WEIGHT)
+
+    def _counter(self, tenant: str) -> int:
+        # Who was forgotten was at the floor or below.
+        return self.counters.get(tenant, self._floor)
+
+    def _charge(self, sequence: Sequence, service: int) -> None:
+        tenant = sequence.request.tenant
+        self.counters[tenant] = self._counter(tenant) + service
+
+    def _raise_floor(self, waiting: GroupQueue) -> None:
+        lowest = min(map(self._counter, waiting.tenants()), default=self._floor)
+        self._floor = max(self._floor, lowest)
+        # A tenant at or below the floor starts from the floor whether it is remembered or not.
+        if len(self.counters) > 2 * len(waiting.tenants()) + 64:
+            self.counters = {
+                tenant: count
+                for tenant, count in self.counters.items()
+                if count > self._floor or tenant in waiting.tenants()
+            }
+
+
+def make_policy(kind: PolicyKind) -> Policy:
+    match kind:
+        case PolicyKind.FCFS:
+            return Policy()
+        case PolicyKind.PRIORITY:
+            return PriorityPolicy()
+        case PolicyKind.FAIR:
+            return FairPolicy()

@@ -1,0 +1,46 @@
+"""Making room: who gives way when blocks run out, and how (the paper's section 4.5)."""
+
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.planning import blocks_for_decodes
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.state import SchedulerState
+
+
+class Preemption:
+    """Takes groups out of the batch, all or nothing. `num_preemptions` and `num_swap_outs` count since the start."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._mode = state.config.preemption_mode
+        self.num_preemptions = 0
+        self.num_swap_outs = 0
+
+    def make_room_for_decodes(self) -> bool:
+        """Preempts until every decoding row can have the slot of its next token. Returns whether it preempted."""
+        state = self._state
+        preempted = False
+        while blocks_for_decodes(state.batch) > state.batch.blocks.pool.num_free:
+            # Alone it fits without the pins, as it was asked when it came.
+            if len(state.running) == 1 and state.pins.give_way(state.batch.blocks.pool):
+                continue
+            self.preempt(state.policy.victim_of(state.running))
+            preempted = True
+        return preempted
+
+    def preempt(self, group: SequenceGroup) -> None:
+        """Takes one running group out of the batch, by swap or by recompute."""
+        swaps = self._mode is PreemptionMode.SWAP or (self._mode is PreemptionMode.AUTO and len(group.unfinished) > 1)
+        if swaps and self._state.swap_out(group):
+            self.num_swap_outs += 1
+        else:
+            self._state.requeue(group)
+        self._count(group)
+
+    def displace(self, group: SequenceGroup) -> None:
+        """Takes one running group out of the batch for one that waits; swapped groups would go before that one."""
+        self._state.requeue(group)
+        self._count(group)
+
+    def _count(self, group: SequenceGroup) -> None:
+        group.preemptions += 1
+        self.num_preemptions += 1

@@ -1,0 +1,94 @@
+"""What a step's result means: tokens, ends, the steps of beam searches, and blocks that are final now."""
+
+import numpy as np
+
+from scheduler_svc.core.beam import Candidates
+from scheduler_svc.core.beam_group import advance
+from scheduler_svc.core.events import EventLog
+from scheduler_svc.core.logprobs import PositionLogprobs
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.state import SchedulerState
+from scheduler_svc.core.step_plan import StepInFlight, StepResult
+
+
+class Results:
+    """Takes in one step's result; `events` collects what it means for clients."""
+
+    def __init__(self, state: SchedulerState, now: float) -> None:
+        self._state = state
+        self._now = now
+        self.events = EventLog()
+        self.ended: list[SequenceGroup] = []
+        """Groups that are over, finished or failed."""
+
+    def take(self, step: StepInFlight, result: StepResult) -> None:
+        rows = self._state.batch.rows
+        current = rows.incarnation[step.rows] == step.incarnations
+        self._seal(step, current, result)
+        for row, token_id in zip(step.rows[current].tolist(), result.token_ids[current].tolist(), strict=True):
+            sequence = rows.sequences[row]
+            # Released rows were sorted out above; a group may only end here by a failure of this very step.
+            if sequence is None:
+                continue
+            if row in result.failures:
+                self._fail(sequence, result.failures[row])
+            elif sequence.request.beam is not None:
+                self._collect(sequence, result.candidates[row])
+            else:
+                self._append(sequence, token_id, result.logprobs.get(row))
+
+    def _seal(self, step: StepInFlight, current: np.ndarray, result: StepResult) -> None:
+        """Blocks that are full now can be shared from now on. A row that samples a token has finite keys and values, so
+        nothing poisoned is ever sealed.
+
+        The newest token of a beam may be computed again, when the group is swapped before all its candidates are there:
+        its block is not final yet.
+        """
+        batch = self._state.batch
+        num_full = (step.num_computed - batch.rows.dependent[step.rows]) // batch.blocks.block_size
+        for index in np.flatnonzero(current & (num_full > batch.rows.num_sealed[step.rows])).tolist():
+            row = int(step.rows[index])
+            if row not in result.failures:
+                batch.seal(row, int(num_full[index]))
+
+    def _append(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> None:
+        sequence.token_ids.append(token_id)
+        self.events.token(sequence, token_id, logprobs)
+        reason = sequence.end_reason()
+        if reason is None and sequence.num_output_tokens > 1:
+            return
+        group = self._state.running.get(sequence.request.key)
+        self._note_first_token(group)
+        if reason is not None:
+            self._state.end(sequence)
+            sequence.finish_reason = reason
+            self.events.sequence_end(sequence, reason)
+            if group.finished:
+                self._end(group)
+
+    def _collect(self, sequence: Sequence, candidates: Candidates) -> None:
+        """One beam's candidates; with the last of them the search goes on."""
+        group = self._state.running.get(sequence.request.key)
+        assert group.beams is not None
+        group.beams.candidates[sequence.index] = candidates
+        if len(group.beams.candidates) == len(group.beams.beams):
+            self._note_first_token(group)
+            advance(group.beams, self._state.batch)
+            if not group.beams.beams:
+                self._end(group)
+
+    def _fail(self, sequence: Sequence, detail: str) -> None:
+        group = self._state.end_group(sequence.request.key)
+        assert group is not None
+        self.ended.append(group)
+        self.events.request_failure(group, "NON_FINITE_LOGITS", detail)
+
+    def _note_first_token(self, group: SequenceGroup) -> None:
+        if group.timeline.first_token is None:
+            group.timeline.first_token = self._now
+
+    def _end(self, group: SequenceGroup) -> None:
+        group.timeline.last_token = self._now
+        self._state.end_group(group.request.key)
+        self.ended.append(group)
+        self.events.request_end(group)

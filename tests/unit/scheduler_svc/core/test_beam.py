@@ -1,0 +1,216 @@
+"""The search by hand: small tables of probabilities."""
+
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from scheduler_svc.core.beam import (
+    BeamParameters,
+    BeamSearch,
+    Candidates,
+    Continuation,
+    EarlyStopping,
+    num_candidates,
+)
+
+STOP = 9
+BANNED = 0.0
+
+
+def make_search(width: int, max_tokens: int, length_penalty: float = 1.0, early_stopping=EarlyStopping.FALSE):
+    return BeamSearch(BeamParameters(width, length_penalty, early_stopping), max_tokens, frozenset({STOP}))
+
+
+def make_candidates(probabilities: Mapping[int, float]) -> Candidates:
+    """Token id -> probability, most likely first."""
+    return Candidates(
+        list(probabilities), [math.log(each) if each > BANNED else -math.inf for each in probabilities.values()]
+    )
+
+
+def make_all_candidates(*tables: Mapping[int, float]) -> list[Candidates]:
+    return [make_candidates(table) for table in tables]
+
+
+def assert_continues(continuation: Continuation, parent: int, token_id: int, rank: int, probability: float) -> None:
+    assert (continuation.parent, continuation.token_id, continuation.rank) == (parent, token_id, rank)
+    assert continuation.cumulative_logprob == pytest.approx(math.log(probability))
+
+
+def texts(search: BeamSearch) -> list[tuple[int, ...]]:
+    return [each.token_ids for each in search.best()]
+
+
+class Uncopied(list[int]):
+    """Output tokens of a beam of which no hypothesis is made."""
+
+    def __iter__(self):
+        raise AssertionError("the output is copied")
+
+
+def test_two_beams_over_three_steps_give_what_a_pencil_gives():
+    search = make_search(width=2, max_tokens=3)
+    assert search.scores == [0.0, -1e9]
+
+    # The stop token is third, outside the two best: it finishes nothing.
+    step = search.advance(make_all_candidates(*[{1: 0.5, 2: 0.3, STOP: 0.2}] * 2), [[], []])
+    assert_continues(step.continuations[0], 0, 1, 0, 0.5)
+    assert_continues(step.continuations[1], 0, 2, 1, 0.3)
+    assert (len(step.continuations), step.finished) == (2, [])
+
+    # 1-9: 0.30, ends; 2-3: 0.27; 1-3: 0.20; 2-9: 0.03
+    step = search.advance(make_all_candidates({STOP: 0.6, 3: 0.4}, {3: 0.9, STOP: 0.1}), [[1], Uncopied([2])])
+    assert_continues(step.continuations[0], 1, 3, 0, 0.27)
+    assert_continues(step.continuations[1], 0, 3, 1, 0.20)
+    (short,) = step.finished
+    assert (short.token_ids, short.parent, short.rank, short.ended_by_token) == ((1, STOP), 0, 0, True)
+    assert (short.cumulative_logprob, short.score) == pytest.approx((math.log(0.3), math.log(0.3) / 2))
+    assert search.best() == [short]
+
+    # 1-3-4: 0.18, log / 3 = -0.57; 2-3-4: 0.135, log / 3 = -0.67, is worse than 1-9: log / 2 = -0.60
+    step = search.advance(make_all_candidates({4: 0.5, STOP: 0.5}, {4: 0.9, STOP: 0.1}), [Uncopied([2, 3]), [1, 3]])
+    assert not step.continuations
+    (long,) = step.finished
+    assert (long.token_ids, long.parent, long.rank, long.ended_by_token) == ((1, 3, 4), 1, 0, False)
+    assert long.score == pytest.approx(math.log(0.18) / 3)
+    assert search.best() == [long, short]
+    assert search.scores == []
+
+
+def test_with_one_token_to_generate_the_first_step_ends_all():
+    search = make_search(width=2, max_tokens=1)
+    step = search.advance(make_all_candidates(*[{STOP: 0.5, 1: 0.3, 2: 0.2}] * 2), [[], []])
+    assert not step.continuations
+    assert step.finished == search.best()
+    assert texts(search) == [(STOP,), (1,)]
+    assert [each.ended_by_token for each in search.best()] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("length_penalty", "early_stopping", "is_over"),
+    [
+        # Finished: log 0.6 = -0.51. Live: log 0.4 = -0.92 now, -0.23 if it went on to four tokens for nothing.
+        (1.0, EarlyStopping.FALSE, True),
+        (1.0, EarlyStopping.TRUE, True),
+        (1.0, EarlyStopping.NEVER, False),
+        (0.0, EarlyStopping.NEVER, True),
+        (-1.0, EarlyStopping.NEVER, True),
+    ],
+)
+def test_one_beam_ends_when_no_improvement_can_come(length_penalty, early_stopping, is_over):
+    search = make_search(1, 4, length_penalty, early_stopping)
+    step = search.advance([make_candidates({STOP: 0.6, 1: 0.4})], [[]])
+    assert [each.token_ids for each in step.finished] == [(STOP,)]
+    assert (not step.continuations) == is_over
+
+
+@pytest.mark.parametrize(
+    ("length_penalty", "early_stopping", "is_over"),
+    [
+        # Finished: 9 (log 0.3 = -1.20) and 1-9 (log 0.24 / 2 = -0.71). Live: 1-3 (log 0.26 / 2 = -0.67).
+        (1.0, EarlyStopping.FALSE, False),
+        (1.0, EarlyStopping.TRUE, True),
+        # Finished: 9 (-1.20) and 1-9 (log 0.24 * 2 = -2.85). Live: 1-3 (log 0.26 * 2 = -2.69), worse if it were longer.
+        (-1.0, EarlyStopping.NEVER, False),
+    ],
+)
+def test_a_full_list_ends_the_search_at_once_only_where_asked(length_penalty, early_stopping, is_over):
+    search = make_search(2, 8, length_penalty, early_stopping)
+    search.advance(make_all_candidates(*[{1: 0.5, STOP: 0.3, 2: 0.2}] * 2), [[], []])
+    step = search.advance(make_all_candidates({3: 0.52, STOP: 0.48}, {4: 1.0}), [[1], [2]])
+    assert sorted(texts(search)) == [(1, STOP), (STOP,)]
+    assert (not step.continuations) == is_over
+
+
+def test_a_better_hypothesis_takes_the_place_of_the_worst():
+    search = make_search(1, 4, length_penalty=1.0, early_stopping=EarlyStopping.NEVER)
+    search.advance([make_candidates({STOP: 0.6, 1: 0.4})], [[]])
+    step = search.advance([make_candidates({STOP: 0.95, 1: 0.05})], [[1]])
+    assert [each.token_ids for each in step.finished] == [(1, STOP)] == texts(search)
+
+
+def test_ties_go_to_the_lower_beam_and_then_to_the_earlier_candidate():
+    search = make_search(width=2, max_tokens=4)
+    step = search.advance(make_all_candidates(*[{3: 0.25, 5: 0.25, 7: 0.25}] * 2), [[], []])
+    assert [each.token_id for each in step.continuations] == [3, 5]
+    step = search.advance(make_all_candidates({8: 0.5, 2: 0.5}, {1: 0.5, 0: 0.5}), [[3], [5]])
+    assert [(each.parent, each.token_id) for each in step.continuations] == [(0, 8), (0, 2)]
+
+
+def test_where_one_token_is_allowed_copies_keep_the_number_of_beams():
+    search = make_search(width=3, max_tokens=2)
+    step = search.advance(make_all_candidates(*[{5: 0.5, 1: BANNED, STOP: BANNED}] * 3), [[]] * 3)
+    assert [(each.parent, each.token_id, each.rank) for each in step.continuations] == [(0, 5, 0)] * 3
+    assert search.scores == pytest.approx([math.log(0.5), -1e9, -1e9])
+    search.advance(make_all_candidates(*[{6: 0.5, 5: 0.25, 1: BANNED}] * 3), [[5]] * 3)
+    assert texts(search) == [(5, 6), (5, 5), (5, 5)]
+
+
+@pytest.mark.parametrize("early_stopping", EarlyStopping)
+def test_where_only_the_stop_token_is_allowed_the_search_ends_with_as_many_hypotheses_as_beams(early_stopping):
+    search = make_search(3, 8, 1.0, early_stopping)
+    step = search.advance(make_all_candidates(*[{STOP: 1.0, 1: BANNED, 2: BANNED}] * 3), [[]] * 3)
+    assert not step.continuations
+    assert texts(search) == [(STOP,)] * 3
+
+
+def test_a_beam_whose_candidates_are_all_banned_ends_and_the_others_go_on():
+    search = make_search(width=2, max_tokens=4)
+    search.advance(make_all_candidates(*[{1: 0.6, 2: 0.4}] * 2), [[], []])
+    step = search.advance(make_all_candidates({3: BANNED}, {4: 0.6, 5: 0.4}), [[1], [2]])
+    assert [(each.parent, each.token_id) for each in step.continuations] == [(1, 4), (1, 5)]
+
+
+def test_with_nothing_allowed_the_search_ends_with_what_is_finished():
+    search = make_search(width=2, max_tokens=4)
+    search.advance(make_all_candidates(*[{1: 0.6, STOP: 0.4}] * 2), [[], []])
+    step = search.advance(make_all_candidates({3: BANNED}, {}), [[1], [1]])
+    assert (step.continuations, step.finished, texts(search)) == ((), [], [(STOP,), (STOP,)])
+
+
+def test_with_nothing_allowed_and_nothing_finished_the_search_fails():
+    with pytest.raises(ValueError, match="banned"):
+        make_search(width=2, max_tokens=4).advance(make_all_candidates({1: BANNED}, {1: BANNED}), [[], []])
+
+
+@pytest.mark.parametrize("length_penalty", [1e308, 400.0, -400.0, -1e308])
+def test_a_length_penalty_beyond_all_floats_ends_in_hypotheses(length_penalty):
+    search = make_search(2, 3, length_penalty, EarlyStopping.NEVER)
+    for length in range(3):
+        search.advance(make_all_candidates(*[{1: 0.6, STOP: 0.4}] * 2), [[1] * length] * 2)
+    assert len(search.best()) == 2
+    assert not any(math.isnan(each.score) for each in search.best())
+
+
+@pytest.mark.parametrize(("width", "num_stops", "expected"), [(1, 0, 2), (4, 0, 8), (4, 1, 8), (4, 2, 12)])
+def test_beams_report_enough_for_every_stop_token_to_be_left_out(width, num_stops, expected):
+    assert num_candidates(width, num_stops) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [((0,), "width is 0"), ((2, math.nan), "length_penalty is nan"), ((2, -math.inf), "length_penalty is -inf")],
+)
+def test_parameters_that_make_no_sense_are_refused(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        BeamParameters(*parameters)
+
+
+def test_a_search_for_no_tokens_is_refused():
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        make_search(width=2, max_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "outputs", "message"),
+    [
+        ([Candidates([1], [-1.0])], [[], []], "candidates of 1 and outputs of 2 beams; width is 2"),
+        ([Candidates([1], [-1.0])] * 2, [[]], "candidates of 2 and outputs of 1 beams; width is 2"),
+        ([Candidates([1], [-1.0])] * 2, [[1], [1, 2]], r"\[1, 2\] tokens"),
+        ([Candidates([1, 2], [-1.0])] * 2, [[], []], "shorter"),
+    ],
+)
+def test_input_that_does_not_describe_the_beams_is_refused(candidates, outputs, message):
+    with pytest.raises(ValueError, match=message):
+        make_search(width=2, max_tokens=4).advance(candidates, outputs)
