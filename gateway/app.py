@@ -17,6 +17,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.model_servicer import ModelServicer
 from gateway.prefix_servicer import PrefixServicer
+from gateway.prefixes import Prefixes
 from gateway.replicas import Replicas
 from gateway.settings import GatewaySettings
 from gateway.text_service import TextService
@@ -32,8 +33,6 @@ _SERVICES = {
     "model": model_pb2.DESCRIPTOR.services_by_name["ModelService"],
     "prefix": prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
 }
-# No method of these works in this version.
-_UNSUPPORTED_SERVICES = {"prefix"}
 # For calls that are over but whose last message is still on its way.
 _STOP_GRACE_S = 1.0
 _logger = logging.getLogger(__name__)
@@ -156,7 +155,7 @@ async def _start_rpc(settings: GatewaySettings, generator: Generator, gateway_id
     servicers = {
         "generation": GenerationServicer(generator, TextService(generator)),
         "model": ModelServicer(generator, gateway_id),
-        "prefix": PrefixServicer(),
+        "prefix": PrefixServicer(Prefixes(generator)),
     }
 
     def register(server: grpc.aio.Server) -> None:
@@ -166,7 +165,6 @@ async def _start_rpc(settings: GatewaySettings, generator: Generator, gateway_id
     return await RpcServer.start(
         str(TcpAddress(settings.grpc_host, settings.grpc_port)),
         register,
-        [service.full_name for name, service in _SERVICES.items() if name not in _UNSUPPORTED_SERVICES],
-        reflected_only=[_SERVICES[name].full_name for name in _UNSUPPORTED_SERVICES],
+        [service.full_name for service in _SERVICES.values()],
         max_message_bytes=settings.max_message_bytes,
     )

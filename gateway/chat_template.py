@@ -31,8 +31,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigurationError(f"the model's chat template is invalid: {error}") from error
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt that asks for the next assistant message.
+    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+        """The prompt that asks for the next assistant message; without `add_generation_prompt` the messages alone.
 
         Raises:
             InvalidArgument: the template refuses the messages, for example an unknown role.
@@ -40,7 +40,11 @@ class ChatTemplate:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return self._template.render(
-                messages=conversation, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+                messages=conversation,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             description = f"the model's chat template refuses the conversation: {error}"

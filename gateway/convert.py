@@ -13,6 +13,7 @@ from gateway.request import (
     BeamSearchOptions,
     ChatMessage,
     ChatPrompt,
+    EarlyStopping,
     OutputOptions,
     Prompt,
     RequestOptions,
@@ -23,7 +24,7 @@ from gateway.request import (
 )
 from gateway.scheduler_events import Welcome
 from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2, model_pb2
+from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 
 GenerateMessage = generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest
 ChatRequestMessage = generation_pb2.ChatRequest | generation_pb2.ChatStreamRequest
@@ -35,6 +36,12 @@ _REASONS = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_EARLY_STOPPING = {
+    common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,
+    common_pb2.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
+    common_pb2.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
+    common_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
 
 
@@ -60,6 +67,17 @@ def tokenize_input(message: generation_pb2.TokenizeRequest) -> TextPrompt | Chat
     match message.WhichOneof("input"):
         case "text":
             return TextPrompt(message.text)
+        case "chat":
+            return chat_prompt(message.chat.messages)
+    return None
+
+
+def prefix_of(message: prefix_pb2.PinPrefixRequest) -> Prompt | None:
+    match message.WhichOneof("prefix"):
+        case "text":
+            return TextPrompt(message.text)
+        case "token_ids":
+            return TokenPrompt(tuple(message.token_ids.ids))
         case "chat":
             return chat_prompt(message.chat.messages)
     return None
@@ -166,10 +184,6 @@ def _options(message: GenerateMessage | ChatRequestMessage, prompt: Prompt | Non
 
 
 def _sampling_options(message: common_pb2.SamplingParameters) -> SamplingOptions:
-    beam_search = None
-    if message.HasField("beam_search"):
-        beam = message.beam_search
-        beam_search = BeamSearchOptions(beam.beam_width, optional(beam, "length_penalty"))
     return SamplingOptions(
         temperature=optional(message, "temperature"),
         top_k=optional(message, "top_k"),
@@ -178,13 +192,21 @@ def _sampling_options(message: common_pb2.SamplingParameters) -> SamplingOptions
         seed=optional(message, "seed"),
         n=optional(message, "n"),
         best_of=optional(message, "best_of"),
-        beam_search=beam_search,
+        beam_search=_beam_search_options(message.beam_search) if message.HasField("beam_search") else None,
         presence_penalty=optional(message, "presence_penalty"),
         frequency_penalty=optional(message, "frequency_penalty"),
         repetition_penalty=optional(message, "repetition_penalty"),
         logit_bias=dict(message.logit_bias),
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words=tuple(message.bad_words),
+    )
+
+
+def _beam_search_options(message: common_pb2.BeamSearchParameters) -> BeamSearchOptions:
+    return BeamSearchOptions(
+        beam_width=message.beam_width,
+        length_penalty=optional(message, "length_penalty"),
+        early_stopping=_EARLY_STOPPING.get(message.early_stopping, int(message.early_stopping)),
     )
 
 

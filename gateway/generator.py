@@ -1,5 +1,6 @@
 """What both front ends call: a request from its options to its live entry."""
 
+import dataclasses
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -16,7 +17,10 @@ from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.replicas import Replicas
 from gateway.request import (
+    BeamSearch,
+    BeamSearchOptions,
     ChatPrompt,
+    EarlyStopping,
     GenerationRequest,
     Prompt,
     RequestOptions,
@@ -58,6 +62,11 @@ class Generator:
         """Whether a request would run at once, as far as the gateway can know."""
         return self.replicas.is_ready and not self.is_draining
 
+    def check_accepting(self) -> None:
+        """Raises Unavailable when this gateway drains."""
+        if self.is_draining:
+            raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
+
     async def limits(self) -> Limits:
         """Raises Unavailable when no scheduler was reached yet."""
         welcomes = await self.replicas.wait_until_known()
@@ -70,8 +79,7 @@ class Generator:
         Raises:
             QuireError: it is refused; nothing was submitted.
         """
-        if self.is_draining:
-            raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
+        self.check_accepting()
         request = await self._prepare(options)
         tokenizer = self.model.tokenizer
         live = self._ledger.open(
@@ -117,7 +125,7 @@ class Generator:
             priority=options.priority,
             ignore_eos=options.stopping.ignore_eos,
             num_sequences=options.sampling.n or 1,
-            best_of=options.sampling.best_of or options.sampling.n or 1,
+            best_of=_num_candidates(options.sampling),
         )
 
     def _resolve_stopping(self, asked: StoppingOptions, max_tokens: int) -> Stopping:
@@ -168,8 +176,11 @@ def resolve_sampling(
 ) -> Sampling:
     """Each value as asked, else the model's default, else the contract's; a seed is drawn where none is given.
 
-    `bad_sequences` are the bad words as tokens.
+    `bad_sequences` are the bad words as tokens. Beam search draws nothing, so the model's defaults of how to draw do
+    not apply to it.
     """
+    if asked.beam_search is not None:
+        defaults = dataclasses.replace(defaults, temperature=0.0, top_k=None, top_p=None, min_p=None)
     return Sampling(
         temperature=_first(asked.temperature, defaults.temperature, 1.0),
         top_k=_first(asked.top_k, defaults.top_k, 0),
@@ -182,7 +193,20 @@ def resolve_sampling(
         logit_bias=asked.logit_bias,
         allowed_token_ids=tuple(dict.fromkeys(asked.allowed_token_ids)),
         bad_token_sequences=bad_sequences,
+        beam_search=None if asked.beam_search is None else _resolve_beam_search(asked.beam_search),
     )
+
+
+def _resolve_beam_search(asked: BeamSearchOptions) -> BeamSearch:
+    assert isinstance(asked.early_stopping, EarlyStopping), "the validator lets nothing else pass"
+    return BeamSearch(asked.beam_width, _first(asked.length_penalty, None, 1.0), asked.early_stopping)
+
+
+def _num_candidates(asked: SamplingOptions) -> int:
+    """The sequences among which those that are returned are chosen."""
+    if asked.beam_search is not None:
+        return asked.beam_search.beam_width
+    return asked.best_of or asked.n or 1
 
 
 def _first(asked: T | None, model_default: T | None, default: T) -> T:

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 
 MAX_N = 128
+MAX_LENGTH_PENALTY = 10
+MAX_BEAM_CANDIDATES = 2048
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_BYTES = 128
+MAX_TIME_TO_LIVE_MS = 24 * 60 * 60 * 1000
 # Texts that are no prompts may be counted too, whatever the model takes.
 MIN_TOKENIZE_BYTES = 256 * 1024
 

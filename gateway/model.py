@@ -1,6 +1,7 @@
 """The served model, as far as the gateway knows it: names, text, defaults. No weights."""
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -49,8 +50,10 @@ class ServedModel:
             executor=executor,
         )
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of the prompt that the chat template makes; special tokens are what the template writes.
+
+        Without `add_generation_prompt` it ends with the last message, and not with the start of an answer.
 
         Raises:
             InvalidArgument: the model has no template, or the template refuses the messages.
@@ -59,11 +62,11 @@ class ServedModel:
             description = f'cannot be used: model "{self.name}" has no chat template; send text instead'
             violation = FieldViolation("messages", description)
             raise InvalidArgument(f"messages {description}", reason="NO_CHAT_TEMPLATE", violations=[violation])
+        render = functools.partial(self.chat_template.render, messages, add_generation_prompt=add_generation_prompt)
         if sum(len(message.content) for message in messages) <= _INLINE_CHARACTERS:
-            text = self.chat_template.render(messages)
+            text = render()
         else:
-            loop = asyncio.get_running_loop()
-            text = await loop.run_in_executor(self.executor, self.chat_template.render, messages)
+            text = await asyncio.get_running_loop().run_in_executor(self.executor, render)
         return await self.tokenizer.encode(text, add_special_tokens=False)
 
 

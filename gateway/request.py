@@ -6,6 +6,7 @@ validated, tokenized and completed with defaults.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,10 +36,21 @@ class ChatPrompt:
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
+class EarlyStopping(Enum):
+    """When a beam search ends; quire.common.v1.EarlyStopping says what each means."""
+
+    FALSE = "false"
+    TRUE = "true"
+    NEVER = "never"
+
+
 @dataclass(frozen=True, slots=True)
 class BeamSearchOptions:
+    """`early_stopping` is a number where the caller sent one that means nothing."""
+
     beam_width: int
     length_penalty: float | None = None
+    early_stopping: EarlyStopping | int = EarlyStopping.FALSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +103,21 @@ class RequestOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """A beam search, every default filled in. The score of a hypothesis is its log probability divided by
+    length ** length_penalty."""
+
+    width: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen, every default filled in. temperature 0 is greedy; top_k 0 keeps all.
 
-    `allowed_token_ids` allows all when it is empty; `bad_token_sequences` are bad_words as tokens.
+    `allowed_token_ids` allows all when it is empty; `bad_token_sequences` are bad_words as tokens. With `beam_search`
+    nothing is drawn: temperature, top_k, top_p and min_p have the values by which they change nothing.
     """
 
     temperature: float
@@ -108,6 +131,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()
+    beam_search: BeamSearch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +157,7 @@ class Stopping:
 class GenerationRequest:
     """A request that was checked and can be submitted. `prompt_token_ids` is int32, shape [prompt length].
 
-    `num_sequences` are returned, out of `best_of` that are sampled.
+    `num_sequences` are returned, out of `best_of` that are sampled, or that a beam search finds.
     """
 
     request_id: str

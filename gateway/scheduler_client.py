@@ -12,7 +12,14 @@ import grpc.aio
 
 from gateway.backoff import Backoff
 from gateway.live_request import LiveRequest
-from gateway.scheduler_convert import abort_message, event_batch_from, hello_message, submit_message, welcome_from
+from gateway.scheduler_convert import (
+    TENANT,
+    abort_message,
+    event_batch_from,
+    hello_message,
+    submit_message,
+    welcome_from,
+)
 from gateway.scheduler_events import EventBatch, Welcome
 from gateway.sequence_stream import TokenGapError
 from quire.rpc.channel import open_channel
@@ -23,7 +30,6 @@ _WELCOME_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 # A stream that breaks sooner does not reset the backoff.
 _STABLE_AFTER_S = 1.0
-_TENANT = "default"
 _logger = logging.getLogger(__name__)
 
 
@@ -66,6 +72,7 @@ class SchedulerClient:
         welcome: What the scheduler said last, None before the first time.
         is_connected: Whether a stream is open.
         is_ready: Whether the scheduler runs steps, too: it has its worker.
+        stub: For unary calls, which end when the stream does; None while none is open.
     """
 
     def __init__(self, address: str, *, gateway_id: str, grace_period_ms: int, listener: SchedulerListener) -> None:
@@ -73,6 +80,7 @@ class SchedulerClient:
         self.welcome: Welcome | None = None
         self.is_connected = False
         self.is_ready = False
+        self.stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
         self._hello = hello_message(gateway_id, grace_period_ms)
         self._listener = listener
         self._outbox: deque[scheduler_pb2.ConnectRequest] = deque()
@@ -81,7 +89,7 @@ class SchedulerClient:
 
     def submit(self, live: LiveRequest) -> None:
         """Sends a request, with the tokens that it has already, soon."""
-        self._send(submit_message(live, _TENANT))
+        self._send(submit_message(live, TENANT))
 
     def abort(self, handle: int, sequence_index: int | None = None) -> None:
         """Asks to end a request, or one sequence of it, soon. Without a stream there is nothing to end."""
@@ -126,11 +134,13 @@ class SchedulerClient:
     async def _run_stream(self) -> None:
         """One stream from Hello to its end. Raises QuireError when it breaks."""
         async with open_channel(self.address) as channel:
-            call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect()
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            call = stub.Connect()
             try:
                 responses = aiter(call)
                 welcome = await self._greet(call, responses)
                 self._connect(welcome)
+                self.stub = stub
                 writer = asyncio.create_task(self._write_outbox(call))
                 try:
                     await self._read(responses)
@@ -140,6 +150,8 @@ class SchedulerClient:
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
             finally:
+                # Before the channel closes: nothing can be called on it then.
+                self.stub = None
                 call.cancel()
 
     async def _greet(self, call: Any, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> Welcome:

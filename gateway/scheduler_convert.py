@@ -1,7 +1,10 @@
 """Messages of quire.scheduler.v1 to values and back."""
 
+from collections.abc import Sequence
+
 from gateway.events import FinishReason, Logprob, PositionLogprobs, Usage
 from gateway.live_request import LiveRequest
+from gateway.request import BeamSearch, EarlyStopping
 from gateway.scheduler_events import (
     EventBatch,
     PromptRun,
@@ -16,11 +19,18 @@ from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
 
+# The only one so far. It is part of the prefix cache's keys, so pins and requests must agree about it.
+TENANT = "default"
 _REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
     common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+_EARLY_STOPPING = {
+    EarlyStopping.FALSE: common_pb2.EARLY_STOPPING_FALSE,
+    EarlyStopping.TRUE: common_pb2.EARLY_STOPPING_TRUE,
+    EarlyStopping.NEVER: common_pb2.EARLY_STOPPING_NEVER,
 }
 
 
@@ -59,6 +69,7 @@ def submit_message(live: LiveRequest, tenant: str) -> scheduler_pb2.ConnectReque
                 seed=sampling.seed,
                 n=request.num_sequences,
                 best_of=request.best_of,
+                beam_search=None if sampling.beam_search is None else _beam_search_message(sampling.beam_search),
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
                 repetition_penalty=sampling.repetition_penalty,
@@ -86,6 +97,24 @@ def submit_message(live: LiveRequest, tenant: str) -> scheduler_pb2.ConnectReque
             ],
         )
     )
+
+
+def _beam_search_message(beam_search: BeamSearch) -> common_pb2.BeamSearchParameters:
+    return common_pb2.BeamSearchParameters(
+        beam_width=beam_search.width,
+        length_penalty=beam_search.length_penalty,
+        early_stopping=_EARLY_STOPPING[beam_search.early_stopping],
+    )
+
+
+def pin_message(token_ids: Sequence[int], time_to_live_ms: int, tenant: str) -> scheduler_pb2.PinPrefixRequest:
+    return scheduler_pb2.PinPrefixRequest(
+        tenant=tenant, token_ids=encode_int32(token_ids), time_to_live_ms=time_to_live_ms
+    )
+
+
+def unpin_message(pin_id: str, tenant: str) -> scheduler_pb2.UnpinPrefixRequest:
+    return scheduler_pb2.UnpinPrefixRequest(tenant=tenant, pin_id=pin_id)
 
 
 def welcome_from(message: scheduler_pb2.Welcome) -> Welcome:

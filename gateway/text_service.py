@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from gateway.generator import Generator
 from gateway.request import ChatPrompt, TextPrompt
-from gateway.validation import Violations, check_conversation, check_model
+from gateway.validation import check_conversation, check_model
+from gateway.violations import Violations
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,5 @@ from quire.rpc.errors import FieldViolation
 
 def unsupported_fields(request: RequestOptions) -> list[FieldViolation]:
     """The fields of a valid request that ask for it. A value that changes nothing is fine."""
-    sampling = request.sampling
-    asked = {
-        "sampling.beam_search": sampling.beam_search is not None,
-        "durable": request.durable,
-    }
+    asked = {"durable": request.durable}
     return [FieldViolation(field, "is not supported by this version") for field, is_asked in asked.items() if is_asked]

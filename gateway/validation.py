@@ -4,10 +4,10 @@ It works on values, looks at all fields before it raises, and allocates nothing.
 value and the limit.
 """
 
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 
+from gateway.beam_validation import check_beam_search
 from gateway.limits import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_LOGIT_BIAS, Limits
 from gateway.request import (
     ChatPrompt,
@@ -22,60 +22,11 @@ from gateway.request import (
     TokenPrompt,
 )
 from gateway.unsupported import unsupported_fields
+from gateway.violations import Violations, shortened, summary, utf8_size
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unimplemented
 
+_MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_SHOWN_CHARACTERS = 80
-
-
-class Violations:
-    """Collects what is wrong with a request."""
-
-    def __init__(self) -> None:
-        self.found: list[FieldViolation] = []
-
-    def add(self, field: str, description: str) -> None:
-        self.found.append(FieldViolation(field, description))
-
-    def check_range(self, field: str, value: float | None, low: float, high: float, *, above_low: bool = False) -> None:
-        """`value` is in [low, high], or in (low, high] with `above_low`; NaN is in neither."""
-        if value is None:
-            return
-        if not (value > low if above_low else value >= low) or not value <= high:
-            bracket = "(" if above_low else "["
-            self.add(field, f"is {_shown(value)}; it must be in {bracket}{_shown(low)}, {_shown(high)}]")
-
-    def check_count(self, field: str, values: Sized, limit: int) -> bool:
-        if len(values) <= limit:
-            return True
-        self.add(field, f"has {len(values):,} entries; the most is {limit:,}")
-        return False
-
-    def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-        """Names the first id that is out of range."""
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-            return
-        for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocab_size:
-                self.add(f"{field}[{position}]", f"is {token_id}; token ids of this model are below {vocab_size:,}")
-                return
-
-    def check_size(self, field: str, texts: Iterable[str], max_bytes: int) -> None:
-        """`texts` are together of at most `max_bytes` bytes in UTF-8."""
-        num_bytes = sum(_utf8_size(text) for text in texts)
-        if num_bytes > max_bytes:
-            self.add(field, f"has {num_bytes:,} bytes; the most is {max_bytes:,}")
-
-    def check_text(self, field: str, text: str) -> None:
-        """Text that UTF-8 cannot write (a lone surrogate) can come through JSON."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            self.add(field, f"is not valid Unicode: character {error.start} is a lone surrogate")
-
-    def raise_if_any(self) -> None:
-        if self.found:
-            raise InvalidArgument(_summary(self.found), violations=self.found)
 
 
 def check_model(model: str | None, served_model: str) -> None:
@@ -94,7 +45,7 @@ def wrong_model(model: str | None, served_model: str) -> FieldViolation | None:
     """What is wrong with the name of a model; None where it is absent or right."""
     if model is None or model == served_model:
         return None
-    return FieldViolation("model", f'is "{_shortened(model)}"; the model served here is "{served_model}"')
+    return FieldViolation("model", f'is "{shortened(model)}"; the model served here is "{served_model}"')
 
 
 def check_request(request: RequestOptions, limits: Limits, served_model: str) -> None:
@@ -106,18 +57,53 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str) ->
     """
     check_model(request.model, served_model)
     violations = Violations()
-    _check_prompt(violations, request.prompt, limits)
+    check_prompt(violations, request.prompt, limits)
+    if request.sampling.beam_search is None:
+        _check_drawing(violations, request.sampling, limits)
+    else:
+        check_beam_search(violations, request.sampling.beam_search, request.sampling, request.stopping, limits)
     _check_sampling(violations, request.sampling, limits)
     _check_stopping(violations, request.stopping, limits)
     _check_output(violations, request.output, limits)
     if request.request_id is not None and not _REQUEST_ID.fullmatch(request.request_id):
-        shown = _shortened(request.request_id)
+        shown = shortened(request.request_id)
         violations.add("request_id", f'is "{shown}"; it must be 1 to 128 characters of [A-Za-z0-9._:-]')
     violations.check_range("priority", request.priority, -100, 100)
     violations.raise_if_any()
     unsupported = unsupported_fields(request)
     if unsupported:
-        raise Unimplemented(_summary(unsupported), reason="UNSUPPORTED_PARAMETER", violations=unsupported)
+        raise Unimplemented(summary(unsupported), reason="UNSUPPORTED_PARAMETER", violations=unsupported)
+
+
+def check_prompt(
+    violations: Violations,
+    prompt: Prompt | None,
+    limits: Limits,
+    *,
+    missing: FieldViolation = _MISSING_PROMPT,
+    chat_field: str = "messages",
+) -> None:
+    """Checks a prompt before it is tokenized. `missing` is what is wrong where there is none."""
+    match prompt:
+        case None:
+            violations.add(missing.field, missing.description)
+        case TextPrompt(text=""):
+            violations.add("text", "is empty; a prompt needs at least 1 token")
+        case TextPrompt(text=text):
+            violations.check_text("text", text)
+            violations.check_size("text", [text], limits.max_prompt_bytes)
+        case TokenPrompt(token_ids=token_ids):
+            if not token_ids:
+                violations.add("token_ids.ids", "is empty; a prompt needs at least 1 token")
+            elif len(token_ids) > limits.max_prompt_tokens:
+                violations.add(
+                    "token_ids.ids",
+                    f"has {len(token_ids):,} tokens; a prompt may have at most {limits.max_prompt_tokens:,}",
+                )
+            else:
+                violations.check_token_ids("token_ids.ids", token_ids, limits.vocab_size)
+        case ChatPrompt():
+            check_conversation(violations, prompt, limits, max_bytes=limits.max_prompt_bytes, field=chat_field)
 
 
 def check_conversation(
@@ -140,31 +126,43 @@ def check_conversation(
     violations.check_size(field, texts, max_bytes)
 
 
-def resolve_max_tokens(field: str, token_ids: Sequence[int], max_tokens: int | None, limits: Limits) -> int:
-    """The number of tokens to generate after a prompt, given as `field`: what is asked, or what is left.
+def check_prompt_tokens(field: str, token_ids: Sequence[int], limits: Limits) -> None:
+    """Checks the tokens of a prompt that was given as `field`.
 
     Raises:
-        InvalidArgument: the prompt is empty or too long, the sum can never fit, or the tokenizer knows more tokens than
-            the model.
+        InvalidArgument: the prompt is empty or too long, or the tokenizer knows more tokens than the model.
     """
     violations = Violations()
-    prompt_tokens = len(token_ids)
-    if prompt_tokens == 0:
+    if not token_ids:
         violations.add(field, "has no tokens; at least 1 is needed")
-    elif prompt_tokens > limits.max_prompt_tokens:
-        violations.add(field, f"has {prompt_tokens:,} tokens; a prompt may have at most {limits.max_prompt_tokens:,}")
-    elif max_tokens is not None and prompt_tokens + max_tokens > limits.max_model_len:
-        violations.add(
-            "stopping.max_tokens",
-            f"is {max_tokens:,} after a prompt of {prompt_tokens:,} tokens, together {prompt_tokens + max_tokens:,}; "
-            f"a sequence can have at most {limits.max_model_len:,} tokens here",
-        )
+    elif len(token_ids) > limits.max_prompt_tokens:
+        violations.add(field, f"has {len(token_ids):,} tokens; a prompt may have at most {limits.max_prompt_tokens:,}")
     elif max(token_ids) >= limits.vocab_size:
         violations.add(
             field, f"has the token {max(token_ids)}; token ids of this model are below {limits.vocab_size:,}"
         )
     violations.raise_if_any()
-    return limits.max_model_len - prompt_tokens if max_tokens is None else max_tokens
+
+
+def resolve_max_tokens(field: str, token_ids: Sequence[int], max_tokens: int | None, limits: Limits) -> int:
+    """The number of tokens to generate after a prompt, given as `field`: what is asked, or what is left.
+
+    Raises:
+        InvalidArgument: as `check_prompt_tokens`, or the sum can never fit.
+    """
+    check_prompt_tokens(field, token_ids, limits)
+    prompt_tokens = len(token_ids)
+    if max_tokens is None:
+        return limits.max_model_len - prompt_tokens
+    if prompt_tokens + max_tokens > limits.max_model_len:
+        violations = Violations()
+        violations.add(
+            "stopping.max_tokens",
+            f"is {max_tokens:,} after a prompt of {prompt_tokens:,} tokens, together {prompt_tokens + max_tokens:,}; "
+            f"a sequence can have at most {limits.max_model_len:,} tokens here",
+        )
+        violations.raise_if_any()
+    return max_tokens
 
 
 def check_choice(sampling: Sampling, stopping: Stopping) -> None:
@@ -188,42 +186,18 @@ def check_choice(sampling: Sampling, stopping: Stopping) -> None:
         violations.raise_if_any()
 
 
-def _check_prompt(violations: Violations, prompt: Prompt | None, limits: Limits) -> None:
-    match prompt:
-        case None:
-            violations.add("prompt", "is missing; set text or token_ids")
-        case TextPrompt(text=""):
-            violations.add("text", "is empty; a prompt needs at least 1 token")
-        case TextPrompt(text=text):
-            violations.check_text("text", text)
-            violations.check_size("text", [text], limits.max_prompt_bytes)
-        case TokenPrompt(token_ids=token_ids):
-            if not token_ids:
-                violations.add("token_ids.ids", "is empty; a prompt needs at least 1 token")
-            elif len(token_ids) > limits.max_prompt_tokens:
-                violations.add(
-                    "token_ids.ids",
-                    f"has {len(token_ids):,} tokens; a prompt may have at most {limits.max_prompt_tokens:,}",
-                )
-            else:
-                violations.check_token_ids("token_ids.ids", token_ids, limits.vocab_size)
-        case ChatPrompt():
-            check_conversation(violations, prompt, limits, max_bytes=limits.max_prompt_bytes)
-
-
-def _check_sampling(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
+def _check_drawing(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
     violations.check_range("sampling.temperature", sampling.temperature, 0, 100)
     violations.check_range("sampling.top_k", sampling.top_k, 0, 2**32 - 1)
     violations.check_range("sampling.top_p", sampling.top_p, 0, 1, above_low=True)
     violations.check_range("sampling.min_p", sampling.min_p, 0, 1)
-    violations.check_range("sampling.seed", sampling.seed, 0, 2**64 - 1)
     violations.check_range("sampling.n", sampling.n, 1, limits.max_n)
     violations.check_range("sampling.best_of", sampling.best_of, sampling.n or 1, limits.max_n)
-    if sampling.beam_search is not None:
-        violations.check_range("sampling.beam_search.beam_width", sampling.beam_search.beam_width, 1, limits.max_n)
-        length_penalty = sampling.beam_search.length_penalty
-        if length_penalty is not None and not math.isfinite(length_penalty):
-            violations.add("sampling.beam_search.length_penalty", f"is {_shown(length_penalty)}; it must be finite")
+
+
+def _check_sampling(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
+    """What has the same meaning whether tokens are drawn or searched for."""
+    violations.check_range("sampling.seed", sampling.seed, 0, 2**64 - 1)
     violations.check_range("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
     violations.check_range("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
     violations.check_range("sampling.repetition_penalty", sampling.repetition_penalty, 0, 10, above_low=True)
@@ -261,27 +235,10 @@ def _check_output(violations: Violations, output: OutputOptions, limits: Limits)
 
 def _check_texts(violations: Violations, field: str, texts: Sequence[str], max_bytes: int) -> None:
     for position, text in enumerate(texts):
-        num_bytes = _utf8_size(text)
+        num_bytes = utf8_size(text)
         if not text:
             violations.add(f"{field}[{position}]", "is empty; it needs at least 1 character")
         elif num_bytes > max_bytes:
             violations.add(f"{field}[{position}]", f"has {num_bytes:,} bytes; the most is {max_bytes:,}")
         else:
             violations.check_text(f"{field}[{position}]", text)
-
-
-def _utf8_size(text: str) -> int:
-    """The number of bytes of a text in UTF-8; a lone surrogate has three."""
-    return len(text.encode(errors="surrogatepass"))
-
-
-def _summary(violations: Sequence[FieldViolation]) -> str:
-    return "; ".join(f"{violation.field} {violation.description}" for violation in violations)
-
-
-def _shown(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.7g}"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

@@ -43,13 +43,6 @@ def parse_bytes(text: str) -> int:
     return int(float(number) * unit) if "." in number else int(number) * unit
 
 
-def parse_swap_space(text: str) -> int:
-    """Bytes, of which nothing but 0 is supported so far."""
-    if parse_bytes(text) != 0:
-        raise ValueError("swapping to host memory is not supported by this version; use 0")
-    return 0
-
-
 def parse_int(text: str) -> int:
     try:
         return int(text)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.client import GenerationOptions
+from quire.client import BeamSearch, EarlyStopping, GenerationOptions
 from quire.settings import setting
 
 
@@ -18,13 +18,19 @@ class ConnectionFlags:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationFlags(ConnectionFlags):
-    """How to generate; what is not given is the model's choice."""
+class ModelFlags(ConnectionFlags):
+    """Which of its models is meant."""
 
     # Not QUIRE_MODEL, which names a directory to the services.
     model: str | None = setting(
         None, "name of a served model; none is the only one", variable="QUIRE_SERVED_MODEL_NAME", metavar="NAME"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationFlags(ModelFlags):
+    """How to generate; what is not given is the model's choice."""
+
     max_tokens: int | None = setting(None, "most tokens to generate", minimum=1)
     temperature: float | None = setting(None, "0 is greedy", minimum=0)
     top_k: int | None = setting(None, "keep the k most likely tokens", minimum=0)
@@ -33,6 +39,18 @@ class GenerationFlags(ConnectionFlags):
     seed: int | None = setting(None, "same seed, same tokens", minimum=0)
     stop: tuple[str, ...] = setting((), "end before this text; may be repeated", parse=_one_text, metavar="TEXT")
     ignore_eos: bool = setting(False, "go on after the model's end of text")
+    beam_width: int | None = setting(None, "search with so many beams instead of sampling; shows the best", minimum=1)
+    length_penalty: float | None = setting(
+        None, "beam search divides log probabilities by length to this power; above 0 favours long answers"
+    )
+    early_stopping: str | None = setting(
+        None, "when a beam search ends", choices=tuple(each.value for each in EarlyStopping)
+    )
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--length-penalty", self.length_penalty), ("--early-stopping", self.early_stopping)):
+            if value is not None and self.beam_width is None:
+                raise ValueError(f"{flag} is of beam search, which needs --beam-width")
 
     def options(self) -> GenerationOptions:
         """The same as the client takes it."""
@@ -45,4 +63,11 @@ class GenerationFlags(ConnectionFlags):
             seed=self.seed,
             stop=self.stop,
             ignore_eos=self.ignore_eos or None,
+            beam_search=self._beam_search(),
         )
+
+    def _beam_search(self) -> BeamSearch | None:
+        if self.beam_width is None:
+            return None
+        early_stopping = None if self.early_stopping is None else EarlyStopping(self.early_stopping)
+        return BeamSearch(self.beam_width, self.length_penalty, early_stopping)

@@ -28,6 +28,8 @@ _COMMANDS = {
     "worker": _Command("worker_svc.__main__", "run one worker"),
     "generate": _Command("quire.cli.generate", "continue a prompt, or a file of prompts"),
     "chat": _Command("quire.cli.chat", "talk with a model"),
+    "pin": _Command("quire.cli.pin", "keep a prefix cached for a while"),
+    "unpin": _Command("quire.cli.unpin", "let go of a pinned prefix"),
     "status": _Command("quire.cli.status", "show health, models and replicas of a gateway"),
 }
 

@@ -1,7 +1,7 @@
 """Between the client's values and the messages of quire.gateway.v1."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -15,6 +15,7 @@ from quire.client.types import (
     Limits,
     Logprob,
     Model,
+    PinnedPrefix,
     PositionLogprobs,
     Replica,
     RequestCompleted,
@@ -26,7 +27,7 @@ from quire.client.types import (
     Usage,
 )
 from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2, model_pb2
+from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.rpc.errors import FieldViolation, Internal, InvalidArgument
 
 GenerateMessage = TypeVar("GenerateMessage", generation_pb2.GenerateRequest, generation_pb2.GenerateStreamRequest)
@@ -99,8 +100,7 @@ def to_chat_request(
     priority: int | None,
 ) -> ChatMessageT:
     """Fills `message`, a new request of either kind, and returns it; raises as `to_generate_request`."""
-    for entry in messages:
-        fill(message.messages.add(), role=entry.role, content=entry.content)
+    _add_messages(message, messages)
     fill(message, model=model, request_id=request_id, priority=priority)
     _fill_options(message, options)
     return message
@@ -114,8 +114,7 @@ def to_tokenize_request(
         fill(request, text=text_or_messages)
     else:
         request.chat.SetInParent()
-        for entry in text_or_messages:
-            fill(request.chat.messages.add(), role=entry.role, content=entry.content)
+        _add_messages(request.chat, text_or_messages)
     fill(request, model=model, add_special_tokens=add_special_tokens)
     return request
 
@@ -125,6 +124,30 @@ def to_detokenize_request(
 ) -> generation_pb2.DetokenizeRequest:
     request = generation_pb2.DetokenizeRequest()
     fill(request, token_ids=token_ids, include_special_tokens=include_special_tokens, model=model)
+    return request
+
+
+def to_pin_request(
+    prefix: str | Sequence[int] | Sequence[ChatMessage], *, time_to_live_ms: int | None, model: str | None
+) -> prefix_pb2.PinPrefixRequest:
+    """Raises as `to_generate_request`."""
+    request = prefix_pb2.PinPrefixRequest()
+    if isinstance(prefix, str):
+        fill(request, text=prefix)
+    elif isinstance(prefix, bytes) or not isinstance(prefix, Sequence):
+        raise TypeError(f"prefix is {type(prefix).__name__}; expected str, or a sequence of token ids or of messages")
+    elif prefix and all(isinstance(entry, ChatMessage) for entry in prefix):
+        _add_messages(request.chat, cast(Sequence[ChatMessage], prefix))
+    else:
+        request.token_ids.SetInParent()
+        fill(request.token_ids, ids=prefix)
+    fill(request, time_to_live_ms=time_to_live_ms, model=model)
+    return request
+
+
+def to_unpin_request(pin_id: str) -> prefix_pb2.UnpinPrefixRequest:
+    request = prefix_pb2.UnpinPrefixRequest()
+    fill(request, pin_id=pin_id)
     return request
 
 
@@ -146,6 +169,11 @@ def fill(message: Message, **values: Any) -> None:
                 f"{name} is {shown}, which its field cannot hold: {error}",
                 violations=[FieldViolation(name, str(error))],
             ) from error
+
+
+def _add_messages(message: Any, messages: Iterable[ChatMessage]) -> None:
+    for entry in messages:
+        fill(message.messages.add(), role=entry.role, content=entry.content)
 
 
 def _fill_options(message: Any, options: GenerationOptions | None) -> None:
@@ -193,6 +221,10 @@ def from_stream_response(
 
 def from_tokenize_response(message: generation_pb2.TokenizeResponse) -> Tokenization:
     return Tokenization(tuple(message.token_ids), tuple(message.tokens), message.max_model_len)
+
+
+def from_pin_response(message: prefix_pb2.PinPrefixResponse) -> PinnedPrefix:
+    return PinnedPrefix(message.pin_id, message.pinned_tokens, message.pinned_blocks, message.time_to_live_ms)
 
 
 def from_model(message: model_pb2.Model) -> Model:

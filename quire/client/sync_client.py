@@ -11,13 +11,14 @@ from quire.client.types import (
     Generation,
     GenerationOptions,
     Model,
+    PinnedPrefix,
     RequestCompleted,
     ServerInfo,
     StreamEvent,
     TokenChunk,
     Tokenization,
 )
-from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc, prefix_pb2_grpc
 from quire.rpc.channel import channel_options
 from quire.rpc.errors import from_rpc_error
 
@@ -86,6 +87,7 @@ class Client:
         self._channel = grpc.insecure_channel(address, options=channel_options(address))
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._prefixes = prefix_pb2_grpc.PrefixServiceStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -191,6 +193,22 @@ class Client:
         """The text of token ids."""
         request = convert.to_detokenize_request(token_ids, include_special_tokens=include_special_tokens, model=model)
         return _call(self._generation.Detokenize, request, timeout_s).text
+
+    def pin_prefix(
+        self,
+        prefix: str | Sequence[int] | Sequence[ChatMessage],
+        *,
+        time_to_live_ms: int | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> PinnedPrefix:
+        """Keeps a text, token ids or the start of a conversation cached for a while; again starts its time anew."""
+        request = convert.to_pin_request(prefix, time_to_live_ms=time_to_live_ms, model=model)
+        return convert.from_pin_response(_call(self._prefixes.PinPrefix, request, timeout_s))
+
+    def unpin_prefix(self, pin_id: str, *, timeout_s: float | None = None) -> None:
+        """Ends a pin; NotFound when no scheduler has it (any more)."""
+        _call(self._prefixes.UnpinPrefix, convert.to_unpin_request(pin_id), timeout_s)
 
     def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """All models served here."""

@@ -25,7 +25,7 @@ class EarlyStopping(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """Beam search instead of sampling."""
+    """Beam search instead of sampling; `n` of GenerationOptions says how many hypotheses to return, the best first."""
 
     beam_width: int
     length_penalty: float | None = None
@@ -177,6 +177,16 @@ class Tokenization:
     token_ids: tuple[int, ...]
     tokens: tuple[str, ...]
     max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A prefix whose whole blocks stay cached for its time to live, or until it is unpinned."""
+
+    pin_id: str
+    pinned_tokens: int
+    pinned_blocks: int
+    time_to_live_ms: int
 
 
 @dataclass(frozen=True, slots=True)

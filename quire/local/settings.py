@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from quire.parsing import parse_swap_space
 from quire.settings import parse_bytes, setting
 from quire.telemetry import LOG_LEVELS
 
@@ -39,8 +38,12 @@ class ServeSettings:
         metavar="BYTES",
     )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
-    swap_space: int = setting(
-        0, "host memory for swapped blocks; only 0 is supported", parse=parse_swap_space, metavar="BYTES"
+    swap_space: int | None = setting(
+        None,
+        "host memory for swapped blocks, 0 for none; not given, on cpu as many blocks as the KV pool has and at most "
+        "1GiB, on cuda 4GiB",
+        parse=parse_bytes,
+        metavar="BYTES",
     )
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
     max_model_len: int | None = setting(None, "longest sequence; none is what the model knows", minimum=1)
@@ -51,6 +54,18 @@ class ServeSettings:
     max_waiting_requests: int = setting(1024, "most requests that wait; more are refused", minimum=1)
     max_waiting_tokens: int = setting(1_000_000, "most prompt tokens that wait; more are refused", minimum=1)
     watermark: float = setting(0.01, "share of the blocks that admission leaves free", minimum=0, maximum=0.9)
+    policy: str = setting(
+        "fcfs",
+        "who goes first: first come, first served; by priority; or tenants in equal shares",
+        choices=("fcfs", "priority", "fair"),
+    )
+    preemption_mode: str = setting(
+        "auto",
+        "how preempted requests give blocks back: swap to host memory, recompute, or by what they are",
+        choices=("auto", "swap", "recompute"),
+    )
+    pin_quota: float = setting(0.25, "share of the blocks that one tenant's pins may hold", minimum=0, maximum=1)
+    max_pinned: float = setting(0.5, "share of the blocks that all pins may hold", minimum=0, maximum=1)
     max_steps_in_flight: int = setting(2, "steps that workers have before the first is answered", minimum=1, maximum=4)
     step_timeout: float = setting(
         60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1, metavar="SECONDS"

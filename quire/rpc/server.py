@@ -34,7 +34,6 @@ class RpcServer:
         register: Callable[[grpc.aio.Server], None],
         service_names: Sequence[str],
         *,
-        reflected_only: Sequence[str] = (),
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         reuse_port: bool = False,
     ) -> Self:
@@ -44,7 +43,6 @@ class RpcServer:
             address: "HOST:PORT" (port 0 picks a free one) or "unix:PATH".
             register: Adds the servicers to the server.
             service_names: Full names of those services, for health and reflection.
-            reflected_only: Those that reflection lists but health does not know, since no method works.
             max_message_bytes: Larger requests are refused with RESOURCE_EXHAUSTED. Answers have no limit.
             reuse_port: Several processes share the port, and the kernel spreads connections over them.
 
@@ -60,7 +58,7 @@ class RpcServer:
         register(server)
         health = HealthServicer(service_names)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
-        reflected = (*service_names, *reflected_only, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
+        reflected = (*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(reflected, server)
         try:
             port = server.add_insecure_port(str(wanted))

@@ -75,6 +75,9 @@ class Admission:
         ):
             row = batch.enter(sequence, group.rank, num_computed, num_sealed)
             batch.rows.shares_tail[row] = len(computing) > 1
+            # Whoever has only its newest token to compute, and forks none, goes on as a decode.
+            is_decode = sequence.num_output_tokens > 0 and num_computed == sequence.num_tokens - 1
+            batch.rows.prefills[row] = not is_decode
         self._park_others(group)
 
     def _start(self, group: SequenceGroup) -> None:

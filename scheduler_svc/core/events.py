@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+
 from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.sequence import BeamGroup, FinishReason, Sequence, SequenceGroup
@@ -21,6 +23,18 @@ class EventLog:
         elif logprobs is not None:
             sequence.cumulative_logprob += logprobs.chosen.logprob
             sequence.held_back.append(logprobs)
+
+    def tokens(
+        self, clients: np.ndarray, handles: np.ndarray, indices: np.ndarray, offsets: np.ndarray, token_ids: np.ndarray
+    ) -> None:
+        """Tokens without log probabilities, of requests that get each at once. int64[n] each."""
+        for client in np.unique(clients).tolist():
+            own = clients == client
+            events = self._of(ClientId(client))
+            events.handles += handles[own].tolist()
+            events.sequence_indices += indices[own].tolist()
+            events.offsets += offsets[own].tolist()
+            events.token_ids += token_ids[own].tolist()
 
     def sequence_end(self, sequence: Sequence, reason: FinishReason) -> None:
         if not sequence.request.selects:

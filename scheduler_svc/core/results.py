@@ -5,7 +5,6 @@ import numpy as np
 from scheduler_svc.core.beam import Candidates
 from scheduler_svc.core.beam_group import advance
 from scheduler_svc.core.events import EventLog
-from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_plan import StepInFlight, StepResult
@@ -22,20 +21,45 @@ class Results:
         """Groups that are over, finished or failed."""
 
     def take(self, step: StepInFlight, result: StepResult) -> None:
-        rows = self._state.batch.rows
-        current = rows.incarnation[step.rows] == step.incarnations
+        table = self._state.batch.rows
+        current = table.incarnation[step.rows] == step.incarnations
         self._seal(step, current, result)
-        for row, token_id in zip(step.rows[current].tolist(), result.token_ids[current].tolist(), strict=True):
-            sequence = rows.sequences[row]
-            # Released rows were sorted out above; a group may only end here by a failure of this very step.
-            if sequence is None:
-                continue
-            if row in result.failures:
-                self._fail(sequence, result.failures[row])
-            elif sequence.request.beam is not None:
-                self._collect(sequence, result.candidates[row])
-            else:
-                self._append(sequence, token_id, result.logprobs.get(row))
+        rows, token_ids = step.rows[current], result.token_ids[current]
+        plain = table.is_plain[rows]
+        if result.logprobs or result.failures:
+            plain &= ~np.isin(rows, [*result.logprobs, *result.failures])
+        if plain.any():
+            self._append_plain(rows[plain], token_ids[plain], step.num_computed[current][plain])
+        for row, token_id in zip(rows[~plain].tolist(), token_ids[~plain].tolist(), strict=True):
+            self._take_row(row, token_id, result)
+
+    def _append_plain(self, rows: np.ndarray, token_ids: np.ndarray, num_computed: np.ndarray) -> None:
+        """Rows that have nothing but a token each: the events are made of whole arrays."""
+        table = self._state.batch.rows
+        offsets = num_computed - table.num_prompt[rows]
+        self.events.tokens(table.client[rows], table.handle[rows], table.index[rows], offsets, token_ids)
+        # The newest token is not computed yet.
+        is_milestone = (offsets == 0) | (num_computed + 1 >= table.max_len[rows])
+        sequences = [table.sequences[row] for row in rows.tolist()]
+        for sequence, token_id, is_due in zip(sequences, token_ids.tolist(), is_milestone.tolist(), strict=True):
+            assert sequence is not None
+            sequence.token_ids.append(token_id)
+            if is_due or token_id in sequence.request.stop_token_ids:
+                self._on_milestone(sequence)
+
+    def _take_row(self, row: int, token_id: int, result: StepResult) -> None:
+        sequence = self._state.batch.rows.sequences[row]
+        # Released rows were sorted out before; a group may only end here by a failure of this very step.
+        if sequence is None:
+            return
+        if row in result.failures:
+            self._fail(sequence, result.failures[row])
+        elif sequence.request.beam is not None:
+            self._collect(sequence, result.candidates[row])
+        else:
+            sequence.token_ids.append(token_id)
+            self.events.token(sequence, token_id, result.logprobs.get(row))
+            self._on_milestone(sequence)
 
     def _seal(self, step: StepInFlight, current: np.ndarray, result: StepResult) -> None:
         """Blocks that are full now can be shared from now on. A row that samples a token has finite keys and values, so
@@ -51,9 +75,8 @@ class Results:
             if row not in result.failures:
                 batch.seal(row, int(num_full[index]))
 
-    def _append(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> None:
-        sequence.token_ids.append(token_id)
-        self.events.token(sequence, token_id, logprobs)
+    def _on_milestone(self, sequence: Sequence) -> None:
+        """Where the newest token is the sequence's first or its last."""
         reason = sequence.end_reason()
         if reason is None and sequence.num_output_tokens > 1:
             return

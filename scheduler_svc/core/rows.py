@@ -20,6 +20,8 @@ class RowTable:
     num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
     max_len       int64: the sequence ends at this many tokens; the last one is never computed
     rank          int64: rank of the group
+    client, handle, index, num_prompt  int64: whose sequence it is, which of the request's, after how many prompt tokens
+    is_plain      bool: each token is an event of its own at once; not where sequences are selected at the end
     prefills      bool: the row still computes what it came with, in chunks; it samples with the last one
     shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
     dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
@@ -35,6 +37,11 @@ class RowTable:
         self.num_sealed = np.zeros(max_num_rows, dtype=np.int64)
         self.max_len = np.zeros(max_num_rows, dtype=np.int64)
         self.rank = np.zeros(max_num_rows, dtype=np.int64)
+        self.client = np.zeros(max_num_rows, dtype=np.int64)
+        self.handle = np.zeros(max_num_rows, dtype=np.int64)
+        self.index = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_rows, dtype=np.int64)
+        self.is_plain = np.zeros(max_num_rows, dtype=bool)
         self.prefills = np.zeros(max_num_rows, dtype=bool)
         self.shares_tail = np.zeros(max_num_rows, dtype=bool)
         self.dependent = np.zeros(max_num_rows, dtype=bool)
@@ -53,8 +60,7 @@ class RowTable:
         self.num_computed[row] = num_computed
         self.num_slots[row] = len(sequence.block_table) * block_size
         self.num_sealed[row] = num_sealed
-        # Whoever has only its newest token to compute, and forks none, goes on as a decode.
-        self.prefills[row] = not sequence.num_output_tokens or num_computed < sequence.num_tokens - 1
+        self.prefills[row] = True
         return row
 
     def park(self, sequence: Sequence, rank: int) -> None:
@@ -82,11 +88,15 @@ class RowTable:
 
     def _occupy(self, sequence: Sequence, rank: int) -> int:
         row = heapq.heappop(self._free)
+        request = sequence.request
         self.sequences[row] = sequence
-        self.max_len[row] = sequence.request.max_len
+        self.max_len[row] = request.max_len
         self.rank[row] = rank
+        self.client[row], self.handle[row], self.index[row] = request.key.client, request.key.handle, sequence.index
+        self.num_prompt[row] = len(request.prompt)
+        self.is_plain[row] = not request.selects
         self.shares_tail[row] = False
-        self.dependent[row] = sequence.request.beam is not None
+        self.dependent[row] = request.beam is not None
         sequence.row = row
         return row
 

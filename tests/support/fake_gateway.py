@@ -16,11 +16,18 @@ from pathlib import Path
 import grpc.aio
 
 from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from quire.gateway.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    prefix_pb2,
+    prefix_pb2_grpc,
+)
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, ResourceExhausted
 from quire.rpc.server import RpcServer
 
-SERVICES = ("quire.gateway.v1.GenerationService", "quire.gateway.v1.ModelService")
+SERVICES = tuple(f"quire.gateway.v1.{name}Service" for name in ("Generation", "Model", "Prefix"))
 
 
 class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
@@ -144,6 +151,27 @@ class FakeModels(model_pb2_grpc.ModelServiceServicer):
         return model_pb2.GetServerInfoResponse(version="0", gateway_id="fake", replicas=[replica], limits=limits)
 
 
+class FakePrefixes(prefix_pb2_grpc.PrefixServiceServicer):
+    """Pins everything as "pin", one block; requests go where those of generation go."""
+
+    def __init__(self, requests: list[object]) -> None:
+        self._requests = requests
+
+    async def PinPrefix(self, request: prefix_pb2.PinPrefixRequest, context: object) -> prefix_pb2.PinPrefixResponse:
+        self._requests.append(request)
+        time_to_live_ms = request.time_to_live_ms or 300_000
+        return prefix_pb2.PinPrefixResponse(
+            pin_id="pin", pinned_tokens=16, pinned_blocks=1, time_to_live_ms=time_to_live_ms
+        )
+
+    async def UnpinPrefix(
+        self, request: prefix_pb2.UnpinPrefixRequest, context: object
+    ) -> prefix_pb2.UnpinPrefixResponse:
+        if request.pin_id != "pin":
+            raise NotFound(f'no pin "{request.pin_id}"', reason="PIN_NOT_FOUND")
+        return prefix_pb2.UnpinPrefixResponse()
+
+
 @dataclass(frozen=True, slots=True)
 class FakeGatewayThread:
     """A fake gateway with an event loop and a thread of its own, so that blocking clients can call it."""
@@ -189,6 +217,7 @@ async def start_fake_gateway(address: str, generation: FakeGeneration) -> RpcSer
     def register(server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(FakeModels(), server)
+        prefix_pb2_grpc.add_PrefixServiceServicer_to_server(FakePrefixes(generation.requests), server)
 
     server = await RpcServer.start(address, register, SERVICES)
     server.set_serving(True)

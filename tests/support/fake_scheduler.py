@@ -14,6 +14,7 @@ from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.server import RpcServer
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tests.support.fake_pins import FakePins
 
 SERVICE = "quire.scheduler.v1.SchedulerService"
 
@@ -29,6 +30,46 @@ def counting_rule(prompt: tuple[int, ...], position: int) -> int:
 def scripted(token_ids: Sequence[int]) -> TokenRule:
     """Answers every prompt with these ids, over and over."""
     return lambda prompt, position: token_ids[position % len(token_ids)]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One finished sequence, as a beam search finds it; `logprobs` of its tokens where they were asked."""
+
+    token_ids: Sequence[int]
+    cumulative_logprob: float
+    stop_token_id: int | None = None
+    logprobs: Sequence[float] = ()
+
+
+def delivery(handle: int, hypotheses: Sequence[Hypothesis], prompt_tokens: int) -> scheduler_pb2.TokenEvents:
+    """All tokens and ends of a request in one message, best first."""
+    events = scheduler_pb2.TokenEvents()
+    rows = [
+        (handle, index, offset, token_id)
+        for index, hypothesis in enumerate(hypotheses)
+        for offset, token_id in enumerate(hypothesis.token_ids)
+    ]
+    columns = zip(*rows, strict=True) if rows else [()] * 4
+    events.handles, events.sequence_indices, events.offsets, events.token_ids = map(encode_int32, map(list, columns))
+    logprobs = [logprob for hypothesis in hypotheses for logprob in hypothesis.logprobs]
+    for event, logprob in enumerate(logprobs):
+        chosen = common_pb2.Logprob(token_id=rows[event][3], logprob=logprob, rank=1)
+        events.logprobs.add(event=event, logprobs=common_pb2.PositionLogprobs(chosen=chosen))
+    for index, hypothesis in enumerate(hypotheses):
+        is_stop = hypothesis.stop_token_id is not None
+        events.finished.add(
+            handle=handle,
+            sequence_index=index,
+            num_tokens=len(hypothesis.token_ids),
+            reason=common_pb2.FINISH_REASON_STOP if is_stop else common_pb2.FINISH_REASON_LENGTH,
+            stop_token_id=hypothesis.stop_token_id,
+            cumulative_logprob=hypothesis.cumulative_logprob,
+        )
+    generated = sum(len(hypothesis.token_ids) for hypothesis in hypotheses)
+    usage = common_pb2.Usage(prompt_tokens=prompt_tokens, generated_tokens=generated)
+    events.completed.add(handle=handle, usage=usage)
+    return events
 
 
 @dataclass
@@ -52,7 +93,7 @@ class FakeRequest:
 
 
 @dataclass
-class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     """Emits one token per live request and step, one message per step.
 
     Attributes:
@@ -87,6 +128,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def __post_init__(self) -> None:
         self.emits.set()
+        self.answers_pins.set()
         self._server: RpcServer | None = None
         self._changed = asyncio.Event()
         self._broken = asyncio.Event()
@@ -125,6 +167,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Sends a message of the test's own making."""
         self._outgoing.append(scheduler_pb2.ConnectResponse(events=events))
         self._changed.set()
+
+    def deliver(self, handle: int, hypotheses: Sequence[Hypothesis]) -> None:
+        """Ends a live request with these sequences, of which nothing was said before."""
+        self.send(delivery(handle, hypotheses, len(self.live.pop(handle).prompt)))
 
     def lose_worker(self) -> None:
         """Says that no step runs, and makes none."""
@@ -277,7 +323,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             scheduler_epoch=self.epoch,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            block_size=16,
+            block_size=self.block_size,
             num_gpu_blocks=64,
             num_host_blocks=0,
             max_num_seqs=256,

@@ -9,7 +9,7 @@ import grpc.aio
 
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
-from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2_grpc
+from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2_grpc, prefix_pb2_grpc
 from quire.rpc.errors import QuireError, from_rpc_error
 from tests.support.fake_scheduler import FakeScheduler
 
@@ -24,6 +24,7 @@ class RunningGateway:
     channel: grpc.aio.Channel
     generation: generation_pb2_grpc.GenerationServiceStub
     models: model_pb2_grpc.ModelServiceStub
+    prefixes: prefix_pb2_grpc.PrefixServiceStub
     http_url: str
 
     async def raw_unary(self, method: str, data: bytes) -> bytes:
@@ -48,6 +49,7 @@ async def running_gateway(*schedulers: FakeScheduler, **settings) -> AsyncIterat
             channel,
             generation_pb2_grpc.GenerationServiceStub(channel),
             model_pb2_grpc.ModelServiceStub(channel),
+            prefix_pb2_grpc.PrefixServiceStub(channel),
             f"http://{gateway.http_address}",
         )
     finally:

@@ -25,6 +25,13 @@ def sampling(**fields):
     return {"sampling": common_pb2.SamplingParameters(**fields)}
 
 
+def beam_search(width, *, length_penalty=None, early_stopping=None, **fields):
+    beam = common_pb2.BeamSearchParameters(
+        beam_width=width, length_penalty=length_penalty, early_stopping=early_stopping
+    )
+    return sampling(beam_search=beam, **fields)
+
+
 def stopping(**fields):
     return {"stopping": common_pb2.StoppingParameters(**fields)}
 
@@ -51,7 +58,22 @@ BAD_PARAMETERS = [
     (sampling(n=0), "sampling.n", "is 0"),
     (sampling(n=1_000_000), "sampling.n", "1,000,000"),
     (sampling(n=4, best_of=2), "sampling.best_of", "[4, 128]"),
-    (sampling(beam_search=common_pb2.BeamSearchParameters()), "sampling.beam_search.beam_width", "is 0"),
+    (beam_search(0), "sampling.beam_search.beam_width", "is 0"),
+    (beam_search(129), "sampling.beam_search.beam_width", "[1, 128]"),
+    (beam_search(2, length_penalty=NAN), "sampling.beam_search.length_penalty", "nan"),
+    (beam_search(2, length_penalty=-10.5), "sampling.beam_search.length_penalty", "[-10, 10]"),
+    (beam_search(2, early_stopping=9), "sampling.beam_search.early_stopping", "is 9"),
+    (beam_search(2, n=3), "sampling.n", "[1, 2]"),
+    (beam_search(2, n=0), "sampling.n", "is 0"),
+    (beam_search(2, best_of=3), "sampling.best_of", "must be absent or beam_width, which is 2"),
+    (beam_search(2, best_of=1), "sampling.best_of", "is 1"),
+    (beam_search(2, temperature=0.5), "sampling.temperature", "absent or 0"),
+    (beam_search(2, temperature=NAN), "sampling.temperature", "nan"),
+    (beam_search(2, top_k=1), "sampling.top_k", "absent or 0"),
+    (beam_search(2, top_p=0.5), "sampling.top_p", "absent or 1"),
+    (beam_search(2, min_p=0.5), "sampling.min_p", "absent or 0"),
+    (beam_search(2, repetition_penalty=0), "sampling.repetition_penalty", "(0, 10]"),
+    (beam_search(2) | stopping(stop=["x"]), "stopping.stop", "use stop_token_ids"),
     (sampling(presence_penalty=2.5), "sampling.presence_penalty", "[-2, 2]"),
     (sampling(frequency_penalty=NAN), "sampling.frequency_penalty", "nan"),
     (sampling(repetition_penalty=0), "sampling.repetition_penalty", "(0, 10]"),
@@ -102,7 +124,6 @@ BAD_PROMPTS = [
     ),
 ]
 UNSUPPORTED = [
-    (sampling(beam_search=common_pb2.BeamSearchParameters(beam_width=2)), "sampling.beam_search"),
     ({"durable": True}, "durable"),
 ]
 

@@ -9,9 +9,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenizers import Tokenizer
 
-from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2, prefix_pb2_grpc
+from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.model_directory import resolve_model
-from quire.rpc.errors import InvalidArgument, NotFound, Unavailable, Unimplemented
+from quire.rpc.errors import InvalidArgument, NotFound, Unavailable
 from quire.version import VERSION
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
@@ -92,13 +92,6 @@ async def test_detokenize_refuses_ids_out_of_range(gateway):
     assert error.violations[0].field == "token_ids[1]"
 
 
-async def test_prefixes_are_refused_by_name(gateway):
-    stub = prefix_pb2_grpc.PrefixServiceStub(gateway.channel)
-    error = await error_of(stub.PinPrefix(prefix_pb2.PinPrefixRequest(text="hello")))
-    assert isinstance(error, Unimplemented)
-    assert isinstance(await error_of(stub.UnpinPrefix(prefix_pb2.UnpinPrefixRequest(pin_id="x"))), Unimplemented)
-
-
 async def test_reflection_lists_the_services(gateway):
     stub = reflection_pb2_grpc.ServerReflectionStub(gateway.channel)
 
@@ -168,10 +161,10 @@ async def test_requests_go_to_replicas_that_have_their_worker(scheduler):
     await other.stop()
 
 
-async def test_health_does_not_know_a_service_of_which_no_method_works(gateway):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await health_of(gateway.channel, "quire.gateway.v1.PrefixService")
-    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+async def test_health_knows_every_service(gateway):
+    await until_health_is(gateway.channel, "SERVING")
+    for name in ("Generation", "Model", "Prefix"):
+        assert await health_of(gateway.channel, f"quire.gateway.v1.{name}Service") == "SERVING"
 
 
 async def test_http_describes_the_server(gateway):

@@ -32,6 +32,9 @@ async def test_all_unary_methods_answer(client: AsyncClient) -> None:
     assert await client.get_model("fake") == model
     assert (await client.server_info()).gateway_id == "fake"
     await client.cancel("running")
+    pin = await client.pin_prefix("hi", time_to_live_ms=5)
+    assert (pin.pin_id, pin.time_to_live_ms) == ("pin", 5)
+    await client.unpin_prefix("pin")
 
 
 async def test_streams_give_events_and_text(client: AsyncClient) -> None:
@@ -88,6 +91,8 @@ async def test_errors_are_typed(client: AsyncClient) -> None:
         await client.generate("bad")
     with pytest.raises(NotFound):
         await client.get_model("other")
+    with pytest.raises(NotFound):
+        await client.unpin_prefix("other")
     async with client.generate_stream("bad") as stream:
         with pytest.raises(InvalidArgument):
             await anext(stream)

@@ -6,16 +6,20 @@ from typing import Any
 import pytest
 
 from quire.client import (
+    BeamSearch,
     ChatMessage,
     Client,
+    EarlyStopping,
     FinishReason,
     GenerationOptions,
     Logprob,
+    PinnedPrefix,
     PositionLogprobs,
     RequestCompleted,
     SequenceFinished,
     TokenChunk,
 )
+from quire.common.v1 import common_pb2
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from tests.support.fake_gateway import FakeGatewayThread
 
@@ -59,6 +63,19 @@ def test_options_reach_the_gateway_and_absent_ones_stay_absent(client: Client, g
     assert not request.sampling.HasField("seed")
     assert not request.stopping.HasField("max_tokens")
     assert not request.HasField("model")
+
+
+@pytest.mark.parametrize("early_stopping", EarlyStopping)
+def test_beam_search_reaches_the_gateway(
+    client: Client, gateway: FakeGatewayThread, early_stopping: EarlyStopping
+) -> None:
+    client.generate("x", GenerationOptions(n=2, beam_search=BeamSearch(4, 0.5, early_stopping)))
+    client.chat([ChatMessage("user", "x")], GenerationOptions(beam_search=BeamSearch(3)))
+    given, plain = (request.sampling for request in gateway.generation.requests)
+    assert (given.n, given.beam_search.beam_width, given.beam_search.length_penalty) == (2, 4, 0.5)
+    expected = common_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{early_stopping.name}")
+    assert given.beam_search.early_stopping == expected
+    assert plain == common_pb2.SamplingParameters(beam_search=common_pb2.BeamSearchParameters(beam_width=3))
 
 
 def test_a_stream_gives_chunks_then_finished_then_completed(client: Client) -> None:
@@ -113,6 +130,29 @@ def test_tokenize_and_detokenize_are_inverse(client: Client) -> None:
     assert client.tokenize([ChatMessage("user", "hi")]).token_ids == (104, 105)
 
 
+def test_a_prefix_is_text_token_ids_or_messages(client: Client, gateway: FakeGatewayThread) -> None:
+    pin = client.pin_prefix("be kind", time_to_live_ms=1000, model="fake")
+    assert pin == PinnedPrefix("pin", pinned_tokens=16, pinned_blocks=1, time_to_live_ms=1000)
+    assert client.pin_prefix([7, 8]).time_to_live_ms == 300_000
+    client.pin_prefix([])
+    client.pin_prefix([ChatMessage("system", "be kind")])
+    text, ids, none, chat = gateway.generation.requests
+    assert (text.text, text.time_to_live_ms, text.model) == ("be kind", 1000, "fake")
+    assert list(ids.token_ids.ids) == [7, 8]
+    assert not ids.HasField("time_to_live_ms")
+    assert none.WhichOneof("prefix") == "token_ids"
+    assert [(m.role, m.content) for m in chat.chat.messages] == [("system", "be kind")]
+    client.unpin_prefix(pin.pin_id)
+    with pytest.raises(NotFound):
+        client.unpin_prefix("other")
+
+
+@pytest.mark.parametrize("prefix", [5, None, b"text"])
+def test_what_is_no_prefix_is_a_type_error(client: Client, prefix: Any) -> None:
+    with pytest.raises(TypeError, match=f"^prefix is {type(prefix).__name__}; expected str, or a sequence of"):
+        client.pin_prefix(prefix)
+
+
 def test_models_and_server_info(client: Client) -> None:
     (model,) = client.list_models()
     assert client.get_model("fake") == model
@@ -152,6 +192,7 @@ def test_nobody_there_is_unavailable() -> None:
         (GenerationOptions(max_tokens=2**32), "max_tokens"),
         (GenerationOptions(stop=["\ud800"]), "stop"),
         (GenerationOptions(logit_bias={-1: 1.0}), "logit_bias"),
+        (GenerationOptions(beam_search=BeamSearch(-1)), "beam_width"),
     ],
 )
 def test_a_value_that_no_message_can_hold_is_refused_by_name(
@@ -167,3 +208,8 @@ def test_a_prompt_that_no_message_can_hold_is_refused(client: Client) -> None:
         client.generate("\ud800")
     with pytest.raises(InvalidArgument, match="ids"):
         client.generate([-1])
+    mixed: Any = [1, ChatMessage("user", "x")]
+    with pytest.raises(InvalidArgument, match="ids"):
+        client.pin_prefix(mixed)
+    with pytest.raises(InvalidArgument, match="time_to_live_ms"):
+        client.pin_prefix("x", time_to_live_ms=-1)

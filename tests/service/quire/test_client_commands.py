@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
+from quire.common.v1 import common_pb2
 from tests.support.fake_gateway import FakeGatewayThread
 
 Run = Callable[..., tuple[int, str, str]]
@@ -46,6 +47,18 @@ def test_generate_passes_flags_on(run: Run, gateway: FakeGatewayThread) -> None:
     assert request.sampling.HasField("temperature")
     assert (request.sampling.seed, request.stopping.max_tokens, request.model) == (7, 3, "fake")
     assert list(request.stopping.stop) == ["a, b", "c"]
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
+def test_beam_search_flags_reach_the_gateway(run: Run, gateway: FakeGatewayThread, command: list[str]) -> None:
+    flags = ["--beam-width=4", "--length-penalty=-0.5", "--early-stopping=never"]
+    status, stdout, stderr = run(*command, *flags, stdin="x\n")
+    assert (status, stdout, stderr) == (0, "x!\n", "")
+    run(*command, "--beam-width=2", stdin="x\n")
+    given, plain = (request.sampling.beam_search for request in gateway.generation.requests)
+    assert (given.beam_width, given.length_penalty) == (4, -0.5)
+    assert given.early_stopping == common_pb2.EARLY_STOPPING_NEVER
+    assert plain == common_pb2.BeamSearchParameters(beam_width=2)
 
 
 def test_the_environment_names_a_served_model_and_not_a_directory(
@@ -94,6 +107,9 @@ def test_a_refused_prompt_is_one_line(run: Run) -> None:
         (("generate", "--file", "/no/such/file"), "cannot read /no/such/file"),
         (("generate", "--file", "-"), "holds no prompt"),
         (("generate", "a\udcff"), r"the argument 'a\udcff' is not UTF-8"),
+        (("generate", "x", "--length-penalty=1"), "--length-penalty is of beam search, which needs --beam-width"),
+        (("generate", "x", "--early-stopping=true"), "needs --beam-width"),
+        (("generate", "x", "--beam-width=2", "--early-stopping=soon"), "expected one of false, true, never"),
         (("generate", "x", "--max-tokens", "many"), '--max-tokens: "many" is not valid'),
     ],
 )
@@ -101,6 +117,34 @@ def test_a_command_called_wrongly_is_one_line_and_status_2(run: Run, arguments: 
     status, stdout, stderr = run(*arguments)
     assert (status, stdout) == (2, "")
     assert stderr.startswith("quire generate: error: ")
+    assert expected in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_pin_and_unpin(run: Run, gateway: FakeGatewayThread) -> None:
+    assert run("pin", "be kind", "--time-to-live=1.5", "--model=fake") == (0, "pin 16 tokens for 1.5 s\n", "")
+    status, stdout, _ = run("pin", "--system", "--format=json", stdin="be kind\n")
+    assert status == 0
+    assert json.loads(stdout) == {"pin_id": "pin", "pinned_tokens": 16, "pinned_blocks": 1, "time_to_live_ms": 300_000}
+    text, chat = gateway.generation.requests
+    assert (text.text, text.time_to_live_ms, text.model) == ("be kind", 1500, "fake")
+    assert [(m.role, m.content) for m in chat.chat.messages] == [("system", "be kind")]
+    assert not chat.HasField("time_to_live_ms")
+    assert run("unpin", "pin") == (0, "", "")
+    assert run("unpin", "other") == (1, "", 'quire unpin: error: no pin "other"\n')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("pin",), "the prefix is empty"),
+        (("pin", "x", "--time-to-live=0"), "the least value is 0.001"),
+        (("unpin",), "give the id of a pin"),
+    ],
+)
+def test_a_pin_command_called_wrongly_is_one_line(run: Run, arguments: tuple[str, ...], expected: str) -> None:
+    status, stdout, stderr = run(*arguments)
+    assert (status, stdout) == (2, "")
     assert expected in stderr
     assert stderr.count("\n") == 1
 

@@ -81,7 +81,7 @@ def test_texts_of_too_many_bytes_are_refused_before_they_are_tokenized():
 
 def test_negative_numbers_that_only_json_can_bring_are_refused():
     sampling = SamplingOptions(top_k=-1, seed=-1, n=-1)
-    assert fields_refused(sampling=sampling) == ["sampling.top_k", "sampling.seed", "sampling.n"]
+    assert fields_refused(sampling=sampling) == ["sampling.top_k", "sampling.n", "sampling.seed"]
     assert fields_refused(TokenPrompt([1, -5])) == ["token_ids.ids[1]"]
 
 

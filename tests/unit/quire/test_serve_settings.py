@@ -58,10 +58,16 @@ def test_the_services_get_their_flags_and_each_other() -> None:
     assert {worker.log_level, scheduler.log_level, gateway.log_level} == {"debug"}
 
 
-def test_swap_space_is_refused_until_it_is_supported() -> None:
-    assert load_settings(ServeSettings, ["--swap-space=0B"], {}, program="quire serve").swap_space == 0
-    with pytest.raises(ConfigurationError, match=r"^--swap-space: .* not supported by this version; use 0$"):
-        load_settings(ServeSettings, ["--swap-space=1GiB"], {}, program="quire serve")
+@pytest.mark.parametrize(("text", "size"), [("0", 0), ("1.5GiB", 3 << 29)])
+def test_the_swap_space_reaches_the_worker(text: str, size: int) -> None:
+    served = load_settings(ServeSettings, [f"--swap-space={text}"], {}, program="quire serve")
+    command = Commands(served, PROGRAMS, Path("/run/q")).worker()
+    assert load_settings(WorkerSettings, command[1:], {}, program="w").swap_space == size
+
+
+def test_a_swap_space_that_is_no_size_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r'^--swap-space: "-1" is not valid: expected a size such as'):
+        load_settings(ServeSettings, ["--swap-space=-1"], {}, program="quire serve")
 
 
 @pytest.mark.parametrize(("cls", "command"), [(WorkerSettings, "worker"), (SchedulerSettings, "scheduler")])

@@ -1,0 +1,77 @@
+"""What is wrong with a request, collected; the checks that many fields need, and how values are shown."""
+
+from collections.abc import Iterable, Sequence, Sized
+
+from quire.rpc.errors import FieldViolation, InvalidArgument
+
+_SHOWN_CHARACTERS = 80
+
+
+class Violations:
+    """Collects what is wrong with a request."""
+
+    def __init__(self) -> None:
+        self.found: list[FieldViolation] = []
+
+    def add(self, field: str, description: str) -> None:
+        self.found.append(FieldViolation(field, description))
+
+    def check_range(self, field: str, value: float | None, low: float, high: float, *, above_low: bool = False) -> None:
+        """`value` is in [low, high], or in (low, high] with `above_low`; NaN is in neither."""
+        if value is None:
+            return
+        if not (value > low if above_low else value >= low) or not value <= high:
+            bracket = "(" if above_low else "["
+            self.add(field, f"is {shown(value)}; it must be in {bracket}{shown(low)}, {shown(high)}]")
+
+    def check_count(self, field: str, values: Sized, limit: int) -> bool:
+        if len(values) <= limit:
+            return True
+        self.add(field, f"has {len(values):,} entries; the most is {limit:,}")
+        return False
+
+    def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+        """Names the first id that is out of range."""
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            return
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < vocab_size:
+                self.add(f"{field}[{position}]", f"is {token_id}; token ids of this model are below {vocab_size:,}")
+                return
+
+    def check_size(self, field: str, texts: Iterable[str], max_bytes: int) -> None:
+        """`texts` are together of at most `max_bytes` bytes in UTF-8."""
+        num_bytes = sum(utf8_size(text) for text in texts)
+        if num_bytes > max_bytes:
+            self.add(field, f"has {num_bytes:,} bytes; the most is {max_bytes:,}")
+
+    def check_text(self, field: str, text: str) -> None:
+        """Text that UTF-8 cannot write (a lone surrogate) can come through JSON."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            self.add(field, f"is not valid Unicode: character {error.start} is a lone surrogate")
+
+    def raise_if_any(self) -> None:
+        if self.found:
+            raise InvalidArgument(summary(self.found), violations=self.found)
+
+
+def utf8_size(text: str) -> int:
+    """The number of bytes of a text in UTF-8; a lone surrogate has three."""
+    return len(text.encode(errors="surrogatepass"))
+
+
+def summary(violations: Sequence[FieldViolation]) -> str:
+    """All of them in one line."""
+    return "; ".join(f"{violation.field} {violation.description}" for violation in violations)
+
+
+def shown(value: float) -> str:
+    """A number as people read it."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.7g}"
+
+
+def shortened(text: str) -> str:
+    """The start of a text that may be of any length."""
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

@@ -1,0 +1,256 @@
+"""Prefixes that clients pin: the same tokens as of later requests, on every replica, and every answer as it is."""
+
+import asyncio
+
+import grpc
+import pytest
+from tokenizers import Tokenizer
+
+from quire.arrays import decode_int32
+from quire.common.v1 import common_pb2
+from quire.gateway.v1 import generation_pb2, model_pb2
+from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, UnpinPrefixRequest
+from quire.model_directory import resolve_model
+from quire.rpc.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.tokenizers import byte_level, write_model_directory
+
+TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
+LONG_TEXT = "Once upon a time there was a fox who lived in a wood with many friends and slept in a hollow tree"
+PREFIX_SERVICE = "/quire.gateway.v1.PrefixService/"
+
+
+def tokens_of(request):
+    """Of a pin or of a submit."""
+    data = request.token_ids if hasattr(request, "token_ids") else request.prompt_token_ids
+    return decode_int32(data, "token_ids").tolist()
+
+
+def chat(*turns):
+    return [generation_pb2.ChatMessage(role=role, content=content) for role, content in turns]
+
+
+def pin_chat(*turns):
+    return PinPrefixRequest(chat=generation_pb2.ChatMessages(messages=chat(*turns)))
+
+
+async def until_all_are_connected(gateway):
+    async with asyncio.timeout(5):
+        while True:
+            info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
+            if all(replica.connected for replica in info.replicas):
+                return
+
+
+@pytest.fixture
+async def replicas():
+    """A gateway, and the two schedulers that it is connected to."""
+    schedulers = [FakeScheduler(), FakeScheduler()]
+    for scheduler in schedulers:
+        await scheduler.start()
+    async with running_gateway(*schedulers) as gateway:
+        await until_all_are_connected(gateway)
+        yield gateway, *schedulers
+    for scheduler in schedulers:
+        await scheduler.stop()
+
+
+async def test_a_text_is_pinned_as_generate_tokenizes_it(gateway, scheduler):
+    pin = await gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT, time_to_live_ms=1234))
+    await collect(gateway.generation.GenerateStream(stream_request(LONG_TEXT)))
+    (asked,), (submit,) = scheduler.pin_requests, scheduler.submits
+    assert tokens_of(asked) == tokens_of(submit)
+    assert (asked.tenant, asked.time_to_live_ms) == (submit.tenant, 1234)
+    assert scheduler.pins[pin.pin_id] == tokens_of(submit)[: pin.pinned_tokens]
+    assert pin.pinned_tokens == 16 * pin.pinned_blocks >= 16
+    assert pin.time_to_live_ms == 1234
+
+
+async def test_token_ids_are_pinned_as_they_are_and_for_five_minutes(gateway, scheduler):
+    ids = list(range(40, 75))
+    pin = await gateway.prefixes.PinPrefix(PinPrefixRequest(token_ids=common_pb2.TokenIds(ids=ids), model="quire-tiny"))
+    assert tokens_of(scheduler.pin_requests[0]) == ids
+    assert (pin.pinned_tokens, pin.pinned_blocks, pin.time_to_live_ms) == (32, 2, 300_000)
+    assert scheduler.pin_requests[0].time_to_live_ms == 300_000
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [("system", LONG_TEXT)],
+        [("system", "Be kind."), ("user", LONG_TEXT)],
+        [("user", LONG_TEXT), ("assistant", "It was so.")],
+    ],
+    ids=["system", "user", "assistant"],
+)
+async def test_a_conversation_is_pinned_as_later_turns_begin(gateway, scheduler, turns):
+    await gateway.prefixes.PinPrefix(pin_chat(*turns))
+    (pinned,) = map(tokens_of, scheduler.pin_requests)
+    assert len(pinned) > 16
+    answer = [] if turns[-1][0] != "user" else [("assistant", "Then it slept.")]
+    for question in ("And then?", "\nWhy?", "7"):
+        messages = chat(*turns, *answer, ("user", question))
+        await gateway.generation.Chat(generation_pb2.ChatRequest(messages=messages))
+    if turns[-1][0] == "user":
+        await gateway.generation.Chat(generation_pb2.ChatRequest(messages=chat(*turns)))
+    for submit in scheduler.submits:
+        assert tokens_of(submit)[: len(pinned)] == pinned
+    text = TOKENIZER.decode(pinned, skip_special_tokens=False)
+    assert turns[-1][1] + "<|end|>" in text
+
+
+async def test_a_pin_is_on_every_replica_and_leaves_every_replica(replicas):
+    gateway, first, second = replicas
+    pin = await gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT))
+    assert list(first.pins) == list(second.pins) == [pin.pin_id]
+    await gateway.prefixes.UnpinPrefix(UnpinPrefixRequest(pin_id=pin.pin_id))
+    assert not first.pins
+    assert not second.pins
+
+
+async def test_a_pin_that_one_replica_has_can_be_ended(replicas):
+    gateway, first, second = replicas
+    pin = await gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT))
+    first.pins.clear()
+    await gateway.prefixes.UnpinPrefix(UnpinPrefixRequest(pin_id=pin.pin_id))
+    error = await error_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest(pin_id=pin.pin_id)))
+    assert isinstance(error, NotFound)
+    assert error.reason == "PIN_NOT_FOUND"
+    assert not second.pins
+
+
+async def test_an_error_of_one_replica_is_the_answer(replicas):
+    gateway, first, second = replicas
+    second.pin_error = ResourceExhausted("the tenant's pins hold 16 of 16 blocks", reason="PIN_QUOTA")
+    error = await error_of(gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT)))
+    assert isinstance(error, ResourceExhausted)
+    assert error.reason == "PIN_QUOTA"
+    second.pin_error = Internal("worse", reason="UNEXPECTED")
+    (pin_id,) = first.pins
+    error = await error_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest(pin_id=pin_id)))
+    assert isinstance(error, Internal)
+    assert not first.pins
+
+
+async def test_an_unreachable_replica_is_worse_than_an_unknown_pin(replicas):
+    gateway, _, second = replicas
+    second.pin_error = Unavailable("no worker is attached", reason="NO_WORKER")
+    error = await error_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest(pin_id="nothing")))
+    assert isinstance(error, Unavailable)
+
+
+async def test_errors_of_the_scheduler_reach_the_client_as_they_are(gateway, scheduler):
+    short = await error_of(gateway.prefixes.PinPrefix(PinPrefixRequest(text="hello")))
+    assert isinstance(short, InvalidArgument)
+    assert "a block has 16" in short.message
+    scheduler.pin_error = Unavailable("no worker is attached", reason="NO_WORKER", retry_after_ms=500)
+    error = await error_of(gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT)))
+    assert isinstance(error, Unavailable)
+    assert (error.reason, error.retry_after_ms, error.message) == ("NO_WORKER", 500, "no worker is attached")
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "says"),
+    [
+        (PinPrefixRequest(), "prefix", "set text, token_ids or chat"),
+        (PinPrefixRequest(text=""), "text", "empty"),
+        (PinPrefixRequest(text="hello wo" * 50_000), "text", "400,000 bytes"),
+        (PinPrefixRequest(text="a " * 3000), "text", "at most 1,023"),
+        (PinPrefixRequest(token_ids=common_pb2.TokenIds()), "token_ids.ids", "empty"),
+        (PinPrefixRequest(token_ids=common_pb2.TokenIds(ids=[1, 2048])), "token_ids.ids[1]", "2048"),
+        (PinPrefixRequest(token_ids=common_pb2.TokenIds(ids=[5] * 1024)), "token_ids.ids", "1,024 tokens"),
+        (pin_chat(), "chat.messages", "empty"),
+        (pin_chat(("", "x")), "chat.messages[0].role", "empty"),
+        (PinPrefixRequest(text="x", time_to_live_ms=0), "time_to_live_ms", "is 0"),
+        (PinPrefixRequest(text="x", time_to_live_ms=86_400_001), "time_to_live_ms", "[1, 86,400,000]"),
+        (PinPrefixRequest(text="x", model="other"), "model", '"other"'),
+    ],
+)
+async def test_bad_pins_are_named_with_value_and_limit(gateway, scheduler, request_, field, says):
+    error = await error_of(gateway.prefixes.PinPrefix(request_))
+    assert isinstance(error, InvalidArgument)
+    assert [violation.field for violation in error.violations] == [field]
+    assert says in error.violations[0].description
+    assert not scheduler.pin_requests
+
+
+async def test_two_prefixes_in_one_request_are_refused(gateway, scheduler):
+    data = PinPrefixRequest(text=LONG_TEXT).SerializeToString() + pin_chat(("user", "x")).SerializeToString()
+    error = await error_of(gateway.channel.unary_unary(PREFIX_SERVICE + "PinPrefix")(data))
+    assert isinstance(error, InvalidArgument)
+    assert error.violations[0].field == "chat"
+    assert not scheduler.pin_requests
+
+
+async def test_an_empty_pin_id_is_refused(gateway):
+    error = await error_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest()))
+    assert isinstance(error, InvalidArgument)
+    assert [violation.field for violation in error.violations] == ["pin_id"]
+
+
+async def test_a_conversation_without_a_template_is_refused(scheduler, tmp_path):
+    directory = write_model_directory(tmp_path / "plain", byte_level())
+    async with running_gateway(scheduler, model=str(directory)) as gateway:
+        error = await error_of(gateway.prefixes.PinPrefix(pin_chat(("user", LONG_TEXT))))
+    assert isinstance(error, InvalidArgument)
+    assert error.reason == "NO_CHAT_TEMPLATE"
+
+
+async def test_deadlines_pass_on(gateway, scheduler):
+    scheduler.answers_pins.clear()
+    error = await error_of(gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT), timeout=0.3))
+    assert isinstance(error, DeadlineExceeded)
+    (left,) = scheduler.pin_deadlines_s
+    assert left is not None
+    assert 0 < left < 1
+    scheduler.answers_pins.set()
+    await gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT))
+    assert scheduler.pin_deadlines_s[1] is None
+
+
+async def test_a_client_that_leaves_takes_its_call_back(gateway, scheduler):
+    scheduler.answers_pins.clear()
+    call = gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT))
+    waiting = asyncio.ensure_future(call.code())
+    await asyncio.wait_for(scheduler.pin_asked.wait(), 5)
+    call.cancel()
+    await asyncio.wait_for(scheduler.pin_left.wait(), 5)
+    assert await waiting == grpc.StatusCode.CANCELLED
+
+
+@pytest.mark.parametrize("fault", ["dies", "breaks"])
+async def test_a_scheduler_that_is_lost_meanwhile_is_unavailable(gateway, scheduler, fault):
+    scheduler.answers_pins.clear()
+    pinning = asyncio.create_task(error_of(gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT))))
+    await asyncio.wait_for(scheduler.pin_asked.wait(), 5)
+    if fault == "dies":
+        await scheduler.stop()
+    else:
+        scheduler.break_streams(grpc.StatusCode.UNAVAILABLE)
+    error = await pinning
+    assert isinstance(error, Unavailable)
+    if fault == "dies":
+        scheduler.epoch += 1
+        await scheduler.start()
+
+
+async def test_without_a_scheduler_there_is_no_pin():
+    scheduler = FakeScheduler(refuses_connections=True)
+    await scheduler.start()
+    async with running_gateway(scheduler, first_connect_timeout=0.05) as gateway:
+        for call in (
+            gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT)),
+            gateway.prefixes.UnpinPrefix(UnpinPrefixRequest(pin_id="x")),
+        ):
+            error = await error_of(call)
+            assert isinstance(error, Unavailable)
+            assert error.reason == "NO_SCHEDULER"
+    await scheduler.stop()
