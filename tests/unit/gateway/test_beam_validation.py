@@ -103,6 +103,7 @@ def test_the_models_defaults_of_drawing_do_not_apply_and_its_penalty_does():
 
 
 def test_many_stop_tokens_in_a_wide_search_are_too_many_candidates():
-    check(16, stopping=StoppingOptions(stop_token_ids=list(range(60))))
+    limits = dataclasses.replace(LIMITS, max_stop_token_ids=64)
+    check(16, stopping=StoppingOptions(stop_token_ids=list(range(60))), limits=limits)
     with pytest.raises(InvalidArgument, match=r"stop_token_ids has 60 entries.*64 beams.*3,904 candidates.*2,048"):
-        check(64, stopping=StoppingOptions(stop_token_ids=list(range(60))))
+        check(64, stopping=StoppingOptions(stop_token_ids=list(range(60))), limits=limits)
