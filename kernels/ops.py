@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels import reference
+from kernels import host_copy, reference
 from kernels.checks import FLOATING, check_device, check_dtype, check_kv_cache, check_pairs, check_shape
 
 
@@ -132,8 +132,9 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
     """Copies whole blocks of every layer from one pool to another, on whichever devices they are.
 
     Args:
-        source, destination: one [2, num_blocks, Hkv, B, D] a layer; they differ in num_blocks and device at most.
-        pairs: [n, 2] int64, (source block, destination block); destinations are all different.
+        source, destination: one [2, num_blocks, Hkv, B, D] a layer; they differ in num_blocks and device at most. All
+            layers of a pool are on one device, and the pools share no memory.
+        pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
     check_pairs(pairs)
     if len(source) != len(destination):
@@ -143,7 +144,12 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
         check_kv_cache(to_cache)
         check_shape("destination", to_cache, (2, None, *from_cache.shape[2:]))
         check_dtype("destination", to_cache, from_cache.dtype)
-    reference.swap_blocks(source, destination, pairs)
+        check_device("source", from_cache, source[0].device)
+        check_device("destination", to_cache, destination[0].device)
+    if all(each.device.type == "cpu" for each in (*source, *destination)):
+        host_copy.swap_blocks(source, destination, pairs.cpu())
+    else:
+        reference.swap_blocks(source, destination, pairs)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

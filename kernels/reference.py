@@ -41,9 +41,12 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
 
 
 def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
+    if not source:
+        return
+    # The indices travel once, not once a layer.
+    from_ids, to_ids = pairs[:, 0].to(source[0].device), pairs[:, 1].to(destination[0].device)
     for from_cache, to_cache in zip(source, destination, strict=True):
-        blocks = from_cache.index_select(1, pairs[:, 0].to(from_cache.device))
-        to_cache.index_copy_(1, pairs[:, 1].to(to_cache.device), blocks.to(to_cache.device))
+        to_cache.index_copy_(1, to_ids, from_cache.index_select(1, from_ids).to(to_cache.device))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The KV pool: one tensor a layer on the device, and as many on the host for swapped blocks (paper, section 4.2)."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from worker_svc.info import PoolGeometry
 from worker_svc.models.base import CausalLM
 
 CPU_POOL_BYTES = 1 << 30
+CPU_SWAP_BYTES = 1 << 30
+PINNED_SWAP_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,8 @@ class PoolRequest:
     """Wins over all sizes."""
     kv_cache_memory: int | None
     """Bytes; None takes the default of the device."""
-    swap_space: int
+    swap_space: int | None
+    """Bytes, 0 for no host pool; None takes the default of the device."""
     most_useful_blocks: int
     """Blocks of as many full sequences as a step can have; the default pool of a CPU is never larger."""
 
@@ -66,13 +70,44 @@ def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: 
     return count if most is None else min(count, most)
 
 
+def num_host_blocks(swap_space: int | None, bytes_per_block: int, device: torch.device, gpu_blocks: int) -> int:
+    """How many blocks the host gets for what is swapped out.
+
+    Args:
+        swap_space: Bytes. None takes 4 GiB beside CUDA; on the CPU as many blocks as the pool there has, at most 1 GiB.
+        bytes_per_block: Over all layers.
+        device: Where the other pool is.
+        gpu_blocks: How many blocks that has.
+
+    Raises:
+        ConfigurationError: a size that holds no block, or is more than the machine has.
+    """
+    if swap_space is None:
+        on_cpu = device.type == "cpu"
+        count = (CPU_SWAP_BYTES if on_cpu else PINNED_SWAP_BYTES) // bytes_per_block
+        return min(count, gpu_blocks) if on_cpu else count
+    # Untouched memory costs nothing, so that too much of it would be granted, and the process killed when it is used.
+    if swap_space > (memory := _machine_memory()):
+        raise ConfigurationError(f"--swap-space is {swap_space} bytes; this machine has {memory} bytes of memory")
+    if 0 < swap_space < bytes_per_block:
+        raise ConfigurationError(
+            f"--swap-space is {swap_space} bytes and one block takes {bytes_per_block}; raise it, or use 0 for none"
+        )
+    return swap_space // bytes_per_block
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | None) -> PoolGeometry:
     """The shape of the pool for a model. ConfigurationError when not one block fits."""
     bytes_per_block = block_bytes(model, request.block_size)
+    gpu_blocks = num_gpu_blocks(request, bytes_per_block, available_bytes)
     return PoolGeometry(
         block_size=request.block_size,
-        num_gpu_blocks=num_gpu_blocks(request, bytes_per_block, available_bytes),
-        num_host_blocks=request.swap_space // bytes_per_block,
+        num_gpu_blocks=gpu_blocks,
+        num_host_blocks=num_host_blocks(request.swap_space, bytes_per_block, model.device, gpu_blocks),
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
@@ -82,18 +117,20 @@ def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | 
 
 
 def allocate_pool(geometry: PoolGeometry, device: torch.device, dtype: torch.dtype) -> KvPool:
-    """Allocates all tensors, zeroed. The host's are pinned where the device copies by DMA.
+    """Allocates all tensors: the device's zeroed, the host's untouched, and pinned where the device copies by DMA.
+
+    Memory of the host that is not pinned is taken by the system only as blocks are swapped out.
 
     Raises:
         ConfigurationError: the memory is not there.
     """
     gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks)
-    host_shape = _layer_shape(geometry, geometry.num_host_blocks)
-    layers = range(geometry.num_layers)
+    host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks))
     try:
-        gpu = tuple(torch.zeros(gpu_shape, dtype=dtype, device=device) for _ in layers)
+        gpu = tuple(torch.zeros(gpu_shape, dtype=dtype, device=device) for _ in range(geometry.num_layers))
         pinned = device.type == "cuda" and geometry.num_host_blocks > 0
-        host = tuple(torch.zeros(host_shape, dtype=dtype, pin_memory=pinned) for _ in layers)
+        # One allocation for all layers: torch rounds each pinned one up to a power of two.
+        host = torch.empty(host_shape, dtype=dtype, pin_memory=pinned).unbind(0)
     except (RuntimeError, MemoryError) as error:
         total = (geometry.num_gpu_blocks + geometry.num_host_blocks) * geometry.block_bytes
         raise ConfigurationError(

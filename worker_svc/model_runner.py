@@ -12,6 +12,7 @@ import torch
 
 from worker_svc.batch import SamplePlan, build_model_input, plan_samples
 from worker_svc.cache_ops import apply_cache_operations
+from worker_svc.candidates import Candidates, gather_candidates, report_candidates
 from worker_svc.info import ModelGeometry, WorkerLimits
 from worker_svc.kv_pool import KvPool
 from worker_svc.logit_rules import History, apply_logit_rules
@@ -40,6 +41,7 @@ class _Sampled:
     token_ids: torch.Tensor
     is_finite: torch.Tensor
     logprobs: SampledLogprobs | None
+    candidates: Candidates | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class _Computed:
         """Starts the way to the host."""
         tensors = [sampled.token_ids, sampled.is_finite]
         tensors += sampled.logprobs.values.tensors() if sampled.logprobs is not None else []
+        tensors += sampled.candidates.tensors() if sampled.candidates is not None else []
         tensors += prompts.values.tensors() if prompts is not None else []
         return cls(sampled, prompts, HostCopy(tensors))
 
@@ -85,9 +88,10 @@ class LaunchedStep:
         logprobs, candidates, prompt_logprobs = (), (), ()
         if sampled.logprobs is not None:
             arrays, rest = rest[:4], rest[4:]
-            logprobs, candidates = report_logprobs(
-                sampled.rows, sampled.columns, sampled.logprobs.indices, arrays, is_finite
-            )
+            logprobs = report_logprobs(sampled.rows, sampled.columns, sampled.logprobs.indices, arrays, is_finite)
+        if sampled.candidates is not None:
+            arrays, rest = rest[:2], rest[2:]
+            candidates = report_candidates(sampled.rows, sampled.columns, sampled.candidates.indices, arrays, is_finite)
         if computed.prompts is not None:
             prompt_logprobs = report_prompt_logprobs(computed.prompts, rest)
         self._seals.add(self._step.sealed, self._number)
@@ -172,10 +176,11 @@ class ModelRunner:
         rows, positions = to_device(np.stack((plan.rows, plan.positions)), device)
         self._rows.append(rows, positions, drawn.token_ids)
         logprobs = gather_logprobs(logits, drawn.token_ids, columns)
-        return _Sampled(plan.rows, columns, drawn.token_ids, drawn.is_finite, logprobs)
+        candidates = gather_candidates(logits, columns)
+        return _Sampled(plan.rows, columns, drawn.token_ids, drawn.is_finite, logprobs, candidates)
 
     def _nothing_sampled(self) -> _Sampled:
         device = self._model.device
         token_ids = torch.zeros(0, dtype=torch.int64, device=device)
         is_finite = torch.zeros(0, dtype=torch.bool, device=device)
-        return _Sampled(np.zeros(0, np.int32), SamplingColumns.empty(0), token_ids, is_finite, None)
+        return _Sampled(np.zeros(0, np.int32), SamplingColumns.empty(0), token_ids, is_finite, None, None)

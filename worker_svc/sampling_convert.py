@@ -30,7 +30,7 @@ class SamplingDecoder:
             raise invalid(f"{field}.top_p", f"is {message.top_p}; it must be above 0 and at most 1")
         if not 0 <= message.min_p <= 1:
             raise invalid(f"{field}.min_p", f"is {message.min_p}; it must be from 0 to 1")
-        for name in ("logprobs", "prompt_logprobs", "num_candidates"):
+        for name in ("logprobs", "prompt_logprobs"):
             if getattr(message, name) > self._max_logprobs:
                 raise invalid(f"{field}.{name}", f"is {getattr(message, name)}; the limit is {self._max_logprobs}")
         if message.HasField("num_candidates") and not message.num_candidates:
@@ -43,7 +43,8 @@ class SamplingDecoder:
             min_p=message.min_p,
             seed=message.seed,
             logprobs=message.logprobs if message.HasField("logprobs") else None,
-            num_candidates=message.num_candidates if message.HasField("num_candidates") else None,
+            # More than the vocabulary means all of it: a search with many stop tokens may ask for that.
+            num_candidates=min(message.num_candidates, self._vocab_size) or None,
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
             rules=None if rules.is_neutral else rules,
         )

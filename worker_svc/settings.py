@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from quire.parsing import parse_swap_space
 from quire.settings import parse_bytes, setting
 
 
@@ -29,8 +28,12 @@ class WorkerSettings:
         metavar="BYTES",
     )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
-    swap_space: int = setting(
-        0, "host memory for swapped blocks; only 0 is supported", parse=parse_swap_space, metavar="BYTES"
+    swap_space: int | None = setting(
+        None,
+        "host memory for swapped blocks, 0 for none; without it, on cpu as many blocks as the KV pool has and at most "
+        "1GiB, on cuda 4GiB",
+        parse=parse_bytes,
+        metavar="BYTES",
     )
     max_num_seqs: int = setting(
         256, "sequences of one step, and rows of the persistent batch", minimum=1, maximum=65536

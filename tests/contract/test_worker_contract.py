@@ -1,7 +1,7 @@
 """What every worker does, whatever its model: run against each entry of WORKERS over raw messages.
 
 A worker enters as an async context manager that takes a directory for sockets and yields an address. Its sequences must
-hold at least 32 tokens, its pool 16 blocks, its batches 8 rows.
+hold at least 32 tokens, its pool 16 blocks and as many on the host, its batches 8 rows.
 """
 
 import asyncio
@@ -170,6 +170,11 @@ BAD_STEPS: dict[str, dict[str, object]] = {
     "negative row": {"release": encode_int32([-1])},
     "no new token": {"batch": make_batch([0], [0], [3])},
     "sample from a row outside the batch": {"batch": make_batch([0], [1], [3], [(0, 1)])},
+    "host block out of the pool": {"cache_operations": {"swap_out": encode_int32([0, 1 << 24])}},
+    "block that comes in over another": {"cache_operations": {"swap_in": encode_int32([0, 5, 1, 5])}},
+    "fork of a row that holds nothing": {"fork": encode_int32([3, 0])},
+    "two forks to one row": {"fork": encode_int32([0, 1, 0, 1])},
+    "tokens behind a gap": {"set_tokens": [{"row": 0, "position": 9, "token_ids": encode_int32([1])}]},
     "block out of the pool": {"block_table_deltas": encode_int32([0, 1, 1 << 24])},
     "token outside the logits": {"assign": [make_assign(1, [1 << 24], [])]},
     "assign to a row that is held": {"assign": [make_assign(0, PROMPT, [4])]},
@@ -187,6 +192,60 @@ async def test_a_step_that_contradicts_itself_or_the_worker_is_refused(
     error = await client.error()
     assert isinstance(error, InvalidArgument)
     assert error.violations
+
+
+async def test_a_swapped_sequence_goes_on_in_other_blocks(client: StepClient) -> None:
+    assert client.info.pool.num_host_blocks >= 16
+    tokens = [*PROMPT, await prefill(client)]
+    expected = (await client.run(batch=decode_batch(3))).token_ids
+    others = [5, 5, 5]
+    await client.run(
+        cache_operations={"swap_out": encode_int32([0, 3])},
+        release=encode_int32([0]),
+        assign=[make_assign(0, others, [0])],
+        batch=make_batch([0], [3], [0]),
+    )
+    result = await client.run(
+        cache_operations={"swap_in": encode_int32([3, 9])},
+        assign=[make_assign(1, tokens, [9])],
+        batch=decode_batch(3, row=1),
+    )
+    assert result.token_ids == expected
+
+
+async def test_rows_that_search_report_candidates_and_go_on_with_what_is_chosen(client: StepClient) -> None:
+    """Two beams of one prompt; the second choice of the first beam then takes the second's row."""
+    width = client.info.pool.block_size
+    prompt = [index % 7 for index in range(width)]
+    result = await client.run(
+        assign=[make_assign(0, prompt, [0], num_candidates=4)],
+        fork=encode_int32([0, 1]),
+        batch=make_batch([0], [width], [0], [(0, 0), (1, 0)]),
+    )
+    first, second = result.candidates
+    assert (first.row, second.row, first.token_ids) == (0, 1, second.token_ids)
+    assert ints(result.token_ids) == [0, 0]
+    best = ints(first.token_ids)[:2]
+    result = await client.run(
+        set_tokens=[{"row": row, "position": width, "token_ids": encode_int32([best[row]])} for row in (0, 1)],
+        block_table_deltas=encode_int32([0, 1, 1, 1, 1, 2]),
+        batch=make_batch([0, 1], [1, 1], [width, width]),
+    )
+    chosen = ints(result.candidates[0].token_ids)[:2]
+    result = await client.run(
+        cache_operations={"copy": encode_int32([1, 3])},
+        fork=encode_int32([0, 1]),
+        set_tokens=[{"row": row, "position": width + 1, "token_ids": encode_int32([chosen[row]])} for row in (0, 1)],
+        block_table_deltas=encode_int32([1, 1, 3]),
+        batch=make_batch([0, 1], [1, 1], [width + 1, width + 1]),
+    )
+    # What a beam reports is what its tokens report when they are computed afresh.
+    for row, reported in enumerate(result.candidates):
+        tokens = [*prompt, best[0], chosen[row]]
+        assign = make_assign(4 + row, tokens, [6 + 2 * row, 7 + 2 * row], num_candidates=4)
+        alone = await client.run(assign=[assign], batch=make_batch([4 + row], [len(tokens)], [0]))
+        assert alone.candidates[0].token_ids == reported.token_ids
+    assert [each.row for each in result.candidates] == [0, 1]
 
 
 async def test_steps_in_flight_are_answered_before_the_refusal(client: StepClient) -> None:

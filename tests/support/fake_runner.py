@@ -2,12 +2,13 @@
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tests.support.fake_pool import BlockError, FakePool
+from tests.support.fake_rows import FakeRows
 from worker_svc.sealed_blocks import SealInventory
 from worker_svc.steps import (
     AdmittedStep,
@@ -15,8 +16,6 @@ from worker_svc.steps import (
     Int32Array,
     PromptLogprobs,
     RowCandidates,
-    RowChanges,
-    RowSampling,
     SealedBlocks,
     StepOutput,
     StepTimings,
@@ -29,8 +28,22 @@ def token_at(seed: int, position: int, vocab_size: int = 1000) -> int:
     return (seed * 7919 + position * 104_729 + 13) % vocab_size
 
 
-class SharedBlockError(Exception):
-    """A step writes a token to a block in which another row has, or will have, another one."""
+_STRIDE = 37
+
+
+def candidates_at(token_ids: Sequence[int], count: int, vocab_size: int = 1000) -> tuple[Int32Array, np.ndarray]:
+    """The best tokens that follow these and their log probabilities [count] float32, best first, strictly falling.
+
+    They depend on the last three tokens and their number, so a beam search has an answer that anyone can work out.
+    """
+    mixed = len(token_ids)
+    for token_id in token_ids[-3:]:
+        mixed = (mixed * 31 + token_id * 7919 + 17) % 1_000_003
+    places = np.arange(min(count, vocab_size))
+    shares = (mixed * (places + 3)) % 97 / 97
+    return ((mixed + places * _STRIDE) % vocab_size).astype(np.int32), (-0.1 * (places + 1 + shares / 2)).astype(
+        np.float32
+    )
 
 
 class Switch:
@@ -60,87 +73,13 @@ class FakeStep:
         return self.output
 
 
-@dataclass(slots=True)
-class _Row:
-    sampling: RowSampling
-    blocks: dict[int, int]
-    """Block ids by logical index."""
-    num_prompt_tokens: int
-    token_ids: list[int]
-
-
-class _Rows:
-    """Tokens, sampling parameters and block tables of the rows of one session; it counts who holds each block."""
-
-    def __init__(self, block_size: int) -> None:
-        self._rows: dict[int, _Row] = {}
-        self._holders: Counter[int] = Counter()
-        self._block_size = block_size
-
-    def num_prompt_tokens(self, row: int) -> int:
-        return self._rows[row].num_prompt_tokens
-
-    def sampling(self, row: int) -> RowSampling:
-        return self._rows[row].sampling
-
-    def apply(self, changes: RowChanges) -> None:
-        for row in changes.release.tolist():
-            self._release(row)
-        for assign in changes.assign:
-            blocks = dict(enumerate(assign.block_table.tolist()))
-            row = _Row(assign.sampling, blocks, assign.num_prompt_tokens, assign.token_ids.tolist())
-            self._put(assign.row, row)
-        parents = [self._rows[parent] for parent in changes.fork[:, 0].tolist()]
-        children = [replace(parent, blocks=dict(parent.blocks), token_ids=[*parent.token_ids]) for parent in parents]
-        for row, child in zip(changes.fork[:, 1].tolist(), children, strict=True):
-            self._put(row, child)
-        for reseed in changes.reseed:
-            row = self._rows[reseed.row]
-            row.sampling = replace(row.sampling, seed=reseed.seed)
-        for row, index, block in changes.block_table_deltas.tolist():
-            self._set_block(self._rows[row].blocks, index, block)
-
-    def append(self, row: int, token_id: int) -> None:
-        self._rows[row].token_ids.append(token_id)
-
-    def check_written(self, batch: Batch) -> None:
-        """A row writes only where every other holder of the block has the same tokens. SharedBlockError otherwise."""
-        columns = (column.tolist() for column in (batch.rows, batch.num_computed_tokens, batch.num_new_tokens))
-        for row, start, new in zip(*columns, strict=True):
-            for index in range(start // self._block_size, (start + new - 1) // self._block_size + 1):
-                if self._holders[self._rows[row].blocks[index]] > 1:
-                    first = max(start, index * self._block_size)
-                    self._check_sharers(row, index, slice(first, min(start + new, (index + 1) * self._block_size)))
-
-    def _check_sharers(self, writer: int, index: int, positions: slice) -> None:
-        block = self._rows[writer].blocks[index]
-        written = self._rows[writer].token_ids[positions]
-        for row, other in self._rows.items():
-            if other.blocks.get(index) == block and other.token_ids[positions] != written:
-                raise SharedBlockError(f"row {writer} writes to block {block}, in which row {row} has other tokens")
-
-    def _release(self, row: int) -> None:
-        # The ledger lets a row be released that holds nothing.
-        if row in self._rows:
-            self._holders.subtract(self._rows.pop(row).blocks.values())
-
-    def _put(self, row: int, content: _Row) -> None:
-        self._release(row)
-        self._rows[row] = content
-        self._holders.update(content.blocks.values())
-
-    def _set_block(self, blocks: dict[int, int], index: int, block: int) -> None:
-        if index in blocks:
-            self._holders[blocks[index]] -= 1
-        blocks[index] = block
-        self._holders[block] += 1
-
-
 class FakeRunner:
     """A `worker_svc.worker.SealingRunner` without a model.
 
-    `num_steps` counts the steps that were begun; while `hang` is set none goes on; `faults` says what a scheduler did
-    wrong that no check of the protocol finds: it wrote where another row has other tokens.
+    Rows that draw get the tokens of `token_at`, rows that search the candidates of `candidates_at`. `num_steps` counts
+    the steps that were begun; while `hang` is set none goes on; `faults` says what a scheduler did wrong that no check
+    of the protocol finds: it wrote where another row has other tokens, or let a row read what is not its own, be it
+    because a block was overwritten, not copied, or swapped to another place.
     """
 
     is_asynchronous = False
@@ -151,33 +90,38 @@ class FakeRunner:
         block_size: int,
         vocab_size: int,
         *,
+        num_host_blocks: int = 0,
         step_seconds: float = 0.0,
         failing_seeds: Collection[int] = (),
     ) -> None:
+        if vocab_size % _STRIDE == 0:
+            raise ValueError(f"vocab_size is {vocab_size}; a multiple of {_STRIDE} would give a candidate twice")
         self.num_steps = 0
         self.hang = Switch()
-        self.faults: list[SharedBlockError] = []
+        self.faults: list[BlockError] = []
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
         self._failing_seeds = failing_seeds
         self._block_size = block_size
-        self._rows = _Rows(block_size)
+        self._rows = FakeRows(block_size)
+        self._pool = FakePool(num_blocks, num_host_blocks, block_size)
         self._seals = SealInventory(num_blocks)
 
     def sealed_blocks(self) -> SealedBlocks:
         return self._seals.snapshot()
 
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> FakeStep:
-        """Runs a step to its end. SharedBlockError when it writes where another row has other tokens."""
+        """Runs a step to its end. BlockError when a row overwrites what another needs or reads what is not its own."""
         self.num_steps += 1
         self.hang.wait_until_clear()
         started = time.perf_counter()
         step, written = admitted.step, admitted.written_blocks
         if step.step_id == 1:
             # The first of a session: all rows of the one before are released.
-            self._rows = _Rows(self._block_size)
+            self._rows = FakeRows(self._block_size)
+        self._pool.move(step.cache_operations)
         self._rows.apply(step.row_changes)
-        self._check_written(step.batch)
+        self._compute(step.batch)
         self._seals.begin_write(written, self.num_steps)
         output = replace(self._sample(step.step_id, step.batch), prompt_logprobs=self._judge_prompts(step.batch))
         # What the stand-in itself takes is part of the cost, not added to it.
@@ -186,10 +130,10 @@ class FakeRunner:
         model_us = int((time.perf_counter() - started) * 1e6)
         return FakeStep(replace(output, timings=StepTimings(queue_us, 0, model_us, 0)))
 
-    def _check_written(self, batch: Batch) -> None:
+    def _compute(self, batch: Batch) -> None:
         try:
-            self._rows.check_written(batch)
-        except SharedBlockError as error:
+            self._rows.compute(batch, self._pool)
+        except BlockError as error:
             self.faults.append(error)
             raise
 
@@ -199,17 +143,20 @@ class FakeRunner:
         token_ids = np.zeros(len(rows), np.int32)
         logprobs, candidates, failed = [], [], []
         for place, (row, source) in enumerate(batch.samples.tolist()):
-            sampling = self._rows.sampling(row)
-            token_id = token_at(sampling.seed, ends[source], self._vocab_size)
-            if sampling.seed in self._failing_seeds:
+            sampling, prefixes = self._rows[row].sampling, self._rows[row].prefixes
+            has_failed = sampling.seed in self._failing_seeds
+            if has_failed:
                 failed.append(row)
-            elif sampling.num_candidates is not None:
-                candidates.append(RowCandidates(row, *self._top(token_id, sampling.num_candidates)))
-            else:
+            if sampling.num_candidates is None:
+                # A row that failed has a token too, since the step behind it may compute it already.
+                token_id = 0 if has_failed else token_at(sampling.seed, ends[source], self._vocab_size)
                 token_ids[place] = token_id
-                self._rows.append(row, token_id)
-                if sampling.logprobs is not None:
+                prefixes.append(token_id)
+                if sampling.logprobs is not None and not has_failed:
                     logprobs.append(TokenLogprobs(row, -0.5, 1, *self._top(token_id, sampling.logprobs)))
+            elif not has_failed:
+                best = candidates_at(prefixes.token_ids, sampling.num_candidates, self._vocab_size)
+                candidates.append(RowCandidates(row, *best))
         timings = StepTimings(0, 0, 0, 0)
         return StepOutput(step_id, rows, token_ids, tuple(logprobs), tuple(candidates), tuple(failed), timings)
 
@@ -218,8 +165,8 @@ class FakeRunner:
         reports = []
         columns = (column.tolist() for column in (batch.rows, batch.num_computed_tokens, batch.num_new_tokens))
         for row, start, new in zip(*columns, strict=True):
-            count = self._rows.sampling(row).prompt_logprobs
-            judged = range(start + 1, min(start + new + 1, self._rows.num_prompt_tokens(row)))
+            count = self._rows[row].sampling.prompt_logprobs
+            judged = range(start + 1, min(start + new + 1, self._rows[row].num_prompt_tokens))
             if count is not None and judged:
                 positions = tuple(TokenLogprobs(row, -float(p), p, *self._top(p, count)) for p in judged)
                 reports.append(PromptLogprobs(row, start + 1, positions))

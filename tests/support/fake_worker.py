@@ -1,6 +1,7 @@
 """A worker without a model: the real service with `FakeRunner` where the model would be.
 
-The token at position p of a sequence with seed s is `token_at(s, p)`, so tests know every output, whatever the batch.
+The token at position p of a sequence with seed s is `token_at(s, p)`, and `candidates_at` says what a beam search is
+told, so tests know every output, whatever the batch.
 Each step takes `step_seconds`. What a step may say is checked as in any worker.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from quire.rpc.server import RpcServer
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from tests.support.fake_pool import BlockError
 from tests.support.fake_runner import FakeRunner, Switch
 from worker_svc.device_loop import DeviceLoop
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
@@ -28,6 +30,7 @@ class FakeWorkerConfig:
     """Geometry and behaviour."""
 
     num_blocks: int = 256
+    num_host_blocks: int = 0
     block_size: int = 16
     vocab_size: int = 1000
     max_model_len: int = 1024
@@ -43,7 +46,7 @@ class FakeWorkerConfig:
         pool = PoolGeometry(
             block_size=self.block_size,
             num_gpu_blocks=self.num_blocks,
-            num_host_blocks=0,
+            num_host_blocks=self.num_host_blocks,
             num_layers=1,
             num_kv_heads=1,
             head_dim=1,
@@ -76,6 +79,7 @@ class FakeWorker:
             config.num_blocks,
             config.block_size,
             config.vocab_size,
+            num_host_blocks=config.num_host_blocks,
             step_seconds=config.step_seconds,
             failing_seeds=config.failing_seeds,
         )
@@ -92,6 +96,11 @@ class FakeWorker:
         """While it is set, the device does not go on."""
         return self._runner.hang
 
+    @property
+    def faults(self) -> list[BlockError]:
+        """What steps did wrong with blocks; `stop` raises the first that is still here."""
+        return self._runner.faults
+
     async def start(self, address: str = "127.0.0.1:0") -> str:
         """Listens and returns the address."""
         self._device_loop.start()
@@ -104,19 +113,19 @@ class FakeWorker:
         return self._server.address
 
     async def stop(self) -> None:
-        """Ends the service; raises when a step wrote to a block of two rows, which a scheduler that retries hides."""
+        """Ends the service; raises when a step misused a block, which a scheduler that tries again would hide."""
         assert self._server is not None
         self.hang.clear()
         await self._server.stop(grace_s=0)
         assert await asyncio.to_thread(self._device_loop.stop, _DEVICE_STOP_S)
-        if self._runner.faults:
-            raise self._runner.faults[0]
+        if self.faults:
+            raise self.faults[0]
 
 
 @asynccontextmanager
 async def running_fake_worker(directory: Path) -> AsyncIterator[str]:
     """Serves until the block ends; yields the address, a socket in `directory`."""
-    worker = FakeWorker()
+    worker = FakeWorker(FakeWorkerConfig(num_host_blocks=16))
     address = await worker.start(f"unix:{directory / 'worker'}")
     try:
         yield address

@@ -1,9 +1,13 @@
 """Writing tokens into the pool and moving blocks."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from kernels import ops
+from kernels import host_copy, ops, reference
+
+SWAPS = [host_copy.swap_blocks, reference.swap_blocks]
 
 
 def make_pool(num_blocks: int = 6, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -49,6 +53,43 @@ def test_swap_moves_blocks_between_pools_of_different_size() -> None:
         assert torch.equal(host[layer][:, 0], gpu[layer][:, 5])
         assert torch.equal(host[layer][:, 2], gpu[layer][:, 2])
         assert not host[layer][:, 1].any()
+
+
+@pytest.mark.parametrize("swap", SWAPS, ids=["host_copy", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(0, 0)],
+        [(2, 7), (3, 8), (4, 9), (5, 10)],
+        [(5, 1), (4, 2), (3, 3), (0, 0)],
+        [(1, 4), (3, 5), (2, 3), (6, 8), (7, 9)],
+        [(8, 0), (8, 1), (8, 2), (9, 3)],
+    ],
+    ids=str,
+)
+def test_every_swap_moves_the_same_bits(
+    swap: Callable[..., None], dtype: torch.dtype, pairs: list[tuple[int, int]]
+) -> None:
+    source = [make_pool(10, seed=layer, dtype=dtype) for layer in range(3)]
+    source[1][0, 8, 0, 0, 0] = torch.nan
+    destination = [make_pool(11, seed=layer + 9, dtype=dtype) for layer in range(3)]
+    expected = [pool.clone() for pool in destination]
+    for pool, old in zip(source, expected, strict=True):
+        for first, second in pairs:
+            old[:, second] = pool[:, first]
+    swap(source, destination, torch.tensor(pairs))
+    for pool, old in zip(destination, expected, strict=True):
+        assert torch.equal(pool.view(torch.uint8), old.view(torch.uint8))
+
+
+@pytest.mark.parametrize("swap", SWAPS, ids=["host_copy", "reference"])
+def test_a_model_without_layers_and_a_step_without_blocks_swap_nothing(swap: Callable[..., None]) -> None:
+    none, pool = torch.empty(0, 2, dtype=torch.int64), make_pool()
+    before = pool.clone()
+    swap([], [], torch.tensor([[0, 1]]))
+    swap([make_pool(seed=3)], [pool], none)
+    assert torch.equal(pool, before)
 
 
 def test_no_pairs_change_nothing() -> None:

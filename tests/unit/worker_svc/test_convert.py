@@ -114,7 +114,6 @@ REFUSED: list[tuple[worker_pb2.StepRequest, str, str]] = [
     (sampling_request(min_p=-0.5), "assign[0].sampling.min_p", "-0.5"),
     (sampling_request(min_p=float("nan")), "assign[0].sampling.min_p", "nan"),
     (sampling_request(logprobs=9), "assign[0].sampling.logprobs", "limit is 8"),
-    (sampling_request(num_candidates=9), "assign[0].sampling.num_candidates", "limit is 8"),
     (sampling_request(num_candidates=0), "assign[0].sampling.num_candidates", "at least 1"),
     (sampling_request(prompt_logprobs=9), "assign[0].sampling.prompt_logprobs", "limit is 8"),
     (sampling_request(presence_penalty=float("nan")), "assign[0].sampling.presence_penalty", "nan"),
@@ -196,6 +195,12 @@ def test_a_wrong_field_is_refused_by_name_with_its_value(
 def test_values_that_change_no_logit_make_no_rules(neutral: dict[str, Any]) -> None:
     (assign,) = DECODER.decode(sampling_request(**neutral)).row_changes.assign
     assert assign.sampling.rules is None
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1, 1), (9, 9), (50, 50), (51, 50), (2**32 - 1, 50)])
+def test_candidates_have_no_limit_but_the_vocabulary(asked: int, given: int) -> None:
+    (assign,) = DECODER.decode(sampling_request(num_candidates=asked)).row_changes.assign
+    assert assign.sampling.num_candidates == given
 
 
 def test_logit_rules_arrive_as_they_were_sent() -> None:

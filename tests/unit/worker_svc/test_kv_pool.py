@@ -1,3 +1,5 @@
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,17 @@ from quire.settings import ConfigurationError
 from tests.support.steps import make_operations
 from tests.support.tiny_causal_lm import TinyCausalLM
 from worker_svc.cache_ops import apply_cache_operations
-from worker_svc.kv_pool import KvPool, PoolRequest, allocate_pool, block_bytes, num_gpu_blocks, pool_geometry
+from worker_svc.kv_pool import (
+    KvPool,
+    PoolRequest,
+    allocate_pool,
+    block_bytes,
+    num_gpu_blocks,
+    num_host_blocks,
+    pool_geometry,
+)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 # Two heads of 8, one layer, float32, keys and values, 4 tokens.
 BLOCK_BYTES = 2 * 2 * 8 * 4 * 4
@@ -32,7 +44,13 @@ def make_pool(num_blocks: int = 6, host_blocks: int = 3) -> KvPool:
     pool = allocate_pool(pool_geometry(model, request, None), model.device, model.dtype)
     for block in range(num_blocks):
         pool.gpu[0][:, block] = block + 1
+    pool.host[0].zero_()
     return pool
+
+
+def resident_bytes() -> int:
+    """Memory of this process that the system has really given."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def contents(tensor: torch.Tensor) -> list[float]:
@@ -84,12 +102,50 @@ def test_a_pool_beyond_all_memory_is_refused_in_one_line() -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_the_host_pool_on_a_cpu_is_as_large_as_the_other_up_to_a_gibibyte() -> None:
+    assert num_host_blocks(None, BLOCK_BYTES, CPU, 100) == 100
+    assert num_host_blocks(None, 1 << 20, CPU, 5000) == 1024
+
+
+def test_the_host_pool_beside_cuda_has_four_gibibytes() -> None:
+    assert num_host_blocks(None, 1 << 20, CUDA, 5) == 4096
+
+
+@pytest.mark.parametrize(("swap_space", "count"), [(0, 0), (BLOCK_BYTES, 1), (10 * BLOCK_BYTES - 1, 9)])
+def test_a_given_swap_space_is_used_whole(swap_space: int, count: int) -> None:
+    for device in (CPU, CUDA):
+        assert num_host_blocks(swap_space, BLOCK_BYTES, device, 5) == count
+
+
+@pytest.mark.parametrize(
+    ("swap_space", "way_out"),
+    [
+        (BLOCK_BYTES - 1, f"one block takes {BLOCK_BYTES}; raise it, or use 0"),
+        (1 << 60, "this machine has [0-9]+ bytes"),
+    ],
+)
+def test_a_swap_space_that_cannot_be_is_refused_with_value_and_limit(swap_space: int, way_out: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--swap-space is {swap_space} bytes.* {way_out}"):
+        num_host_blocks(swap_space, BLOCK_BYTES, CPU, 5)
+
+
+def test_host_memory_is_taken_only_as_blocks_are_swapped_out() -> None:
+    blocks = (256 << 20) // BLOCK_BYTES
+    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=8, swap_space=blocks * BLOCK_BYTES), None)
+    before = resident_bytes()
+    pool = allocate_pool(geometry, CPU, torch.float32)
+    apply_cache_operations(make_operations(swap_out=[(0, 0), (1, blocks - 1)]), pool)
+    assert pool.host[0].nbytes == 256 << 20
+    assert resident_bytes() - before < 32 << 20
+
+
 def test_tensors_have_the_layout_of_the_contract() -> None:
     pool = make_pool(6, 3)
     assert pool.geometry.num_host_blocks == 3
     assert pool.gpu[0].shape == (2, 6, 2, 4, 8)
     assert pool.host[0].shape == (2, 3, 2, 4, 8)
     assert len(pool.gpu) == len(pool.host) == pool.geometry.num_layers
+    assert all(each.is_contiguous() for each in pool.host)
 
 
 def test_moves_are_applied_out_in_copy() -> None:
@@ -102,3 +158,13 @@ def test_moves_are_applied_out_in_copy() -> None:
     assert contents(pool.host[0]) == [5.0, 1.0, 2.0]
     assert contents(pool.gpu[0]) == [5.0, 2.0, 5.0, 1.0, 5.0, 1.0]
     assert sorted(operations.written_blocks.tolist()) == [0, 2, 3, 5]
+
+
+def test_host_blocks_are_used_again_in_the_next_step_and_in_the_same() -> None:
+    pool = make_pool()
+    apply_cache_operations(make_operations(swap_out=[(1, 0)]), pool)
+    # What comes in was put out a moment before; then its place on the host is taken by another.
+    apply_cache_operations(make_operations(swap_out=[(5, 2)], swap_in=[(0, 1), (2, 3), (2, 4)]), pool)
+    apply_cache_operations(make_operations(swap_out=[(0, 0), (2, 2)]), pool)
+    apply_cache_operations(make_operations(swap_in=[(0, 5), (2, 0)]), pool)
+    assert contents(pool.gpu[0]) == [3.0, 2.0, 3.0, 6.0, 6.0, 1.0]

@@ -9,8 +9,8 @@ import torch
 
 from tests.support.sampling import make_columns, make_sampling
 from worker_svc import logit_rules
+from worker_svc.candidates import gather_candidates
 from worker_svc.logit_rules import History, apply_logit_rules
-from worker_svc.logprobs import gather_logprobs
 from worker_svc.sampler import draw
 from worker_svc.steps import LogitRules
 
@@ -154,10 +154,10 @@ def test_rules_of_a_beam_change_scores_and_nothing_is_normalised_again() -> None
     logits = make_logits(2)
     scores = oracle(logits[0].log_softmax(0).numpy(), row)
     apply_logit_rules(logits, columns, make_history([row, Row([1], [])]))
-    gathered = gather_logprobs(logits, torch.tensor([1, 1]), columns)
+    gathered = gather_candidates(logits, columns)
     assert gathered is not None
-    np.testing.assert_allclose(gathered.values.top_logprobs[0], np.sort(scores)[: -5 - 1 : -1], rtol=1e-5)
-    assert gathered.values.top_token_ids[0].tolist() == np.argsort(-scores)[:5].tolist()
+    np.testing.assert_allclose(gathered.logprobs[0], np.sort(scores)[: -5 - 1 : -1], rtol=1e-5)
+    assert gathered.token_ids[0].tolist() == np.argsort(-scores)[:5].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])

@@ -19,8 +19,7 @@ def test_rows_get_what_they_ask_for() -> None:
     gathered = gather_logprobs(LOGITS, torch.tensor([3, 0, 1]), columns)
     assert gathered is not None
     arrays = [tensor.numpy() for tensor in gathered.values.tensors()]
-    (first, second), candidates = report_logprobs(rows, columns, gathered.indices, arrays, np.ones(3, bool))
-    assert not candidates
+    first, second = report_logprobs(rows, columns, gathered.indices, arrays, np.ones(3, bool))
     scaled = (LOGITS[0] / 2).log_softmax(0)
     assert (first.row, first.chosen_rank) == (7, 2)
     np.testing.assert_allclose(first.chosen_logprob, scaled[3], rtol=1e-5)
@@ -30,16 +29,15 @@ def test_rows_get_what_they_ask_for() -> None:
     np.testing.assert_allclose(second.chosen_logprob, LOGITS[1].log_softmax(0)[0], rtol=1e-5)
 
 
-def test_candidates_are_never_more_than_the_vocabulary() -> None:
-    columns = make_columns([make_sampling(num_candidates=50, temperature=0.0)] * 3)
+def test_rows_that_are_not_usable_get_nothing_and_rows_that_search_ask_for_nothing_here() -> None:
+    columns = make_columns([make_sampling(logprobs=1), make_sampling(logprobs=1), make_sampling(num_candidates=2)])
     gathered = gather_logprobs(LOGITS, torch.tensor([0, 0, 0]), columns)
     assert gathered is not None
+    assert gathered.indices.tolist() == [0, 1]
     arrays = [tensor.numpy() for tensor in gathered.values.tensors()]
-    usable = np.array([True, False, True])
-    logprobs, candidates = report_logprobs(np.arange(3, dtype=np.int32), columns, gathered.indices, arrays, usable)
-    assert not logprobs
-    assert [each.row for each in candidates] == [0, 2]
-    assert candidates[0].token_ids.tolist() == [1, 3, 2, 0]
+    usable = np.array([False, True, True])
+    (reported,) = report_logprobs(np.arange(3, dtype=np.int32), columns, gathered.indices, arrays, usable)
+    assert reported.row == 1
 
 
 def test_equally_likely_tokens_are_ranked_by_id_as_greedy_choice_does():

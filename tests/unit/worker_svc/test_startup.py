@@ -18,7 +18,7 @@ def test_defaults_are_those_of_the_handbook() -> None:
     assert (settings.device, settings.dtype, settings.block_size) == ("auto", "auto", 16)
     assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (256, 2048)
     assert settings.kv_cache_memory is None
-    assert settings.swap_space == 0
+    assert settings.swap_space is None
 
 
 def test_sizes_are_read_with_their_units_from_flags_and_environment() -> None:
@@ -26,14 +26,21 @@ def test_sizes_are_read_with_their_units_from_flags_and_environment() -> None:
     assert load(QUIRE_KV_CACHE_MEMORY="1KiB").kv_cache_memory == 1 << 10
 
 
-def test_swap_space_is_refused_until_it_is_supported() -> None:
-    assert load("--swap-space", "0").swap_space == 0
-    with pytest.raises(ConfigurationError, match=r"^--swap-space: .* not supported by this version; use 0$"):
-        load("--swap-space", "1GiB")
+def test_the_host_pool_has_the_size_that_swap_space_says() -> None:
+    small = ("--num-gpu-blocks", "12", "--block-size", "4", "--max-num-seqs", "3")
+    for flags, count in (((), 12), (("--swap-space", "0"), 0), (("--swap-space", "16KiB"), 32)):
+        assert make_worker(TinyCausalLM(), load(*small, *flags), DeviceLoop()).info.pool.num_host_blocks == count
 
 
 @pytest.mark.parametrize(
-    "flags", [("--block-size", "0"), ("--device", "tpu"), ("--dtype", "int8"), ("--max-num-seqs", "x")]
+    "flags",
+    [
+        ("--swap-space", "much"),
+        ("--block-size", "0"),
+        ("--device", "tpu"),
+        ("--dtype", "int8"),
+        ("--max-num-seqs", "x"),
+    ],
 )
 def test_settings_that_cannot_work_are_refused(flags: tuple[str, str]) -> None:
     with pytest.raises(ConfigurationError, match=flags[0]):

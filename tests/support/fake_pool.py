@@ -1,0 +1,83 @@
+"""What the blocks of a KV pool would hold, without keys and values: for each slot, a hash of all tokens up to it."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from worker_svc.steps import CacheOperations
+
+_MASK = 2**63 - 1
+
+
+class BlockError(Exception):
+    """A step uses a block in a way that no check of the protocol finds: a model's output would be wrong in silence."""
+
+
+class ForeignBlockError(BlockError):
+    """A step reads a block that does not hold what its row has computed."""
+
+
+class Prefixes:
+    """The tokens of one sequence, and for each position a hash of all tokens up to it: what its slot must hold."""
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        self.token_ids: list[int] = []
+        self._hashes = array("q")
+        self.replace(0, token_ids)
+
+    def copy(self) -> "Prefixes":
+        same = Prefixes()
+        same.token_ids, same._hashes = self.token_ids[:], self._hashes[:]
+        return same
+
+    def replace(self, position: int, token_ids: Iterable[int]) -> None:
+        """Tokens from a position on; those that were there before are gone."""
+        del self.token_ids[position:], self._hashes[position:]
+        for token_id in token_ids:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        before = self._hashes[-1] if self._hashes else 1
+        self.token_ids.append(token_id)
+        self._hashes.append((before * 6_364_136_223_846_793_005 + token_id + 1_442_695_040_888_963_407) & _MASK)
+
+    def hashes(self, start: int, end: int) -> np.ndarray:
+        """[end - start] int64."""
+        return np.array(self._hashes[start:end], np.int64)
+
+
+class FakePool:
+    """The blocks on the device and on the host. A slot that was never written holds 0, which no hash is."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self._gpu = np.zeros((num_blocks, block_size), np.int64)
+        self._host = np.zeros((num_host_blocks, block_size), np.int64)
+        self._block_size = block_size
+
+    def move(self, operations: CacheOperations) -> None:
+        """Swaps out, swaps in and copies, in this order."""
+        moves = (
+            (self._gpu, self._host, operations.swap_out),
+            (self._host, self._gpu, operations.swap_in),
+            (self._gpu, self._gpu, operations.copy),
+        )
+        for source, destination, pairs in moves:
+            destination[pairs[:, 1]] = source[pairs[:, 0]]
+
+    def write(self, blocks: Sequence[int], prefixes: Prefixes, start: int, end: int) -> None:
+        """Computes the tokens of a sequence from `start` to `end`."""
+        self._gpu[self._places(blocks, start, end)] = prefixes.hashes(start, end)
+
+    def check_read(self, row: int, blocks: Sequence[int], prefixes: Prefixes, end: int) -> None:
+        """The sequence's tokens up to `end` are where it looks for them. ForeignBlockError otherwise."""
+        if end:
+            wrong = self._gpu[self._places(blocks, 0, end)] != prefixes.hashes(0, end)
+            if wrong.any():
+                position = int(wrong.argmax())
+                block = blocks[position // self._block_size]
+                raise ForeignBlockError(f"row {row} reads block {block}, which does not hold its token {position}")
+
+    def _places(self, blocks: Sequence[int], start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.arange(start, end)
+        return np.array(blocks, np.int64)[positions // self._block_size], positions % self._block_size

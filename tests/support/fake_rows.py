@@ -1,0 +1,104 @@
+"""The persistent batch of a worker without a model: what each row holds, and who holds each block."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tests.support.fake_pool import BlockError, FakePool, Prefixes
+from worker_svc.steps import Batch, RowChanges, RowSampling
+
+
+class SharedBlockError(BlockError):
+    """A step writes a token to a block in which another row has, or will have, another one."""
+
+
+@dataclass(slots=True)
+class FakeRow:
+    """The sequence in a row."""
+
+    sampling: RowSampling
+    blocks: list[int]
+    num_prompt_tokens: int
+    prefixes: Prefixes
+
+    def copy(self) -> "FakeRow":
+        return replace(self, blocks=self.blocks[:], prefixes=self.prefixes.copy())
+
+
+class FakeRows:
+    """The rows of one session."""
+
+    def __init__(self, block_size: int) -> None:
+        self._rows: dict[int, FakeRow] = {}
+        self._holders: Counter[int] = Counter()
+        self._block_size = block_size
+
+    def __getitem__(self, row: int) -> FakeRow:
+        return self._rows[row]
+
+    def apply(self, changes: RowChanges) -> None:
+        for row in changes.release.tolist():
+            self._release(row)
+        for assign in changes.assign:
+            prefixes = Prefixes(assign.token_ids.tolist())
+            self._put(
+                assign.row, FakeRow(assign.sampling, assign.block_table.tolist(), assign.num_prompt_tokens, prefixes)
+            )
+        # All parents are read before any child is put, which may take the row of another's parent.
+        children = [(child, self._rows[parent].copy()) for parent, child in changes.fork.tolist()]
+        for row, content in children:
+            self._put(row, content)
+        for reseed in changes.reseed:
+            row = self._rows[reseed.row]
+            row.sampling = replace(row.sampling, seed=reseed.seed)
+        for change in changes.set_tokens:
+            self._rows[change.row].prefixes.replace(change.position, change.token_ids.tolist())
+        for row, index, block in sorted(changes.block_table_deltas.tolist()):
+            self._set_block(self._rows[row].blocks, index, block)
+
+    def compute(self, batch: Batch, pool: FakePool) -> None:
+        """Writes the batch's new tokens, and checks what they attend to and whom they write over.
+
+        Raises:
+            SharedBlockError: a row writes where another holder of the block has other tokens.
+            ForeignBlockError: a row reads a block that does not hold its own tokens.
+        """
+        for row, start, end in _spans(batch):
+            for index in range(start // self._block_size, (end - 1) // self._block_size + 1):
+                if self._holders[self._rows[row].blocks[index]] > 1:
+                    first = max(start, index * self._block_size)
+                    self._check_sharers(row, index, slice(first, min(end, (index + 1) * self._block_size)))
+        for row, start, end in _spans(batch):
+            pool.write(self._rows[row].blocks, self._rows[row].prefixes, start, end)
+        for row, start, _ in _spans(batch):
+            pool.check_read(row, self._rows[row].blocks, self._rows[row].prefixes, start)
+
+    def _check_sharers(self, writer: int, index: int, positions: slice) -> None:
+        block = self._rows[writer].blocks[index]
+        written = self._rows[writer].prefixes.token_ids[positions]
+        for row, other in self._rows.items():
+            holds = index < len(other.blocks) and other.blocks[index] == block
+            if holds and other.prefixes.token_ids[positions] != written:
+                raise SharedBlockError(f"row {writer} writes to block {block}, in which row {row} has other tokens")
+
+    def _release(self, row: int) -> None:
+        # The ledger lets a row be released that holds nothing.
+        if row in self._rows:
+            self._holders.subtract(self._rows.pop(row).blocks)
+
+    def _put(self, row: int, content: FakeRow) -> None:
+        self._release(row)
+        self._rows[row] = content
+        self._holders.update(content.blocks)
+
+    def _set_block(self, blocks: list[int], index: int, block: int) -> None:
+        """Replaces an entry or adds one; the ledger has seen to it that none is left out."""
+        self._holders.subtract(blocks[index : index + 1])
+        blocks[index : index + 1] = [block]
+        self._holders[block] += 1
+
+
+def _spans(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """(row, start, end) of the new tokens of each row."""
+    starts = batch.num_computed_tokens.tolist()
+    return zip(batch.rows.tolist(), starts, (batch.num_computed_tokens + batch.num_new_tokens).tolist(), strict=True)
