@@ -55,7 +55,7 @@ class Results:
         if row in result.failures:
             self._fail(sequence, result.failures[row])
         elif sequence.request.beam is not None:
-            self._collect(sequence, result.candidates[row])
+            self._collect(sequence, _candidates_of(row, result))
         else:
             sequence.token_ids.append(token_id)
             self.events.token(sequence, token_id, result.logprobs.get(row))
@@ -115,3 +115,11 @@ class Results:
         self._state.end_group(group.request.key)
         self.ended.append(group)
         self.events.request_end(group)
+
+
+def _candidates_of(row: int, result: StepResult) -> Candidates:
+    """Raises ValueError: without them the search would wait for ever."""
+    candidates = result.candidates.get(row)
+    if candidates is None:
+        raise ValueError(f"the result of step {result.step_id} has no candidates of row {row}")
+    return candidates
