@@ -1,20 +1,27 @@
-"""usage: python -m bench {split,core} [flags]   (without a name: split)"""
+"""usage: python -m bench {split,core,waste,sharing,soak} [flags]   (without a name: split)"""
 
 import argparse
+import importlib
 import sys
 
-from bench import core, split
-
-BENCHMARKS = {"split": split, "core": core}
+BENCHMARKS = ("split", "core", "waste", "sharing", "soak")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, module in BENCHMARKS.items():
-        module.add_arguments(commands.add_parser(name, help=(module.__doc__ or "").splitlines()[0]))
-    arguments = parser.parse_args(sys.argv[1:] or ["split"])
-    BENCHMARKS[arguments.benchmark].main(arguments)
+    arguments = sys.argv[1:]
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments = ["split", *arguments]
+    name, *flags = arguments
+    if name not in BENCHMARKS:
+        parser = argparse.ArgumentParser(prog="python -m bench", usage=(__doc__ or "").removeprefix("usage: "))
+        parser.add_argument("benchmark", choices=BENCHMARKS)
+        parser.parse_args(arguments)
+        return
+    # Only the one that runs: some bring torch along, whose memory and start the others must not count.
+    module = importlib.import_module(f"bench.{name}")
+    parser = argparse.ArgumentParser(prog=f"python -m bench {name}", description=module.__doc__)
+    module.add_arguments(parser)
+    module.main(parser.parse_args(flags))
 
 
 if __name__ == "__main__":

@@ -1,73 +1,157 @@
-"""The cost of the scheduler's core alone: schedule and apply of one step, in milliseconds."""
+"""The cost of the scheduler's core alone: schedule and apply of one step, in milliseconds; memory of waiting requests.
+
+Two batches: `steady`, where all sequences decode, and `turning`, where chats come and go. Two steps are in flight, as
+in service. The split by part is measured in a run of its own, since measuring it takes time too.
+"""
 
 import argparse
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
-from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepPlan, StepResult
+from bench.core_load import Load, constant_tokens, steady_load, turning_load
+from bench.core_parts import CORE_PARTS
+from bench.parts import PartTimes
+from bench.report import Series, write_results
+from bench.waiting_memory import WaitingMemory, measure_waiting
+from scheduler_svc.core.step_plan import StepResult
 
-_BLOCK_SIZE, _PROMPT_LEN = 16, 20
+_MEDIAN_BOUND_MS, _P99_BOUND_MS, _BOUND_AT = 1.0, 3.0, 256
+"""What a step of 256 sequences may take, schedule and apply together."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256, 1024], help="running sequences")
     parser.add_argument("--steps", type=int, default=600, help="steps to time")
+    parser.add_argument("--warm-up", type=int, default=300, help="steps before those, where the batch turns over")
+    parser.add_argument("--waiting", type=int, default=10_000, help="waiting requests to weigh; 0 weighs none")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    print(
-        f"{'sequences':>9} {'schedule p50':>13} {'p99':>7} {'apply p50':>10} {'p99':>7} {'both p50':>9} {'p99':>7}  ms"
-    )
-    for num_sequences in arguments.sequences:
-        schedule, apply = time_steps(num_sequences, arguments.steps)
-        columns = [
-            f(x) for x in (schedule, apply, schedule + apply) for f in (np.median, lambda v: np.percentile(v, 99))
+    loads: dict[str, Callable[[int], StepTimes]] = {
+        "steady": lambda count: _steady(count, arguments.steps),
+        "turning": lambda count: _turning(count, arguments.warm_up, arguments.steps),
+    }
+    series: list[Series] = []
+    splits: dict[str, dict[str, float]] = {}
+    for name, measure in loads.items():
+        times = {count: measure(count) for count in arguments.sequences}
+        splits |= {f"{name}, {count}": each.parts for count, each in times.items()}
+        series += [each for count, run in times.items() for each in run.series(f"{name}, {count}")]
+        _print(name, times)
+    waiting = measure_waiting(arguments.waiting) if arguments.waiting else None
+    if waiting is not None:
+        _print_waiting(waiting)
+    if arguments.out is not None:
+        facts = {"parts_ms": splits, "waiting": waiting and asdict(waiting)}
+        write_results(arguments.out, "the cost of the scheduler's core", series, **facts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Milliseconds of each step, float64[steps], and of an average step by part, measured in another run."""
+
+    schedule: np.ndarray
+    apply: np.ndarray
+    parts: dict[str, float]
+
+    @property
+    def both(self) -> np.ndarray:
+        return self.schedule + self.apply
+
+    def series(self, name: str) -> list[Series]:
+        """Median and 99th percentile of both halves and of the step."""
+        halves = {"schedule": self.schedule, "apply": self.apply, "both": self.both}
+        return [
+            Series(f"{name}, {half}, {figure}", "ms", (value,))
+            for half, values in halves.items()
+            for figure, value in zip(("median", "p99"), _median_p99(values), strict=True)
         ]
-        print(f"{num_sequences:>9} " + "{:13.3f} {:7.3f} {:10.3f} {:7.3f} {:9.3f} {:7.3f}".format(*columns))
 
 
-def time_steps(num_sequences: int, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Milliseconds of `schedule` and of `apply` for each step of decoding, two steps in flight."""
-    scheduler = _filled_scheduler(num_sequences, num_steps + 10)
-    plans: deque[StepPlan] = deque()
+def _steady(num_sequences: int, num_steps: int) -> StepTimes:
+    num_planned = num_steps + 10
+    return _measure(lambda: steady_load(num_sequences, num_planned), 8, num_steps)
+
+
+def _turning(num_sequences: int, warm_up: int, num_steps: int) -> StepTimes:
+    # Each row ends a request in a few hundred steps.
+    num_requests = num_sequences * (2 + (warm_up + num_steps) // 50)
+    return _measure(lambda: turning_load(num_sequences, num_requests), warm_up, num_steps)
+
+
+def _measure(make_load: Callable[[], Load], warm_up: int, num_steps: int) -> StepTimes:
+    schedule, apply, _ = time_steps(make_load(), warm_up, num_steps, None)
+    part_times = PartTimes()
+    *_, parts = time_steps(make_load(), warm_up, num_steps, part_times)
+    return StepTimes(schedule, apply, parts)
+
+
+def time_steps(
+    load: Load, warm_up: int, num_steps: int, part_times: PartTimes | None
+) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+    """Milliseconds of `schedule` and of `apply` of each step after the warm-up, and of an average step by part, where
+    these are to be measured. Raises ValueError where the warm-up is too short, or the load too small."""
+    if warm_up < 2:
+        raise ValueError(f"warm_up is {warm_up}, must be at least 2: two steps are in flight")
+    results: deque[StepResult] = deque()
     times = np.zeros((2, num_steps))
-    for step in range(-8, num_steps):
-        started = time.perf_counter()
-        plan = scheduler.schedule(started)
-        planned = time.perf_counter()
-        assert plan is not None
-        plans.append(plan)
-        if len(plans) < 2:
-            continue
-        oldest = plans.popleft()
-        result = StepResult(oldest.step_id, np.full(len(oldest.samples), 7))
-        applying = time.perf_counter()
-        scheduler.apply(result, applying)
-        if step >= 0:
-            times[:, step] = planned - started, time.perf_counter() - applying
-    return times[0] * 1e3, times[1] * 1e3
+    with part_times.measure(CORE_PARTS) if part_times is not None else nullcontext():
+        for step in range(-warm_up, num_steps):
+            if step == 0 and part_times is not None:
+                part_times.seconds.clear()
+            load.refill()
+            started = time.perf_counter()
+            plan = load.scheduler.schedule(started)
+            planned = time.perf_counter()
+            if plan is None:
+                raise ValueError(f"step {step}: nothing is left to compute; give more requests")
+            results.append(constant_tokens(plan))
+            if len(results) < 2:
+                continue
+            applying = time.perf_counter()
+            load.scheduler.apply(results.popleft(), applying)
+            if step >= 0:
+                times[:, step] = planned - started, time.perf_counter() - applying
+    seconds = part_times.seconds if part_times is not None else {}
+    return times[0] * 1e3, times[1] * 1e3, {name: value * 1e3 / num_steps for name, value in seconds.items()}
 
 
-def _filled_scheduler(num_sequences: int, num_output_tokens: int) -> Scheduler:
-    blocks_each = -(-(_PROMPT_LEN + num_output_tokens) // _BLOCK_SIZE) + 1
-    config = SchedulerConfig(
-        num_blocks=num_sequences * blocks_each,
-        block_size=_BLOCK_SIZE,
-        max_num_seqs=num_sequences,
-        max_num_batched_tokens=num_sequences * _PROMPT_LEN,
-        max_model_len=_PROMPT_LEN + num_output_tokens,
-        max_waiting_requests=num_sequences,
-        watermark=0.0,
-    )
-    scheduler = Scheduler(config)
-    for index in range(num_sequences):
-        key = RequestKey(ClientId(0), Handle(index))
-        # Lengths differ, so that blocks fill up at different steps, as they do in real batches.
-        prompt = [1] * (1 + index % _PROMPT_LEN)
-        scheduler.submit(Request(key, str(index), prompt, RowSampling(index), num_output_tokens, frozenset([2])), 0.0)
-    return scheduler
+def _print(name: str, times: dict[int, StepTimes]) -> None:
+    print(f"{name:<9} {'schedule p50':>13} {'p99':>7} {'apply p50':>10} {'p99':>7} {'both p50':>9} {'p99':>7}  ms")
+    for count, run in times.items():
+        columns = [figure for values in (run.schedule, run.apply, run.both) for figure in _median_p99(values)]
+        print(
+            f"{count:>9} " + "{:13.3f} {:7.3f} {:10.3f} {:7.3f} {:9.3f} {:7.3f}".format(*columns) + _verdict(count, run)
+        )
+    fewest, most = min(times), max(times)
+    growth = float(np.median(times[most].both) / np.median(times[fewest].both))
+    print(f"from {fewest} to {most} sequences the median of both grows {growth:.1f} times")
+    for count, run in times.items():
+        print(f"{count:>9}  " + ", ".join(f"{part} {value:.3f}" for part, value in run.parts.items()))
+    print()
+
+
+def _verdict(count: int, run: StepTimes) -> str:
+    if count != _BOUND_AT:
+        return ""
+    median, p99 = _median_p99(run.both)
+    is_within = median < _MEDIAN_BOUND_MS and p99 < _P99_BOUND_MS
+    bound = f"median < {_MEDIAN_BOUND_MS} and p99 < {_P99_BOUND_MS}"
+    return f"   within {bound}" if is_within else f"   NOT within {bound}"
+
+
+def _median_p99(values: np.ndarray) -> Sequence[float]:
+    return float(np.median(values)), float(np.percentile(values, 99))
+
+
+def _print_waiting(waiting: WaitingMemory) -> None:
+    print(f"{waiting.count} requests of {waiting.prompt_len} prompt tokens wait: {waiting.bytes_each:.0f} bytes each")
+    for made_in, size in waiting.by_file.items():
+        print(f"{size:>9.0f}  made in {made_in}")

@@ -5,32 +5,22 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
+from bench.model_source import load_worker
 from bench.workload import WorkItem
-from quire.model_directory import ModelDirectory, resolve_model
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepPlan, StepResult
 from worker_svc import steps
-from worker_svc.device_loop import DeviceLoop
-from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import make_worker
 
 
 class InProcessEngine:
     """Core and model runner, called in turn."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        if settings.num_threads is not None:
-            torch.set_num_threads(settings.num_threads)
-        directory = ModelDirectory.open(resolve_model(settings.model))
-        device = torch.device("cpu")
-        dtype = resolve_dtype(directory.config, settings.dtype, device)
-        model = load_model(directory.path, device=device, dtype=dtype)
-        worker = make_worker(model, settings, DeviceLoop())
+        worker = load_worker(settings)
         self._runner = worker.runner
         info = worker.info
         self._config = SchedulerConfig(

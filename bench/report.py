@@ -1,6 +1,7 @@
 """How results are printed and kept."""
 
 import json
+import os
 import platform
 import statistics
 import sys
@@ -8,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+from quire.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,19 @@ def write_results(path: Path, title: str, series: Sequence[Series], **facts: obj
         "title": title,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python", "-m", *sys.orig_argv[2:]]),
-        "machine": {"processor": _processor(), "python": platform.python_version()},
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": _versions(),
         "series": [{"name": s.name, "unit": s.unit, "median": s.median, "values": list(s.values)} for s in series],
         **facts,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    """Of what the figures depend on: this project, and those of its dependencies that the run has loaded."""
+    loaded = {name: str(sys.modules[name].__version__) for name in ("numpy", "torch") if name in sys.modules}
+    return {"quire": VERSION, **loaded}
 
 
 def _processor() -> str:

@@ -1,0 +1,76 @@
+"""Running sequences for the measurements of the core: a batch that only decodes, and one that turns over."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from bench.drive import key_of
+from bench.lengths import sharegpt
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.request import Request, RowSampling
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_plan import StepPlan, StepResult
+
+_BLOCK_SIZE, _STEADY_PROMPT, _LONGEST = 16, 20, 1024
+_QUEUE = 16
+"""Requests that are kept waiting where the batch turns over."""
+
+
+class Load:
+    """A scheduler, and the requests that keep it as busy as it is meant to be."""
+
+    def __init__(self, scheduler: Scheduler, requests: Iterator[Request]) -> None:
+        self.scheduler = scheduler
+        self._requests = requests
+
+    def refill(self) -> None:
+        """Submits until enough requests wait, or none is left."""
+        while len(self.scheduler.waiting) < _QUEUE:
+            request = next(self._requests, None)
+            if request is None:
+                return
+            self.scheduler.submit(request, 0.0)
+
+
+def steady_load(num_sequences: int, num_steps: int) -> Load:
+    """All sequences decode for this many steps; none comes or goes. No request waits."""
+    blocks_each = -(-(_STEADY_PROMPT + num_steps) // _BLOCK_SIZE) + 1
+    config = SchedulerConfig(
+        num_blocks=num_sequences * blocks_each,
+        block_size=_BLOCK_SIZE,
+        max_num_seqs=num_sequences,
+        max_num_batched_tokens=num_sequences * _STEADY_PROMPT,
+        max_model_len=_STEADY_PROMPT + num_steps,
+        max_waiting_requests=num_sequences,
+        watermark=0.0,
+    )
+    scheduler = Scheduler(config)
+    for index in range(num_sequences):
+        # Lengths differ, so that blocks fill up at different steps, as they do in real batches.
+        prompt = [1] * (1 + index % _STEADY_PROMPT)
+        scheduler.submit(_request(index, prompt, num_steps), 0.0)
+    return Load(scheduler, iter(()))
+
+
+def turning_load(num_sequences: int, num_requests: int) -> Load:
+    """Chats come and go; there is always one that waits for a row, and blocks are enough for most of them."""
+    mix = sharegpt(_LONGEST)
+    lengths = mix.draw(num_requests)
+    config = SchedulerConfig(
+        num_blocks=num_sequences * int(mix.prompt_mean + mix.output_mean) // _BLOCK_SIZE,
+        block_size=_BLOCK_SIZE,
+        max_num_seqs=num_sequences,
+        max_num_batched_tokens=max(2048, 2 * num_sequences),
+        max_model_len=_LONGEST,
+    )
+    requests = (_request(index, [index] * prompt, output) for index, (prompt, output) in enumerate(lengths.tolist()))
+    return Load(Scheduler(config), requests)
+
+
+def constant_tokens(plan: StepPlan) -> StepResult:
+    """A result that ends nothing."""
+    return StepResult(plan.step_id, np.full(len(plan.samples), 7))
+
+
+def _request(index: int, prompt: list[int], num_output_tokens: int) -> Request:
+    return Request(key_of(index), str(index), prompt, RowSampling(index), num_output_tokens, frozenset([2]))

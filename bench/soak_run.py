@@ -1,0 +1,157 @@
+"""One long run of the scheduler's core, with all that can happen to it from outside."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bench.drive import Drive
+from bench.memory import resident_bytes
+from bench.rule_source import RuleSource
+from bench.soak_mix import prefixes, requests, tenant
+from scheduler_svc.core import invariants
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import QueueFullError, RefusedError
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.scheduler import Scheduler
+
+_NUM_MARKS = 20
+_ABORT, _ABORT_SEQUENCE, _PREEMPT, _PIN, _UNPIN = 0.03, 0.01, 0.005, 0.002, 0.001
+"""How often each of these happens, per request that is submitted."""
+_FAIL_EVERY, _LOSE_WORKER_EVERY = 997, 20_011
+"""Steps from one to the next."""
+_LONGEST_PIN = 500
+"""In steps, which are this run's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a run stands: what happened since its start, and the memory of the process."""
+
+    HEADER: ClassVar[str] = (
+        f"{'requests':>9} {'time':>10} {'steps':>9} {'preemptions':>11} {'swap outs':>9} {'pins':>6} {'resident':>13}"
+    )
+
+    num_requests: int
+    seconds: float
+    num_steps: int
+    num_preemptions: int
+    num_swap_outs: int
+    num_pins: int
+    resident_mib: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_requests:>9} {self.seconds:>8.1f} s {self.num_steps:>9} {self.num_preemptions:>11} "
+            f"{self.num_swap_outs:>9} {self.num_pins:>6} {self.resident_mib:>9.2f} MiB"
+        )
+
+
+class SoakRun:
+    """Everything random comes from the seed, and time is counted in steps, so a run that fails fails again."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_requests: int,
+        seed: int,
+        memory_in_use: Callable[[], int] = resident_bytes,
+    ) -> None:
+        self._memory_in_use = memory_in_use
+        self.scheduler = Scheduler(config)
+        self._num_requests = num_requests
+        self._seed = seed
+        self._rng = random.Random(seed + 1)
+        self._drive = Drive(self.scheduler, RuleSource(config.max_num_seqs, _FAIL_EVERY), clock=self._now)
+        self._prefixes = prefixes(seed)
+        self._recent: deque[Request] = deque(maxlen=128)
+        self._pins: deque[tuple[str, str]] = deque(maxlen=32)
+        """Tenant and id of the newest pins."""
+        self._num_pins = 0
+
+    def marks(self) -> Iterator[Mark]:
+        """Submits all requests and lets them end; gives a mark each time another part of them is submitted, and one at
+        the end. The invariants hold at each, or InvariantViolationError is raised."""
+        started = time.perf_counter()
+        every = max(self._num_requests // _NUM_MARKS, 1)
+        for number, request in enumerate(requests(self._num_requests, self._seed), start=1):
+            self._submit(request)
+            self._disturb()
+            if number % every == 0 and number < self._num_requests:
+                yield self._mark(number, started)
+        while self._step():
+            pass
+        self.scheduler.expire_pins(self._now() + _LONGEST_PIN)
+        yield self._mark(self._num_requests, started)
+
+    def faults(self) -> list[str]:
+        """What is still held although all requests have ended and no pin is left."""
+        scheduler = self.scheduler
+        held = {
+            "blocks": scheduler.blocks.pool.num_used,
+            "host blocks": scheduler.swap_space.pool.num_used,
+            "rows": scheduler.config.max_num_seqs - scheduler.rows.num_free,
+            "requests": len(list(scheduler.groups())),
+            "pins": len(scheduler.pins),
+        }
+        return [f"{count} {name} are held at the end" for name, count in held.items() if count]
+
+    def _now(self) -> float:
+        return float(self.scheduler.num_steps)
+
+    def _submit(self, request: Request) -> None:
+        """Steps until the queue takes the request."""
+        while True:
+            try:
+                self.scheduler.submit(request, self._now())
+            except QueueFullError:
+                self._step()
+            else:
+                self._recent.append(request)
+                return
+
+    def _step(self) -> bool:
+        """Plans a step, or applies a result where none can be planned. Returns whether anything was left to do."""
+        if self._drive.plan() is not None:
+            if self.scheduler.num_steps % _LOSE_WORKER_EVERY == 0:
+                self._drive.lose_worker()
+            return True
+        if self._drive.is_idle:
+            return False
+        self._drive.deliver()
+        return True
+
+    def _disturb(self) -> None:
+        """What may happen to requests and prefixes, now and then."""
+        request = self._rng.choice(self._recent)
+        if self._happens(_ABORT):
+            self.scheduler.abort(request.key)
+        if self._happens(_ABORT_SEQUENCE):
+            self.scheduler.abort_sequence(request.key, self._rng.randrange(request.num_sequences))
+        if self._happens(_PREEMPT):
+            self.scheduler.preempt(request.key)
+        if self._happens(_PIN):
+            self._pin()
+        if self._pins and self._happens(_UNPIN):
+            self.scheduler.unpin(*self._rng.choice(self._pins))
+
+    def _pin(self) -> None:
+        owner = tenant(self._rng.randrange(100))
+        # A quota or the queue may be full.
+        with suppress(RefusedError):
+            time_to_live = self._rng.randint(1, _LONGEST_PIN)
+            pin = self.scheduler.pin(owner, self._rng.choice(self._prefixes), self._now(), time_to_live)
+            self._pins.append((owner, pin.pin_id))
+            self._num_pins += 1
+
+    def _happens(self, chance: float) -> bool:
+        return self._rng.random() < chance
+
+    def _mark(self, num_requests: int, started: float) -> Mark:
+        invariants.check(self.scheduler)
+        scheduler, seconds = self.scheduler, time.perf_counter() - started
+        counts = (scheduler.num_steps, scheduler.num_preemptions, scheduler.num_swap_outs, self._num_pins)
+        return Mark(num_requests, seconds, *counts, self._memory_in_use() / 2**20)
