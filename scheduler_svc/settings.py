@@ -34,6 +34,9 @@ class SchedulerSettings:
         60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1, metavar="SECONDS"
     )
     drain_timeout: float = setting(30.0, "seconds that running requests get at shutdown", minimum=0, metavar="SECONDS")
+    trace_steps: str | None = setting(
+        None, "file to write what happens in each step to, for Chrome's tracing page; none writes none", metavar="FILE"
+    )
     metrics_host: str = setting("127.0.0.1", "where to serve Prometheus metrics")
     metrics_port: int | None = setting(
         None, "port of the Prometheus metrics; none serves none", minimum=0, maximum=65535

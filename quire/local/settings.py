@@ -71,6 +71,10 @@ class ServeSettings:
         60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1, metavar="SECONDS"
     )
 
+    trace_steps: str | None = setting(
+        None, "file to write what happens in each step to, for Chrome's tracing page; none writes none", metavar="FILE"
+    )
+
     max_message_bytes: int = setting(4 * 1024 * 1024, "largest request", parse=parse_bytes, metavar="BYTES")
     max_prompt_tokens: int | None = setting(None, "longest prompt; none is what the model takes", minimum=1)
     max_stop_strings: int = setting(16, "most stop strings of a request", minimum=0)

@@ -99,6 +99,11 @@ class Scheduler:
         """All live requests: those that run, then swapped ones, then those that wait."""
         return self._state.groups()
 
+    @property
+    def num_live(self) -> int:
+        """Requests that are not over."""
+        return len(self.running) + len(self.swapped) + len(self.waiting)
+
     def num_computed_tokens(self, sequence: Sequence) -> int:
         """Tokens whose keys and values are in a pool once all steps in flight are done."""
         match sequence.status:

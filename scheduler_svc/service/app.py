@@ -51,6 +51,7 @@ async def serve(settings: SchedulerSettings) -> None:
             await _run_and_drain(loop, servicer, settings.drain_timeout)
     finally:
         await server.stop(grace_s=1.0)
+        loop.trace.close()
 
 
 async def _run_and_drain(loop: StepLoop, servicer: SchedulerServicer, drain_timeout_s: float) -> None:

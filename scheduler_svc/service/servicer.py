@@ -43,8 +43,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if not self._loop.is_attached:
                 connection.outbox.put_readiness(False)
             while (outgoing := await connection.outbox.take()) is not None:
+                started = self._clock()
                 for message in gateway_messages(outgoing):
                     yield message
+                if outgoing.batches:
+                    self._loop.trace.emitted(outgoing.step_id, started, self._clock())
             await reader
         finally:
             reader.cancel()

@@ -15,6 +15,7 @@ from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.pinning import Pinning
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs, PromptLogprobsRouter
 from scheduler_svc.service.replica import ReplicaInfo
+from scheduler_svc.service.step_trace import StepTrace
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
 from scheduler_svc.settings import SchedulerSettings
 
@@ -49,6 +50,7 @@ class StepLoop:
         self.is_attached = False
         self.epoch = int(time.time() * 1e3)
         self.retry = RetryAdvisor()
+        self.trace = StepTrace.open(settings.trace_steps)
         self._settings = settings
         self._metrics = metrics
         self._deliver = deliver
@@ -119,7 +121,7 @@ class StepLoop:
         await self._idle.wait()
 
     def num_live(self) -> int:
-        return 0 if self.scheduler is None else sum(1 for _ in self.scheduler.groups())
+        return 0 if self.scheduler is None else self.scheduler.num_live
 
     async def run(self) -> None:
         """Attaches the worker, drives it, and starts again whenever it is lost. Runs until it is cancelled."""
@@ -226,10 +228,13 @@ class StepLoop:
                 plan = scheduler.schedule(started)
                 if plan is None:
                     break
+                planned = time.monotonic()
                 self._sent_at[plan.step_id] = started
                 self._prompt_logprobs.planned(plan, scheduler.rows)
-                self._metrics.planned(plan, time.monotonic() - started)
+                self._metrics.planned(plan, planned - started)
                 await link.send(plan)
+                self.trace.planned(plan.step_id, plan.num_tokens, started, planned)
+                self.trace.sent(plan.step_id, planned, time.monotonic())
 
     async def _receive_results(self, link: WorkerLink) -> None:
         scheduler = self.scheduler
@@ -245,11 +250,14 @@ class StepLoop:
             try:
                 prompt_logprobs = self._prompt_logprobs.answered(result.step_id, answer.prompt_logprobs)
                 events = scheduler.apply(result, now)
-                events.pop(PIN_CLIENT, None)
             except ValueError as error:
                 raise WorkerLostError(f"worker {link.address}: {error}") from error
             self._wake.set()
-            self._pinning.settle(scheduler.pins)
+            self.trace.answered(result.step_id, answer.worker_us, now)
+            self.trace.applied(result.step_id, now, time.monotonic())
+            if events.pop(PIN_CLIENT, None) is not None:
+                self._pinning.settle(scheduler.pins)
+                self._note_idle()
             self._deliver_prompt_logprobs(prompt_logprobs)
             self._hand_out(result.step_id, events, now)
 

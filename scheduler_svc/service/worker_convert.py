@@ -120,15 +120,25 @@ def sealed_blocks(attached: worker_pb2.Attached) -> list[tuple[BlockId, BlockHas
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """All that a worker says of a step: what the core takes in, and what it does not look at."""
+    """All that a worker says of a step: what the core takes in, and what it does not look at.
+
+    `worker_us` are the microseconds that the step spent in the worker's queue, with cache operations, in the model and
+    in the sampler.
+    """
 
     result: StepResult
     prompt_logprobs: SequenceOf[RowPromptLogprobs]
+    worker_us: tuple[int, int, int, int]
 
 
 def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
     """A step's answer. Raises InvalidArgument when its arrays do not make sense."""
-    return StepAnswer(_step_result(message, vocab_size), [_prompt_logprobs(each) for each in message.prompt_logprobs])
+    timings = message.timings
+    return StepAnswer(
+        _step_result(message, vocab_size),
+        [_prompt_logprobs(each) for each in message.prompt_logprobs],
+        (timings.queue_us, timings.cache_operations_us, timings.model_us, timings.sample_us),
+    )
 
 
 def _step_result(message: worker_pb2.StepResult, vocab_size: int) -> StepResult:

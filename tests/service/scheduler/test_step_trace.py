@@ -1,0 +1,45 @@
+"""`--trace-steps`: every part of every step, in a file that a tracing page opens."""
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from quire.settings import ConfigurationError
+from scheduler_svc.service.step_trace import StepTrace
+from tests.support.scheduler_process import GatewayStream, make_submit, running_scheduler, wait_attached
+
+
+async def test_every_step_has_all_its_parts_in_order(worker, tmp_path):
+    path = tmp_path / "steps.json"
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, trace_steps=str(path)) as scheduler:
+        await wait_attached(scheduler)
+        stream, _ = await GatewayStream.open(scheduler)
+        for handle in range(4):
+            await stream.submit(make_submit(handle, max_tokens=6))
+        await stream.read_until_over(*range(4))
+        stream.close()
+    steps: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
+    for event in json.loads(path.read_text()):
+        if event["ph"] == "X":
+            steps[event["args"]["step"]][event["name"]] = (event["ts"], event["ts"] + event["dur"])
+    assert len(steps) >= 6
+    for step in steps.values():
+        assert step.keys() >= {"plan", "send", "queue", "cache operations", "model", "sample", "apply"}
+        assert step["plan"][1] <= step["send"][0] <= step["apply"][0]
+    assert sum("emit" in step for step in steps.values()) >= 6
+
+
+def test_a_file_that_cannot_be_written_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigurationError, match="--trace-steps .*: No such file or directory"):
+        StepTrace.open(str(tmp_path / "missing" / "steps.json"))
+
+
+def test_a_trace_that_was_cut_off_misses_only_its_end(tmp_path):
+    path = tmp_path / "steps.json"
+    trace = StepTrace.open(str(path))
+    trace.planned(1, 8, 0.5, 0.501)
+    trace.close()
+    trace.planned(2, 8, 0.6, 0.601)
+    lines = path.read_text().splitlines()
+    assert json.loads("".join(lines[:-2]).rstrip(",") + "]")[-1]["args"] == {"step": 1, "num_tokens": 8}
