@@ -15,6 +15,7 @@ from gateway.live_request import LiveRequest
 from gateway.scheduler_convert import (
     TENANT,
     abort_message,
+    credit_message,
     event_batch_from,
     hello_message,
     submit_message,
@@ -30,6 +31,10 @@ _WELCOME_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 # A stream that breaks sooner does not reset the backoff.
 _STABLE_AFTER_S = 1.0
+# One that is being handed out, and one on its way.
+_MESSAGES_AHEAD = 2
+_TURNS_OF_A_READER = 2
+_ONE_MORE = credit_message(1)
 _logger = logging.getLogger(__name__)
 
 
@@ -180,6 +185,7 @@ class SchedulerClient:
         self.is_connected = True
         self.is_ready = True
         self.welcome = welcome
+        self._send(credit_message(_MESSAGES_AHEAD))
         self._listener.on_connected(self)
 
     def _disconnect(self) -> None:
@@ -194,6 +200,8 @@ class SchedulerClient:
             match message.WhichOneof("message"):
                 case "events":
                     self._listener.on_events(self, event_batch_from(message.events))
+                    await _let_readers_run()
+                    self._send(_ONE_MORE)
                 case "state":
                     self._change_readiness(message.state.ready)
 
@@ -218,6 +226,13 @@ class SchedulerClient:
         self._outbox.append(message)
         self._outbox_is_empty.clear()
         self._has_mail.set()
+
+
+async def _let_readers_run() -> None:
+    """Gives every stream that has news its turn before more news are asked for. A gateway that cannot keep up gets
+    fewer messages then, each of more tokens, and no queue of old ones."""
+    for _ in range(_TURNS_OF_A_READER):
+        await asyncio.sleep(0)
 
 
 async def _exchange_hello(

@@ -40,6 +40,11 @@ def hello_message(gateway_id: str, grace_period_ms: int) -> scheduler_pb2.Connec
     )
 
 
+def credit_message(num_messages: int) -> scheduler_pb2.ConnectRequest:
+    """So many messages of events more can be taken."""
+    return scheduler_pb2.ConnectRequest(credit=scheduler_pb2.Credit(messages=num_messages))
+
+
 def abort_message(handle: int, sequence_index: int | None) -> scheduler_pb2.ConnectRequest:
     """Without an index it ends the whole request."""
     return scheduler_pb2.ConnectRequest(abort=scheduler_pb2.Abort(handle=handle, sequence_index=sequence_index))

@@ -22,16 +22,24 @@ class Outgoing:
     is_ready: bool | None = None
 
     @property
+    def is_empty(self) -> bool:
+        return not self.has_events and self.is_ready is None
+
+    @property
     def has_events(self) -> bool:
         return bool(self.batches or self.prompt_logprobs or self.refusals)
 
 
 class Outbox:
     """Keeps events until the gateway's stream takes them. Putting never waits: what piles up behind a slow stream goes
-    out together. It holds no more than the tokens that the gateway's live requests may still generate."""
+    out together. It holds no more than the tokens that the gateway's live requests may still generate.
+
+    A gateway that gives credit gets no more batches than it has given credit for.
+    """
 
     def __init__(self) -> None:
         self._outgoing = Outgoing()
+        self._credit: int | None = None
         self._wake = asyncio.Event()
         self._closed = False
 
@@ -54,16 +62,26 @@ class Outbox:
         self._outgoing.is_ready = is_ready
         self._wake.set()
 
+    def add_credit(self, num_messages: int) -> None:
+        """The gateway is ready for so many messages more."""
+        self._credit = (self._credit or 0) + num_messages
+        self._wake.set()
+
     def close(self) -> None:
         """Nobody reads any more."""
         self._closed = True
         self._wake.set()
 
     async def take(self) -> Outgoing | None:
-        """Waits for events and returns all that there are; None once the outbox is closed."""
-        await self._wake.wait()
-        if self._closed:
-            return None
-        self._wake.clear()
+        """Waits for events, and for credit, and returns all that there are; None once the outbox is closed."""
+        while True:
+            await self._wake.wait()
+            if self._closed:
+                return None
+            self._wake.clear()
+            if self._credit != 0 and not self._outgoing.is_empty:
+                break
         outgoing, self._outgoing = self._outgoing, Outgoing()
+        if self._credit is not None and outgoing.has_events:
+            self._credit -= 1
         return outgoing

@@ -142,7 +142,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 case "abort":
                     self._abort(message.abort, connection)
                 case "credit":
-                    pass
+                    if not message.credit.messages:
+                        raise _invalid("credit.messages", "is 0; it must be at least 1")
+                    connection.outbox.add_credit(message.credit.messages)
                 case other:
                     raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
 

@@ -26,7 +26,8 @@ async def test_every_step_has_all_its_parts_in_order(worker, tmp_path):
     assert len(steps) >= 6
     for step in steps.values():
         assert step.keys() >= {"plan", "send", "queue", "cache operations", "model", "sample", "apply"}
-        assert step["plan"][1] <= step["send"][0] <= step["apply"][0]
+        # The file has tenths of microseconds.
+        assert step["plan"][1] - 0.2 <= step["send"][0] <= step["apply"][0]
     assert sum("emit" in step for step in steps.values()) >= 6
 
 

@@ -63,3 +63,26 @@ async def test_closing_ends_the_reader():
     waiting = asyncio.create_task(outbox.take())
     outbox.close()
     assert await waiting is None
+
+
+async def test_without_credit_events_wait_and_go_out_as_one():
+    outbox = Outbox()
+    outbox.add_credit(1)
+    outbox.put(1, make_events((1, 1, 7)))
+    first = await outbox.take()
+    assert first is not None
+    assert first.step_id == 1
+    outbox.put(2, make_events((1, 2, 7)))
+    outbox.put(3, make_events((1, 3, 7)))
+    waiting = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    outbox.add_credit(2)
+    second = await waiting
+    assert second is not None
+    assert (second.step_id, len(second.batches)) == (3, 2)
+    outbox.put(4, make_events((1, 4, 7)))
+    third = await outbox.take()
+    assert third is not None
+    assert third.step_id == 4

@@ -1,0 +1,134 @@
+"""The control path alone: steps per second with a worker whose model takes a fixed time, through all services.
+
+Clients stream from the gateway over gRPC all the while. Ideal is one step every so many milliseconds. Beside it stands
+what the clients were served in the same seconds.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.report import Series, write_results
+from quire.client import AsyncClient, GenerationOptions, TokenChunk
+from quire.local import LocalServer, ServeSettings
+from quire.local.commands import Programs
+from quire.rpc.channel import open_channel
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+_SETTLE_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[1, 2, 5, 10], help="what the model takes")
+    parser.add_argument("--sequences", type=int, default=256, help="running sequences, each with a streaming client")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time to count steps in")
+    parser.add_argument("--runs", type=int, default=3, help="interleaved runs")
+    parser.add_argument("--trace", type=Path, help="write the scheduler's step trace of the last run there")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Per second, in the same seconds: steps of the scheduler, tokens and messages that reached clients."""
+
+    steps: float
+    tokens: float
+    messages: float
+
+
+class Audience:
+    """Clients that count what they get."""
+
+    def __init__(self, client: AsyncClient, num_tokens: int) -> None:
+        self.num_tokens = self.num_messages = 0
+        self._client = client
+        self._options = GenerationOptions(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+    async def listen(self, prompt: list[int]) -> None:
+        """Streams one request; raises RuntimeError when a token is missing or comes twice."""
+        expected = 0
+        async with self._client.generate_stream(prompt, self._options) as stream:
+            async for event in stream:
+                self.num_messages += 1
+                if isinstance(event, TokenChunk):
+                    if event.offset != expected:
+                        raise RuntimeError(f"token {expected} was expected, {event.offset} came")
+                    expected += len(event.token_ids)
+                    self.num_tokens += len(event.token_ids)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    asyncio.run(_main(arguments))
+
+
+async def _main(arguments: argparse.Namespace) -> None:
+    found: dict[float, list[Rates]] = {step_ms: [] for step_ms in arguments.step_ms}
+    for _ in range(arguments.runs):
+        for step_ms in arguments.step_ms:
+            found[step_ms].append(await _measure(arguments, step_ms))
+    series = []
+    for step_ms, rates in found.items():
+        ideal = 1e3 / step_ms
+        shares = Series(f"{step_ms:g} ms, steps of the ideal", "share", tuple(each.steps / ideal for each in rates))
+        tokens = Series(f"{step_ms:g} ms, tokens served", "tok/s", tuple(each.tokens for each in rates))
+        messages = Series(f"{step_ms:g} ms, messages served", "1/s", tuple(each.messages for each in rates))
+        series += [shares, tokens, messages]
+    print(*series, sep="\n")
+    if arguments.out is not None:
+        write_results(arguments.out, "the control path with a paced worker", series, sequences=arguments.sequences)
+
+
+async def _measure(arguments: argparse.Namespace, step_ms: float) -> Rates:
+    num_tokens = int((arguments.seconds + 3 * _SETTLE_S) * 1e3 / step_ms) + 100
+    settings = ServeSettings(
+        grpc_port=0,
+        http_port=0,
+        max_num_seqs=arguments.sequences,
+        max_num_batched_tokens=max(2048, arguments.sequences),
+        num_gpu_blocks=arguments.sequences * (num_tokens // 16 + 2),
+        trace_steps=None if arguments.trace is None else str(arguments.trace),
+        log_level="warning",
+    )
+    programs = Programs(worker=(sys.executable, "-m", "bench.paced_worker", str(step_ms)))
+    async with LocalServer(settings, programs=programs) as server:
+        await server.wait_ready()
+        async with AsyncClient(server.grpc_address) as client:
+            audience = Audience(client, num_tokens)
+            listeners = [
+                asyncio.create_task(audience.listen([number % 50 + 1] * 8)) for number in range(arguments.sequences)
+            ]
+            rates = await _count(server.scheduler_address, audience, arguments)
+            for listener in listeners:
+                listener.cancel()
+            outcomes = await asyncio.gather(*listeners, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return rates
+
+
+async def _count(scheduler_address: str, audience: Audience, arguments: argparse.Namespace) -> Rates:
+    channel = open_channel(scheduler_address)
+    scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    try:
+        while (await _state(scheduler)).running_requests < arguments.sequences:  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(_SETTLE_S)
+        started, before = time.monotonic(), await _state(scheduler)
+        num_tokens, num_messages = audience.num_tokens, audience.num_messages
+        await asyncio.sleep(arguments.seconds)
+        seconds, after = time.monotonic() - started, await _state(scheduler)
+        return Rates(
+            (after.steps - before.steps) / seconds,
+            (audience.num_tokens - num_tokens) / seconds,
+            (audience.num_messages - num_messages) / seconds,
+        )
+    finally:
+        await channel.close()
+
+
+async def _state(scheduler: scheduler_pb2_grpc.SchedulerServiceStub) -> scheduler_pb2.GetStateResponse:
+    return await scheduler.GetState(scheduler_pb2.GetStateRequest())
