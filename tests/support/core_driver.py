@@ -1,6 +1,7 @@
 """Drives the scheduler core without services: a stand-in for the worker that knows each sequence's next token."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -129,6 +130,8 @@ class FakeDevice:
     host_slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Slot -> the token whose keys and values it holds and all tokens before it, which these depend on."""
+    candidates: Callable[[list[int], int], Candidates] = candidates_after
+    """The most likely tokens after these, and how many."""
     num_computed: int = 0
     """Tokens computed so far, over all rows."""
 
@@ -162,7 +165,7 @@ class FakeDevice:
             self._compute(self.rows[row], num_new, num_computed)
         self._check_distinct_writes(plan)
         candidates = {
-            row: candidates_after(self.rows[row].tokens, count)
+            row: self.candidates(self.rows[row].tokens, count)
             for row, _ in plan.samples.tolist()
             if (count := self.rows[row].num_candidates) is not None
         }

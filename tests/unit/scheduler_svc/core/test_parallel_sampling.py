@@ -17,33 +17,6 @@ def assert_all_samples(driver: Driver, request: Request) -> None:
     assert driver.scheduler.rows.num_free == driver.scheduler.config.max_num_seqs
 
 
-def ref_counts(driver: Driver) -> list[int]:
-    """Of the blocks that are held, by block id."""
-    pool = driver.scheduler.blocks.pool
-    counts = [pool.ref_count(block) for block in range(pool.num_blocks)]
-    return [count for count in counts if count]
-
-
-def test_figure_8_two_samples_share_the_prompt_and_copy_one_block_on_write():
-    driver = Driver(make_config(block_size=4), max_in_flight=1)
-    driver.submit(make_request(1, prompt_len=7, max_tokens=4, num_sequences=2))
-    prompt_step = driver.plan()
-    assert prompt_step is not None
-    assert prompt_step.rows.tolist() == [0]
-    assert prompt_step.forks.tolist() == [[0, 1]]
-    assert prompt_step.samples.tolist() == [[0, 0], [1, 0]]
-    assert ref_counts(driver) == [2, 2]
-    driver.deliver()
-    first_write = driver.plan()
-    assert first_write is not None
-    # The first sample copies the last block, the second is its last holder then and writes in place.
-    assert first_write.copies.tolist() == [[1, 2]]
-    assert first_write.block_table_deltas.tolist() == [[0, 1, 2]]
-    assert ref_counts(driver) == [2, 1, 1]
-    driver.run_until_idle()
-    assert_all_samples(driver, make_request(1, prompt_len=7, max_tokens=4, num_sequences=2))
-
-
 def test_the_prompt_is_computed_once_whatever_the_number_of_samples():
     driver = Driver(make_config())
     request = make_request(1, prompt_len=10, max_tokens=5, num_sequences=4)

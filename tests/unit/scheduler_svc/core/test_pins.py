@@ -1,0 +1,174 @@
+"""Pinned prefixes: computed once, kept for their time, hit by their tenant, within a quota."""
+
+import pytest
+
+from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, RefusedError
+from scheduler_svc.core.pins import PIN_CLIENT, Pin
+from scheduler_svc.core.step_plan import StepResult
+from tests.support.core_driver import Driver, expected_output, make_config, make_request
+
+PREFIX = list(range(1, 13))
+
+
+def make_driver(**config) -> Driver:
+    return Driver(make_config(**({"block_size": 4, "num_blocks": 32} | config)))
+
+
+def pin(driver: Driver, token_ids: list[int] = PREFIX, tenant: str = "a", time_to_live: float = 1000.0) -> Pin:
+    made = driver.scheduler.pin(tenant, token_ids, driver.clock, time_to_live)
+    driver.check()
+    return made
+
+
+def pinned(driver: Driver, **options) -> Pin:
+    made = pin(driver, **options)
+    driver.run_until_idle()
+    assert made.is_held
+    return made
+
+
+def run(driver: Driver, handle: int, prompt: list[int], tenant: str = "a") -> int:
+    """Runs a request alone; returns its cached tokens."""
+    request = make_request(handle, prompt=prompt, tenant=tenant, max_tokens=3)
+    driver.submit(request)
+    driver.run_until_idle()
+    assert driver.outputs[handle] == expected_output(request)
+    return driver.usage[handle].cached_tokens
+
+
+def fill(driver: Driver, first_handle: int) -> None:
+    """Requests that use every block that they can have."""
+    for handle in range(first_handle, first_handle + 6):
+        run(driver, handle, [40 + handle % 9] * 60, tenant="other")
+
+
+def test_a_pin_is_computed_once_and_hit_by_its_tenant_alone():
+    driver = make_driver()
+    made = pinned(driver)
+    assert (len(made.blocks), driver.device.num_computed) == (3, 12)
+    assert run(driver, 1, [*PREFIX, 90]) == 12
+    assert run(driver, 2, [*PREFIX, 90], tenant="b") == 0
+
+
+def test_a_pin_outlives_what_evicts_all_else():
+    driver = make_driver()
+    pinned(driver)
+    run(driver, 1, [*range(20, 33)])
+    fill(driver, 2)
+    assert run(driver, 20, [*range(20, 33)]) == 0
+    assert run(driver, 21, [*PREFIX, 90]) == 12
+
+
+def test_only_whole_blocks_are_kept():
+    driver = make_driver()
+    assert pinned(driver, token_ids=[*PREFIX, 13, 14]).token_ids == PREFIX
+    with pytest.raises(RefusedError, match="the prefix has 3 tokens; it takes 4 to fill a block"):
+        pin(driver, [1, 2, 3])
+
+
+def test_a_cached_prefix_is_pinned_at_once():
+    driver = make_driver()
+    run(driver, 1, [*PREFIX, 90])
+    computed = driver.device.num_computed
+    assert pin(driver).is_held
+    assert driver.plan() is None
+    assert driver.device.num_computed == computed
+
+
+def test_the_same_prefix_is_one_pin_whose_time_starts_anew():
+    driver = make_driver()
+    first = pinned(driver, time_to_live=10.0)
+    again = pin(driver, time_to_live=50.0)
+    assert again is first
+    driver.scheduler.expire_pins(driver.clock + 20)
+    assert driver.scheduler.pins.num_pinned == 3
+    driver.scheduler.expire_pins(driver.clock + 50)
+    assert driver.scheduler.pins.num_pinned == driver.scheduler.blocks.pool.num_used == 0
+    # What was let go of is still cached, until somebody needs the room.
+    assert run(driver, 1, [*PREFIX, 90]) == 12
+
+
+def test_unpinning_takes_the_right_tenant():
+    driver = make_driver()
+    made = pinned(driver)
+    assert not driver.scheduler.unpin("b", made.pin_id)
+    assert driver.scheduler.unpin("a", made.pin_id)
+    assert not driver.scheduler.unpin("a", made.pin_id)
+    assert driver.scheduler.blocks.pool.num_used == 0
+
+
+def test_unpinning_ends_the_computation():
+    driver = make_driver()
+    made = pin(driver)
+    driver.plan()
+    assert driver.scheduler.unpin("a", made.pin_id)
+    driver.run_until_idle()
+    assert driver.scheduler.blocks.pool.num_used == 0
+
+
+def test_overlapping_pins_share_blocks():
+    driver = make_driver()
+    pinned(driver)
+    longer = pinned(driver, token_ids=[*PREFIX, 50, 51, 52, 53])
+    assert driver.scheduler.pins.num_pinned == driver.scheduler.blocks.pool.num_used == 4
+    assert driver.scheduler.unpin("a", longer.pin_id)
+    assert driver.scheduler.pins.num_pinned == 3
+
+
+def test_quotas_hold_for_a_tenant_and_for_all():
+    driver = make_driver(pin_quota=0.25, max_pinned=0.5)
+    pinned(driver, token_ids=[7] * 20)
+    with pytest.raises(PinQuotaError, match="the prefix has 4 blocks and 5 are pinned already; a tenant can pin 8"):
+        pin(driver, [8] * 16)
+    pinned(driver, token_ids=[8] * 32, tenant="b")
+    with pytest.raises(PinQuotaError, match="13 are pinned by all; together they can pin 16"):
+        pin(driver, [9] * 16, tenant="c")
+    assert driver.scheduler.pins.num_pinned == 13
+
+
+def test_a_prefix_that_no_request_could_have_is_refused_and_leaves_nothing():
+    driver = make_driver(max_model_len=16, pin_quota=1.0, max_pinned=1.0)
+    with pytest.raises(NeverFitsError):
+        pin(driver, [1] * 16)
+    assert len(driver.scheduler.pins) == 0
+    assert pinned(driver, token_ids=[1] * 12).is_held
+
+
+def test_a_lost_worker_has_pins_computed_again():
+    driver = make_driver()
+    made = pinned(driver)
+    driver.crash()
+    assert not made.is_held
+    driver.run_until_idle()
+    assert made.is_held
+    assert run(driver, 1, [*PREFIX, 90]) == 12
+
+
+def test_a_pin_that_cannot_be_computed_is_let_go_of():
+    driver = make_driver()
+    made = pin(driver)
+    plan = driver.scheduler.schedule(driver.clock)
+    assert plan is not None
+    good = driver.device.run(plan)
+    bad = StepResult(plan.step_id, good.token_ids, failures={int(plan.rows[0]): "NaN"})
+    events = driver.scheduler.apply(bad, driver.clock)
+    assert [failure.key for failure in events[PIN_CLIENT].failed] == [made.key]
+    assert len(driver.scheduler.pins) == 0
+    driver.check()
+
+
+def test_pins_give_way_to_a_request_that_could_not_run_otherwise():
+    driver = make_driver(num_blocks=16, pin_quota=1.0, max_pinned=1.0)
+    early = pinned(driver, token_ids=[7] * 32, time_to_live=100.0)
+    late = pinned(driver, token_ids=[8] * 28, time_to_live=200.0)
+    # 15 of 16 blocks are pinned; this one needs 5 of them.
+    assert run(driver, 1, [9] * 18) == 0
+    assert not early.is_held
+    assert late.is_held
+    # And one that grows to the whole pool while it runs.
+    whole = make_request(2, prompt_len=4, max_tokens=60)
+    driver.submit(whole)
+    driver.run_until_idle()
+    assert driver.outputs[2] == expected_output(whole)
+    assert driver.scheduler.pins.num_pinned == 0
+    assert driver.usage[2].preemptions == 0

@@ -1,0 +1,219 @@
+"""Preemption by swap (the paper's section 4.5): all or nothing per group, shared blocks once, back before others."""
+
+import pytest
+
+from scheduler_svc.core.beam import BeamParameters
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.sequence import SequenceStatus
+from tests.support.core_driver import Driver, expected_output, make_config, make_request
+
+
+def make_driver(max_in_flight: int = 1, **config) -> Driver:
+    return Driver(make_config(**({"num_host_blocks": 32} | config)), max_in_flight)
+
+
+def run_steps(driver: Driver, count: int) -> None:
+    for _ in range(count):
+        driver.plan()
+        driver.deliver()
+
+
+def preempt(driver: Driver, request: Request) -> None:
+    assert driver.scheduler.preempt(request.key)
+    driver.check()
+
+
+def assert_finishes(driver: Driver, *requests: Request) -> None:
+    driver.run_until_idle()
+    for request in requests:
+        for index in range(request.num_returned):
+            assert driver.samples[request.key.handle, index] == expected_output(request, index)
+    assert driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.swap_space.pool.num_used == 0
+
+
+def test_auto_swaps_several_sequences_and_recomputes_one():
+    driver = make_driver()
+    several = make_request(1, prompt_len=6, max_tokens=8, num_sequences=2)
+    one = make_request(2, prompt_len=6, max_tokens=8)
+    driver.submit(several)
+    driver.submit(one)
+    run_steps(driver, 3)
+    preempt(driver, several)
+    preempt(driver, one)
+    assert several.key in driver.scheduler.swapped
+    assert one.key in driver.scheduler.waiting
+    assert (driver.scheduler.num_preemptions, driver.scheduler.num_swap_outs) == (2, 1)
+    assert_finishes(driver, several, one)
+
+
+@pytest.mark.parametrize(("mode", "swaps"), [(PreemptionMode.SWAP, True), (PreemptionMode.RECOMPUTE, False)])
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_a_mode_can_be_forced(mode, swaps, num_sequences):
+    driver = make_driver(preemption_mode=mode)
+    request = make_request(1, prompt_len=6, max_tokens=8, num_sequences=num_sequences)
+    driver.submit(request)
+    run_steps(driver, 3)
+    preempt(driver, request)
+    assert (request.key in driver.scheduler.swapped) == swaps
+    assert_finishes(driver, request)
+
+
+def test_a_shared_block_moves_once_and_is_shared_again():
+    driver = make_driver(block_size=4)
+    request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=3)
+    driver.submit(request)
+    run_steps(driver, 3)
+    preempt(driver, request)
+    host = driver.scheduler.swap_space.pool
+    # Two blocks of the prompt, once, and one for each sequence.
+    assert host.num_used == 2 + 3
+    tables = [sequence.block_table for sequence in driver.scheduler.swapped.first().sequences]
+    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+    assert [host.ref_count(block) for block in tables[0]] == [3, 3, 1]
+    # Somebody else takes all blocks for a moment, so that nothing of it is cached any more.
+    pool = driver.scheduler.blocks.pool
+    pool.free(pool.allocate(pool.num_free))
+    plan = driver.plan()
+    assert plan is not None
+    assert len(plan.swap_out) == len(plan.swap_in) == 5
+    tables = [sequence.block_table for sequence in driver.scheduler.running.first().sequences]
+    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+    assert [driver.scheduler.blocks.pool.ref_count(block) for block in tables[0]] == [3, 3, 1]
+    driver.deliver()
+    assert_finishes(driver, request)
+
+
+def test_what_the_prefix_cache_still_has_is_not_moved_back():
+    driver = make_driver(block_size=4)
+    request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=2)
+    driver.submit(request)
+    run_steps(driver, 3)
+    preempt(driver, request)
+    plan = driver.plan()
+    assert plan is not None
+    assert (len(plan.swap_out), len(plan.swap_in)) == (4, 2)
+    driver.deliver()
+    assert_finishes(driver, request)
+
+
+def test_samples_that_have_not_parted_yet_copy_their_tail_after_they_are_back():
+    driver = make_driver(block_size=4)
+    request = make_request(1, prompt_len=6, max_tokens=6, num_sequences=3)
+    driver.submit(request)
+    run_steps(driver, 1)
+    # Forked, each with a first token of its own, and nothing written yet: figure 8 before its second step.
+    preempt(driver, request)
+    assert driver.scheduler.swap_space.pool.num_used == 2
+    plan = driver.plan()
+    assert plan is not None
+    assert len(plan.copies) == 2
+    driver.deliver()
+    assert_finishes(driver, request)
+
+
+def test_while_something_is_swapped_nothing_is_admitted():
+    driver = make_driver(num_blocks=8, block_size=4)
+    old = make_request(1, prompt_len=8, max_tokens=12)
+    group = make_request(2, prompt_len=8, max_tokens=6, num_sequences=2)
+    driver.submit(old)
+    driver.submit(group)
+    while group.key not in driver.scheduler.swapped:
+        run_steps(driver, 1)
+    newcomer = make_request(3, prompt_len=2, max_tokens=2)
+    driver.submit(newcomer)
+    while group.key in driver.scheduler.swapped:
+        assert newcomer.key in driver.scheduler.waiting
+        run_steps(driver, 1)
+    assert_finishes(driver, old, group, newcomer)
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1, 3])
+def test_without_room_in_host_memory_a_group_is_recomputed(num_host_blocks):
+    driver = make_driver(num_host_blocks=num_host_blocks, block_size=4)
+    request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=3)
+    driver.submit(request)
+    run_steps(driver, 3)
+    preempt(driver, request)
+    assert request.key in driver.scheduler.waiting
+    assert driver.scheduler.swap_space.pool.num_used == 0
+    assert_finishes(driver, request)
+
+
+def test_a_prompt_that_is_half_computed_goes_on_where_it_was():
+    driver = make_driver(preemption_mode=PreemptionMode.SWAP, max_num_batched_tokens=8, block_size=4)
+    request = make_request(1, prompt_len=30, max_tokens=4)
+    driver.submit(request)
+    run_steps(driver, 2)
+    preempt(driver, request)
+    (sequence,) = driver.scheduler.swapped.first().sequences
+    assert (sequence.status, sequence.num_swapped_tokens) == (SequenceStatus.SWAPPED, 16)
+    computed = driver.device.num_computed
+    assert_finishes(driver, request)
+    assert driver.device.num_computed - computed == 30 - 16 + 3
+
+
+def test_a_swapped_request_that_is_aborted_frees_host_memory():
+    driver = make_driver()
+    request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=2)
+    driver.submit(request)
+    run_steps(driver, 3)
+    preempt(driver, request)
+    assert driver.scheduler.abort(request.key)
+    driver.check()
+    assert driver.scheduler.swap_space.pool.num_used == 0
+    # The swap out had not been planned yet. Another group takes the same host blocks before it is.
+    other = make_request(2, prompt_len=8, max_tokens=8, num_sequences=2)
+    driver.submit(other)
+    run_steps(driver, 3)
+    preempt(driver, other)
+    assert_finishes(driver, other)
+
+
+def test_host_blocks_that_change_hands_before_a_plan_hold_the_last_one():
+    driver = make_driver(num_host_blocks=4, block_size=4)
+    first, second = (make_request(handle, prompt_len=8, max_tokens=8, num_sequences=2) for handle in (1, 2))
+    driver.submit(first)
+    driver.submit(second)
+    run_steps(driver, 3)
+    preempt(driver, first)
+    assert driver.scheduler.abort(first.key)
+    preempt(driver, second)
+    assert second.key in driver.scheduler.swapped
+    assert_finishes(driver, second)
+
+
+def test_steps_in_flight_lose_nothing():
+    driver = make_driver(max_in_flight=3, preemption_mode=PreemptionMode.SWAP)
+    request = make_request(1, prompt_len=9, max_tokens=12, num_sequences=2)
+    driver.submit(request)
+    for _ in range(3):
+        driver.plan()
+    preempt(driver, request)
+    assert_finishes(driver, request)
+
+
+def test_a_beam_search_is_swapped_and_finds_the_same():
+    driver = make_driver()
+    request = make_request(
+        1, prompt_len=9, max_tokens=10, num_sequences=4, num_returned=4, beam=BeamParameters(4), stop=frozenset({7})
+    )
+    driver.submit(request)
+    for _ in range(8):
+        run_steps(driver, 1)
+        if request.key in driver.scheduler.running:
+            preempt(driver, request)
+    assert driver.scheduler.num_swap_outs > 3
+    assert_finishes(driver, request)
+
+
+def test_a_lost_worker_takes_the_host_pool_along():
+    driver = make_driver()
+    request = make_request(1, prompt_len=9, max_tokens=10, num_sequences=2)
+    driver.submit(request)
+    run_steps(driver, 3)
+    preempt(driver, request)
+    driver.crash()
+    assert request.key in driver.scheduler.waiting
+    assert_finishes(driver, request)
