@@ -137,6 +137,11 @@ class Pins:
         pool.free(pin.blocks)
         pin.blocks = []
 
+    @property
+    def next_end(self) -> float | None:
+        """When the next pin ends; None where there is none."""
+        return min((pin.expires_at for pin in self._pins.values()), default=None)
+
     def expired(self, now: float) -> list[Pin]:
         return [pin for pin in self._pins.values() if pin.expires_at <= now]
 

@@ -20,6 +20,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import DuplicateKeyError, RefusedError
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.planning import plan_decodes, plan_prefills
+from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.queues import GroupQueue
 from scheduler_svc.core.request import ClientId, Request, RequestKey
@@ -74,6 +75,10 @@ class Scheduler:
     @property
     def swap_space(self) -> SwapSpace:
         return self._state.swap_space
+
+    @property
+    def policy(self) -> Policy:
+        return self._state.policy
 
     @property
     def pins(self) -> Pins:

@@ -22,6 +22,7 @@ from scheduler_svc.settings import SchedulerSettings
 _logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
 _ATTACH_TIMEOUT_S = 5.0
+_SHORTEST_TIMER_S = 0.001
 
 Deliver = Callable[[int, dict[ClientId, ClientEvents]], None]
 """Takes the id of a step and what it meant for each client."""
@@ -57,6 +58,7 @@ class StepLoop:
         self._deliver_prompt_logprobs = deliver_prompt_logprobs
         self._prompt_logprobs = PromptLogprobsRouter()
         self._pinning = Pinning()
+        self._pin_timer: asyncio.TimerHandle | None = None
         self._report_attached = report_attached
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -88,7 +90,7 @@ class StepLoop:
         """Pins a prefix and returns once its blocks are computed. Raises the core's RefusedError, or PinFailedError."""
         assert self.scheduler is not None, "no worker was attached yet"
         pin = self.scheduler.pin(tenant, token_ids, time.monotonic(), time_to_live_s)
-        asyncio.get_running_loop().call_later(time_to_live_s, self._expire_pins)
+        self._set_pin_timer()
         self._idle.clear()
         self._wake.set()
         self._note_idle()
@@ -105,11 +107,22 @@ class StepLoop:
         return True
 
     def _expire_pins(self) -> None:
-        if self.scheduler is not None:
-            self.scheduler.expire_pins(time.monotonic())
-            self._pinning.settle(self.scheduler.pins)
-            self._wake.set()
-            self._note_idle()
+        assert self.scheduler is not None
+        self.scheduler.expire_pins(time.monotonic())
+        self._pinning.settle(self.scheduler.pins)
+        self._set_pin_timer()
+        self._wake.set()
+        self._note_idle()
+
+    def _set_pin_timer(self) -> None:
+        """Wakes up when the next pin ends; an idle scheduler plans no steps that would see to it. A timer may fire a
+        little early, so it is set again for as long as there are pins."""
+        if self._pin_timer is not None:
+            self._pin_timer.cancel()
+            self._pin_timer = None
+        if self.scheduler is not None and (ends_at := self.scheduler.pins.next_end) is not None:
+            delay_s = max(ends_at - time.monotonic(), _SHORTEST_TIMER_S)
+            self._pin_timer = asyncio.get_running_loop().call_later(delay_s, self._expire_pins)
 
     @property
     def worker_address(self) -> str:

@@ -58,7 +58,8 @@ async def wait_attached(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
 async def wait_nothing_in_use(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
     async def free() -> bool:
         state = await state_of(stub)
-        return not (state.gpu_pool.used_blocks or state.running_requests or state.waiting_requests)
+        live = state.running_requests + state.waiting_requests + state.swapped_requests
+        return not (live or state.gpu_pool.used_blocks or state.host_pool.used_blocks)
 
     await until(free)
 

@@ -1,0 +1,216 @@
+"""Beam search finds what transformers finds: the same hypotheses in the same order, with the same scores.
+
+Once with the core driving the worker's real parts in one process, so that groups can be swapped out at any step, and
+once through all services.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from quire.client import BeamSearch, FinishReason, GeneratedSequence, GenerationOptions
+from quire.client import EarlyStopping as ClientEarlyStopping
+from scheduler_svc.core import sequence as core
+from scheduler_svc.core.beam import BeamParameters, EarlyStopping
+from scheduler_svc.core.config import PolicyKind, PreemptionMode
+from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.scheduler import Scheduler
+from tests.support.beam_reference import BeamCase, BeamOptions, assert_found, make_beam_cases
+from tests.support.greedy import generate_greedily
+from tests.support.in_process import InProcessReplica, config_of, load_worker
+from tests.support.metrics import free_port, read_metric
+from tests.support.models import VOCAB_SIZE, make_shape
+from tests.support.serving import serving
+from worker_svc.settings import WorkerSettings
+from worker_svc.worker import Worker
+
+# 128 rows of up to 84 tokens and 800 slots: blocks run out by themselves, too, and sometimes the host's.
+SMALL_POOL = WorkerSettings(
+    device="cpu", block_size=8, num_gpu_blocks=100, swap_space=1 << 18, max_num_seqs=128, max_num_batched_tokens=300
+)
+EARLY_STOPPING = {False: EarlyStopping.FALSE, True: EarlyStopping.TRUE, "never": EarlyStopping.NEVER}
+
+
+class RandomSwaps:
+    """Takes a random running group out of the batch before about every second step."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def __call__(self, scheduler: Scheduler) -> None:
+        keys = [group.request.key for group in scheduler.running]
+        if keys and self._rng.random() < 0.5:
+            assert scheduler.preempt(self._rng.choice(keys))
+
+
+def undisturbed(_: Scheduler) -> None:
+    """Preempts nobody."""
+
+
+def beam_request(handle: int, case: BeamCase) -> Request:
+    options = case.options
+    return Request(
+        RequestKey(ClientId(0), Handle(handle)),
+        f"beams-{handle}",
+        list(case.prompt),
+        RowSampling(seed=0, min_tokens=options.min_new_tokens, stop_token_ids=options.stop_token_ids),
+        options.max_new_tokens,
+        frozenset(options.stop_token_ids),
+        num_sequences=options.num_beams,
+        num_returned=options.num_beams,
+        tenant=f"tenant-{handle % 3}",
+        priority=handle % 5,
+        beam=BeamParameters(options.num_beams, options.length_penalty, EARLY_STOPPING[options.early_stopping]),
+    )
+
+
+def plain_request(handle: int, prompt: list[int], temperature: float, num_sequences: int) -> Request:
+    return Request(
+        RequestKey(ClientId(0), Handle(handle)),
+        f"plain-{handle}",
+        prompt,
+        RowSampling(seed=handle, temperature=temperature),
+        20,
+        num_sequences=num_sequences,
+        num_returned=num_sequences,
+    )
+
+
+def make_plain_requests(first_handle: int) -> list[Request]:
+    """Greedy ones of one sequence, and sampled ones of up to three."""
+    rng = random.Random(9)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(1 + 4 * index)] for index in range(12)]
+    return [
+        plain_request(first_handle + index, prompt, float(index % 2), 1 + (index % 6) // 2 * (index % 2))
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def run_alone(worker: Worker, requests: Sequence[Request]) -> list[list[list[int]]]:
+    """The outputs of each request, one after the other and undisturbed."""
+    replica = InProcessReplica(worker, config_of(worker))
+    outputs = []
+    for request in requests:
+        replica.submit(request)
+        replica.run_until_idle(undisturbed)
+        outputs.append([each.token_ids for each in replica.outputs[request.key.handle]])
+    return outputs
+
+
+def assert_greedy_ones_equal_transformers(
+    model: PreTrainedModel, requests: Sequence[Request], outputs: Sequence[list[list[int]]]
+) -> None:
+    greedy = [index for index, request in enumerate(requests) if request.sampling.temperature == 0]
+    expected = generate_greedily(model, [list(requests[index].prompt) for index in greedy], max_tokens=20)
+    assert [outputs[index] for index in greedy] == [[each] for each in expected]
+
+
+def assert_both_kinds_of_end(ends_by_token: Sequence[bool]) -> None:
+    """The references are worth comparing with: many hypotheses end early, and many do not."""
+    share = sum(ends_by_token) / len(ends_by_token)
+    assert 0.1 < share < 0.9, f"{share:.0%} of the hypotheses end with a stop token"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model with random weights, where it lies, and what transformers finds with it."""
+
+    directory: Path
+    model: PreTrainedModel
+    cases: list[BeamCase]
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """The reference of a shape, made once."""
+
+    @cache
+    def make(shape: str) -> Reference:
+        directory = tmp_path_factory.mktemp(shape)
+        model = make_shape(directory, shape, seed=3)
+        return Reference(directory, model, make_beam_cases(model, seed=1))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "policy"),
+    [
+        ("gpt2-untied-64", PreemptionMode.SWAP, PolicyKind.FAIR),
+        ("llama-gqa-untied-32", PreemptionMode.AUTO, PolicyKind.PRIORITY),
+    ],
+    ids=["gpt2-swap-fair", "llama-auto-priority"],
+)
+def test_150_searches_equal_transformers_while_groups_are_swapped_at_random(
+    shape: str, mode: PreemptionMode, policy: PolicyKind, reference_of: Callable[[str], Reference]
+) -> None:
+    reference = reference_of(shape)
+    cases, worker = reference.cases, load_worker(reference.directory, SMALL_POOL)
+    plain = make_plain_requests(first_handle=len(cases))
+    alone = run_alone(worker, plain)
+    assert_greedy_ones_equal_transformers(reference.model, plain, alone)
+
+    replica = InProcessReplica(worker, config_of(worker, preemption_mode=mode, policy=policy), epoch=2)
+    requests = [*(beam_request(handle, case) for handle, case in enumerate(cases)), *plain]
+    random.Random(2).shuffle(requests)
+    for request in requests:
+        replica.submit(request)
+    replica.run_until_idle(RandomSwaps(seed=5))
+
+    for handle, case in enumerate(cases):
+        outputs = replica.outputs[handle]
+        assert_found(case, [each.token_ids for each in outputs], [each.cumulative_logprob for each in outputs])
+    assert [[each.token_ids for each in replica.outputs[request.key.handle]] for request in plain] == alone
+    reasons = [each.reason for handle in range(len(cases)) for each in replica.outputs[handle]]
+    assert_both_kinds_of_end([reason is core.FinishReason.STOP for reason in reasons])
+    scheduler = replica.scheduler
+    assert scheduler.num_swap_outs > 200
+    assert len(replica.usage) == len(requests)
+    assert scheduler.blocks.pool.num_used == scheduler.swap_space.pool.num_used == 0
+
+
+def client_options(options: BeamOptions) -> GenerationOptions:
+    early_stopping = ClientEarlyStopping(str(options.early_stopping).lower())
+    return GenerationOptions(
+        beam_search=BeamSearch(options.num_beams, options.length_penalty, early_stopping),
+        n=options.num_beams,
+        max_tokens=options.max_new_tokens,
+        min_tokens=options.min_new_tokens,
+        stop_token_ids=options.stop_token_ids,
+        ignore_eos=True,
+    )
+
+
+def assert_served(case: BeamCase, sequences: Sequence[GeneratedSequence]) -> None:
+    assert [sequence.index for sequence in sequences] == list(range(case.options.num_beams))
+    assert_found(case, [each.token_ids for each in sequences], [each.cumulative_logprob for each in sequences])
+    for sequence in sequences:
+        ends_by_token = sequence.token_ids[-1] in case.options.stop_token_ids
+        assert sequence.finish_reason == (FinishReason.STOP if ends_by_token else FinishReason.LENGTH)
+
+
+async def test_150_searches_through_all_services_equal_transformers_while_blocks_run_out(
+    reference_of: Callable[[str], Reference],
+) -> None:
+    reference = reference_of("llama-gqa-untied-32")
+    # 60 blocks hold 960 tokens; the host has room for more than all searches at once.
+    limits = {"num_gpu_blocks": 60, "swap_space": 1 << 24, "max_num_seqs": 128, "preemption_mode": "swap"}
+    port = free_port()
+    async with serving(
+        model=str(reference.directory), dtype="float32", scheduler_metrics_port=port, **limits
+    ) as served:
+        answers = await asyncio.gather(
+            *(served.client.generate(case.prompt, client_options(case.options)) for case in reference.cases)
+        )
+        num_swap_outs = await read_metric(port, "quire_scheduler_swap_outs")
+    for case, answer in zip(reference.cases, answers, strict=True):
+        assert_served(case, answer.sequences)
+    ends = [each.finish_reason == FinishReason.STOP for answer in answers for each in answer.sequences]
+    assert_both_kinds_of_end(ends)
+    assert num_swap_outs > 20

@@ -1,0 +1,113 @@
+"""A pinned system prompt through all processes: there at the first request, under pressure and after a crash."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from quire.client import ChatMessage, GenerationOptions, PinnedPrefix
+from quire.rpc.errors import NotFound
+from tests.support.killing import kill
+from tests.support.scheduler_process import until
+from tests.support.serving import Served, serving
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 64
+SYSTEM = ChatMessage(
+    "system",
+    "You are a kind old fox who lives in a hollow tree at the edge of a wood. You answer in short words, you never "
+    "tell a lie, and you end each answer with a wish for a good day. When you do not know a thing, you say so.",
+)
+SHORT = GenerationOptions(temperature=0.0, max_tokens=8)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def served() -> AsyncIterator[Served]:
+    async with serving(num_gpu_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, pin_quota=0.5, dtype="float32") as running:
+        yield running
+
+
+@pytest_asyncio.fixture
+async def pin(served: Served) -> AsyncIterator[PinnedPrefix]:
+    """Ended after the test where the test has not done so: a pin counts as in use."""
+    pinned = await served.client.pin_prefix([SYSTEM], time_to_live_ms=60_000)
+    yield pinned
+    if await num_pinned(served):
+        await served.client.unpin_prefix(pinned.pin_id)
+
+
+async def num_pinned(served: Served) -> int:
+    return (await served.state()).gpu_pool.pinned_blocks
+
+
+async def cached_tokens(served: Served, question: str) -> int:
+    """How many tokens of a conversation under the system prompt were there before it was asked. Each test asks its own
+    questions, which begin differently."""
+    answer = await served.client.chat([SYSTEM, ChatMessage("user", question)], SHORT)
+    return answer.usage.cached_tokens
+
+
+async def fill_the_pool(served: Served) -> None:
+    """Hands out every block that nobody holds, more than once."""
+    options = GenerationOptions(temperature=0.0, max_tokens=200, ignore_eos=True)
+    await asyncio.gather(*(served.client.generate(f"{index} wolves", options) for index in range(8)))
+
+
+async def test_the_first_conversation_finds_the_pinned_tokens(served: Served, pin: PinnedPrefix) -> None:
+    prompt = await served.client.tokenize([SYSTEM, ChatMessage("user", "Who are you?")])
+    assert pin.pinned_blocks > 2
+    assert pin.pinned_tokens == pin.pinned_blocks * BLOCK_SIZE < len(prompt.token_ids)
+    assert pin.time_to_live_ms == 60_000
+    assert await num_pinned(served) == pin.pinned_blocks
+    assert await cached_tokens(served, "Who are you?") == pin.pinned_tokens
+
+
+async def test_an_answer_is_the_same_with_a_pin_and_without(served: Served) -> None:
+    messages = [SYSTEM, ChatMessage("user", "Is Paris in France?")]
+    without = await served.client.chat(messages, SHORT)
+    await fill_the_pool(served)
+    pinned = await served.client.pin_prefix([SYSTEM])
+    assert (await served.client.chat(messages, SHORT)).text == without.text
+    await served.client.unpin_prefix(pinned.pin_id)
+
+
+async def test_pressure_evicts_the_prefix_only_once_it_is_unpinned(served: Served, pin: PinnedPrefix) -> None:
+    await fill_the_pool(served)
+    assert await cached_tokens(served, "Where do you live?") == pin.pinned_tokens
+    await served.client.unpin_prefix(pin.pin_id)
+    assert await num_pinned(served) == 0
+    assert await cached_tokens(served, "What do you eat?") >= pin.pinned_tokens
+    await fill_the_pool(served)
+    assert await cached_tokens(served, "When do you sleep?") == 0
+    with pytest.raises(NotFound):
+        await served.client.unpin_prefix(pin.pin_id)
+
+
+async def test_a_worker_that_comes_back_computes_the_pin_again(served: Served, pin: PinnedPrefix) -> None:
+    generation = (await served.state()).workers[0].worker_generation
+
+    async def is_pinned_again() -> bool:
+        state = await served.state()
+        worker = state.workers[0]
+        has_come_back = worker.attached and worker.worker_generation != generation
+        return has_come_back and state.gpu_pool.pinned_blocks == pin.pinned_blocks
+
+    await kill(served, "worker")
+    await until(is_pinned_again, timeout_s=30)
+    assert await cached_tokens(served, "Why are you here?") == pin.pinned_tokens
+
+
+@pytest.mark.parametrize("time_to_live_ms", range(40, 50))
+async def test_a_pin_ends_by_itself_when_its_time_is_over_and_nothing_runs(
+    served: Served, time_to_live_ms: int
+) -> None:
+    pinned = await served.client.pin_prefix([SYSTEM], time_to_live_ms=time_to_live_ms)
+
+    async def is_over() -> bool:
+        return await num_pinned(served) == 0
+
+    try:
+        await until(is_over, timeout_s=2)
+    finally:
+        with pytest.raises(NotFound):
+            await served.client.unpin_prefix(pinned.pin_id)

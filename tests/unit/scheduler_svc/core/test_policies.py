@@ -1,0 +1,161 @@
+"""Who goes first under each policy, and how far fairness goes."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.policy import SAMPLE_WEIGHT, FairPolicy
+from scheduler_svc.core.queues import GroupQueue
+from scheduler_svc.core.sequence import SequenceGroup
+from tests.support.core_driver import Driver, expected_output, make_config, make_request
+
+
+def make_driver(policy: PolicyKind, **config) -> Driver:
+    return Driver(make_config(**({"policy": policy, "max_num_seqs": 2} | config)), max_in_flight=1)
+
+
+def order_of_ends(driver: Driver) -> list[int]:
+    """Handles in the order in which requests finish."""
+    order: list[int] = []
+    while driver.plan() is not None or driver.results:
+        before = set(driver.finished)
+        driver.deliver()
+        order += sorted(driver.finished - before)
+    return order
+
+
+def running(driver: Driver) -> set[int]:
+    return {group.request.key.handle for group in driver.scheduler.running}
+
+
+def test_first_come_first_served_looks_at_nothing_else():
+    driver = make_driver(PolicyKind.FCFS, max_num_seqs=1)
+    for handle in range(4):
+        driver.submit(make_request(handle, max_tokens=2, priority=handle, tenant=str(handle)))
+    assert order_of_ends(driver) == [0, 1, 2, 3]
+
+
+def test_higher_priority_goes_first_and_equals_in_order_of_arrival():
+    driver = make_driver(PolicyKind.PRIORITY, max_num_seqs=1)
+    for handle, priority in enumerate([0, -5, 7, 0, 7]):
+        driver.submit(make_request(handle, max_tokens=2, priority=priority))
+    assert order_of_ends(driver) == [2, 4, 0, 3, 1]
+
+
+def test_a_higher_priority_displaces_a_lower_one_that_runs():
+    driver = make_driver(PolicyKind.PRIORITY, max_num_seqs=2)
+    low = [make_request(handle, max_tokens=20, priority=-1) for handle in range(2)]
+    for request in low:
+        driver.submit(request)
+    driver.plan()
+    driver.deliver()
+    equal, high = make_request(2, max_tokens=20, priority=-1), make_request(3, max_tokens=3, priority=1)
+    driver.submit(equal)
+    driver.submit(high)
+    driver.plan()
+    assert running(driver) == {0, 3}
+    driver.run_until_idle()
+    for request in (*low, equal, high):
+        assert driver.outputs[request.key.handle] == expected_output(request)
+    assert driver.usage[1].preemptions == 1
+    assert driver.usage[0].preemptions == driver.usage[3].preemptions == 0
+
+
+def test_who_has_room_beside_displaces_nobody():
+    driver = make_driver(PolicyKind.PRIORITY, max_num_seqs=2)
+    driver.submit(make_request(0, max_tokens=10, priority=-1))
+    driver.plan()
+    driver.submit(make_request(1, max_tokens=3, priority=9))
+    driver.run_until_idle()
+    assert driver.scheduler.num_preemptions == 0
+
+
+def test_under_memory_pressure_the_lowest_priority_gives_way():
+    driver = make_driver(PolicyKind.PRIORITY, num_blocks=6, block_size=4, max_num_seqs=4)
+    important = make_request(1, prompt_len=7, max_tokens=12, priority=3)
+    driver.submit(make_request(0, prompt_len=7, max_tokens=12, priority=2))
+    driver.submit(important)
+    driver.run_until_idle()
+    assert driver.usage[0].preemptions > 0
+    assert driver.usage[1].preemptions == 0
+
+
+def test_a_flood_of_one_tenant_does_not_hold_up_another():
+    driver = make_driver(PolicyKind.FAIR, max_num_seqs=1, max_waiting_requests=200)
+    for handle in range(60):
+        driver.submit(make_request(handle, prompt_len=8, max_tokens=4, tenant="flood"))
+    for handle in range(60, 65):
+        driver.submit(make_request(handle, prompt_len=8, max_tokens=4, tenant="quiet"))
+    order = order_of_ends(driver)
+    assert [order.index(handle) for handle in range(60, 65)] == [1, 3, 5, 7, 9]
+
+
+def test_who_asks_for_little_at_a_time_gets_more_turns():
+    driver = make_driver(PolicyKind.FAIR, max_num_seqs=1, max_num_batched_tokens=64)
+    for handle in range(4):
+        driver.submit(make_request(handle, prompt_len=40, max_tokens=20, tenant="long"))
+    for handle in range(4, 12):
+        driver.submit(make_request(handle, prompt_len=4, max_tokens=4, tenant="short"))
+    order = order_of_ends(driver)
+    # One long turn costs 40 + 2 * 20, a short one 4 + 2 * 4: the next long one comes after seven short ones.
+    assert order[:9] == [0, 4, 5, 6, 7, 8, 9, 10, 1]
+
+
+def test_idle_time_is_not_saved_up():
+    driver = make_driver(PolicyKind.FAIR, max_num_seqs=1)
+    driver.submit(make_request(0, max_tokens=2, tenant="idle"))
+    driver.run_until_idle()
+    for handle in range(1, 30):
+        driver.submit(make_request(handle, max_tokens=4, tenant="busy"))
+    for _ in range(60):
+        driver.plan()
+        driver.deliver()
+    for handle in range(30, 40):
+        driver.submit(make_request(handle, max_tokens=4, tenant="idle"))
+    served_before = len(driver.finished)
+    order = order_of_ends(driver)
+    assert served_before > 5
+    # They take turns from now on; the idle tenant does not get ten in a row.
+    assert sum(handle >= 30 for handle in order[:10]) in (4, 5, 6)
+
+
+def test_tenants_that_are_gone_are_forgotten():
+    policy, waiting = FairPolicy(), GroupQueue()
+    stays = SequenceGroup.of(make_request(0, tenant="stays"), 0, 4, 0.0)
+    policy.arriving("stays", waiting)
+    waiting.add(stays)
+    for number in range(1, 10_000):
+        request = make_request(number, tenant=f"tenant-{number}")
+        policy.arriving(request.tenant, waiting)
+        waiting.add(SequenceGroup.of(request, number, 4, 0.0))
+        waiting.remove(request.key)
+    assert len(policy.counters) < 200
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), max_num_seqs=st.integers(1, 4))
+def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seqs):
+    driver = make_driver(
+        PolicyKind.FAIR, max_num_seqs=max_num_seqs, num_blocks=400, max_num_batched_tokens=16, max_model_len=48
+    )
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    sizes = {
+        tenant: (data.draw(st.integers(1, 30), label="prompt"), data.draw(st.integers(1, 16), label="output"))
+        for tenant in ("f", "g")
+    }
+    bound = SAMPLE_WEIGHT * max_num_seqs * 48
+    handle, start = 0, None
+    for _ in range(150):
+        for tenant, (prompt_len, max_tokens) in sizes.items():
+            while tenant not in driver.scheduler.waiting.tenants():
+                driver.submit(make_request(handle, prompt_len=prompt_len, max_tokens=max_tokens, tenant=tenant))
+                handle += 1
+        driver.plan()
+        driver.deliver()
+        counters = dict(policy.counters)
+        start = start or counters
+        assert abs(counters["f"] - counters["g"]) <= bound
+        served = {tenant: counters[tenant] - start[tenant] for tenant in sizes}
+        assert abs(served["f"] - served["g"]) <= 2 * bound
+    assert driver.scheduler.num_preemptions == 0
