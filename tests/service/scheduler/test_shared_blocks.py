@@ -103,24 +103,3 @@ async def test_one_sequence_of_a_request_can_be_ended(worker, tmp_path):
         assert len(stream.samples[1, 1]) < 60
         await wait_nothing_in_use(stub)
         stream.close()
-
-
-async def test_figure_8_can_be_drawn_from_inspect_blocks(worker, tmp_path):
-    worker.config = FakeWorkerConfig(num_blocks=8, block_size=4, step_seconds=0.1)
-    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
-        await wait_attached(stub)
-        stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, prompt_len=7, max_tokens=5, n=2))
-        # The first tokens are there; the step that writes them, which copies the shared block, was planned before.
-        await stream.read()
-        blocks = await stub.InspectBlocks(scheduler_pb2.InspectBlocksRequest(request_id="request-1"))
-        tables = [[(b.block_id, b.ref_count) for b in sequence.block_table] for sequence in blocks.sequences]
-        assert [table[:2] for table in tables] == [[(0, 2), (2, 1)], [(0, 2), (1, 1)]]
-        nobody = await stub.InspectBlocks(scheduler_pb2.InspectBlocksRequest(request_id="request-2"))
-        assert len(nobody.sequences) == 0
-        await stream.read_until_over(1)
-        blocks = await stub.InspectBlocks(scheduler_pb2.InspectBlocksRequest())
-        assert blocks.gpu_pool.used_blocks == 0
-        assert {b.block_id for b in blocks.cached} >= {0}
-        assert all(len(b.block_hash) == 32 for b in blocks.cached)
-        stream.close()

@@ -32,7 +32,7 @@ async def test_every_step_has_all_its_parts_in_order(worker, tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_a_configuration_error(tmp_path):
-    with pytest.raises(ConfigurationError, match="--trace-steps .*: No such file or directory"):
+    with pytest.raises(ConfigurationError, match=r"--trace-steps .*: No such file or directory"):
         StepTrace.open(str(tmp_path / "missing" / "steps.json"))
 
 

@@ -117,6 +117,14 @@ def test_each_row_samples_after_its_last_token() -> None:
     assert plan.logit_of_row is None
 
 
+def test_a_step_in_which_every_row_samples_is_planned_like_any_other() -> None:
+    plan = plan_samples(make_batch([4, 0, 2], [3, 1, 2], [0, 9, 5], [(4, 4), (0, 0), (2, 2)]))
+    assert plan.rows.tolist() == [4, 0, 2]
+    assert plan.logit_tokens.tolist() == [2, 3, 5]
+    assert plan.positions.tolist() == [3, 10, 7]
+    assert plan.logit_of_row is None
+
+
 def test_rows_that_sample_from_one_row_share_its_logits() -> None:
     plan = plan_samples(make_batch([4, 0], [3, 1], [0, 9], [(4, 4), (0, 0), (6, 4)]))
     assert plan.logit_of_row is not None

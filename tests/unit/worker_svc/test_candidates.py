@@ -15,7 +15,8 @@ from transformers.generation.logits_process import (
 
 from tests.support.sampling import make_columns, make_sampling
 from worker_svc.candidates import Candidates, gather_candidates, report_candidates
-from worker_svc.logit_rules import History, apply_logit_rules
+from worker_svc.history import History
+from worker_svc.logit_rules import apply_logit_rules
 from worker_svc.sampler import draw
 from worker_svc.steps import LogitRules, RowCandidates
 

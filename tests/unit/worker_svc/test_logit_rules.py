@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.support.sampling import make_columns, make_sampling
-from worker_svc import logit_rules
+from worker_svc import logit_rules, penalties
 from worker_svc.candidates import gather_candidates
-from worker_svc.logit_rules import History, apply_logit_rules
+from worker_svc.history import History
+from worker_svc.logit_rules import apply_logit_rules
 from worker_svc.sampler import draw
 from worker_svc.steps import LogitRules
 
@@ -144,8 +145,27 @@ def test_rows_that_ask_for_nothing_keep_their_logits_and_cost_nothing(monkeypatc
 def test_penalties_are_the_same_when_they_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Row(PROMPT, OUTPUT, rules) for rules in RULES]
     whole = ruled_logits(rows, make_logits(len(rows)))
-    monkeypatch.setattr(logit_rules, "_MAX_COUNTS", 2 * VOCAB + 1)
+    monkeypatch.setattr(penalties, "_MAX_ENTRIES", 2 * len(PROMPT + OUTPUT) + 1)
     assert (ruled_logits(rows, make_logits(len(rows))) == whole).all()
+
+
+def test_rows_of_any_length_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penalties, "_MAX_ENTRIES", 20)
+    rules = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4}
+    lengths = (19, 1, 4, 4, 20, 2, 11)
+    rows = [Row([7] * (length - length // 2), [3, 5, 3, 39] * 3, rules) for length in lengths]
+    assert_as_the_oracle_says(
+        [Row(row.prompt, row.output[: length // 2], rules) for row, length in zip(rows, lengths, strict=True)]
+    )
+
+
+def test_a_token_that_is_banned_stays_banned_under_penalties_and_nan_stays() -> None:
+    rules = {"repetition_penalty": 1.3, "frequency_penalty": -0.7, "presence_penalty": -9.0}
+    logits = make_logits(2)
+    logits[0, 7], logits[1, 2] = -np.inf, np.nan
+    found = ruled_logits([Row(PROMPT, OUTPUT, rules)] * 2, logits)
+    assert found[0, 7] == -np.inf
+    assert np.isnan(found[1]).tolist() == [token == 2 for token in range(VOCAB)]
 
 
 def test_rules_of_a_beam_change_scores_and_nothing_is_normalised_again() -> None:
