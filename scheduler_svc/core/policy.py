@@ -70,7 +70,8 @@ class FairPolicy(Policy):
     where what the prefix cache had costs nothing and recomputation after a preemption counts again, since it was
     computed. The waiting tenant with the lowest counter is admitted next, with its oldest group. Under memory pressure
     the tenant with the highest counter is preempted, newest group first. A tenant that comes back after it wanted
-    nothing starts from the lowest counter of those who wait, so that idle time is not saved up.
+    nothing starts from the lowest counter of those who wait, or, where nobody does, from that of the tenant whose turn
+    came last, so that idle time is not saved up.
 
     Bound: let tenants f and g both have waiting requests all through some time without preemption, and let c_f >= c_g
     at a moment t of it. When f was last admitted, at s, c_f(s) <= c_g(s). Since then c_f grew only by what the groups
@@ -87,6 +88,8 @@ class FairPolicy(Policy):
         """Of tenants that are active or ahead of those who are."""
         self._floor = 0
         """The lowest counter that a waiting tenant had when it was last looked at."""
+        self._chosen: tuple[str, ...] = ()
+        """The tenant whose turn came last; none before the first."""
 
     def arriving(self, tenant: str, waiting: GroupQueue) -> None:
         if tenant in waiting.tenants():
@@ -97,6 +100,7 @@ class FairPolicy(Policy):
     def next_of(self, waiting: GroupQueue) -> SequenceGroup:
         tenant = min(waiting.tenants(), key=lambda each: (self._counter(each), waiting.first_of(each).rank))
         self._floor = max(self._floor, self._counter(tenant))
+        self._chosen = (tenant,)
         return waiting.first_of(tenant)
 
     def victim_of(self, running: GroupQueue) -> SequenceGroup:
@@ -120,7 +124,9 @@ class FairPolicy(Policy):
         self.counters[tenant] = self._counter(tenant) + service
 
     def _raise_floor(self, waiting: GroupQueue) -> None:
-        lowest = min(map(self._counter, waiting.tenants()), default=self._floor)
+        # Who is served at once never waits beside others. Without the last of them the floor would stay for ever, and
+        # all tenants that ever came would be ahead of it.
+        lowest = min(map(self._counter, waiting.tenants() or self._chosen), default=self._floor)
         self._floor = max(self._floor, lowest)
         # A tenant at or below the floor starts from the floor whether it is remembered or not.
         if len(self.counters) > 2 * len(waiting.tenants()) + 64:

@@ -78,5 +78,5 @@ def _check_size(request: Request, config: SchedulerConfig) -> None:
     if needed > config.num_blocks:
         raise NeverFitsError(
             f"{request.num_sequences} sequences of up to {request.max_len} tokens need {needed} blocks; the pool has "
-            f"{config.num_blocks}"
+            f"{config.num_blocks}: ask for fewer sequences or tokens"
         )

@@ -146,6 +146,9 @@ class StepLoop:
                 _logger.warning("%s; its steps are void, running requests wait for it to come back", error)
             if self.scheduler is not None:
                 self.scheduler.void_in_flight(time.monotonic())
+                if self.num_live():
+                    # Pins that held their blocks are computed again.
+                    self._idle.clear()
 
     async def _attach(self) -> WorkerLink:
         backoff_s = _FIRST_BACKOFF_S

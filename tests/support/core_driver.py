@@ -262,6 +262,17 @@ class Driver:
         self.check()
         return events
 
+    def run_steps(self, count: int) -> None:
+        """Plans steps and takes in their results, one after the other."""
+        for _ in range(count):
+            self.plan()
+            self.deliver()
+
+    def preempt(self, request: Request) -> None:
+        """Takes a request that runs out of the batch."""
+        assert self.scheduler.preempt(request.key)
+        self.check()
+
     def run_until_idle(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):
             while self.plan() is not None:

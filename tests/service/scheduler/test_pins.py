@@ -17,6 +17,7 @@ from tests.support.scheduler_process import (
     state_of,
     until,
     wait_attached,
+    wait_nothing_in_use,
 )
 
 
@@ -34,6 +35,15 @@ async def unpin(stub, pin_id, *, tenant=""):
 
 async def num_pinned(stub) -> int:
     return (await state_of(stub)).gpu_pool.pinned_blocks
+
+
+async def until_asked(stub) -> None:
+    """Returns once a pin is being computed."""
+
+    async def is_asked() -> bool:
+        return (await state_of(stub)).running_requests == 1
+
+    await until(is_asked)
 
 
 async def assert_refused(call, code, reason, message):
@@ -64,10 +74,7 @@ async def test_several_callers_wait_for_one_pin_and_one_may_leave(scheduler, wor
     worker.hang.set()
     callers = [asyncio.create_task(pin(scheduler, range(64))) for _ in range(3)]
 
-    async def is_asked() -> bool:
-        return (await state_of(scheduler)).running_requests == 1
-
-    await until(is_asked)
+    await until_asked(scheduler)
     callers.pop().cancel()
     worker.hang.clear()
     first, second = await asyncio.gather(*callers)
@@ -77,7 +84,9 @@ async def test_several_callers_wait_for_one_pin_and_one_may_leave(scheduler, wor
 
 
 async def test_the_time_passes_while_the_scheduler_is_idle(scheduler):
-    await pin(scheduler, range(32), time_to_live_ms=40)
+    await pin(scheduler, range(32))
+    # Its blocks are there; pinning it again only starts its time anew.
+    await pin(scheduler, range(32), time_to_live_ms=1)
 
     async def is_over() -> bool:
         return await num_pinned(scheduler) == 0
@@ -133,3 +142,40 @@ async def test_a_pin_is_computed_again_when_the_worker_is_back(tmp_path):
         await until(is_back)
         assert second.num_steps > 0
     await second.stop()
+
+
+async def test_a_caller_waits_on_while_its_worker_is_lost(worker, tmp_path):
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, step_timeout=0.3) as stub:
+        await wait_attached(stub)
+        worker.hang.set()
+        caller = asyncio.create_task(pin(stub, range(48)))
+        await until_asked(stub)
+        epoch = (await state_of(stub)).scheduler_epoch
+
+        async def is_given_up() -> bool:
+            return (await state_of(stub)).scheduler_epoch > epoch
+
+        await until(is_given_up)
+        assert not caller.done()
+        worker.hang.clear()
+        assert (await caller).pinned_blocks == 3
+        assert await num_pinned(stub) == 3
+
+
+async def test_a_caller_is_told_when_its_pin_ends_before_it_is_computed(scheduler, worker):
+    code = grpc.StatusCode.UNAVAILABLE
+    worker.hang.set()
+    await assert_refused(
+        pin(scheduler, range(32), time_to_live_ms=50), code, "PIN_LOST", "was let go of before it was computed"
+    )
+    worker.hang.clear()
+    assert await num_pinned(scheduler) == 0
+
+
+async def test_a_pin_whose_logits_are_not_finite_is_let_go_of(worker, tmp_path):
+    # Pins are computed with the seed 0.
+    worker.config = FakeWorkerConfig(failing_seeds=frozenset([0]))
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
+        await wait_attached(stub)
+        await assert_refused(pin(stub, range(32)), grpc.StatusCode.UNAVAILABLE, "PIN_LOST", "was let go of")
+        await wait_nothing_in_use(stub)

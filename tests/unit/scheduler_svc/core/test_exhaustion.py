@@ -6,6 +6,7 @@ from scheduler_svc.core.beam import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, QueueFullError
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.sequence import SequenceStatus
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
 
@@ -53,7 +54,7 @@ def test_admission_stops_at_the_watermark_and_a_lone_group_does_not():
     [
         (
             {"num_sequences": 4, "prompt_len": 8, "max_tokens": 24},
-            "4 sequences of up to 32 tokens need 26 blocks; the pool has 16",
+            "4 sequences of up to 32 tokens need 26 blocks; the pool has 16: ask for fewer sequences or tokens",
         ),
         ({"num_sequences": 9}, "best_of is 9; at most 8 sequences run at once"),
         ({"prompt_len": 60, "max_tokens": 5}, r"make 65 tokens; a sequence can have at most 64"),
@@ -75,6 +76,30 @@ def test_the_largest_group_that_fits_runs_beside_others():
     for request in others[1:]:
         driver.submit(request)
     assert_finish(driver, [largest, *others])
+
+
+def test_the_longest_possible_request_runs_alone_and_others_after_it():
+    driver = Driver(make_config(num_blocks=8, num_host_blocks=8, block_size=4, watermark=0.5))
+    # 32 tokens in a pool of 32 slots, with the smallest prompt and with the largest.
+    requests = [make_request(1, prompt_len=1, max_tokens=31), make_request(2, prompt_len=31, max_tokens=1)]
+    requests.append(make_request(3, prompt_len=3, max_tokens=3))
+    for request in requests:
+        driver.submit(request)
+    assert_finish(driver, requests)
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_many_beam_groups_take_turns_in_a_pool_that_holds_one(mode):
+    driver = Driver(make_config(num_blocks=14, num_host_blocks=20, block_size=4, preemption_mode=mode))
+    requests = [
+        make_request(handle, prompt_len=6, max_tokens=12, num_sequences=3, num_returned=3, beam=BeamParameters(3))
+        for handle in range(6)
+    ]
+    for request in requests:
+        driver.submit(request)
+    assert_finish(driver, requests)
+    assert driver.scheduler.num_preemptions > 0
+    assert (driver.scheduler.num_swap_outs == 0) == (mode is PreemptionMode.RECOMPUTE)
 
 
 def test_a_group_larger_than_host_memory_is_recomputed_while_smaller_ones_are_swapped():
@@ -142,6 +167,7 @@ def test_a_full_queue_refuses_and_goes_on():
 
 
 def test_aborting_all_at_any_moment_frees_everything():
+    statuses = set()
     for moment in range(12):
         driver = Driver(make_config(num_blocks=14, num_host_blocks=8, block_size=4, max_num_seqs=8), max_in_flight=2)
         requests = [make_request(handle, prompt_len=7, max_tokens=14, num_sequences=2) for handle in range(4)]
@@ -151,7 +177,9 @@ def test_aborting_all_at_any_moment_frees_everything():
             driver.plan()
             driver.deliver()
         for request in requests:
+            statuses |= {sequence.status for group in driver.scheduler.groups() for sequence in group.sequences}
             driver.scheduler.abort(request.key)
             driver.check()
         driver.run_until_idle()
         assert driver.scheduler.blocks.pool.num_used == driver.scheduler.swap_space.pool.num_used == 0
+    assert {SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED} <= statuses

@@ -1,8 +1,11 @@
 """The paper's figures 6, 7, 8 and 9, block by block. Blocks are numbered here as this allocator hands them out."""
 
 from scheduler_svc.core.beam import BeamParameters, Candidates
+from scheduler_svc.core.block import BlockId
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step_plan import StepPlan
 from tests.support.core_driver import Driver, make_config, make_request
+from tests.support.figure_9 import NUM_STEPS_BEFORE_THE_FORK, PROMPT, WIDTH, most_likely
 
 
 def tables(driver: Driver) -> list[list[int]]:
@@ -17,11 +20,12 @@ def ref_counts(driver: Driver) -> dict[int, int]:
     """Of the blocks that anybody holds."""
     pool = driver.scheduler.blocks.pool
     free = set(pool.free_blocks())
-    return {block: pool.ref_count(block) for block in range(pool.num_blocks) if block not in free}
+    return {block: pool.ref_count(block) for block in map(BlockId, range(pool.num_blocks)) if block not in free}
 
 
-def run_step(driver: Driver):
+def run_step(driver: Driver) -> StepPlan:
     plan = driver.plan()
+    assert plan is not None
     driver.deliver()
     return plan
 
@@ -76,37 +80,18 @@ def test_figure_8_two_samples_share_the_prompt_and_copy_one_block_on_write():
     assert ref_counts(driver) == {0: 2, 1: 1, 2: 1}
 
 
-SPLITS = {
-    # After the prompt four beams begin; the first of them splits in three at its fifth token, and the second and third
-    # of those in two at their seventh.
-    (1, 2): [(10, -1.0), (20, -2.0), (30, -3.0), (40, -4.0)],
-    (1, 2, 10, 10, 10, 10): [(14, -0.1), (15, -0.2), (16, -0.3)],
-    (1, 2, 10, 10, 10, 10, 15, 15): [(17, -0.1), (18, -0.2)],
-    (1, 2, 10, 10, 10, 10, 16, 16): [(17, -0.1), (18, -0.2)],
-    # What is dropped there has nothing likely left.
-    (1, 2, 30, 30, 30, 30): [(30, -50.0)],
-    (1, 2, 40, 40, 40, 40): [(40, -50.0)],
-    (1, 2, 10, 10, 10, 10, 14, 14): [(14, -50.0)],
-    (1, 2, 20, 20, 20, 20, 20, 20): [(20, -50.0)],
-}
-
-
-def scripted(tokens: list[int], count: int) -> Candidates:
-    """Where the table says nothing, a beam repeats its newest token."""
-    chosen = SPLITS.get(tuple(tokens), [(tokens[-1], -0.1)])
-    fillers = [(token_id, -100.0) for token_id in range(count - len(chosen))]
-    token_ids, logprobs = zip(*chosen, *fillers, strict=True)
-    return Candidates(token_ids, logprobs)
+def make_figure_9(**config) -> Driver:
+    driver = Driver(make_config(**config), max_in_flight=1)
+    driver.device.candidates = lambda tokens, count: Candidates(*zip(*most_likely(tokens, count), strict=True))
+    beam = BeamParameters(WIDTH)
+    driver.submit(make_request(1, prompt=PROMPT, max_tokens=12, num_sequences=WIDTH, num_returned=1, beam=beam))
+    return driver
 
 
 def test_figure_9_beams_share_what_they_have_in_common_and_dropped_ones_free_the_rest():
-    driver = Driver(make_config(num_blocks=32, block_size=2), max_in_flight=1)
-    driver.device.candidates = scripted
-    driver.submit(
-        make_request(1, prompt=[1, 2], max_tokens=12, num_sequences=4, num_returned=1, beam=BeamParameters(4))
-    )
+    driver = make_figure_9(num_blocks=32, block_size=2)
     copies = []
-    for _ in range(6):
+    for _ in range(NUM_STEPS_BEFORE_THE_FORK):
         copies += run_step(driver).copies.tolist()
     # All share the prompt, the first three two blocks more; the fourth parted from them after the prompt.
     assert tables(driver) == [[0, 1, 5, 6], [0, 1, 5, 7], [0, 1, 5, 9], [0, 4, 8, 10]]
@@ -123,11 +108,7 @@ def test_figure_9_beams_share_what_they_have_in_common_and_dropped_ones_free_the
 
 
 def test_figure_9_a_beam_that_forks_within_a_block_copies_that_block_alone():
-    driver = Driver(make_config(num_blocks=64, block_size=16, max_num_seqs=4), max_in_flight=1)
-    driver.device.candidates = scripted
-    driver.submit(
-        make_request(1, prompt=[1, 2], max_tokens=12, num_sequences=4, num_returned=1, beam=BeamParameters(4))
-    )
+    driver = make_figure_9(num_blocks=64, block_size=16, max_num_seqs=4)
     assert run_step(driver).copies.tolist() == []
     assert tables(driver) == [[0], [0], [0], [0]]
     # Four beams of one prompt: three copy its block, the last holder writes in place.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, RefusedError
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.step_plan import StepResult
@@ -104,6 +105,45 @@ def test_unpinning_ends_the_computation():
     assert driver.scheduler.unpin("a", made.pin_id)
     driver.run_until_idle()
     assert driver.scheduler.blocks.pool.num_used == 0
+
+
+def test_a_prefix_can_be_pinned_while_a_request_computes_it():
+    driver = make_driver(max_num_batched_tokens=8)
+    request = make_request(1, prompt=[*PREFIX, 90], tenant="a", max_tokens=3)
+    driver.submit(request)
+    driver.plan()
+    made = pin(driver)
+    assert not made.is_held
+    driver.run_until_idle()
+    assert made.is_held
+    assert driver.scheduler.pins.num_pinned == driver.scheduler.blocks.pool.num_used == 3
+    assert driver.outputs[1] == expected_output(request)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_pin_that_is_preempted_while_it_is_computed_is_held_in_the_end(num_steps):
+    driver = make_driver(max_num_batched_tokens=8, num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
+    made = pin(driver, token_ids=[*range(30)])
+    driver.plan()
+    for _ in range(num_steps):
+        driver.plan()
+        driver.deliver()
+    assert driver.scheduler.preempt(made.key)
+    driver.check()
+    driver.run_until_idle()
+    assert len(made.blocks) == 7
+    assert driver.scheduler.swap_space.pool.num_used == 0
+
+
+def test_time_that_is_over_ends_the_computation():
+    driver = make_driver(max_num_batched_tokens=8)
+    made = pin(driver, time_to_live=0.5)
+    driver.plan()
+    # The first result comes a second later.
+    driver.deliver()
+    driver.run_until_idle()
+    assert not made.is_held
+    assert len(driver.scheduler.pins) == driver.scheduler.blocks.pool.num_used == 0
 
 
 def test_overlapping_pins_share_blocks():

@@ -13,17 +13,6 @@ def make_driver(max_in_flight: int = 1, **config) -> Driver:
     return Driver(make_config(**({"num_host_blocks": 32} | config)), max_in_flight)
 
 
-def run_steps(driver: Driver, count: int) -> None:
-    for _ in range(count):
-        driver.plan()
-        driver.deliver()
-
-
-def preempt(driver: Driver, request: Request) -> None:
-    assert driver.scheduler.preempt(request.key)
-    driver.check()
-
-
 def assert_finishes(driver: Driver, *requests: Request) -> None:
     driver.run_until_idle()
     for request in requests:
@@ -39,9 +28,9 @@ def test_auto_swaps_several_sequences_and_recomputes_one():
     one = make_request(2, prompt_len=6, max_tokens=8)
     driver.submit(several)
     driver.submit(one)
-    run_steps(driver, 3)
-    preempt(driver, several)
-    preempt(driver, one)
+    driver.run_steps(3)
+    driver.preempt(several)
+    driver.preempt(one)
     assert several.key in driver.scheduler.swapped
     assert one.key in driver.scheduler.waiting
     assert (driver.scheduler.num_preemptions, driver.scheduler.num_swap_outs) == (2, 1)
@@ -54,8 +43,8 @@ def test_a_mode_can_be_forced(mode, swaps, num_sequences):
     driver = make_driver(preemption_mode=mode)
     request = make_request(1, prompt_len=6, max_tokens=8, num_sequences=num_sequences)
     driver.submit(request)
-    run_steps(driver, 3)
-    preempt(driver, request)
+    driver.run_steps(3)
+    driver.preempt(request)
     assert (request.key in driver.scheduler.swapped) == swaps
     assert_finishes(driver, request)
 
@@ -64,10 +53,10 @@ def test_a_shared_block_moves_once_and_is_shared_again():
     driver = make_driver(block_size=4)
     request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=3)
     driver.submit(request)
-    run_steps(driver, 3)
-    preempt(driver, request)
-    host = driver.scheduler.swap_space.pool
+    driver.run_steps(3)
+    driver.preempt(request)
     # Two blocks of the prompt, once, and one for each sequence.
+    host = driver.scheduler.swap_space.pool
     assert host.num_used == 2 + 3
     tables = [sequence.block_table for sequence in driver.scheduler.swapped.first().sequences]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
@@ -89,8 +78,8 @@ def test_what_the_prefix_cache_still_has_is_not_moved_back():
     driver = make_driver(block_size=4)
     request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=2)
     driver.submit(request)
-    run_steps(driver, 3)
-    preempt(driver, request)
+    driver.run_steps(3)
+    driver.preempt(request)
     plan = driver.plan()
     assert plan is not None
     assert (len(plan.swap_out), len(plan.swap_in)) == (4, 2)
@@ -102,15 +91,29 @@ def test_samples_that_have_not_parted_yet_copy_their_tail_after_they_are_back():
     driver = make_driver(block_size=4)
     request = make_request(1, prompt_len=6, max_tokens=6, num_sequences=3)
     driver.submit(request)
-    run_steps(driver, 1)
+    driver.run_steps(1)
     # Forked, each with a first token of its own, and nothing written yet: figure 8 before its second step.
-    preempt(driver, request)
+    driver.preempt(request)
     assert driver.scheduler.swap_space.pool.num_used == 2
     plan = driver.plan()
     assert plan is not None
     assert len(plan.copies) == 2
     driver.deliver()
     assert_finishes(driver, request)
+
+
+def test_a_group_comes_back_only_with_room_for_the_copies_that_it_makes_then():
+    driver = make_driver(num_blocks=7, block_size=4)
+    other = make_request(1, prompt_len=14, max_tokens=3)
+    request = make_request(2, prompt_len=6, max_tokens=3, num_sequences=3)
+    driver.submit(other)
+    driver.submit(request)
+    driver.run_steps(1)
+    driver.preempt(request)
+    # 3 blocks are free: enough for the 2 of the prompt, not for those and 2 copies of the second.
+    driver.run_steps(1)
+    assert request.key in driver.scheduler.swapped
+    assert_finishes(driver, other, request)
 
 
 def test_while_something_is_swapped_nothing_is_admitted():
@@ -120,22 +123,22 @@ def test_while_something_is_swapped_nothing_is_admitted():
     driver.submit(old)
     driver.submit(group)
     while group.key not in driver.scheduler.swapped:
-        run_steps(driver, 1)
+        driver.run_steps(1)
     newcomer = make_request(3, prompt_len=2, max_tokens=2)
     driver.submit(newcomer)
     while group.key in driver.scheduler.swapped:
         assert newcomer.key in driver.scheduler.waiting
-        run_steps(driver, 1)
+        driver.run_steps(1)
     assert_finishes(driver, old, group, newcomer)
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 1, 3])
+@pytest.mark.parametrize("num_host_blocks", [0, 1, 4])
 def test_without_room_in_host_memory_a_group_is_recomputed(num_host_blocks):
     driver = make_driver(num_host_blocks=num_host_blocks, block_size=4)
     request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=3)
     driver.submit(request)
-    run_steps(driver, 3)
-    preempt(driver, request)
+    driver.run_steps(3)
+    driver.preempt(request)
     assert request.key in driver.scheduler.waiting
     assert driver.scheduler.swap_space.pool.num_used == 0
     assert_finishes(driver, request)
@@ -145,8 +148,8 @@ def test_a_prompt_that_is_half_computed_goes_on_where_it_was():
     driver = make_driver(preemption_mode=PreemptionMode.SWAP, max_num_batched_tokens=8, block_size=4)
     request = make_request(1, prompt_len=30, max_tokens=4)
     driver.submit(request)
-    run_steps(driver, 2)
-    preempt(driver, request)
+    driver.run_steps(2)
+    driver.preempt(request)
     (sequence,) = driver.scheduler.swapped.first().sequences
     assert (sequence.status, sequence.num_swapped_tokens) == (SequenceStatus.SWAPPED, 16)
     computed = driver.device.num_computed
@@ -158,17 +161,12 @@ def test_a_swapped_request_that_is_aborted_frees_host_memory():
     driver = make_driver()
     request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=2)
     driver.submit(request)
-    run_steps(driver, 3)
-    preempt(driver, request)
+    driver.run_steps(3)
+    driver.preempt(request)
     assert driver.scheduler.abort(request.key)
     driver.check()
     assert driver.scheduler.swap_space.pool.num_used == 0
-    # The swap out had not been planned yet. Another group takes the same host blocks before it is.
-    other = make_request(2, prompt_len=8, max_tokens=8, num_sequences=2)
-    driver.submit(other)
-    run_steps(driver, 3)
-    preempt(driver, other)
-    assert_finishes(driver, other)
+    assert driver.plan() is None
 
 
 def test_host_blocks_that_change_hands_before_a_plan_hold_the_last_one():
@@ -176,10 +174,11 @@ def test_host_blocks_that_change_hands_before_a_plan_hold_the_last_one():
     first, second = (make_request(handle, prompt_len=8, max_tokens=8, num_sequences=2) for handle in (1, 2))
     driver.submit(first)
     driver.submit(second)
-    run_steps(driver, 3)
-    preempt(driver, first)
+    driver.run_steps(3)
+    driver.preempt(first)
+    # Its swap out was not planned yet when the second takes the same host blocks.
     assert driver.scheduler.abort(first.key)
-    preempt(driver, second)
+    driver.preempt(second)
     assert second.key in driver.scheduler.swapped
     assert_finishes(driver, second)
 
@@ -190,7 +189,7 @@ def test_steps_in_flight_lose_nothing():
     driver.submit(request)
     for _ in range(3):
         driver.plan()
-    preempt(driver, request)
+    driver.preempt(request)
     assert_finishes(driver, request)
 
 
@@ -201,9 +200,9 @@ def test_a_beam_search_is_swapped_and_finds_the_same():
     )
     driver.submit(request)
     for _ in range(8):
-        run_steps(driver, 1)
+        driver.run_steps(1)
         if request.key in driver.scheduler.running:
-            preempt(driver, request)
+            driver.preempt(request)
     assert driver.scheduler.num_swap_outs > 3
     assert_finishes(driver, request)
 
@@ -212,8 +211,40 @@ def test_a_lost_worker_takes_the_host_pool_along():
     driver = make_driver()
     request = make_request(1, prompt_len=9, max_tokens=10, num_sequences=2)
     driver.submit(request)
-    run_steps(driver, 3)
-    preempt(driver, request)
+    driver.run_steps(3)
+    driver.preempt(request)
     driver.crash()
     assert request.key in driver.scheduler.waiting
     assert_finishes(driver, request)
+
+
+def test_swapped_groups_come_back_before_anybody_is_admitted():
+    driver = make_driver(num_blocks=24, block_size=4)
+    group = make_request(1, prompt_len=8, max_tokens=6, num_sequences=2)
+    driver.submit(group)
+    driver.run_steps(2)
+    driver.preempt(group)
+    newcomer = make_request(2, prompt_len=8, max_tokens=6)
+    driver.submit(newcomer)
+    plan = driver.plan()
+    assert plan is not None
+    # Both enter with this step, the swapped one first.
+    assert [assigned.token_ids[:8] for assigned in plan.assign] == [tuple(group.prompt)] * 2 + [tuple(newcomer.prompt)]
+    driver.deliver()
+    assert_finishes(driver, group, newcomer)
+
+
+def test_one_sequence_that_ends_while_its_group_is_swapped_frees_its_own_blocks():
+    driver = make_driver(block_size=4)
+    request = make_request(1, prompt_len=8, max_tokens=8, num_sequences=3)
+    driver.submit(request)
+    driver.run_steps(3)
+    driver.preempt(request)
+    host = driver.scheduler.swap_space.pool
+    assert host.num_used == 5
+    assert driver.scheduler.abort_sequence(request.key, 1)
+    driver.check()
+    assert host.num_used == 4
+    driver.run_until_idle()
+    assert [driver.samples[1, index] for index in (0, 2)] == [expected_output(request, index) for index in (0, 2)]
+    assert host.num_used == driver.scheduler.blocks.pool.num_used == 0
