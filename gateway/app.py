@@ -75,7 +75,9 @@ class Gateway:
         replicas = _replicas(settings, ledger, model, gateway_id)
         metrics.watch_schedulers(lambda: replicas.num_connected)
         generator = Generator(model, replicas, ledger, settings, metrics)
-        app = make_http_app(generator, metrics, started_at_s=int(time.time()))
+        app = make_http_app(
+            generator, metrics, max_body_bytes=settings.max_message_bytes, started_at_s=int(time.time())
+        )
         http = HttpServer.bind(app, settings.http_host, settings.http_port)
         try:
             rpc = await _start_rpc(settings, generator, gateway_id)

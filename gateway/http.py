@@ -1,9 +1,8 @@
-"""The HTTP front: health, readiness, version, models and metrics."""
+"""The HTTP front: OpenAI's API, health, readiness, version and metrics."""
 
 import contextlib
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Response, status
@@ -12,15 +11,20 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.generator import Generator
 from gateway.metrics import GatewayMetrics
+from gateway.openai.request_ids import RequestIdMiddleware
+from gateway.openai.routes import answer_errors, make_router
 from quire.rpc.address import TcpAddress, check_bindable
 from quire.version import VERSION
 
 _GRACE_S = 2
 
 
-def make_http_app(generator: Generator, metrics: GatewayMetrics, *, started_at_s: int) -> FastAPI:
+def make_http_app(generator: Generator, metrics: GatewayMetrics, *, max_body_bytes: int, started_at_s: int) -> FastAPI:
     """The application. `started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
     app = FastAPI(title="Quire", version=VERSION, openapi_url=None)
+    app.add_middleware(RequestIdMiddleware)
+    answer_errors(app)
+    app.include_router(make_router(generator, max_body_bytes=max_body_bytes, started_at_s=started_at_s))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -39,11 +43,6 @@ def make_http_app(generator: Generator, metrics: GatewayMetrics, *, started_at_s
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": VERSION}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        model = {"id": generator.model.name, "object": "model", "created": started_at_s, "owned_by": "quire"}
-        return {"object": "list", "data": [model]}
 
     @app.get("/metrics")
     async def prometheus_metrics() -> Response:

@@ -1,0 +1,130 @@
+"""One call of the API: the requests that it stands for, and the shape of its answer."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from gateway.generator import Generator
+from gateway.live_request import LiveRequest
+from gateway.openai.chat import ChatShaper
+from gateway.openai.completions import CompletionShaper
+from gateway.openai.errors import HttpError, error_answer
+from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
+from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.openai.shapes import Head, Shaper
+from gateway.openai.token_text import TokenTexts
+from gateway.request import Prompt, RequestOptions, TextPrompt, TokenPrompt
+from gateway.validation import check_model, check_prompt
+from gateway.violations import Violations
+from quire.rpc.errors import QuireError
+
+# Each prompt is a request of its own; a body that fits otherwise could hold millions of them.
+MAX_PROMPTS = 1024
+
+
+class Call(Protocol):
+    @property
+    def head(self) -> Head: ...
+
+    @property
+    def body(self) -> GenerationBody: ...
+
+    @property
+    def wants_token_texts(self) -> bool:
+        """Whether the answer shows single tokens."""
+        ...
+
+    async def requests(self, generator: Generator) -> list[RequestOptions]:
+        """Raises QuireError or HttpError where the call is at fault; each request is still to be validated."""
+        ...
+
+    def param_name(self, position: int, field: str) -> str:
+        """What a field of the request at `position` is called in the body."""
+        ...
+
+    def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper: ...
+
+
+class ChatCall:
+    """A chat completion: one request."""
+
+    def __init__(self, body: ChatBody, model: str) -> None:
+        self.body = body
+        self.head = _head("chatcmpl", body, model)
+
+    @property
+    def wants_token_texts(self) -> bool:
+        return bool(self.body.logprobs) or self.body.prompt_logprobs is not None
+
+    async def requests(self, generator: Generator) -> list[RequestOptions]:
+        return [chat_options(self.body, _request_id(self.body, self.head))]
+
+    def param_name(self, position: int, field: str) -> str:
+        return param_name(self.body, field)
+
+    def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper:
+        return ChatShaper(self.head, self.body, live[0], texts)
+
+
+class CompletionCall:
+    """A completion: one request a prompt."""
+
+    def __init__(self, body: CompletionBody, model: str) -> None:
+        self.body = body
+        self.head = _head("cmpl", body, model)
+        self._prompts = completion_prompts(body)
+
+    @property
+    def wants_token_texts(self) -> bool:
+        return self.body.logprobs is not None or self.body.prompt_logprobs is not None
+
+    async def requests(self, generator: Generator) -> list[RequestOptions]:
+        num_prompts = len(self._prompts)
+        violations = Violations()
+        violations.check_count("prompt", self._prompts, MAX_PROMPTS)
+        violations.raise_if_any()
+        first_id = _request_id(self.body, self.head)
+        ids = [first_id] if num_prompts == 1 else [f"{first_id}-{position}" for position in range(num_prompts)]
+        return [
+            completion_options(self.body, await self._encoded(generator, position), ids[position])
+            for position in range(num_prompts)
+        ]
+
+    def param_name(self, position: int, field: str) -> str:
+        name = param_name(self.body, field)
+        if len(self._prompts) == 1 or not name.startswith("prompt") or name.startswith("prompt_"):
+            return name
+        return f"prompt[{position}]{name.removeprefix('prompt')}"
+
+    def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper:
+        return CompletionShaper(self.head, self.body, self._prompts, live, generator.model.tokenizer, texts)
+
+    async def _encoded(self, generator: Generator, position: int) -> Prompt | None:
+        """A prompt as the generator shall see it: as tokens, where its text is to get no special ones.
+
+        Raises:
+            HttpError: the text is refused before it is tokenized, as the generator would refuse it.
+        """
+        prompt = self._prompts[position]
+        if self.body.add_special_tokens is not False or not isinstance(prompt, TextPrompt):
+            return prompt
+        try:
+            limits = await generator.limits()
+            check_model(self.body.model, generator.model.name)
+            violations = Violations()
+            check_prompt(violations, prompt, limits)
+            violations.raise_if_any()
+        except QuireError as error:
+            raise HttpError(error_answer(error, partial(self.param_name, position))) from error
+        return TokenPrompt(await generator.model.tokenizer.encode(prompt.text, add_special_tokens=False))
+
+
+def _head(prefix: str, body: GenerationBody, model: str) -> Head:
+    return Head(f"{prefix}-{body.request_id or uuid.uuid4().hex}", int(time.time()), model)
+
+
+def _request_id(body: GenerationBody, head: Head) -> str:
+    """The id by which the request runs, and by which it can be cancelled."""
+    return head.id if body.request_id is None else body.request_id

@@ -1,0 +1,90 @@
+"""Errors as OpenAI's API answers them: {"error": {message, type, param, code}} with an HTTP status."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from gateway.violations import summary
+from quire.rpc.errors import FieldViolation, QuireError
+
+_logger = logging.getLogger(__name__)
+
+# What a field of the validator is called in the caller's request.
+ParamNames = Callable[[str], str]
+
+_STATUSES = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.UNIMPLEMENTED: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.INTERNAL: 500,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# Found only when a model is named that is not served: a request to generate is then not found, as OpenAI has it.
+_STATUSES_BY_REASON = {"MODEL_NOT_FOUND": 404}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """An error as it goes out. `param` names the field at fault, `code` is for programs."""
+
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> bytes:
+        return json.dumps({"error": self._error}, ensure_ascii=False).encode()
+
+    @property
+    def _error(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+
+
+class HttpError(Exception):
+    """What only HTTP knows: a wrong media type, too large a body."""
+
+    def __init__(self, answer: ErrorAnswer) -> None:
+        super().__init__(answer.message)
+        self.answer = answer
+
+
+def error_answer(error: Exception, names: ParamNames) -> ErrorAnswer:
+    """The answer to any error. Of an unexpected one nothing but that it happened goes out; the log has the rest."""
+    match error:
+        case HttpError(answer=answer):
+            return answer
+        case QuireError():
+            return _of_quire_error(error, names)
+    _logger.error("a request failed unexpectedly", exc_info=error)
+    return ErrorAnswer(500, "an unexpected error; the server's log tells more", "unexpected")
+
+
+def _of_quire_error(error: QuireError, names: ParamNames) -> ErrorAnswer:
+    violations = [FieldViolation(names(each.field), each.description) for each in error.violations]
+    is_summary = bool(violations) and error.message == summary(error.violations)
+    headers = {}
+    if error.retry_after_ms is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+    return ErrorAnswer(
+        status=_STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, 500),
+        message=summary(violations) if is_summary else error.message,
+        code=error.reason.lower(),
+        param=violations[0].field if violations else None,
+        headers=headers,
+    )

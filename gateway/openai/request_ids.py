@@ -1,0 +1,25 @@
+"""X-Request-Id: what a client sends comes back with the answer, whatever the answer is."""
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_HEADER = b"x-request-id"
+
+
+class RequestIdMiddleware:
+    """Gives the client's own id precedence over one that the answer has already."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sent = next((value for name, value in scope.get("headers", ()) if name == _HEADER), None)
+        if sent is None:
+            return await self._app(scope, receive, send)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                others = [header for header in message.get("headers", ()) if header[0] != _HEADER]
+                message = {**message, "headers": [*others, (_HEADER, sent)]}
+            await send(message)
+
+        return await self._app(scope, receive, send_with_id)

@@ -1,0 +1,117 @@
+"""Responses that are made while the client waits, and end when it leaves."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.openai.errors import ErrorAnswer, ParamNames, error_answer
+
+_EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # Proxies would hold back what they take for an ordinary body.
+    "x-accel-buffering": "no",
+}
+_DONE = b"data: [DONE]\n\n"
+
+
+class WatchedResponse(Response):
+    """A response whose making is given up, and what it runs aborted, as soon as the client has left."""
+
+    def __init__(self, names: ParamNames, headers: Mapping[str, str]) -> None:
+        """`names` are the fields' names in errors."""
+        self.background = None
+        self._names = names
+        self._headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        making = asyncio.create_task(self._make_or_fail(send))
+        leaving = asyncio.create_task(_until_disconnect(receive))
+        try:
+            await asyncio.wait([making, leaving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            making.cancel()
+            await asyncio.wait([making, leaving])
+        if not making.cancelled():
+            making.result()
+
+    async def _make_or_fail(self, send: Send) -> None:
+        try:
+            await self._make(send)
+        except Exception as error:
+            await self._send_error(send, error_answer(error, self._names))
+
+    async def _make(self, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
+        await _start(send, answer.status, _json_headers(answer.body) | dict(self._headers) | dict(answer.headers))
+        await send({"type": "http.response.body", "body": answer.body})
+
+
+class WholeResponse(WatchedResponse):
+    """One JSON object, once it is known."""
+
+    def __init__(
+        self, make: Callable[[], Awaitable[dict[str, Any]]], names: ParamNames, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(names, headers)
+        self._make_object = make
+
+    async def _make(self, send: Send) -> None:
+        body = json.dumps(await self._make_object()).encode()
+        await _start(send, 200, _json_headers(body) | dict(self._headers))
+        await send({"type": "http.response.body", "body": body})
+
+
+class StreamedResponse(WatchedResponse):
+    """Server-sent events, one a JSON object, and [DONE] at the end.
+
+    An error before the first event is an ordinary error answer; later ones are the stream's last event.
+    """
+
+    def __init__(
+        self, make: Callable[[], AsyncGenerator[dict[str, Any], None]], names: ParamNames, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(names, headers)
+        self._make_objects = make
+        self._has_started = False
+
+    async def _make(self, send: Send) -> None:
+        async with aclosing(self._make_objects()) as objects:
+            async for each in objects:
+                if not self._has_started:
+                    self._has_started = True
+                    await _start(send, 200, _EVENT_STREAM | dict(self._headers))
+                await send({"type": "http.response.body", "body": _event(each), "more_body": True})
+        await send({"type": "http.response.body", "body": _DONE})
+
+    async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
+        if not self._has_started:
+            return await super()._send_error(send, answer)
+        return await send({"type": "http.response.body", "body": b"data: " + answer.body + b"\n\n"})
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    # All characters beyond ASCII are escaped: some readers split lines at more of them than the format does.
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _json_headers(body: bytes) -> dict[str, str]:
+    return {"content-type": "application/json", "content-length": str(len(body))}
+
+
+async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,63 @@
+"""Completions and chat completions over the generator."""
+
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from starlette.responses import Response
+
+from gateway.events import Completed, Usage
+from gateway.generator import Generator
+from gateway.openai.calls import Call
+from gateway.openai.responses import StreamedResponse, WholeResponse
+from gateway.openai.running import events, results, running
+from gateway.openai.token_text import TokenTexts
+
+_HEADER_VALUE = re.compile(r"[!-~]+")
+
+
+class OpenAiService:
+    """Answers calls; what they have in common with gRPC is the generator's."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._token_texts: TokenTexts | None = None
+
+    def respond(self, call: Call) -> Response:
+        # An id that is refused may hold what no header can.
+        headers = {"x-request-id": call.head.id} if _HEADER_VALUE.fullmatch(call.head.id) else {}
+        names = partial(call.param_name, 0)
+        if call.body.stream:
+            return StreamedResponse(partial(self._stream, call), names, headers)
+        return WholeResponse(partial(self._whole, call), names, headers)
+
+    async def _whole(self, call: Call) -> dict[str, Any]:
+        requests = await call.requests(self._generator)
+        texts = await self._texts_for(call)
+        async with running(self._generator, requests, call.param_name) as live:
+            return call.shaper(self._generator, live, texts).whole(await results(live))
+
+    async def _stream(self, call: Call) -> AsyncGenerator[dict[str, Any], None]:
+        requests = await call.requests(self._generator)
+        texts = await self._texts_for(call)
+        usages: list[Usage] = []
+        async with running(self._generator, requests, call.param_name) as live, aclosing(events(live)) as all_events:
+            shaper = call.shaper(self._generator, live, texts)
+            async for position, event in all_events:
+                if isinstance(event, Completed):
+                    usages.append(event.usage)
+                else:
+                    yield shaper.chunk(position, event)
+            options = call.body.stream_options
+            if options is not None and options.include_usage:
+                yield shaper.usage_chunk(usages)
+
+    async def _texts_for(self, call: Call) -> TokenTexts | None:
+        """The tokens' texts, where the call needs them; made when they are needed for the first time."""
+        if not call.wants_token_texts:
+            return None
+        if self._token_texts is None:
+            self._token_texts = await TokenTexts.load(self._generator.model.tokenizer)
+        return self._token_texts

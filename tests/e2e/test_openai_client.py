@@ -1,0 +1,333 @@
+"""OpenAI's own Python client against all processes, and a benchmark client that speaks its protocol."""
+
+import asyncio
+import json
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI, OpenAI
+
+from quire.client import BeamSearch, ChatMessage, EarlyStopping, FinishReason, GenerationOptions
+from tests.support.scheduler_process import until
+from tests.support.serving import Served, serving
+
+MODEL = "quire-tiny"
+CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+STORY = "Once upon a time"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def served():
+    # float32: in bfloat16 equal logits are common, and which of them wins depends on the batch.
+    async with serving(num_gpu_blocks=256, dtype="float32") as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(served: Served):
+    async with AsyncOpenAI(base_url=f"{url_of(served)}/v1", api_key="unused", max_retries=0, timeout=60) as running:
+        yield running
+
+
+def url_of(served: Served) -> str:
+    return f"http://{served.server.http_address}"
+
+
+async def test_chat(client: AsyncOpenAI):
+    answer = await client.chat.completions.create(model=MODEL, messages=CAPITAL, user="someone")
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "The capital of France is Paris.")
+    assert choice.finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.id.startswith("chatcmpl-")
+    assert answer._request_id == answer.id
+
+
+async def test_chat_stream(client: AsyncOpenAI):
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=CAPITAL, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == "The capital of France is Paris."
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert not chunks[-1].choices
+    assert chunks[-1].usage.completion_tokens > 5
+
+
+async def test_the_stream_helper_puts_an_answer_together(client: AsyncOpenAI):
+    async with client.chat.completions.stream(model=MODEL, messages=CAPITAL, n=2, logprobs=True) as stream:
+        kinds = {event.type async for event in stream}
+        answer = await stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    assert [choice.message.content for choice in answer.choices] == ["The capital of France is Paris."] * 2
+    assert len(answer.choices[0].logprobs.content) > 5
+
+
+async def test_the_sync_client(served: Served):
+    def talk() -> tuple[str, str, str, list[str]]:
+        with OpenAI(base_url=f"{url_of(served)}/v1", api_key="unused", max_retries=0) as sync:
+            chat = sync.chat.completions.create(model=MODEL, messages=CAPITAL)
+            chunks = sync.chat.completions.create(model=MODEL, messages=CAPITAL, stream=True)
+            streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            completed = sync.completions.create(model=MODEL, prompt=STORY, max_tokens=8)
+            pieces = [each.choices[0].text for each in sync.completions.create(
+                model=MODEL, prompt=STORY, max_tokens=8, stream=True)]  # fmt: skip
+            assert [model.id for model in sync.models.list()] == [MODEL]
+            assert sync.models.retrieve(MODEL).id == MODEL
+        return chat.choices[0].message.content, streamed, completed.choices[0].text, pieces
+
+    chat, streamed, completed, pieces = await asyncio.to_thread(talk)
+    assert chat == streamed == "The capital of France is Paris."
+    assert completed == "".join(pieces)
+    assert len(pieces) > 4
+
+
+SAMPLED = GenerationOptions(max_tokens=30, temperature=1.0, seed=7, ignore_eos=True)
+STOP_TOKENS = list(range(300, 428))
+# What is asked, by the names of the OpenAI client and by those of Quire's own.
+SAME = [
+    ({}, SAMPLED),
+    ({"top_p": 0.8}, replace(SAMPLED, top_p=0.8)),
+    ({"n": 3}, replace(SAMPLED, n=3)),
+    ({"presence_penalty": 1.5}, replace(SAMPLED, presence_penalty=1.5)),
+    ({"frequency_penalty": 0.5}, replace(SAMPLED, frequency_penalty=0.5)),
+    ({"logit_bias": {"300": 5, "301": -100}}, replace(SAMPLED, logit_bias={300: 5.0, 301: -100.0})),
+    ({"stop": ["the", "a "]}, replace(SAMPLED, stop=["the", "a "])),
+    ({"extra_body": {"top_k": 3, "min_p": 0.1}}, replace(SAMPLED, top_k=3, min_p=0.1)),
+    ({"extra_body": {"repetition_penalty": 1.3}}, replace(SAMPLED, repetition_penalty=1.3)),
+    ({"extra_body": {"ignore_eos": False, "min_tokens": 9}}, replace(SAMPLED, ignore_eos=False, min_tokens=9)),
+    ({"extra_body": {"stop_token_ids": STOP_TOKENS}}, replace(SAMPLED, stop_token_ids=STOP_TOKENS)),
+    ({"extra_body": {"allowed_token_ids": [300, 400, 500]}}, replace(SAMPLED, allowed_token_ids=[300, 400, 500])),
+    ({"extra_body": {"bad_words": ["was", "the"]}}, replace(SAMPLED, bad_words=["was", "the"])),
+    ({"stop": "the", "extra_body": {"include_stop_str_in_output": True}},
+     replace(SAMPLED, stop=["the"], include_stop_string=True)),
+    ({"extra_body": {"skip_special_tokens": False, "ignore_eos": True, "logit_bias": {"2": 8}}},
+     replace(SAMPLED, include_special_tokens=True, logit_bias={2: 8.0})),
+    ({"n": 2, "extra_body": {"best_of": 4}}, replace(SAMPLED, n=2, best_of=4)),
+    ({"n": 3, "temperature": 0, "extra_body": {"use_beam_search": True, "length_penalty": 0.5, "ignore_eos": False}},
+     GenerationOptions(max_tokens=30, n=3, seed=7, beam_search=BeamSearch(3, length_penalty=0.5))),
+    ({"n": 2, "temperature": 0, "extra_body": {
+        "use_beam_search": True, "best_of": 4, "early_stopping": True, "ignore_eos": False}},
+     GenerationOptions(max_tokens=30, n=2, seed=7, beam_search=BeamSearch(4, early_stopping=EarlyStopping.TRUE))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "options"), SAME)
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_answers_are_those_of_grpc(served: Served, client: AsyncOpenAI, asked, options, streaming):
+    common = {"model": MODEL, "max_tokens": 30, "temperature": 1.0, "seed": 7} | asked
+    common["extra_body"] = {"ignore_eos": True} | common.get("extra_body", {})
+    expected = [
+        [(each.text, each.finish_reason) for each in answer.sequences]
+        for answer in (
+            await served.client.generate(STORY, options),
+            await served.client.chat([ChatMessage("user", CAPITAL[0]["content"])], options),
+        )
+    ]
+    completion = await client.completions.create(prompt=STORY, stream=streaming, **common)
+    chat = await client.chat.completions.create(messages=CAPITAL, stream=streaming, **common)
+    got = [await collected(completion), await collected(chat)]
+    reasons = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+    assert [[(text, reasons[reason]) for text, reason in each] for each in got] == expected
+
+
+async def collected(answer) -> list[tuple[str, str | None]]:
+    """Text and finish reason of each choice, of an answer or a stream of its chunks."""
+    chunks = [chunk async for chunk in answer] if hasattr(answer, "__aiter__") else [answer]
+    texts: dict[int, str] = {}
+    reasons: dict[int, str | None] = {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        message = getattr(choice, "message", None) or getattr(choice, "delta", None)
+        text = choice.text if message is None else message.content
+        texts[choice.index] = texts.get(choice.index, "") + (text or "")
+        reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    return [(texts[index], reasons[index]) for index in sorted(texts)]
+
+
+async def test_prompts_as_texts_and_tokens_give_the_same(served: Served, client: AsyncOpenAI):
+    prompts = [STORY, "A", "Question: What is the capital of France?\nAnswer:"]
+    token_ids = [list((await served.client.tokenize(prompt)).token_ids) for prompt in prompts]
+    texts = await client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=12)
+    tokens = await client.completions.create(model=MODEL, prompt=token_ids, n=2, max_tokens=12)
+    one = await client.completions.create(model=MODEL, prompt=token_ids[2], max_tokens=12)
+    assert [choice.index for choice in texts.choices] == list(range(6))
+    assert [choice.text for choice in tokens.choices] == [choice.text for choice in texts.choices]
+    assert one.choices[0].text == texts.choices[4].text == " The capital of France is Paris."
+
+
+async def test_a_completion_is_sixteen_tokens_long_unless_asked(client: AsyncOpenAI):
+    answer = await client.completions.create(model=MODEL, prompt=STORY, extra_body={"ignore_eos": True})
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
+
+
+async def test_log_probabilities_of_both_kinds_agree(client: AsyncOpenAI):
+    chat = await client.chat.completions.create(model=MODEL, messages=CAPITAL, logprobs=True, top_logprobs=3)
+    content = chat.choices[0].logprobs.content
+    spoken = b"".join(bytes(entry.bytes) for entry in content[:-1]).decode()
+    assert spoken == chat.choices[0].message.content
+    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in content)
+    completion = await client.completions.create(
+        model=MODEL, prompt="<|user|>What is the capital of France?<|end|><|assistant|>", logprobs=3, max_tokens=20
+    )
+    logprobs = completion.choices[0].logprobs
+    assert logprobs.tokens == [entry.token for entry in content]
+    assert logprobs.token_logprobs == pytest.approx([entry.logprob for entry in content], abs=1e-4)
+
+
+async def test_an_echo_scores_its_prompt_as_if_it_were_generated(client: AsyncOpenAI):
+    generated = await client.completions.create(model=MODEL, prompt=STORY, max_tokens=8, logprobs=1)
+    text = STORY + generated.choices[0].text
+    scored = await client.completions.create(model=MODEL, prompt=text, max_tokens=0, echo=True, logprobs=1)
+    (choice,) = scored.choices
+    assert choice.text == text
+    count = len(generated.choices[0].logprobs.tokens)
+    assert choice.logprobs.tokens[-count:] == generated.choices[0].logprobs.tokens
+    assert choice.logprobs.token_logprobs[-count:] == pytest.approx(
+        generated.choices[0].logprobs.token_logprobs, abs=1e-4
+    )
+    assert scored.usage.completion_tokens == 0
+
+
+async def test_cached_tokens_are_in_the_usage(client: AsyncOpenAI):
+    messages = [{"role": "user", "content": "The little dragon and the old man. " * 8}]
+    for _ in range(2):
+        answer = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)
+    assert answer.usage.prompt_tokens_details.cached_tokens > 16
+
+
+async def test_content_in_parts(client: AsyncOpenAI):
+    parts = [{"role": "user", "content": [{"type": "text", "text": CAPITAL[0]["content"]}]}]
+    answer = await client.chat.completions.create(model=MODEL, messages=parts)
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+
+
+async def test_errors_are_the_client_s_own_classes(client: AsyncOpenAI):
+    async def error_of(**fields) -> openai.APIStatusError:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(**({"model": MODEL, "messages": CAPITAL} | fields))
+        return caught.value
+
+    bad = await error_of(temperature=-1)
+    assert isinstance(bad, openai.BadRequestError)
+    assert (bad.param, bad.code, bad.type) == ("temperature", "invalid_argument", "invalid_request_error")
+    assert "temperature is -1" in bad.message
+    other = await error_of(model="gpt-9")
+    assert isinstance(other, openai.NotFoundError)
+    assert other.code == "model_not_found"
+    tools = await error_of(tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    assert isinstance(tools, openai.BadRequestError)
+    assert tools.param == "tools"
+    assert (await error_of(response_format={"type": "json_object"})).param == "response_format"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("gpt-9")
+    with pytest.raises(openai.NotFoundError):
+        await client.embeddings.create(model=MODEL, input="x")
+    with pytest.raises(openai.BadRequestError):
+        await client.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=-1, stream=True)
+
+
+async def test_a_full_queue_is_a_rate_limit():
+    async with (
+        serving(num_gpu_blocks=64, max_num_seqs=1, max_waiting_requests=1) as served,
+        AsyncOpenAI(base_url=f"{url_of(served)}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        long = {"model": MODEL, "prompt": STORY, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+        running = [asyncio.create_task(client.completions.create(**long)) for _ in range(4)]
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        errors = [each.exception() for each in done if each.exception()]
+        assert errors
+        for error in errors:
+            assert isinstance(error, openai.RateLimitError)
+            assert int(error.response.headers["retry-after"]) >= 1
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_a_client_that_leaves_frees_its_blocks(served: Served, client: AsyncOpenAI):
+    stream = await client.completions.create(
+        model=MODEL, prompt=[STORY, "A"], max_tokens=900, n=2, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+    assert (await served.state()).gpu_pool.used_blocks
+    await stream.close()
+
+    async def nothing_is_used() -> bool:
+        return not (await served.state()).gpu_pool.used_blocks
+
+    await until(nothing_is_used)
+
+
+def readme_blocks(language: str) -> list[str]:
+    """The code blocks of this language in the README's section about the API."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = readme.split("\n## OpenAI's API\n")[1].split("\n## ")[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, flags=re.DOTALL)
+
+
+async def test_the_readme_s_python_example_answers(served: Served):
+    (code,) = readme_blocks("python")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code.replace("http://127.0.0.1:8000", url_of(served)),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    out, _ = await asyncio.wait_for(process.communicate(), timeout=60)
+    assert out.decode() == "The capital of France is Paris."
+
+
+@pytest.mark.parametrize("line", [line for block in readme_blocks("sh") for line in block.splitlines()])
+async def test_the_readme_s_calls_with_curl_are_answered(served: Served, line: str):
+    program, url, *options = shlex.split(line.replace("http://127.0.0.1:8000", url_of(served)))
+    assert (program, options[0], options[2]) == ("curl", "-H", "-d")
+    headers = dict([options[1].split(": ", 1)])
+    async with httpx.AsyncClient(timeout=30) as http:
+        response = await http.post(url, headers=headers, content=options[3])
+    assert response.status_code == 200
+    assert "[DONE]" in response.text or "Paris" in response.text
+
+
+async def test_a_benchmark_s_requests_work_as_they_are(served: Served):
+    """What `vllm bench serve --backend openai` sends, and how it reads the answer."""
+    body = {
+        "model": MODEL, "prompt": STORY, "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 24,
+        "logprobs": None, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
+    }  # fmt: skip
+    texts, usage = [], None
+    async with (
+        httpx.AsyncClient(base_url=url_of(served), timeout=30) as http,
+        http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "bench-7"}) as response,
+    ):
+        assert response.status_code == 200
+        assert response.headers["x-request-id"] == "bench-7"
+        buffer = ""
+        async for piece in response.aiter_text():
+            buffer += piece
+            *messages, buffer = buffer.split("\n\n")
+            for message in messages:
+                data = message.removeprefix("data: ")
+                if data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if choices := chunk.get("choices"):
+                    texts.append(choices[0].get("text"))
+                elif chunk.get("usage"):
+                    usage = chunk["usage"]
+    assert not buffer
+    assert usage is not None
+    assert (usage["completion_tokens"], usage["prompt_tokens"]) == (24, 5)
+    assert len(texts) >= 10
+    (sequence,) = (
+        await served.client.generate(STORY, GenerationOptions(max_tokens=24, temperature=0.0, ignore_eos=True))
+    ).sequences
+    assert "".join(texts) == sequence.text

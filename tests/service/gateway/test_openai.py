@@ -1,0 +1,343 @@
+"""OpenAI's API in front of a fake scheduler: what reaches the scheduler, what comes back, and what is refused."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from quire.arrays import decode_int32
+from quire.common.v1 import common_pb2
+from quire.gateway.v1 import generation_pb2
+from quire.model_directory import resolve_model
+from tests.support.fake_scheduler import FakeScheduler, scripted
+from tests.support.gateway_process import running_gateway
+from tests.support.tokenizers import byte_level, write_model_directory
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
+SPEECH = TOKENIZER.encode(" there was a little dog.", add_special_tokens=False).ids
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+        yield http
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared():
+    """A client and its scheduler, for the many tests that leave nothing behind."""
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+        yield http, scheduler
+    await scheduler.stop()
+
+
+async def complete(client, **fields) -> dict:
+    response = await client.post(COMPLETIONS, json={"prompt": "hello"} | fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def error_of(client, path, **fields) -> tuple[int, dict]:
+    response = await client.post(path, json=({"messages": HELLO} if path == CHAT else {"prompt": "hello"}) | fields)
+    return response.status_code, response.json()["error"]
+
+
+async def test_the_scheduler_gets_what_it_gets_over_grpc(gateway, client, scheduler):
+    sampling = {
+        "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 5, "presence_penalty": 0.1,
+        "frequency_penalty": 0.2, "repetition_penalty": 1.1, "allowed_token_ids": [50, 60], "n": 1,
+    }  # fmt: skip
+    stopping = {"max_tokens": 7, "min_tokens": 2, "stop_token_ids": [9], "ignore_eos": True}
+    await client.post(
+        CHAT,
+        json={"messages": HELLO, "logit_bias": {"5": 1}, "bad_words": ["bad"], "stop": ["xyz"], "request_id": "a",
+              "logprobs": True, "top_logprobs": 2, "priority": -3, **sampling, **stopping},
+    )  # fmt: skip
+    request = generation_pb2.ChatRequest(
+        messages=[generation_pb2.ChatMessage(role="user", content="hello")],
+        sampling=common_pb2.SamplingParameters(logit_bias={5: 1}, bad_words=["bad"], **sampling),
+        stopping=common_pb2.StoppingParameters(stop=["xyz"], **stopping),
+        output=common_pb2.OutputOptions(logprobs=2),
+        request_id="a",
+        priority=3,
+    )
+    await gateway.generation.Chat(request)
+    over_http, over_grpc = scheduler.submits
+    over_grpc.handle = over_http.handle
+    assert over_http == over_grpc
+
+
+@pytest.mark.parametrize(("add_special_tokens", "first"), [(None, "<s>"), (True, "<s>"), (False, "he")])
+async def test_special_tokens_are_added_unless_they_are_not_wanted(client, scheduler, add_special_tokens, first):
+    answer = await complete(client, add_special_tokens=add_special_tokens, echo=True, max_tokens=1)
+    token_ids = decode_int32(scheduler.submits[0].prompt_token_ids, "prompt").tolist()
+    assert TOKENIZER.id_to_token(token_ids[0]) == first
+    assert answer["choices"][0]["text"].startswith("hello")
+
+
+async def test_the_end_of_a_text_says_why_it_ended(client, scheduler):
+    scheduler.rule = scripted([*SPEECH, 2])
+    cases = [
+        ({}, " there was a little dog.", "stop", None),
+        ({"max_tokens": 3}, None, "length", None),
+        ({"stop": "little"}, " there was a ", "stop", "little"),
+        ({"stop": ["x", "dog"], "include_stop_str_in_output": True}, " there was a little dog", "stop", "dog"),
+        ({"stop_token_ids": [SPEECH[2]]}, TOKENIZER.decode(SPEECH[:2]), "stop", SPEECH[2]),
+        ({"stop_token_ids": [2]}, " there was a little dog.", "stop", 2),
+    ]
+    for fields, text, finish_reason, stop_reason in cases:
+        (choice,) = (await complete(client, **({"max_tokens": 30} | fields)))["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == (finish_reason, stop_reason)
+        assert text is None or choice["text"] == text
+
+
+async def test_special_tokens_are_shown_where_they_are_wanted(client, scheduler):
+    scheduler.rule = scripted([264, TOKENIZER.token_to_id("<|user|>"), 264])
+    shown = await complete(client, max_tokens=3, skip_special_tokens=False, ignore_eos=True)
+    hidden = await complete(client, max_tokens=3, ignore_eos=True)
+    assert shown["choices"][0]["text"] == "he<|user|>he"
+    assert hidden["choices"][0]["text"] == "hehe"
+
+
+@pytest.mark.parametrize(
+    ("files", "code"),
+    [({}, "no_chat_template"), ({"chat_template__jinja": "{{ raise_exception('no') }}"}, "chat_template")],
+)
+async def test_a_conversation_that_the_model_cannot_take_is_refused(scheduler, tmp_path, files, code):
+    directory = write_model_directory(tmp_path / "model", byte_level(), **files)
+    async with (
+        running_gateway(scheduler, model=str(directory)) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
+        status, error = await error_of(http, CHAT)
+        assert (status, error["param"], error["code"]) == (400, "messages", code)
+
+
+async def test_log_probabilities_of_a_completion(client, scheduler):
+    scheduler.rule = scripted(SPEECH)
+    (choice,) = (await complete(client, max_tokens=4, logprobs=2))["choices"]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+    assert logprobs["token_logprobs"] == [-0.5] * 4
+    assert [len(top) for top in logprobs["top_logprobs"]] == [2] * 4
+    (bare,) = (await complete(client, max_tokens=4, logprobs=0))["choices"]
+    assert bare["logprobs"] == logprobs | {"top_logprobs": None}
+
+
+@pytest.mark.parametrize("prompt", ["hello there", TOKENIZER.encode("hello there").ids])
+async def test_an_echo_begins_with_the_prompt_and_its_log_probabilities(client, scheduler, prompt):
+    scheduler.rule = scripted(SPEECH)
+    (choice,) = (await complete(client, prompt=prompt, max_tokens=2, echo=True, logprobs=1))["choices"]
+    assert choice["text"] == "hello there" + TOKENIZER.decode(SPEECH[:2])
+    logprobs = choice["logprobs"]
+    prompt_tokens = len(TOKENIZER.encode("hello there").ids)
+    assert logprobs["token_logprobs"] == [None, *(float(-each) for each in range(1, prompt_tokens)), -0.5, -0.5]
+    assert "".join(logprobs["tokens"]) == "<s>" + choice["text"]
+    assert logprobs["text_offset"][0] == 0
+    assert logprobs["text_offset"][-2] == len("hello there")
+    assert logprobs["top_logprobs"][0] is None
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_an_echo_of_no_tokens_scores_the_prompt_alone(client, scheduler, streaming):
+    fields = {"prompt": "hello there", "max_tokens": 0, "echo": True, "logprobs": 1}
+    if streaming:
+        response = await client.post(COMPLETIONS, json=fields | {"stream": True})
+        chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+        (choice, end) = (chunk["choices"][0] for chunk in chunks)
+        assert (end["text"], end["finish_reason"]) == ("", "length")
+    else:
+        answer = await complete(client, **fields)
+        (choice,) = answer["choices"]
+        assert answer["usage"]["completion_tokens"] == 0
+    assert choice["text"] == "hello there"
+    assert len(choice["logprobs"]["tokens"]) == len(TOKENIZER.encode("hello there").ids)
+
+
+async def test_log_probabilities_of_the_prompt(client):
+    (choice,) = (await complete(client, prompt_logprobs=0, max_tokens=1))["choices"]
+    token_ids = TOKENIZER.encode("hello").ids
+    assert choice["prompt_logprobs"][0] is None
+    assert [list(each) for each in choice["prompt_logprobs"][1:]] == [[str(each)] for each in token_ids[1:]]
+    chat = (await client.post(CHAT, json={"messages": HELLO, "prompt_logprobs": 0, "max_tokens": 1})).json()
+    assert chat["prompt_logprobs"][0] is None
+    assert "logprobs" not in choice or choice["logprobs"] is None
+
+
+async def test_log_probabilities_of_a_chat(client, scheduler):
+    scheduler.rule = scripted(SPEECH)
+    body = {"messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    (choice,) = (await client.post(CHAT, json=body)).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == choice["message"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2, 2, 2]
+    (bare,) = (await client.post(CHAT, json=body | {"top_logprobs": None})).json()["choices"]
+    assert bare["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "param", "code"),
+    [
+        (CHAT, {"temperature": -1}, 400, "temperature", "invalid_argument"),
+        (CHAT, {"temperature": 1e999}, 400, "temperature", "invalid_argument"),
+        (CHAT, {"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "invalid_argument"),
+        (CHAT, {"max_completion_tokens": 5000}, 400, "max_completion_tokens", "invalid_argument"),
+        (CHAT, {"max_tokens": 0}, 400, "max_tokens", "invalid_argument"),
+        (CHAT, {"messages": []}, 400, "messages", "invalid_argument"),
+        (CHAT, {"messages": [{"role": "", "content": "x"}]}, 400, "messages[0].role", "invalid_argument"),
+        (CHAT, {"model": "other"}, 404, "model", "model_not_found"),
+        (CHAT, {"tools": [{"type": "function"}]}, 400, "tools", "invalid_argument"),
+        (COMPLETIONS, {"prompt": ""}, 400, "prompt", "invalid_argument"),
+        (COMPLETIONS, {"prompt": []}, 400, "prompt", "invalid_argument"),
+        (COMPLETIONS, {"prompt": None}, 400, "prompt", "invalid_argument"),
+        (COMPLETIONS, {"prompt": [5, 9999]}, 400, "prompt[1]", "invalid_argument"),
+        (COMPLETIONS, {"prompt": [5, -1]}, 400, "prompt[1]", "invalid_argument"),
+        (COMPLETIONS, {"prompt": [5, 2**70]}, 400, "prompt[1]", "invalid_argument"),
+        (COMPLETIONS, {"prompt": [[5], [6, 9999]]}, 400, "prompt[1][1]", "invalid_argument"),
+        (COMPLETIONS, {"prompt": ["a", ""]}, 400, "prompt[1]", "invalid_argument"),
+        (COMPLETIONS, {"prompt": ["a", ""], "add_special_tokens": False}, 400, "prompt[1]", "invalid_argument"),
+        (COMPLETIONS, {"prompt": "x" * 20_000}, 400, "prompt", "invalid_argument"),
+        (COMPLETIONS, {"prompt": "x" * 20_000, "add_special_tokens": False}, 400, "prompt", "invalid_argument"),
+        (COMPLETIONS, {"max_tokens": 0}, 400, "max_tokens", "invalid_argument"),
+        (COMPLETIONS, {"n": 129}, 400, "n", "invalid_argument"),
+        (COMPLETIONS, {"n": 4, "best_of": 2}, 400, "best_of", "invalid_argument"),
+        (COMPLETIONS, {"n": 129, "use_beam_search": True}, 400, "n", "invalid_argument"),
+        (COMPLETIONS, {"use_beam_search": True, "n": 2, "stop": ["a"]}, 400, "stop", "invalid_argument"),
+        (COMPLETIONS, {"seed": -1}, 400, "seed", "invalid_argument"),
+        (COMPLETIONS, {"logit_bias": {"5": 101}}, 400, "logit_bias[5]", "invalid_argument"),
+        (COMPLETIONS, {"logit_bias": {"9999": 1}}, 400, "logit_bias[9999]", "invalid_argument"),
+        (COMPLETIONS, {"logprobs": 21, "echo": True}, 400, "logprobs", "invalid_argument"),
+        (COMPLETIONS, {"stop": ""}, 400, "stop[0]", "invalid_argument"),
+        (COMPLETIONS, {"request_id": "a b"}, 400, "request_id", "invalid_argument"),
+        (COMPLETIONS, {"request_id": "a\r\nx: y"}, 400, "request_id", "invalid_argument"),
+        (COMPLETIONS, {"request_id": "ä😀"}, 400, "request_id", "invalid_argument"),
+        (COMPLETIONS, {"suffix": "x"}, 400, "suffix", "invalid_argument"),
+        (COMPLETIONS, {"priority": 101}, 400, "priority", "invalid_argument"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_what_is_wrong_is_named_and_nothing_runs_for_it(shared, path, fields, status, param, code, streaming):
+    client, scheduler = shared
+    good = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    response = await client.post(
+        path,
+        content=json.dumps(good | fields | {"stream": streaming}),
+        headers={"content-type": "application/json"},
+    )
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code)
+    assert error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+    await scheduler.until(lambda: not scheduler.live)
+    assert (await complete(client))["choices"][0]["text"]
+
+
+async def test_several_limits_are_told_in_one_message(client):
+    status, error = await error_of(client, COMPLETIONS, temperature=-1, top_p=7)
+    assert status == 400
+    assert error["message"] == "temperature is -1; it must be in [0, 100]; top_p is 7; it must be in (0, 1]"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "content", "status", "code"),
+    [
+        ("GET", "/v1/nothing", {}, b"", 404, "path_not_found"),
+        ("GET", CHAT, {}, b"", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", {}, b"", 405, "method_not_allowed"),
+        ("GET", "/v1/models/other", {}, b"", 404, "model_not_found"),
+        ("POST", CHAT, {"content-type": "application/json"}, b"{", 400, "malformed_message"),
+        ("POST", CHAT, {"content-type": "application/json"}, b"", 400, "malformed_message"),
+        ("POST", CHAT, {}, b"[]", 400, "malformed_message"),
+        ("POST", CHAT, {"content-type": "text/plain"}, b"{}", 415, "unsupported_media_type"),
+        ("POST", CHAT, {"content-encoding": "gzip"}, b"{}", 415, "unsupported_media_type"),
+        ("POST", CHAT, {}, b" " * 5_000_000, 413, "body_too_large"),
+        ("POST", "/tokenize", {}, b"{}", 400, "invalid_argument"),
+        ("POST", "/tokenize", {}, b'{"prompt": "a", "messages": []}', 400, "invalid_argument"),
+        ("POST", "/tokenize", {}, b'{"prompt": 7}', 400, "invalid_argument"),
+        ("POST", "/detokenize", {}, b'{"tokens": [9999]}', 400, "invalid_argument"),
+        ("POST", "/detokenize", {}, b'{"tokens": [1], "model": "other"}', 404, "model_not_found"),
+    ],
+)
+async def test_every_error_has_openai_s_shape(shared, method, path, headers, content, status, code):
+    client, _ = shared
+    response = await client.request(method, path, headers=headers | {"x-request-id": "trace-1"}, content=content)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"] == "trace-1"
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_body_that_comes_in_pieces_has_the_same_limit(client):
+    async def pieces():
+        for _ in range(5):
+            yield b" " * 1_000_000
+
+    response = await client.post(CHAT, content=pieces())
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_a_body_of_the_largest_size_is_read(scheduler):
+    body = json.dumps({"prompt": "hello"}).encode()
+    async with (
+        running_gateway(scheduler, max_message_bytes=2000) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
+        for size, status in ((2000, 200), (2001, 413)):
+            assert (await http.post(COMPLETIONS, content=body.ljust(size))).status_code == status
+
+
+async def test_a_body_that_the_client_waits_to_send_is_refused_at_once(gateway):
+    reader, writer = await asyncio.open_connection(*gateway.gateway.http_address.split(":"))
+    writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 5000000\r\nExpect: 100-continue\r\n\r\n".encode())
+    async with asyncio.timeout(5):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+    writer.close()
+
+
+async def test_a_request_id_of_the_client_comes_back(client):
+    for path in (CHAT, "/health", "/v1/models", "/nothing"):
+        body = {"messages": HELLO, "max_tokens": 1} if path == CHAT else None
+        response = await client.request("POST" if body else "GET", path, json=body, headers={"X-Request-Id": "mine 7"})
+        assert response.headers.get_list("x-request-id") == ["mine 7"]
+
+
+async def test_models(client):
+    (listed,) = (await client.get("/v1/models")).json()["data"]
+    assert listed == (await client.get("/v1/models/quire-tiny")).json()
+    assert (listed["object"], listed["owned_by"], listed["max_model_len"]) == ("model", "quire", 1024)
+
+
+async def test_a_model_s_name_may_have_slashes(scheduler):
+    async with (
+        running_gateway(scheduler, served_model_name="org/model") as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
+        assert (await http.get("/v1/models/org/model")).json()["id"] == "org/model"
+        assert (await http.post(COMPLETIONS, json={"prompt": "a", "model": "org/model"})).status_code == 200
+
+
+async def test_tokenize_and_detokenize(client):
+    answer = (await client.post("/tokenize", json={"prompt": "hello", "return_token_strs": True})).json()
+    token_ids = TOKENIZER.encode("hello").ids
+    assert answer == {
+        "count": len(token_ids),
+        "max_model_len": 1024,
+        "tokens": token_ids,
+        "token_strs": TOKENIZER.encode("hello").tokens,
+    }
+    bare = (await client.post("/tokenize", json={"prompt": "hello", "add_special_tokens": False})).json()
+    assert (bare["tokens"], bare["token_strs"]) == (token_ids[1:], None)
+    chat = (await client.post("/tokenize", json={"messages": HELLO})).json()
+    assert (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json() == {
+        "prompt": "<s><|user|>hello<|end|><|assistant|>"
+    }

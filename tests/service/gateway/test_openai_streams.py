@@ -1,0 +1,255 @@
+"""OpenAI's API in front of a fake scheduler: streams, and clients that leave or read slowly."""
+
+import asyncio
+import json
+import socket
+
+import httpx
+import pytest
+import pytest_asyncio
+from google.rpc import code_pb2
+
+from quire.gateway.v1 import generation_pb2
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.fake_scheduler import FakeScheduler, Hypothesis
+from tests.support.gateway_process import running_gateway
+from tests.support.sse import read_stream
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+USAGE = {"stream_options": {"include_usage": True}}
+# A body for each path.
+BODIES = {CHAT: {"messages": HELLO, "max_tokens": 6}, COMPLETIONS: {"prompt": "hello", "max_tokens": 6}}
+PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+        yield http
+
+
+def text_of(path: str, chunks: list, index: int = 0) -> str:
+    """The text of one choice."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") if path == CHAT else choice["text"] for choice in choices)
+
+
+@PATHS
+async def test_a_stream_says_what_the_whole_answer_says(client, path):
+    whole = (await client.post(path, json=BODIES[path])).json()
+    chunks, is_done = await read_stream(client, path, BODIES[path] | USAGE)
+    (choice,) = whole["choices"]
+    assert is_done
+    assert text_of(path, chunks) == (choice["message"]["content"] if path == CHAT else choice["text"])
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert whole["usage"]["completion_tokens"] == 6
+    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] + 6
+
+
+async def test_the_first_chunk_of_a_chat_has_the_role_and_no_other_has(client):
+    chunks, _ = await read_stream(client, CHAT, BODIES[CHAT])
+    roles = [chunk["choices"][0]["delta"].get("role") for chunk in chunks]
+    assert roles == ["assistant"] + [None] * (len(chunks) - 1)
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_ids_and_objects_are_those_of_openai(client):
+    for path, prefix, kind, chunk_kind in (
+        (CHAT, "chatcmpl-", "chat.completion", "chat.completion.chunk"),
+        (COMPLETIONS, "cmpl-", "text_completion", "text_completion"),
+    ):
+        response = await client.post(path, json=BODIES[path])
+        whole = response.json()
+        chunks, _ = await read_stream(client, path, BODIES[path])
+        assert whole["id"].startswith(prefix)
+        assert response.headers["x-request-id"] == whole["id"]
+        assert (whole["object"], chunks[0]["object"]) == (kind, chunk_kind)
+        assert whole["model"] == "quire-tiny"
+        assert whole["system_fingerprint"].startswith("quire-")
+
+
+async def test_prompts_of_one_completion_keep_their_order(client, scheduler):
+    prompts = ["hello", "good bye", "the little dragon"]
+    alone = [
+        (await client.post(COMPLETIONS, json={"prompt": prompt})).json()["choices"][0]["text"] for prompt in prompts
+    ]
+    whole = (await client.post(COMPLETIONS, json={"prompt": prompts})).json()
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == list(enumerate(alone))
+    chunks, is_done = await read_stream(client, COMPLETIONS, {"prompt": prompts} | USAGE)
+    assert is_done
+    assert [text_of(COMPLETIONS, chunks, index) for index in range(3)] == alone
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert whole["usage"]["completion_tokens"] == 48
+
+
+async def test_choices_of_several_prompts_count_on(client, scheduler):
+    body = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "max_tokens": 1}
+    answer = asyncio.create_task(client.post(COMPLETIONS, json=body))
+    await scheduler.until(lambda: len(scheduler.submits) == 2)
+    scheduler.lose_worker()
+    for handle in list(scheduler.live):
+        scheduler.deliver(handle, [Hypothesis([264 + 10 * index], -1.0) for index in range(2)])
+    choices = (await answer).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert choices[0]["text"] == choices[2]["text"] != choices[1]["text"] == choices[3]["text"]
+
+
+@PATHS
+async def test_a_failure_before_the_first_token_has_its_own_status(client, scheduler, path):
+    for body in (BODIES[path], BODIES[path] | {"stream": True}):
+        scheduler.refusal.append(
+            scheduler_pb2.RequestFailure(
+                code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="the queue is full", retry_after_ms=1500
+            )
+        )
+        response = await client.post(path, json=body)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+        error = {"message": "the queue is full", "type": "rate_limit_error", "param": None, "code": "queue_full"}
+        assert response.json() == {"error": error}
+
+
+@pytest.mark.parametrize("prompt", ["hello", ["hello", "other"]])
+async def test_a_failure_in_the_middle_is_the_last_event_of_the_stream(client, scheduler, prompt):
+    scheduler.step_delay_s = 0.01
+    body = {"prompt": prompt, "max_tokens": 500}
+    reading = asyncio.create_task(read_stream(client, COMPLETIONS, body))
+    await scheduler.until(lambda: any(live.num_emitted > 3 for live in scheduler.live.values()))
+    scheduler.fail(max(scheduler.live), code=code_pb2.INTERNAL, reason="NUMERICS", message="logits are not finite")
+    chunks, is_done = await reading
+    assert not is_done
+    assert chunks[-1] == {
+        "error": {"message": "logits are not finite", "type": "server_error", "param": None, "code": "numerics"}
+    }
+    assert all("choices" in chunk for chunk in chunks[:-1])
+    if isinstance(prompt, list):
+        await scheduler.until(lambda: scheduler.aborted)
+        assert not scheduler.live
+
+
+@pytest.mark.parametrize("body", [BODIES[COMPLETIONS], {"prompt": ["hello", "other"]}])
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_client_that_leaves_ends_its_requests(gateway, scheduler, body, streaming):
+    scheduler.step_delay_s = 0.01
+    num_requests = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
+    async with httpx.AsyncClient(base_url=gateway.http_url) as http:
+        sent = body | {"stream": streaming, "max_tokens": 800}
+        call = asyncio.create_task(http.post(COMPLETIONS, json=sent))
+        await scheduler.until(lambda: len(scheduler.live) == num_requests)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    await scheduler.until(lambda: len(scheduler.aborted) == num_requests)
+    assert not scheduler.live
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_client_that_leaves_before_the_first_token_ends_its_request(gateway, scheduler, streaming):
+    scheduler.emits.clear()
+    reader, writer = await asyncio.open_connection(*gateway.gateway.http_address.split(":"))
+    body = json.dumps(BODIES[CHAT] | {"stream": streaming}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await scheduler.until(lambda: scheduler.live)
+    writer.close()
+    await scheduler.until(lambda: scheduler.aborted)
+    assert not await reader.read()
+
+
+async def test_a_slow_reader_gets_everything_once_in_larger_chunks():
+    scheduler = FakeScheduler(max_model_len=8192, step_delay_s=0, tokens_per_step=4)
+    await scheduler.start()
+    async with running_gateway(scheduler) as gateway:
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        host, port = gateway.gateway.http_address.split(":")
+        await asyncio.get_running_loop().sock_connect(slow, (host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=slow)
+        body = json.dumps(
+            {"messages": HELLO, "max_tokens": 6000, "stream": True, "logprobs": True, "top_logprobs": 20}
+        ).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await scheduler.until(lambda: scheduler.live)
+        await asyncio.wait_for(scheduler.until(lambda: not scheduler.live), 20)
+        # Others are served meanwhile.
+        async with httpx.AsyncClient(base_url=gateway.http_url) as http:
+            assert (await http.post(CHAT, json=BODIES[CHAT])).status_code == 200
+        async with asyncio.timeout(30):
+            data = await reader.read()
+        writer.close()
+    await scheduler.stop()
+    lines = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: {")]
+    sizes = [
+        len(choice["logprobs"]["content"])
+        for choice in (json.loads(line)["choices"][0] for line in lines)
+        if choice["logprobs"]
+    ]
+    assert sum(sizes) == 6000
+    assert 10 < max(sizes) <= 256
+    assert b"data: [DONE]" in data
+    assert not scheduler.aborted
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_request_can_be_cancelled_by_the_id_of_its_answer(gateway, client, scheduler, streaming):
+    scheduler.step_delay_s = 0.01
+    body = BODIES[COMPLETIONS] | {"max_tokens": 900, "request_id": "mine", "stream": streaming}
+    answering = asyncio.create_task(client.post(COMPLETIONS, json=body))
+    await scheduler.until(lambda: any(live.num_emitted > 3 for live in scheduler.live.values()))
+    await gateway.generation.Cancel(generation_pb2.CancelRequest(request_id="mine"))
+    response = await answering
+    assert response.status_code == (200 if streaming else 499)
+    assert "cancelled_by_id" in response.text
+    assert "[DONE]" not in response.text
+
+
+async def test_an_id_that_is_in_use_is_a_conflict(client, scheduler):
+    scheduler.emits.clear()
+    body = BODIES[COMPLETIONS] | {"request_id": "mine"}
+    first = asyncio.create_task(client.post(COMPLETIONS, json=body))
+    await scheduler.until(lambda: scheduler.live)
+    second = await client.post(COMPLETIONS, json=body)
+    assert (second.status_code, second.json()["error"]["param"]) == (409, "request_id")
+    scheduler.emits.set()
+    assert (await first).json()["id"] == "cmpl-mine"
+
+
+async def test_a_gateway_that_drains_finishes_streams_and_refuses_new_requests(scheduler):
+    scheduler.emits.clear()
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+        live = asyncio.create_task(read_stream(http, CHAT, BODIES[CHAT] | {"max_tokens": 30} | USAGE))
+        await scheduler.until(lambda: scheduler.live)
+        stopping = asyncio.create_task(gateway.gateway.stop(10))
+        await asyncio.sleep(0)
+        refused = await http.post(CHAT, json=BODIES[CHAT])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        scheduler.emits.set()
+        chunks, is_done = await live
+        assert is_done
+        assert chunks[-1]["usage"]["completion_tokens"] == 30
+        await stopping
+
+
+async def test_without_a_scheduler_a_request_is_unavailable():
+    scheduler = FakeScheduler(refuses_connections=True)
+    await scheduler.start()
+    async with (
+        running_gateway(scheduler, first_connect_timeout=0.05) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
+        response = await http.post(CHAT, json=BODIES[CHAT])
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_scheduler")
+        models = (await http.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["max_model_len"]) for model in models] == [("quire-tiny", None)]
+    await scheduler.stop()
+
+
+async def test_a_timeout_of_the_scheduler_is_a_gateway_timeout(client, scheduler):
+    scheduler.refusal.append(
+        scheduler_pb2.RequestFailure(code=code_pb2.DEADLINE_EXCEEDED, reason="LATE", message="late")
+    )
+    assert (await client.post(CHAT, json=BODIES[CHAT])).status_code == 504

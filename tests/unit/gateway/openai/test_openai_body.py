@@ -1,0 +1,195 @@
+"""What comes in a body: JSON, types, and fields that are not done here."""
+
+import json
+
+import pytest
+
+from gateway.openai.body import parse_body
+from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from quire.rpc.errors import InvalidArgument
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def refusal(kind, data: bytes | dict) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_body(kind, data if isinstance(data, bytes) else json.dumps(data).encode())
+    return caught.value
+
+
+def completion(**fields) -> CompletionBody:
+    return parse_body(CompletionBody, json.dumps({"prompt": "hello"} | fields).encode())
+
+
+def chat(**fields) -> ChatBody:
+    return parse_body(ChatBody, json.dumps({"messages": HELLO} | fields).encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b'{"prompt": "a"} b',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b"\xef\xbb\xbf{}",
+    ],
+)
+def test_what_is_not_json_is_refused(data):
+    error = refusal(CompletionBody, data)
+    assert error.reason == "MALFORMED_MESSAGE"
+    assert error.message.startswith("the body is not valid JSON: ")
+
+
+@pytest.mark.parametrize("data", [b"[]", b"null", b"7", b'"text"'])
+def test_what_is_not_an_object_is_refused(data):
+    assert refusal(CompletionBody, data).message == "the body must be a JSON object"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "path", "expected"),
+    [
+        ("prompt", 7, "prompt", "must be a string, a list"),
+        ("prompt", [1, "a"], "prompt", "must be a string, a list"),
+        ("prompt", [[1], "a"], "prompt", "must be a string, a list"),
+        ("prompt", [1.5], "prompt", "must be a string, a list"),
+        ("prompt", [True], "prompt", "must be a string, a list"),
+        ("max_tokens", "7", "max_tokens", "must be an integer"),
+        ("max_tokens", 7.5, "max_tokens", "must be an integer"),
+        ("max_tokens", True, "max_tokens", "must be an integer"),
+        ("temperature", "hot", "temperature", "must be a number"),
+        ("temperature", float("nan"), "temperature", "must be a finite number"),
+        ("temperature", float("inf"), "temperature", "must be a finite number"),
+        ("logprobs", True, "logprobs", "must be an integer"),
+        ("stop", 7, "stop", "must be a string or a list of strings"),
+        ("stop", ["a", 7], "stop", "must be a string or a list of strings"),
+        ("stream", "yes", "stream", "must be true or false"),
+        ("stream_options", [], "stream_options", "must be an object"),
+        ("stream_options", {"include_usage": 1}, "stream_options.include_usage", "must be true or false"),
+        ("logit_bias", {"a": 1}, "logit_bias[a]", "must be a token id"),
+        ("logit_bias", {"5": "much"}, "logit_bias[5]", "must be a number"),
+        ("logit_bias", [5], "logit_bias", "must be an object"),
+        ("stop_token_ids", 5, "stop_token_ids", "must be a list"),
+        ("early_stopping", "soon", "early_stopping", 'must be true, false or "never"'),
+        ("model", 5, "model", "must be a string"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named(field, value, path, expected):
+    error = refusal(CompletionBody, {"prompt": "hello", field: value})
+    assert error.violations[0].field == path
+    assert expected in error.message
+
+
+@pytest.mark.parametrize(
+    ("messages", "path"),
+    [
+        (None, "messages"),
+        ("hello", "messages"),
+        ([7], "messages[0]"),
+        ([{"content": "hello"}], "messages[0].role"),
+        ([{"role": "user", "content": 7}], "messages[0].content"),
+        ([{"role": "user", "content": ["hello"]}], "messages[0].content"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([*HELLO, {"role": "user", "content": "x", "name": "Ann"}], "messages[1].name"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+    ],
+)
+def test_a_message_that_is_no_text_is_refused(messages, path):
+    assert refusal(ChatBody, {"messages": messages}).violations[0].field == path
+
+
+def test_messages_are_required():
+    assert refusal(ChatBody, b"{}").message == "messages is missing"
+    assert refusal(DetokenizeBody, b"{}").message == "tokens is missing"
+
+
+def test_null_is_as_good_as_absent():
+    fields = {name: None for name in CompletionBody.model_fields if name != "prompt"}
+    assert completion(**fields, suffix=None, tools=None, anything=None).n is None
+
+
+@pytest.mark.parametrize("field", ["temprature", "max_new_tokens", "best-of", "x" * 5000])
+def test_an_unknown_field_is_refused_by_name(field):
+    error = refusal(CompletionBody, {"prompt": "a", field: 1})
+    assert error.violations[0].field == field[:80]
+    assert "is not a field of this request" in error.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("response_format", {"type": "json_object"}),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "alloy"}),
+        ("reasoning_effort", "low"),
+        ("prediction", {"type": "content"}),
+        ("cache_salt", "abc"),
+        ("chat_template", "{{ messages }}"),
+        ("structured_outputs", {"regex": "a"}),
+        ("spaces_between_special_tokens", False),
+        ("spaces_between_special_tokens", 1),
+        ("echo", True),
+    ],
+)
+def test_what_is_not_done_here_is_refused_and_never_ignored(field, value):
+    error = refusal(ChatBody, {"messages": HELLO, field: value})
+    assert [violation.field for violation in error.violations] == [field]
+    assert error.message == f"{field} is not supported by this version"
+
+
+def test_a_suffix_is_refused():
+    assert refusal(CompletionBody, {"prompt": "a", "suffix": "b"}).violations[0].field == "suffix"
+
+
+def test_values_that_change_nothing_are_fine():
+    chat(
+        user="u",
+        store=True,
+        metadata={"a": "b"},
+        service_tier="auto",
+        parallel_tool_calls=True,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        continue_final_message=False,
+        spaces_between_special_tokens=True,
+        top_logprobs=0,
+        length_penalty=1.0,
+        early_stopping=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"early_stopping": "never"}, "early_stopping"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields, param):
+    assert refusal(ChatBody, {"messages": HELLO} | fields).violations[0].field == param
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    error = refusal(ChatBody, {"messages": HELLO, "tools": [{}], "what": 1})
+    assert [violation.field for violation in error.violations] == ["tools", "what"]
+
+
+def test_tokenize_takes_messages_of_text_alone():
+    assert refusal(TokenizeBody, {"messages": [{"role": "user"}]}).violations[0].field == "messages[0].content"

@@ -1,0 +1,75 @@
+"""Errors in OpenAI's shape."""
+
+import json
+import logging
+
+import pytest
+
+from gateway.openai.errors import error_answer
+from gateway.violations import summary
+from quire.rpc import errors
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, ResourceExhausted
+
+
+def short(field: str) -> str:
+    return field.removeprefix("sampling.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "type_"),
+    [
+        (errors.InvalidArgument, 400, "invalid_request_error"),
+        (errors.Unimplemented, 400, "invalid_request_error"),
+        (errors.FailedPrecondition, 400, "invalid_request_error"),
+        (errors.Unauthenticated, 401, "authentication_error"),
+        (errors.PermissionDenied, 403, "permission_error"),
+        (errors.NotFound, 404, "invalid_request_error"),
+        (errors.AlreadyExists, 409, "invalid_request_error"),
+        (errors.ResourceExhausted, 429, "rate_limit_error"),
+        (errors.Cancelled, 499, "invalid_request_error"),
+        (errors.Internal, 500, "server_error"),
+        (errors.Unavailable, 503, "server_error"),
+        (errors.DeadlineExceeded, 504, "server_error"),
+    ],
+)
+def test_every_error_has_its_status(kind, status, type_):
+    answer = error_answer(kind("what happened"), short)
+    assert answer.status == status
+    body = {"message": "what happened", "type": type_, "param": None, "code": kind.default_reason.lower()}
+    assert json.loads(answer.body) == {"error": body}
+
+
+def test_every_error_of_the_hierarchy_is_known():
+    for kind in errors.QuireError.__subclasses__():
+        assert error_answer(kind("x"), short).status != 500 or kind is errors.Internal
+
+
+def test_fields_are_named_as_the_caller_knows_them():
+    violations = [FieldViolation("sampling.top_p", "is 7"), FieldViolation("sampling.n", "is 0")]
+    answer = error_answer(InvalidArgument(summary(violations), violations=violations), short)
+    assert (answer.param, answer.message) == ("top_p", "top_p is 7; n is 0")
+
+
+def test_a_message_of_its_own_is_kept():
+    error = InvalidArgument("the template refuses", violations=[FieldViolation("messages", "is odd")])
+    assert error_answer(error, short).message == "the template refuses"
+
+
+def test_a_model_that_is_not_served_is_not_found():
+    for kind in (InvalidArgument, NotFound):
+        answer = error_answer(kind("model is other", reason="MODEL_NOT_FOUND"), short)
+        assert (answer.status, answer.code) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(("retry_after_ms", "seconds"), [(1, "1"), (1000, "1"), (1001, "2"), (0, "1")])
+def test_the_time_to_come_back_is_in_whole_seconds(retry_after_ms, seconds):
+    answer = error_answer(ResourceExhausted("full", retry_after_ms=retry_after_ms), short)
+    assert answer.headers == {"retry-after": seconds}
+
+
+def test_of_an_unexpected_error_nothing_goes_out(caplog):
+    with caplog.at_level(logging.ERROR):
+        answer = error_answer(KeyError("secret"), short)
+    assert answer.status == 500
+    assert b"secret" not in answer.body
+    assert "secret" in caplog.text

@@ -1,0 +1,90 @@
+"""Log probabilities in the shapes of the API."""
+
+import json
+import math
+
+import pytest
+
+from gateway.events import Logprob, PositionLogprobs
+from gateway.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from gateway.openai.token_text import TokenTexts
+from tests.support.tokenizers import byte_level, byte_level_bytes, wrapped
+
+CAT = byte_level().encode(" cat", add_special_tokens=False).ids
+SMILE = [byte_level_bytes()[byte] for byte in "😀".encode()]
+
+
+def entry(token_id: int, logprob: float = -0.5, *top: tuple[int, float]) -> PositionLogprobs:
+    ranked = tuple(Logprob(each, value, rank) for rank, (each, value) in enumerate(top, start=1))
+    return PositionLogprobs(Logprob(token_id, logprob, 9), ranked)
+
+
+@pytest.fixture
+async def texts() -> TokenTexts:
+    return await TokenTexts.load(wrapped(byte_level()))
+
+
+def completion(texts, num_top=1, **fields) -> CompletionLogprobs:
+    return CompletionLogprobs(texts, wrapped(byte_level()).detokenizer(include_special_tokens=False), num_top, **fields)
+
+
+def test_offsets_count_characters_and_go_on_from_chunk_to_chunk(texts):
+    shaper = completion(texts, text_offset=10)
+    token_ids = [*SMILE, *CAT]
+    whole = completion(texts, text_offset=10).shape(token_ids, [entry(each) for each in token_ids])
+    assert whole["text_offset"][: len(SMILE) + 1] == [10, 10, 10, 10, 11]
+    pieces = [shaper.shape([each], [entry(each)]) for each in token_ids]
+    assert [piece["text_offset"][0] for piece in pieces] == whole["text_offset"]
+
+
+def test_special_tokens_take_no_room_in_the_text(texts):
+    eos = byte_level().token_to_id("</s>")
+    shaped = completion(texts).shape([eos, *CAT], [entry(eos), *map(entry, CAT)])
+    assert shaped["text_offset"][:2] == [0, 0]
+    assert shaped["tokens"][0] == "</s>"
+
+
+def test_the_chosen_token_is_among_the_top_ones_even_where_it_ranks_below(texts):
+    (a, b, c) = (byte_level_bytes()[byte] for byte in b"abc")
+    shaped = completion(texts, 2).shape([c], [entry(c, -7.0, (a, -1.0), (b, -2.0))])
+    assert shaped["top_logprobs"] == [{"a": -1.0, "b": -2.0, "c": -7.0}]
+    assert shaped["token_logprobs"] == [-7.0]
+
+
+def test_more_top_tokens_than_wanted_are_cut(texts):
+    (a, b, c) = (byte_level_bytes()[byte] for byte in b"abc")
+    shaped = completion(texts, 1).shape([a], [entry(a, -1.0, (a, -1.0), (b, -2.0), (c, -3.0))])
+    assert shaped["top_logprobs"] == [{"a": -1.0}]
+    assert completion(texts, 0).shape([a], [entry(a)])["top_logprobs"] is None
+
+
+def test_a_token_without_log_probability_has_null(texts):
+    shaped = completion(texts).shape(CAT[:1], [None])
+    assert (shaped["token_logprobs"], shaped["top_logprobs"]) == ([None], [None])
+
+
+def test_what_is_excluded_has_a_number_that_json_can_write(texts):
+    position = entry(CAT[0], -math.inf, (CAT[0], -math.inf))
+    for shaped in (
+        completion(texts).shape(CAT[:1], [position]),
+        chat_logprobs(texts, [position]),
+        prompt_logprobs(texts, [position], 1),
+    ):
+        assert "-9999.0" in json.dumps(shaped, allow_nan=False)
+
+
+def test_chat_entries_have_the_token_s_bytes(texts):
+    (shaped,) = chat_logprobs(texts, [entry(SMILE[0], -0.5, (SMILE[0], -0.5), (CAT[0], -3.0))])["content"]
+    assert (shaped["token"], shaped["bytes"], shaped["logprob"]) == ("\N{REPLACEMENT CHARACTER}", [0xF0], -0.5)
+    assert [top["bytes"] for top in shaped["top_logprobs"]] == [[0xF0], list(texts.bytes_of(CAT[0]))]
+
+
+def test_prompt_entries_are_by_token_id_and_the_first_has_none(texts):
+    shaped = prompt_logprobs(texts, [entry(CAT[0], -4.0, (SMILE[0], -1.0))], 1)
+    assert shaped == [
+        None,
+        {
+            str(CAT[0]): {"logprob": -4.0, "rank": 9, "decoded_token": texts.text_of(CAT[0])},
+            str(SMILE[0]): {"logprob": -1.0, "rank": 1, "decoded_token": "\N{REPLACEMENT CHARACTER}"},
+        },
+    ]

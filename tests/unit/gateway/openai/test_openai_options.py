@@ -1,0 +1,157 @@
+"""Bodies to options, and the validator's field names back."""
+
+import json
+
+import pytest
+
+from gateway.openai.body import parse_body
+from gateway.openai.calls import MAX_PROMPTS, CompletionCall
+from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
+from gateway.openai.schemas import ChatBody, CompletionBody
+from gateway.request import BeamSearchOptions, ChatMessage, EarlyStopping, OutputOptions, TextPrompt, TokenPrompt
+from quire.rpc.errors import InvalidArgument
+
+
+def completion(**fields) -> CompletionBody:
+    return parse_body(CompletionBody, json.dumps({"prompt": "hello"} | fields).encode())
+
+
+def chat(content="hello", **fields) -> ChatBody:
+    return parse_body(ChatBody, json.dumps({"messages": [{"role": "user", "content": content}]} | fields).encode())
+
+
+def options(**fields):
+    body = completion(**fields)
+    return completion_options(body, completion_prompts(body)[0], "id")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", [TextPrompt("a")]),
+        (["a", "b"], [TextPrompt("a"), TextPrompt("b")]),
+        ([1, 2], [TokenPrompt([1, 2])]),
+        ([[1, 2], [3]], [TokenPrompt([1, 2]), TokenPrompt([3])]),
+        ([[]], [TokenPrompt([])]),
+        ([], [TokenPrompt([])]),
+        (None, [None]),
+    ],
+)
+def test_the_four_kinds_of_prompts(prompt, expected):
+    assert completion_prompts(completion(prompt=prompt)) == expected
+
+
+def test_what_is_absent_stays_absent():
+    asked = options()
+    assert asked.stopping.max_tokens == 16
+    assert asked.output == OutputOptions()
+    assert asked.sampling.temperature is asked.sampling.n is asked.sampling.seed is None
+    assert chat_options(chat(), "id").stopping.max_tokens is None
+
+
+def test_every_field_reaches_its_place():
+    asked = options(
+        n=2, best_of=3, stop="x", seed=5, temperature=0.5, top_p=0.9, max_tokens=7, presence_penalty=0.1,
+        frequency_penalty=0.2, logit_bias={"5": 1}, top_k=4, min_p=0.1, repetition_penalty=1.1, min_tokens=2,
+        ignore_eos=True, stop_token_ids=[9], include_stop_str_in_output=True, skip_special_tokens=False,
+        allowed_token_ids=[1, 2], bad_words=["bad"], logprobs=3, prompt_logprobs=1, model="m",
+    )  # fmt: skip
+    sampling, stopping = asked.sampling, asked.stopping
+    assert (sampling.n, sampling.best_of, sampling.seed, sampling.temperature, sampling.top_p) == (2, 3, 5, 0.5, 0.9)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.1, 0.2, 1.1)
+    assert (sampling.logit_bias, sampling.top_k, sampling.min_p) == ({5: 1.0}, 4, 0.1)
+    assert (sampling.allowed_token_ids, sampling.bad_words) == ([1, 2], ["bad"])
+    assert (stopping.max_tokens, stopping.min_tokens, stopping.stop, stopping.stop_token_ids) == (7, 2, ["x"], [9])
+    assert stopping.ignore_eos
+    assert stopping.include_stop_string
+    assert asked.output == OutputOptions(3, 1, include_special_tokens=True)
+    assert (asked.model, asked.request_id) == ("m", "id")
+
+
+def test_a_lower_priority_runs_earlier_as_vllm_has_it():
+    assert options(priority=-3).priority == 3
+
+
+def test_an_echo_with_log_probabilities_asks_for_those_of_the_prompt():
+    assert options(echo=True, logprobs=2).output.prompt_logprobs == 2
+    assert options(echo=True, logprobs=2, prompt_logprobs=1).output.prompt_logprobs == 2
+    assert options(logprobs=2).output.prompt_logprobs is None
+    assert options(echo=True).output.prompt_logprobs is None
+
+
+def test_an_echo_of_no_tokens_generates_one_that_is_not_shown():
+    assert options(echo=True, max_tokens=0).stopping.max_tokens == 1
+    assert options(max_tokens=0).stopping.max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"n": 2}, BeamSearchOptions(2)),
+        ({"n": 2, "best_of": 4}, BeamSearchOptions(4)),
+        ({}, BeamSearchOptions(1)),
+        ({"n": 3, "length_penalty": 0.5, "early_stopping": True}, BeamSearchOptions(3, 0.5, EarlyStopping.TRUE)),
+        ({"n": 3, "early_stopping": "never"}, BeamSearchOptions(3, None, EarlyStopping.NEVER)),
+    ],
+)
+def test_beam_search(fields, expected):
+    assert options(use_beam_search=True, **fields).sampling.beam_search == expected
+    if not {"length_penalty", "early_stopping"} & fields.keys():
+        assert options(**fields).sampling.beam_search is None
+
+
+def test_content_in_parts_becomes_one_text():
+    body = chat([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])
+    assert chat_options(body, "id").prompt.messages == [ChatMessage("user", "one\ntwo")]
+
+
+def test_chat_log_probabilities():
+    assert chat_options(chat(logprobs=True), "id").output.logprobs == 0
+    assert chat_options(chat(logprobs=True, top_logprobs=3), "id").output.logprobs == 3
+    assert chat_options(chat(logprobs=False), "id").output.logprobs is None
+
+
+def test_either_name_of_the_length_works():
+    assert chat_options(chat(max_tokens=5), "id").stopping.max_tokens == 5
+    assert chat_options(chat(max_completion_tokens=5), "id").stopping.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "expected"),
+    [
+        (completion(), "sampling.temperature", "temperature"),
+        (completion(), "sampling.logit_bias[5]", "logit_bias[5]"),
+        (completion(), "stopping.stop[0]", "stop[0]"),
+        (completion(), "stopping.include_stop_string", "include_stop_str_in_output"),
+        (completion(), "text", "prompt"),
+        (completion(), "token_ids.ids[3]", "prompt[3]"),
+        (completion(), "output.logprobs", "logprobs"),
+        (completion(echo=True, logprobs=50), "output.prompt_logprobs", "logprobs"),
+        (completion(prompt_logprobs=50), "output.prompt_logprobs", "prompt_logprobs"),
+        (completion(), "sampling.beam_search.beam_width", "n"),
+        (completion(best_of=2), "sampling.beam_search.beam_width", "best_of"),
+        (completion(), "sampling.beam_search.length_penalty", "length_penalty"),
+        (chat(logprobs=True), "output.logprobs", "top_logprobs"),
+        (chat(), "stopping.max_tokens", "max_tokens"),
+        (chat(max_completion_tokens=1), "stopping.max_tokens", "max_completion_tokens"),
+        (chat(), "messages[0].content", "messages[0].content"),
+    ],
+)
+def test_errors_name_the_field_that_the_caller_knows(body, field, expected):
+    assert param_name(body, field) == expected
+
+
+def test_errors_name_the_prompt_among_several():
+    call = CompletionCall(completion(prompt=[[1], [2, 9999]]), "m")
+    assert call.param_name(1, "token_ids.ids[1]") == "prompt[1][1]"
+    assert call.param_name(1, "sampling.top_p") == "top_p"
+    assert (
+        CompletionCall(completion(prompt=["a", "b"], prompt_logprobs=3), "m").param_name(0, "output.prompt_logprobs")
+        == "prompt_logprobs"
+    )
+
+
+async def test_too_many_prompts_are_refused():
+    call = CompletionCall(completion(prompt=["a"] * (MAX_PROMPTS + 1)), "m")
+    with pytest.raises(InvalidArgument, match="prompt has 1,025 entries; the most is 1,024"):
+        await call.requests(generator=None)
