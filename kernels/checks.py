@@ -10,6 +10,8 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None]) -> None:
     """None in `expected` allows any size of that dimension."""
     shape = tensor.shape
+    if shape == expected:  # Takes a fifth of the time of what follows.
+        return
     if len(shape) == len(expected):
         for size, wanted in zip(shape, expected, strict=True):
             if wanted is not None and size != wanted:
@@ -33,7 +35,8 @@ def check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> Non
 
 def check_kv_cache(kv_cache: torch.Tensor) -> None:
     """A layer's KV pool: contiguous [2, num_blocks, num_kv_heads, block_size, head_dim]."""
-    check_shape("kv_cache", kv_cache, (2, None, None, None, None))
+    if kv_cache.dim() != 5 or kv_cache.size(0) != 2:
+        check_shape("kv_cache", kv_cache, (2, None, None, None, None))
     check_dtype("kv_cache", kv_cache, FLOATING)
     if not kv_cache.is_contiguous():
         raise ValueError("kv_cache is not contiguous")

@@ -5,7 +5,8 @@ Words: T tokens of one flat batch, R rows (sequences) in it, H heads, D head siz
 head is contiguous.
 
 All operations raise ValueError when shapes, dtypes or devices do not fit together. The content of index tensors (block
-ids, slots, positions) is the caller's duty: reading it would stall a GPU.
+ids, slots, positions) is the caller's duty: reading it would stall a GPU. On the CPU one that is out of range raises
+IndexError.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 
 from kernels import host_copy, reference
 from kernels.checks import FLOATING, check_device, check_dtype, check_kv_cache, check_pairs, check_shape
+from kernels.choice import block_moves_for, implementation_for
 
 
 def reshape_and_cache(
@@ -26,15 +28,8 @@ def reshape_and_cache(
         kv_cache: [2, num_blocks, Hkv, B, D].
         slot_mapping: [T] int64, all different.
     """
-    check_kv_cache(kv_cache)
-    _, _, num_kv_heads, _, head_dim = kv_cache.shape
-    for name, tensor in (("key", key), ("value", value)):
-        check_shape(name, tensor, (slot_mapping.shape[0], num_kv_heads, head_dim))
-        check_dtype(name, tensor, kv_cache.dtype)
-        check_device(name, tensor, kv_cache.device)
-    check_dtype("slot_mapping", slot_mapping, torch.int64)
-    check_device("slot_mapping", slot_mapping, kv_cache.device)
-    reference.reshape_and_cache(key, value, kv_cache, slot_mapping)
+    _check_write(key, value, kv_cache, slot_mapping)
+    implementation_for(kv_cache.device).reshape_and_cache(key, value, kv_cache, slot_mapping)
 
 
 def paged_attention(
@@ -74,19 +69,25 @@ def paged_attention(
     """
     check_kv_cache(kv_cache)
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    check_shape("query", query, (None, None, head_dim))
-    check_dtype("query", query, kv_cache.dtype)
-    num_heads = query.shape[1]
+    if query.dim() != 3 or query.size(2) != head_dim:
+        check_shape("query", query, (None, None, head_dim))
+    num_heads = query.size(1)
     if num_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"query has {num_heads} heads; expected a multiple of the {num_kv_heads} of kv_cache")
     num_rows = seq_lens.shape[0]
     check_shape("block_tables", block_tables, (num_rows, None))
     check_shape("query_start_loc", query_start_loc, (num_rows + 1,))
-    named = (("block_tables", block_tables), ("query_start_loc", query_start_loc), ("seq_lens", seq_lens))
-    for name, tensor in named:
+    check_shape("seq_lens", seq_lens, (num_rows,))
+    device = kv_cache.device
+    check_dtype("query", query, kv_cache.dtype)
+    check_device("query", query, device)
+    for name, tensor in (
+        ("block_tables", block_tables),
+        ("query_start_loc", query_start_loc),
+        ("seq_lens", seq_lens),
+    ):
         check_dtype(name, tensor, torch.int32)
-        check_device(name, tensor, kv_cache.device)
-    check_device("query", query, kv_cache.device)
+        check_device(name, tensor, device)
     if not 1 <= max_query_len <= max_seq_len:
         raise ValueError(f"max_query_len is {max_query_len}; expected 1 to max_seq_len, {max_seq_len}")
     if max_seq_len > block_tables.shape[1] * block_size:
@@ -101,7 +102,7 @@ def paged_attention(
         check_shape("alibi_slopes", alibi_slopes, (num_heads,))
         check_dtype("alibi_slopes", alibi_slopes, torch.float32)
         check_device("alibi_slopes", alibi_slopes, kv_cache.device)
-    return reference.paged_attention(
+    return implementation_for(kv_cache.device).paged_attention(
         query,
         kv_cache,
         block_tables,
@@ -119,13 +120,15 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
     All sources are read before any destination is written.
 
     Args:
-        kv_caches: one [2, num_blocks, Hkv, B, D] a layer.
-        pairs: [n, 2] int64, (source block, destination block); destinations are all different.
+        kv_caches: one [2, num_blocks, Hkv, B, D] a layer, all of one shape and on one device.
+        pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
     check_pairs(pairs)
     for kv_cache in kv_caches:
         check_kv_cache(kv_cache)
-    reference.copy_blocks(kv_caches, pairs)
+        check_device("kv_caches", kv_cache, kv_caches[0].device)
+    if kv_caches:
+        block_moves_for(kv_caches[0].device).copy_blocks(kv_caches, pairs)
 
 
 def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
@@ -149,13 +152,14 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
     if all(each.device.type == "cpu" for each in (*source, *destination)):
         host_copy.swap_blocks(source, destination, pairs.cpu())
     else:
-        reference.swap_blocks(source, destination, pairs)
+        off_host = destination[0] if source[0].is_cpu else source[0]
+        block_moves_for(off_host.device).swap_blocks(source, destination, pairs)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [..., hidden], weight [hidden]."""
     _check_norm(x, weight)
-    return reference.rms_norm(x, weight, eps)
+    return implementation_for(x.device).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
@@ -165,7 +169,7 @@ def add_rms_norm(
     _check_norm(x, weight)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)
-    return reference.add_rms_norm(x, residual, weight, eps)
+    return implementation_for(x.device).add_rms_norm(x, residual, weight, eps)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -173,7 +177,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             check_shape(name, tensor, (x.shape[-1],))
-    return reference.layer_norm(x, weight, bias, eps)
+    return implementation_for(x.device).layer_norm(x, weight, bias, eps)
 
 
 def rotary(
@@ -189,25 +193,72 @@ def rotary(
     Returns:
         The rotated query and key, new tensors.
     """
-    num_tokens, _, head_dim = query.shape
-    check_shape("key", key, (num_tokens, None, head_dim))
-    check_shape("positions", positions, (num_tokens,))
-    check_dtype("positions", positions, torch.int64)
-    check_shape("cos_sin_cache", cos_sin_cache, (None, head_dim))
-    check_dtype("cos_sin_cache", cos_sin_cache, torch.float32)
-    if head_dim % 2:
-        raise ValueError(f"query has head size {head_dim}; expected an even one")
-    return reference.rotary(query, key, positions, cos_sin_cache)
+    _check_rotary(query, key, positions, cos_sin_cache)
+    return implementation_for(query.device).rotary(query, key, positions, cos_sin_cache)
+
+
+def rotary_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """`rotary` and `reshape_and_cache` in one: the rotated keys go to their slots and nowhere else.
+
+    The arguments are those of the two, and may be views of one tensor (the output of a merged linear layer).
+
+    Returns:
+        The rotated query, [T, Hq, D]. It may be `query` itself, rotated in place: the query as it was is lost.
+    """
+    _check_rotary(query, key, positions, cos_sin_cache)
+    _check_write(key, value, kv_cache, slot_mapping)
+    check_dtype("query", query, kv_cache.dtype)
+    return implementation_for(kv_cache.device).rotary_and_cache(
+        query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping
+    )
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(x[..., :n]) * x[..., n:]` for x [..., 2n]; returns [..., n]."""
     if x.shape[-1] % 2:
         raise ValueError(f"x has a last dimension of {x.shape[-1]}; expected an even one")
-    return reference.silu_and_mul(x)
+    return implementation_for(x.device).silu_and_mul(x)
 
 
 def _check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_shape("weight", weight, (x.shape[-1],))
     check_dtype("x", x, FLOATING)
     check_device("weight", weight, x.device)
+
+
+def _check_write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    check_kv_cache(kv_cache)
+    check_dtype("slot_mapping", slot_mapping, torch.int64)
+    check_shape("slot_mapping", slot_mapping, (slot_mapping.numel(),))
+    _, _, num_kv_heads, _, head_dim = kv_cache.shape
+    expected, dtype, device = (slot_mapping.numel(), num_kv_heads, head_dim), kv_cache.dtype, kv_cache.device
+    for name, tensor in (("key", key), ("value", value)):
+        check_shape(name, tensor, expected)
+        check_dtype(name, tensor, dtype)
+        check_device(name, tensor, device)
+    check_device("slot_mapping", slot_mapping, device)
+
+
+def _check_rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
+    if query.dim() != 3:
+        check_shape("query", query, (None, None, None))
+    num_tokens, _, head_dim = query.shape
+    check_shape("key", key, (num_tokens, None, head_dim))
+    check_dtype("key", key, query.dtype)
+    check_shape("positions", positions, (num_tokens,))
+    check_dtype("positions", positions, torch.int64)
+    check_shape("cos_sin_cache", cos_sin_cache, (None, head_dim))
+    check_dtype("cos_sin_cache", cos_sin_cache, torch.float32)
+    if head_dim % 2:
+        raise ValueError(f"query has head size {head_dim}; expected an even one")
+    device = query.device
+    for name, tensor in (("key", key), ("positions", positions), ("cos_sin_cache", cos_sin_cache)):
+        check_device(name, tensor, device)

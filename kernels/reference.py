@@ -19,6 +19,7 @@ __all__ = [
     "reshape_and_cache",
     "rms_norm",
     "rotary",
+    "rotary_and_cache",
     "silu_and_mul",
     "swap_blocks",
 ]
@@ -79,6 +80,20 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=rotated_second).addcmul_(first, sin)
     return rotated.to(x.dtype)
+
+
+def rotary_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    query, key = rotary(query, key, positions, cos_sin_cache)
+    reshape_and_cache(key, value, kv_cache, slot_mapping)
+    return query
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -63,11 +63,14 @@ class SamplePlan:
 def plan_samples(batch: Batch) -> SamplePlan:
     """Logits that several rows sample from (the n samples of one prompt) are computed once."""
     samplers, sources = batch.samples.T
+    ends = batch.num_computed_tokens.astype(np.int64) + batch.num_new_tokens
+    last_tokens = np.cumsum(batch.num_new_tokens, dtype=np.int64) - 1
+    if np.array_equal(sources, batch.rows):
+        # The usual step, in which no two rows sample from the same logits.
+        return SamplePlan(samplers, ends, last_tokens, None)
     order = np.argsort(batch.rows)
     places = order[np.searchsorted(batch.rows, sources, sorter=order)]
-    last_tokens = np.cumsum(batch.num_new_tokens, dtype=np.int64)[places] - 1
-    ends = batch.num_computed_tokens.astype(np.int64) + batch.num_new_tokens
-    logit_tokens, logit_of_row = np.unique(last_tokens, return_inverse=True)
-    if len(logit_tokens) == len(last_tokens):
-        return SamplePlan(samplers, ends[places], last_tokens, None)
+    logit_tokens, logit_of_row = np.unique(last_tokens[places], return_inverse=True)
+    if len(logit_tokens) == len(places):
+        return SamplePlan(samplers, ends[places], last_tokens[places], None)
     return SamplePlan(samplers, ends[places], logit_tokens, logit_of_row)

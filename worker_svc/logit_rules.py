@@ -4,48 +4,23 @@ Only rows that ask for something cost anything. What a rule needs of the tokens 
 buffer at the time of the step, so that a forked, replayed or recomputed row gets what an undisturbed one gets.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker_svc.history import History, RuledRow
+from worker_svc.penalties import apply_penalties
 from worker_svc.sampling_table import SamplingColumns
-from worker_svc.steps import Int32Array, LogitRules
+from worker_svc.steps import Int32Array
 from worker_svc.transfer import to_device
-
-# Penalties count tokens in a table of rows x vocabulary (or x length); it is made in pieces of at most these entries.
-_MAX_COUNTS = 4 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """The tokens that the sampling rows have so far. All but `token_ids` are of shape [n]."""
-
-    token_ids: Tensor
-    """[rows of the worker, width] int32 on the device."""
-    rows: NDArray[np.integer]
-    num_prompt_tokens: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
-    """Prompt and output."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ruled:
-    """A sampling row that has rules, and its place among the sampling rows."""
-
-    place: int
-    rules: LogitRules
 
 
 def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History) -> None:
     """Changes the logits of the rows that ask for it, in place.
 
     In this order: tokens that are not allowed get -infinity; the bias is added, and stop tokens before min_tokens and
-    last tokens of bad words get -infinity; then repetition, frequency and presence penalty. The penalties are those of
-    vLLM: repetition divides a positive logit and multiplies another one of each token in prompt or output; frequency
-    and presence look at the output alone.
+    last tokens of bad words get -infinity; then repetition, frequency and presence penalty (`apply_penalties`).
 
     Rows that report candidates (beam search) become log probabilities first and are not normalised again: there the
     rules work on scores, as in transformers.
@@ -59,13 +34,11 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
     if not len(places):
         return
     _normalise_candidates(logits, np.flatnonzero(columns.has_rules & (columns.num_candidates > 0)))
-    ruled = [_Ruled(place, columns.rules[place]) for place in places.tolist()]
+    ruled = [RuledRow(place, columns.rules[place]) for place in places.tolist()]
     _keep_allowed(logits, [each for each in ruled if len(each.rules.allowed_token_ids)])
     _add_bias(logits, ruled, history)
     _ban_bad_words(logits, [each for each in ruled if each.rules.bad_sequences], history)
-    penalised = [each for each in ruled if each.rules.has_penalties]
-    for piece in _pieces(penalised, max(logits.shape[1], history.token_ids.shape[1])):
-        _penalise(logits, piece, history)
+    apply_penalties(logits, [each for each in ruled if each.rules.has_penalties], history)
 
 
 def _normalise_candidates(logits: Tensor, places: NDArray[np.integer]) -> None:
@@ -74,7 +47,7 @@ def _normalise_candidates(logits: Tensor, places: NDArray[np.integer]) -> None:
         logits.index_copy_(0, index, logits[index].log_softmax(dim=1))
 
 
-def _keep_allowed(logits: Tensor, ruled: list[_Ruled]) -> None:
+def _keep_allowed(logits: Tensor, ruled: list[RuledRow]) -> None:
     if not ruled:
         return
     lists = [each.rules.allowed_token_ids for each in ruled]
@@ -87,7 +60,7 @@ def _keep_allowed(logits: Tensor, ruled: list[_Ruled]) -> None:
     logits[lines, token_ids] = kept
 
 
-def _add_bias(logits: Tensor, ruled: list[_Ruled], history: History) -> None:
+def _add_bias(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
     """The bias, and the ban of stop tokens, which is a bias of -infinity."""
     places: list[int] = []
     token_ids: list[Int32Array] = []
@@ -110,7 +83,7 @@ def _add_bias(logits: Tensor, ruled: list[_Ruled], history: History) -> None:
         logits.index_put_((lines, ids), to_device(np.concatenate(values), logits.device), accumulate=True)
 
 
-def _ban_bad_words(logits: Tensor, ruled: list[_Ruled], history: History) -> None:
+def _ban_bad_words(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
     """The last token of a bad word cannot follow the others of it. The output alone is looked at."""
     if not ruled:
         return
@@ -133,39 +106,3 @@ def _ban_bad_words(logits: Tensor, ruled: list[_Ruled], history: History) -> Non
     differs = (found != to_device(prefixes, logits.device)) & (back <= lengths[:, None])
     is_banned = (complete > 0) & ~differs.any(dim=1)
     logits.index_put_((lines, last), torch.where(is_banned, -torch.inf, 0.0), accumulate=True)
-
-
-def _pieces(ruled: list[_Ruled], width: int) -> list[list[_Ruled]]:
-    size = max(_MAX_COUNTS // width, 1)
-    return [ruled[start : start + size] for start in range(0, len(ruled), size)]
-
-
-def _penalise(logits: Tensor, ruled: list[_Ruled], history: History) -> None:
-    places = np.array([each.place for each in ruled])
-    penalties = np.array(
-        [(each.rules.repetition_penalty, each.rules.frequency_penalty, each.rules.presence_penalty) for each in ruled],
-        np.float32,
-    ).T.copy()
-    numbers = np.stack(
-        (places, history.rows[places], history.num_prompt_tokens[places], history.num_tokens[places])
-    ).astype(np.int64)
-    index, rows, prompt_ends, ends = to_device(numbers, logits.device)
-    repetition, frequency, presence = to_device(penalties, logits.device)[:, :, None]
-    longest = int(numbers[3].max())
-    tokens = history.token_ids[:, :longest].index_select(0, rows).long()
-    positions = torch.arange(longest, device=logits.device)
-    is_known = positions < ends[:, None]
-    picked = logits[index]
-    if (penalties[0] != 1).any():
-        is_seen = _counts(tokens, is_known, picked) > 0
-        weighted = torch.where(picked > 0, picked / repetition, picked * repetition)
-        picked = torch.where(is_seen, weighted, picked)
-    if penalties[1:].any():
-        counts = _counts(tokens, is_known & (positions >= prompt_ends[:, None]), picked)
-        picked = picked - frequency * counts - presence * (counts > 0)
-    logits.index_copy_(0, index, picked)
-
-
-def _counts(tokens: Tensor, counted: Tensor, like: Tensor) -> Tensor:
-    """How often each token is among the counted ones of its row: [m, vocab] float32."""
-    return torch.zeros_like(like).scatter_add_(1, tokens, counted.to(like.dtype))

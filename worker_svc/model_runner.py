@@ -13,9 +13,10 @@ import torch
 from worker_svc.batch import SamplePlan, build_model_input, plan_samples
 from worker_svc.cache_ops import apply_cache_operations
 from worker_svc.candidates import Candidates, gather_candidates, report_candidates
+from worker_svc.history import History
 from worker_svc.info import ModelGeometry, WorkerLimits
 from worker_svc.kv_pool import KvPool
-from worker_svc.logit_rules import History, apply_logit_rules
+from worker_svc.logit_rules import apply_logit_rules
 from worker_svc.logprobs import SampledLogprobs, gather_logprobs, report_logprobs
 from worker_svc.models.base import CausalLM
 from worker_svc.prompt_logprobs import (

@@ -68,7 +68,8 @@ def _sample(
     torch.exp(scores, out=weights)
     floor = lowest_kept(scores, weights, columns)
     if floor is not None:
-        weights.masked_fill_(scores < floor[:, None], 0)
+        # Measured for 64 rows of 32,000: 1.2 ms so, 6 by filling what a mask says. The scores are not needed any more.
+        weights.mul_(torch.ge(scores, floor[:, None], out=scores))
     chosen = inverse_cdf(padded, to_device(uniform(columns.seed, positions), device))
     # A parallel scan may rise by rounding where a weight is 0, and a row that is not usable may lead anywhere.
     is_possible = padded.gather(1, chosen[:, None]).squeeze(1) > 0

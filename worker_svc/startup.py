@@ -8,6 +8,7 @@ import torch
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.settings import ConfigurationError
 from worker_svc.device_loop import DeviceLoop
+from worker_svc.heap import release_freed_memory
 from worker_svc.info import ModelGeometry, WorkerInfo, WorkerLimits
 from worker_svc.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.model_runner import ModelRunner
@@ -37,6 +38,7 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
     try:
         model = load_model(directory.path, device=device, dtype=dtype, progress=LoadingProgress())
+        release_freed_memory()
         return make_worker(model, settings, device_loop)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(

@@ -133,7 +133,8 @@ class _Head:
 
 def _mass(weights: Tensor) -> Tensor:
     """[n] float64. In two levels, because torch sums a single long row in another order than several."""
-    padded = torch.nn.functional.pad(weights, (0, padded_width(weights.shape[1]) - weights.shape[1]))
+    missing = padded_width(weights.shape[1]) - weights.shape[1]
+    padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
     return padded.view(len(weights), -1, CHUNK).sum(dim=2).double().cumsum(dim=1)[:, -1]
 
 

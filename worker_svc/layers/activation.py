@@ -1,6 +1,7 @@
 """Activation functions by the names that model configurations use."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -39,14 +40,48 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def activation(name: str) -> Activation:
+@dataclass(frozen=True, slots=True)
+class FusedActivation:
+    """An activation in oneDNN's words, for `torch.ops.mkldnn._linear_pointwise`."""
+
+    name: str
+    algorithm: str = ""
+    scalars: list[float] = field(default_factory=list)
+
+
+_GELU_TANH = FusedActivation("gelu", "tanh")
+
+# oneDNN's relu turns NaN into 0, which would hide a poisoned row: it is not among them.
+_FUSED: dict[str, FusedActivation] = {
+    "gelu": FusedActivation("gelu", "none"),
+    "gelu_fast": _GELU_TANH,
+    "gelu_new": _GELU_TANH,
+    "gelu_python": FusedActivation("gelu", "none"),
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "sigmoid": FusedActivation("sigmoid"),
+    "silu": FusedActivation("swish"),
+    "swish": FusedActivation("swish"),
+    "tanh": FusedActivation("tanh"),
+}
+
+
+def check_activation(name: str) -> None:
     """Raises ConfigurationError for a name that is not known."""
-    try:
-        return ACTIVATIONS[name]
-    except KeyError:
+    if name not in ACTIVATIONS:
         raise ConfigurationError(
             f"config.json: activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
-        ) from None
+        )
+
+
+def activation(name: str) -> Activation:
+    """Raises ConfigurationError for a name that is not known."""
+    check_activation(name)
+    return ACTIVATIONS[name]
+
+
+def fused_activation(name: str) -> FusedActivation | None:
+    """The same function where oneDNN can apply it to a product; None where it cannot."""
+    return _FUSED.get(name)
 
 
 def gated_activation(name: str) -> Activation:

@@ -18,7 +18,7 @@ class PagedAttention(nn.Module):
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """qkv [T, (Hq + 2 Hkv) * D] -> views: query [T, Hq, D], key and value [T, Hkv, D]."""
-        query, key, value = qkv.view(qkv.shape[0], -1, self._head_dim).split(self._head_split, dim=1)
+        query, key, value = qkv.view(qkv.shape[0], -1, self._head_dim).split_with_sizes(self._head_split, 1)
         return query, key, value
 
     def forward(
@@ -31,6 +31,10 @@ class PagedAttention(nn.Module):
     ) -> torch.Tensor:
         """Returns [T, Hq * D]."""
         ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
+        return self.attend(query, kv_cache, metadata)
+
+    def attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """The same where the new keys and values are in their slots already."""
         attended = ops.paged_attention(
             query,
             kv_cache,

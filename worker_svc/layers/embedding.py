@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from worker_svc.layers.loadable import Loadable, Placement, frozen
+from worker_svc.layers.product import Product, make_product
 from worker_svc.weights import TensorReader, TensorSpec
 
 
@@ -31,13 +32,25 @@ class Embedding(Loadable):
         return functional.embedding(ids, self.weight)
 
 
-class TiedHead(nn.Module):
-    """The output layer of a model whose embedding is its output matrix too."""
+class TiedHead(Loadable):
+    """The output layer of a model whose embedding is its output matrix too.
+
+    Where a packed product pays, the matrix is held twice: packed for the product, by rows for the embedding. Every
+    sampled token reads all of it, and the plain product takes twice as long.
+    """
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
         self._embedding = embedding
+        self._product: Product
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from ()
+
+    def load(self, read: TensorReader) -> None:
+        """Takes the embedding's matrix, which must be loaded."""
+        self._product = make_product(self._embedding.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, dim] -> [S, num_embeddings]."""
-        return functional.linear(hidden, self._embedding.weight)
+        return self._product(hidden)

@@ -1,13 +1,13 @@
-"""Linear layers. This is the one place where weights are merged; sharding and prepacking belong here too."""
+"""Linear layers. This is the one place where weights are merged; sharding belongs here too."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.nn import functional
 
-from worker_svc.layers.loadable import Loadable, Placement, frozen
+from worker_svc.layers.activation import check_activation
+from worker_svc.layers.loadable import Loadable, Placement
+from worker_svc.layers.product import Product, make_product
 from worker_svc.weights import TensorReader, TensorSpec
 
 
@@ -20,16 +20,14 @@ class LinearPart:
 
 
 class Linear(Loadable):
-    """`x @ weight.T + bias` for one or more linear layers of the checkpoint that share their input.
+    """`activation(x @ weight.T + bias)` for one or more linear layers of the checkpoint that share their input.
 
     Several parts (query, key and value; gate and up) are merged into one matrix at load, outputs one after the other.
 
     Args:
         input_major: the checkpoint stores [in, out], as GPT-2's Conv1D does, and not [out, in].
+        activation: its name in config.json; none is the identity. ConfigurationError for a name that is not known.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -39,13 +37,18 @@ class Linear(Loadable):
         bias: bool,
         placement: Placement,
         input_major: bool = False,
+        activation: str | None = None,
     ) -> None:
         super().__init__()
+        if activation is not None:
+            check_activation(activation)
         self._parts = tuple(parts)
         self._in_features = in_features
         self._has_bias = bias
         self._placement = placement
         self._input_major = input_major
+        self._activation = activation
+        self._product: Product
 
     def tensors(self) -> Iterator[TensorSpec]:
         for part in self._parts:
@@ -69,12 +72,11 @@ class Linear(Loadable):
 
     def install(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Takes merged weights, [out, in] and [out]."""
-        self.weight = frozen(weight)
-        self.bias = None if bias is None else frozen(bias)
+        self._product = make_product(weight, bias, self._activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]."""
-        return functional.linear(x, self.weight, self.bias)
+        return self._product(x)
 
     def _weight_spec(self, part: LinearPart) -> TensorSpec:
         shape = (part.out_features, self._in_features)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker_svc.layers.activation import activation
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart
@@ -69,9 +68,15 @@ class GPT2Layer(nn.Module):
         super().__init__()
         name, hidden = f"transformer.h.{index}", config.hidden_size
 
-        def linear(module: str, in_features: int, out_features: int) -> Linear:
-            part = LinearPart(f"{name}.{module}", out_features)
-            return Linear([part], in_features, bias=True, placement=placement, input_major=True)
+        def linear(module: str, in_features: int, out_features: int, activation: str | None = None) -> Linear:
+            return Linear(
+                [LinearPart(f"{name}.{module}", out_features)],
+                in_features,
+                bias=True,
+                placement=placement,
+                input_major=True,
+                activation=activation,
+            )
 
         def norm(module: str) -> LayerNorm:
             return LayerNorm(f"{name}.{module}", hidden, config.layer_norm_eps, placement=placement)
@@ -83,14 +88,13 @@ class GPT2Layer(nn.Module):
         )
         self.attention_output = linear("attn.c_proj", hidden, hidden)
         self.mlp_norm = norm("ln_2")
-        self.up = linear("mlp.c_fc", hidden, config.inner_size)
-        self.activation = activation(config.activation)
+        self.up = linear("mlp.c_fc", hidden, config.inner_size, config.activation)
         self.down = linear("mlp.c_proj", config.inner_size, hidden)
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         query, key, value = self.attention.split(self.qkv(self.attention_norm(x)))
         x = x + self.attention_output(self.attention(query, key, value, kv_cache, metadata))
-        return x + self.down(self.activation(self.up(self.mlp_norm(x))))
+        return x + self.down(self.up(self.mlp_norm(x)))
 
 
 class GPT2LMHeadModel(CausalLM):

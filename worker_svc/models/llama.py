@@ -113,8 +113,8 @@ class LlamaLayer(nn.Module):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         query, key, value = self.attention.split(self.qkv(x))
-        query, key = ops.rotary(query, key, positions, cos_sin_table)
-        return self.attention_output(self.attention(query, key, value, kv_cache, metadata))
+        query = ops.rotary_and_cache(query, key, value, positions, cos_sin_table, kv_cache, metadata.slot_mapping)
+        return self.attention_output(self.attention.attend(query, kv_cache, metadata))
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate(self.gate_up(x)))
@@ -138,10 +138,10 @@ class LlamaForCausalLM(CausalLM):
         hidden = config.hidden_size
         self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement)
         self.cos_sin_table = config.rope.cos_sin_table(placement.device)
-        self.layers = nn.ModuleList(
-            LlamaLayer(f"model.layers.{index}", config, placement) for index in range(config.num_layers)
-        )
+        layers = [LlamaLayer(f"model.layers.{index}", config, placement) for index in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm("model.norm", hidden, config.rms_norm_eps, placement=placement)
+        self._norms = [*(layer.input_norm for layer in layers), self.norm]
         self.head = make_head(self.embedding, hidden, config.vocab_size, tied=config.tied, placement=placement)
 
     @classmethod
@@ -150,11 +150,11 @@ class LlamaForCausalLM(CausalLM):
 
     def forward(self, inputs: ModelInput) -> torch.Tensor:
         residual = self.embedding(inputs.token_ids)
-        output = torch.zeros_like(residual)
-        for layer, kv_cache in zip(self.layers, inputs.kv_caches, strict=True):
+        x = self._norms[0](residual)
+        # The sum at the end of a layer is taken by the norm after it: the next layer's, or the final one.
+        for layer, next_norm, kv_cache in zip(self.layers, self._norms[1:], inputs.kv_caches, strict=True):
             assert isinstance(layer, LlamaLayer)
-            x, residual = layer.input_norm.add(output, residual)
             output = layer.attend(x, inputs.positions, self.cos_sin_table, kv_cache, inputs.attention)
             x, residual = layer.mlp_norm.add(output, residual)
-            output = layer.feed_forward(x)
-        return self.norm.add(output, residual)[0]
+            x, residual = next_norm.add(layer.feed_forward(x), residual)
+        return x

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker_svc.layers.activation import activation
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart
@@ -77,9 +76,9 @@ class OPTLayer(nn.Module):
         super().__init__()
         hidden = config.hidden_size
 
-        def linear(modules: list[str], in_features: int, out_features: int) -> Linear:
+        def linear(modules: list[str], in_features: int, out_features: int, activation: str | None = None) -> Linear:
             parts = [LinearPart(f"{name}.{module}", out_features) for module in modules]
-            return Linear(parts, in_features, bias=config.bias, placement=placement)
+            return Linear(parts, in_features, bias=config.bias, placement=placement, activation=activation)
 
         self.norm_first = config.norm_first
         self.attention_norm = _norm(f"{name}.self_attn_layer_norm", config, placement)
@@ -87,8 +86,7 @@ class OPTLayer(nn.Module):
         self.attention = PagedAttention(config.num_heads, config.num_heads, config.head_dim, config.head_dim**-0.5)
         self.attention_output = linear(["self_attn.out_proj"], hidden, hidden)
         self.mlp_norm = _norm(f"{name}.final_layer_norm", config, placement)
-        self.up = linear(["fc1"], hidden, config.ffn_size)
-        self.activation = activation(config.activation)
+        self.up = linear(["fc1"], hidden, config.ffn_size, config.activation)
         self.down = linear(["fc2"], config.ffn_size, hidden)
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
@@ -103,7 +101,7 @@ class OPTLayer(nn.Module):
         return self.attention_output(self.attention(query, key, value, kv_cache, metadata))
 
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activation(self.up(x)))
+        return self.down(self.up(x))
 
 
 class OPTForCausalLM(CausalLM):

@@ -62,7 +62,13 @@ def test_everything_required_is_pinned() -> None:
 def test_torch_is_pinned_exactly_and_brings_no_cuda() -> None:
     pins = read_pins()
     assert pins["torch"] == "2.13.0"
-    assert not [name for name in pins if name.startswith(("nvidia-", "cuda-")) or name == "triton"]
+    assert not [name for name in pins if name.startswith(("nvidia-", "cuda-"))]
+
+
+def test_only_development_asks_for_triton_and_takes_the_one_of_torch() -> None:
+    assert "triton" not in {name_of(requirement) for requirement in list_requirements(PYPROJECT, SERVICE_EXTRAS)}
+    # What torch 2.13.0 for CUDA requires: with another pin, that build could not be installed.
+    assert read_pins()["triton"] == "3.7.1"
 
 
 def test_the_generator_of_the_stubs_is_one_version_everywhere() -> None:

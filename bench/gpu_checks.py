@@ -1,0 +1,134 @@
+"""Every Triton kernel against the same in float64, on fresh random inputs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.gpu_problems import Heads, expected_attention, make_problem
+from kernels import reference
+from kernels.reference_attention import ScoreRule
+from kernels.triton import operations
+
+# Relative errors (of norms) that are rounding and nothing else.
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+MIXED = ((1, 1), (3, 3), (1, 17), (40, 71), (1, 300))
+LARGE = ((1, 5000), (512, 2048), (1, 1), (1, 1333), (77, 77), (1, 4096), (2, 900))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    dtype: str
+    error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        # Not `not >`: NaN never passes.
+        return self.error <= self.limit
+
+
+def check_groups(device: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, Iterator[Check]]]:
+    """Groups of checks by name; each is done when it is iterated over."""
+    for dtype in dtypes:
+        yield f"attention, {dtype}", _attention_checks(device, dtype)
+        yield f"pointwise, {dtype}", _pointwise_checks(device, dtype)
+        yield f"cache, {dtype}", _cache_checks(device, dtype)
+
+
+def _attention_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
+    slopes = torch.rand(8, device=device)
+    rules = {
+        "": ScoreRule(0.1),
+        ", window": ScoreRule(0.1, sliding_window=50),
+        ", cap": ScoreRule(0.1, soft_cap=5.0),
+        ", alibi": ScoreRule(0.1, alibi_slopes=slopes),
+    }
+    for label, rule in rules.items():
+        yield _attention_check(f"attention{label}", MIXED, Heads(8, 2, 80), 16, rule, dtype, device)
+    sizes = ((64, 32), (96, 16), (112, 5), (128, 64), (256, 16)) if device == "cuda" else ((32, 5), (256, 16))
+    for head_dim, block_size in sizes:
+        rows = LARGE if device == "cuda" else MIXED
+        name = f"attention, D {head_dim}, B {block_size}"
+        yield _attention_check(name, rows, Heads(8, 2, head_dim), block_size, ScoreRule(0.1), dtype, device)
+
+
+def _attention_check(
+    name: str,
+    rows: tuple[tuple[int, int], ...],
+    heads: Heads,
+    block_size: int,
+    rule: ScoreRule,
+    dtype: torch.dtype,
+    device: str,
+) -> Check:
+    problem = make_problem(rows, heads, dtype, device, block_size=block_size, poisoned=True)
+    expected = expected_attention(problem, rule)
+    _leave_nan_in_free_memory(problem.query)
+    return _compare(name, operations.paged_attention(*problem.tensors, scores=rule, **problem.limits), expected)
+
+
+def _pointwise_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
+    x, residual = torch.randn(2, 37, 4100, device=device).to(dtype)
+    weight, bias = torch.rand(2, 4100, device=device).to(dtype)
+    wide = [each.double() for each in (x, residual, weight, bias)]
+    yield _compare("rms_norm", operations.rms_norm(x, weight, 1e-5), reference.rms_norm(wide[0], wide[2], 1e-5))
+    summed, (normed, _) = (x + residual).double(), operations.add_rms_norm(x, residual, weight, 1e-5)
+    yield _compare("add_rms_norm", normed, reference.rms_norm(summed, wide[2], 1e-5))
+    yield _compare(
+        "layer_norm",
+        operations.layer_norm(x, weight, bias, 1e-5),
+        reference.layer_norm(wide[0], wide[2], wide[3], 1e-5),
+    )
+    yield _compare("silu_and_mul", operations.silu_and_mul(x), reference.silu_and_mul(wide[0]))
+    query, key = torch.randn(37, 12, 80, device=device).to(dtype).split((8, 4), dim=1)
+    positions, table = torch.randint(0, 500, (37,), device=device), torch.rand(500, 80, device=device)
+    expected = reference.rotary(query.double(), key.double(), positions, table.double())
+    for name, actual, wanted in zip(
+        ("query", "key"), operations.rotary(query, key, positions, table), expected, strict=True
+    ):
+        yield _compare(f"rotary, {name}", actual, wanted)
+
+
+def _cache_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
+    pools = [torch.randn(2, 40, 4, 16, 64, device=device).to(dtype) for _ in range(3)]
+    key, value = torch.randn(2, 50, 4, 64, device=device).to(dtype)
+    slots = torch.randperm(640, device=device)[:50]
+    yield _compare_moves(
+        "reshape_and_cache", pools[:1], lambda op, own: op.reshape_and_cache(key, value, own[0], slots)
+    )
+    chain = torch.tensor([[0, 1], [1, 2], [9, 0]])
+    apart = torch.tensor([[0, 31], [1, 32], [1, 33]])
+    for name, pairs in (("host pairs", apart), ("chain", chain), ("device pairs", apart.to(device))):
+        yield _compare_moves(f"copy_blocks, {name}", pools, lambda op, own, pairs=pairs: op.copy_blocks(own, pairs))
+    others = [torch.randn(2, 50, 4, 16, 64, dtype=dtype, pin_memory=device == "cuda") for _ in range(3)]
+    yield _compare_moves("swap in", pools, lambda op, own: op.swap_blocks(others, own, apart))
+    yield _compare_moves("swap out", others, lambda op, own: op.swap_blocks(pools, own, apart))
+
+
+def _compare_moves(name: str, pools: list[torch.Tensor], move: Callable[[Any, list[torch.Tensor]], None]) -> Check:
+    """Copies of the pools after the kernel and after the reference must be the same bits."""
+    own = [_copy(each) for each in pools]
+    expected = [_copy(each) for each in pools]
+    move(operations, own)
+    move(reference, expected)
+    if own[0].is_cuda or torch.cuda.is_available():
+        torch.cuda.synchronize()
+    different = sum(int((a != b).sum()) for a, b in zip(own, expected, strict=True))
+    return Check(name, str(pools[0].dtype).removeprefix("torch."), float(different), 0.0)
+
+
+def _copy(pool: torch.Tensor) -> torch.Tensor:
+    return pool.clone().pin_memory() if pool.is_cpu and torch.cuda.is_available() else pool.clone()
+
+
+def _compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Check:
+    error = torch.linalg.vector_norm(actual.double() - expected) / torch.linalg.vector_norm(expected)
+    return Check(name, str(actual.dtype).removeprefix("torch."), error.item(), LIMITS[actual.dtype])
+
+
+def _leave_nan_in_free_memory(like: torch.Tensor) -> None:
+    """The next output of this size begins as NaN, so that an element that nobody wrote is seen."""
+    torch.full_like(like, torch.nan)

@@ -1,0 +1,180 @@
+"""How fast the Triton kernels are, each beside a ceiling that the same run measured."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch.nn import functional
+
+from bench.gpu_problems import Heads, make_problem
+from bench.gpu_timing import graph_seconds, seconds
+from kernels.reference_attention import ScoreRule
+from kernels.triton import operations
+from kernels.triton.decode_attention import decode_attention
+from kernels.triton.kv_split import DecodeTiling
+from kernels.triton.paged_attention import decode_tiling, prefill_tiling
+from kernels.triton.paged_batch import PagedBatch
+from kernels.triton.prefill_attention import PrefillTiling, prefill_attention
+
+DTYPE = torch.bfloat16
+HEADS = Heads(query=32, kv=8, size=128)
+RULE = ScoreRule(HEADS.size**-0.5)
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`rate` and `ceiling` in GB/s or TFLOP/s; `target` is the share of the ceiling that is asked for, where one is."""
+
+    name: str
+    unit: str
+    rate: float
+    ceiling: float
+    microseconds: float
+    target: float | None = None
+
+    @property
+    def share(self) -> float:
+        return self.rate / self.ceiling
+
+
+def figure_groups() -> Iterator[tuple[str, Iterator[Figure]]]:
+    """Groups of figures by name; each is measured when it is iterated over, and needs no other."""
+    memory = _device_copy_rate()
+    yield "memory", iter((Figure("device copy (ceiling)", "GB/s", memory, memory, 0.0),))
+    yield "decode", _decodes(memory)
+    yield "prefill", _prefills()
+    yield "copy_blocks", _copies(memory)
+    yield "swap_blocks", _swaps()
+    yield "pointwise", _pointwise(memory)
+    yield "tilings of decode", _decode_tilings(memory)
+    yield "tilings of prefill", _prefill_tilings()
+
+
+def _device_copy_rate() -> float:
+    """GB/s read plus written by a plain copy of 2 GiB."""
+    source = torch.randint(0, 100, (1 << 31,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(target.copy_, source) / GIGA
+
+
+def _decodes(memory: float) -> Iterator[Figure]:
+    batches = [(batch, length, False) for batch in (32, 64, 128) for length in (1024, 4096, 8192)]
+    for batch, length, mixed in [*batches, (1, 8192, False), (8, 8192, False), (64, 8192, True)]:
+        lengths = torch.randint(128, length + 1, (batch,)).tolist() if mixed else [length] * batch
+        problem = make_problem([(1, each) for each in lengths], HEADS, DTYPE, "cuda")
+        time = graph_seconds(operations.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
+        name = f"decode, batch {batch}, context {'128 to ' if mixed else ''}{length}"
+        yield _bandwidth(name, problem.context_bytes, time, memory, 0.85 if batch >= 32 and not mixed else None)
+
+
+def _decode_tilings(memory: float) -> Iterator[Figure]:
+    """Other ways to cut the kernel, where the chosen one is to be compared with them."""
+    problem = make_problem([(1, 4096)] * 64, HEADS, DTYPE, "cuda")
+    chosen = decode_tiling(HEADS.size, DTYPE)
+    others = [
+        *(replace(chosen, tile=tile, num_stages=stages) for tile in (32, 64, 128) for stages in (3, 5)),
+        *(replace(chosen, programs_per_sm=count) for count in (2, 4, 5)),
+        replace(chosen, num_warps=8),
+        replace(chosen, longest_split=8192),
+        replace(chosen, longest_split=1024),
+    ]
+    for tiling in others:
+        output = torch.empty_like(problem.query)
+        batch = PagedBatch(*problem.tensors)
+        time = graph_seconds(decode_attention, output, batch, RULE, max_seq_len=4096, tiling=tiling)
+        yield _bandwidth(f"  {_changes(tiling, chosen)}", problem.context_bytes, time, memory)
+
+
+def _prefills() -> Iterator[Figure]:
+    for batch, length in ((1, 2048), (4, 2048), (1, 8192), (8, 512)):
+        problem = make_problem([(length, length)] * batch, HEADS, DTYPE, "cuda")
+        tera = _tera_operations(batch, length)
+        ceiling = tera / graph_seconds(_dense(batch, length))
+        time = graph_seconds(operations.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
+        yield Figure(f"prefill, {batch} of {length} (ceiling: SDPA)", "TFLOP/s", tera / time, ceiling, time * 1e6)
+
+
+def _prefill_tilings() -> Iterator[Figure]:
+    """Other ways to cut the kernel, where the chosen one is to be compared with them."""
+    problem = make_problem([(8192, 8192)], HEADS, DTYPE, "cuda")
+    tera, chosen = _tera_operations(1, 8192), prefill_tiling(HEADS.size, DTYPE)
+    ceiling = tera / graph_seconds(_dense(1, 8192))
+    for query_tile, tile, num_warps, num_stages in (
+        (128, 64, 8, 3),
+        (128, 128, 8, 3),
+        (128, 32, 8, 5),
+        (64, 64, 4, 3),
+        (64, 64, 4, 5),
+        (64, 128, 4, 3),
+    ):
+        tiling = PrefillTiling(query_tile, tile, num_warps, num_stages)
+        output, batch = torch.empty_like(problem.query), PagedBatch(*problem.tensors)
+        time = graph_seconds(prefill_attention, output, batch, RULE, tiling=tiling)
+        yield Figure(f"  {_changes(tiling, chosen)}", "TFLOP/s", tera / time, ceiling, time * 1e6)
+
+
+def _changes(tiling: DecodeTiling | PrefillTiling, chosen: DecodeTiling | PrefillTiling) -> str:
+    """What differs from the chosen tiling."""
+    differing = [each.name for each in fields(tiling) if getattr(tiling, each.name) != getattr(chosen, each.name)]
+    return ", ".join(f"{name} {getattr(tiling, name)}" for name in differing) or "as chosen"
+
+
+def _tera_operations(batch: int, length: int) -> float:
+    """Two products of two operations an element, of which the causal half is asked for."""
+    return 2 * batch * length**2 * HEADS.query * HEADS.size / 1e12
+
+
+def _dense(batch: int, length: int) -> Callable[[], torch.Tensor]:
+    """torch's own attention over keys and values that lie side by side."""
+    query = torch.randn(batch, HEADS.query, length, HEADS.size, dtype=DTYPE, device="cuda")
+    key, value = torch.randn(2, batch, HEADS.kv, length, HEADS.size, dtype=DTYPE, device="cuda")
+    return lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def _copies(memory: float) -> Iterator[Figure]:
+    pools = [torch.randn(2, 2048, HEADS.kv, 16, HEADS.size, dtype=DTYPE, device="cuda") for _ in range(32)]
+    for count in (16, 256):
+        pairs = torch.randperm(2048)[: 2 * count].view(2, -1).T.contiguous()
+        moved = 2 * _bytes_of_blocks(pools, count)
+        time = seconds(operations.copy_blocks, pools, pairs)
+        yield _bandwidth(f"copy_blocks, {count} blocks of 32 layers", moved, time, memory)
+
+
+def _swaps() -> Iterator[Figure]:
+    count = 512
+    gpu = [torch.randn(2, 1024, HEADS.kv, 16, HEADS.size, dtype=DTYPE, device="cuda") for _ in range(32)]
+    host = [torch.zeros(2, count, HEADS.kv, 16, HEADS.size, dtype=DTYPE, pin_memory=True) for _ in range(32)]
+    pairs = torch.stack((torch.randperm(1024)[:count], torch.randperm(count)), dim=1)
+    moved, name = _bytes_of_blocks(gpu, count), f"{count} blocks of 32 layers (ceiling: pinned copy)"
+    # As many bytes side by side.
+    flat_gpu = torch.zeros(1 << 29, dtype=torch.uint8, device="cuda")
+    flat_host = torch.zeros(1 << 29, dtype=torch.uint8, pin_memory=True)
+    ceiling = flat_gpu.numel() / seconds(flat_host.copy_, flat_gpu, non_blocking=True) / GIGA
+    yield _bandwidth(f"swap out, {name}", moved, seconds(operations.swap_blocks, gpu, host, pairs), ceiling)
+    ceiling = flat_gpu.numel() / seconds(flat_gpu.copy_, flat_host, non_blocking=True) / GIGA
+    yield _bandwidth(f"swap in, {name}", moved, seconds(operations.swap_blocks, host, gpu, pairs.flip(1)), ceiling)
+
+
+def _pointwise(memory: float) -> Iterator[Figure]:
+    x, residual = torch.randn(2, 16384, 4096, dtype=DTYPE, device="cuda")
+    weight, size = torch.ones(4096, dtype=DTYPE, device="cuda"), x.numel() * x.itemsize
+    yield _bandwidth("rms_norm", 2 * size, graph_seconds(operations.rms_norm, x, weight, 1e-5), memory)
+    time = graph_seconds(operations.add_rms_norm, x, residual, weight, 1e-5)
+    yield _bandwidth("add_rms_norm", 4 * size, time, memory)
+    yield _bandwidth("silu_and_mul", size * 3 // 2, graph_seconds(operations.silu_and_mul, x), memory)
+    qkv = torch.randn(16384, HEADS.query + 2 * HEADS.kv, HEADS.size, dtype=DTYPE, device="cuda")
+    query, key, value = qkv.split((HEADS.query, HEADS.kv, HEADS.kv), dim=1)
+    table, positions = torch.rand(4096, HEADS.size, device="cuda"), torch.randint(0, 4096, (16384,), device="cuda")
+    pool = torch.zeros(2, 2048, HEADS.kv, 16, HEADS.size, dtype=DTYPE, device="cuda")
+    slots, moved = torch.randperm(2048 * 16, device="cuda")[:16384], 2 * qkv.numel() * qkv.itemsize
+    time = graph_seconds(operations.rotary_and_cache, query, key, value, positions, table, pool, slots)
+    yield _bandwidth("rotary_and_cache", moved, time, memory)
+
+
+def _bandwidth(name: str, num_bytes: int, time: float, ceiling: float, target: float | None = None) -> Figure:
+    return Figure(name, "GB/s", num_bytes / time / GIGA, ceiling, time * 1e6, target)
+
+
+def _bytes_of_blocks(pools: list[torch.Tensor], count: int) -> int:
+    return sum(pool[:, 0].numel() * pool.itemsize for pool in pools) * count

@@ -1,0 +1,112 @@
+"""Which implementation of the operations a device gets."""
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kernels import reference
+from kernels.cpu.bindings import CpuKernels
+from kernels.cpu.library import Library, LibraryUnavailableError
+from kernels.reference_attention import ScoreRule
+
+logger = logging.getLogger(__name__)
+
+
+class Implementation(Protocol):
+    """What `kernels.ops` calls after its checks; the arguments are those of its functions."""
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        scores: ScoreRule,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> torch.Tensor: ...
+
+    def reshape_and_cache(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None: ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor: ...
+
+    def rotary(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def rotary_and_cache(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class BlockMoves(Protocol):
+    """The moves of blocks, on GPUs and between them and the host."""
+
+    def copy_blocks(self, kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None: ...
+
+    def swap_blocks(
+        self, source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor], pairs: torch.Tensor
+    ) -> None: ...
+
+
+@functools.cache
+def block_moves_for(device: torch.device) -> BlockMoves:
+    """The fastest moves of blocks where one of the pools is on such a device."""
+    return _gpu_operations() if device.type == "cuda" else reference
+
+
+def _gpu_operations() -> "_GpuOperations":
+    """The Triton kernels. Without Triton, which torch for CUDA brings along, the log says so, and the reference."""
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("no Triton, the operations on the GPU run in plain torch")
+        return reference
+    # Only here: a machine without a GPU needs no Triton.
+    from kernels.triton import operations
+
+    return operations
+
+
+class _GpuOperations(Implementation, BlockMoves, Protocol):
+    pass
+
+
+@functools.cache
+def implementation_for(device: torch.device) -> Implementation:
+    """The fastest implementation that this machine has for tensors on such a device.
+
+    Where the CPU library is missing, the first call says so in the log, and the reference takes its place.
+    """
+    if device.type == "cuda":
+        return _gpu_operations()
+    if device.type != "cpu":
+        return reference
+    try:
+        return CpuKernels(Library())
+    except LibraryUnavailableError as error:
+        logger.warning("no CPU kernels, the operations run in plain torch: %s", error)
+        return reference

@@ -1,0 +1,134 @@
+// The C interface of the library: what bindings.py fills in and calls.
+//
+// Every operation takes a context and one struct. A struct has 8-byte fields only, so that Python packs it without
+// padding. Words as in kernels/ops.py: T tokens, R rows, H heads, D head size, B block size. Strides count elements, and
+// the last dimension of every tensor is contiguous. Nothing allocated here outlives a call, but for the context.
+#pragma once
+
+#include <cstdint>
+
+#define QUIRE_API extern "C" __attribute__((visibility("default")))
+
+namespace quire {
+
+enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// What a call returns. Index tensors are read here anyway, so a wrong one is told and nothing is written.
+enum Status : int32_t {
+  kOk = 0,
+  kBadBlock = 1,     // a block id is not in the pool
+  kBadLengths = 2,   // query_start_loc and seq_lens contradict each other or the shapes
+  kBadSlot = 3,      // a slot is not in the pool
+  kBadPosition = 4,  // a position is not in the table of cosines and sines
+  kNoMemory = 5,
+};
+
+// The OpenMP runtime that torch has loaded, by the addresses of three of its functions.
+struct OpenMp {
+  void (*parallel)(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);  // GOMP_parallel
+  int (*thread_num)();                                                                        // omp_get_thread_num
+  int (*num_threads)();                                                                       // omp_get_num_threads
+};
+
+struct AttentionArgs {
+  void* output;        // [T, Hq, D] contiguous
+  const void* query;   // [T, Hq, D]
+  const void* kv_cache;  // [2, num_blocks, Hkv, B, D] contiguous
+  const int32_t* block_tables;     // [R, table_width]
+  const int32_t* query_start_loc;  // [R + 1]
+  const int32_t* seq_lens;         // [R]
+  const float* alibi_slopes;       // [Hq] or null
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t num_rows;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t block_size;
+  int64_t num_blocks;
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  int64_t table_stride;
+  int64_t table_width;
+  int64_t sliding_window;  // tokens that one sees, itself included; the longest context where there is no window
+  double scale;
+  double soft_cap;  // 0 where scores are not capped
+};
+
+struct NormArgs {
+  void* output;        // [rows, hidden] contiguous
+  const void* x;       // [rows, hidden]
+  void* residual;      // [rows, hidden] to add x to, in place; null for a plain norm
+  const void* weight;  // [hidden]; null for 1
+  const void* bias;    // [hidden]; null for 0
+  int64_t dtype;
+  int64_t threads;
+  int64_t rows;
+  int64_t hidden;
+  int64_t x_stride;
+  int64_t residual_stride;
+  double eps;
+};
+
+struct SiluArgs {
+  void* output;   // [rows, n] contiguous
+  const void* x;  // [rows, 2n]
+  int64_t dtype;
+  int64_t threads;
+  int64_t rows;
+  int64_t n;
+  int64_t x_stride;
+};
+
+// Heads of T tokens, read from one place and written to another, which may be the same.
+struct Heads {
+  const void* source;
+  void* target;
+  int64_t count;
+  int64_t source_token_stride;
+  int64_t source_head_stride;
+  int64_t target_token_stride;
+  int64_t target_head_stride;
+};
+
+// Where the keys and values of new tokens go.
+struct CacheSlots {
+  void* kv_cache;               // [2, num_blocks, Hkv, B, D] contiguous
+  const int64_t* slot_mapping;  // [T]
+  int64_t num_blocks;
+  int64_t block_size;
+};
+
+struct RotaryArgs {
+  Heads query;
+  Heads key;                 // its target is not used where there is a cache
+  Heads value;               // only its source is used, and only where there is a cache
+  CacheSlots cache;          // kv_cache null: none
+  const int64_t* positions;  // [T]; null: nothing is rotated, keys and values only go to the cache
+  const float* cos_sin;      // [max_position, D]: cosines, then sines
+  int64_t max_position;
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t head_dim;
+};
+
+struct Context;
+
+}  // namespace quire
+
+// The instruction sets that were built and that this processor has, best first, separated by spaces.
+QUIRE_API const char* quire_isas();
+// A context for one of them, or null where it is not among them. To be closed by quire_close.
+QUIRE_API quire::Context* quire_open(const char* isa, const quire::OpenMp* openmp);
+QUIRE_API void quire_close(quire::Context* context);
+// The size of each struct below, in their order: a library that was built from another api.h is told at load.
+QUIRE_API void quire_argument_sizes(int64_t sizes[4]);
+
+QUIRE_API int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args);
+QUIRE_API int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args);
+QUIRE_API int32_t quire_layer_norm(const quire::Context* context, const quire::NormArgs* args);
+QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire::SiluArgs* args);
+// rotary, reshape_and_cache, or both at once.
+QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args);

@@ -1,0 +1,53 @@
+// The tokens of a row's context, wherever in the pool they lie.
+#pragma once
+
+#include "api.h"
+#include "vec.h"
+
+namespace quire::QUIRE_ISA {
+
+// Where the keys of some tokens of one row and head are; the values lie `value_offset` elements behind.
+template <class T, int kCapacity>
+struct Span {
+  int count = 0;
+  const T* keys[kCapacity];
+
+  // The next tokens from `token` up to `end`, at most kCapacity. Places after the last repeat it: reading them is safe.
+  void fill(const AttentionArgs& args, int64_t row, int64_t head, int64_t token, int64_t end) {
+    const int32_t* table = args.block_tables + row * args.table_stride;
+    const int64_t tile = args.block_size * args.head_dim;
+    int64_t column = token / args.block_size, offset = token - column * args.block_size;
+    count = 0;
+    for (const int64_t total = end - token < kCapacity ? end - token : kCapacity; count < total; ++column, offset = 0) {
+      const T* key = static_cast<const T*>(args.kv_cache) + (table[column] * args.num_kv_heads + head) * tile;
+      key += offset * args.head_dim;
+      for (; count < total && offset < args.block_size; ++offset, key += args.head_dim) keys[count++] = key;
+    }
+    for (int i = count; i < kCapacity; ++i) keys[i] = keys[count - 1];
+  }
+};
+
+inline int64_t value_offset(const AttentionArgs& args) {
+  return args.num_blocks * args.num_kv_heads * args.block_size * args.head_dim;
+}
+
+template <class T>
+inline const T* query_of(const AttentionArgs& args, int64_t token, int64_t head) {
+  return static_cast<const T*>(args.query) + token * args.query_token_stride + head * args.query_head_stride;
+}
+
+template <class T>
+inline T* output_of(const AttentionArgs& args, int64_t token, int64_t head) {
+  return static_cast<T*>(args.output) + (token * args.num_heads + head) * args.head_dim;
+}
+
+// Writes sums / sum in the element type.
+template <class T>
+inline void write_output(T* output, const float* sums, float sum, int64_t head_dim) {
+  const Vec divisor = set1(sum);
+  int64_t d = 0;
+  for (; d + kWidth <= head_dim; d += kWidth) store(output + d, load(sums + d) / divisor);
+  if (d < head_dim) store(output + d, load(sums + d, head_dim - d) / divisor, head_dim - d);
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,94 @@
+// What every instruction set provides. decode.cpp, prefill.cpp, norms.cpp and rotary.cpp are compiled once for each, in a
+// namespace of its name, QUIRE_ISA. They use nothing of the standard library that the linker could share between
+// them: a processor without AVX-512 must never run what was compiled for it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "api.h"
+
+namespace quire {
+
+// Tokens of a context that one unit of decoding reads. A row's result is put together from units of this length
+// whatever else is in the batch, so it depends neither on its neighbours nor on the number of threads.
+inline constexpr int64_t kChunk = 256;
+// Query rows (tokens times heads that share keys) that prefill computes at once, and keys that it reads at once.
+inline constexpr int64_t kQueryRows = 64;
+inline constexpr int64_t kKeyTile = 64;
+// Rows of scratch memory are padded to this many elements, enough for any vector and matrix tile.
+inline constexpr int64_t kPad = 32;
+
+// One piece of attention that a thread does at a time.
+struct Unit {
+  int32_t row;
+  int32_t head_begin;  // of the key/value heads
+  int32_t head_end;
+  int32_t begin;  // decode: first and last token of the context; prefill: first and last new token of the row
+  int32_t end;
+  // Where a decode over several chunks leaves what it has found, one state for each query head: [m, l, D sums]. Null
+  // where the unit is all of its row and writes the output.
+  float* states;
+};
+
+// Unnamed, so that each file has its own copy: see above.
+namespace {
+
+inline int64_t padded(int64_t size, int64_t multiple = kPad) { return (size + multiple - 1) / multiple * multiple; }
+
+inline int64_t state_size(const AttentionArgs& args) { return args.head_dim + 2; }
+
+// New tokens of a row that prefill computes at once.
+inline int64_t query_tokens(const AttentionArgs& args) {
+  const int64_t tokens = kQueryRows * args.num_kv_heads / args.num_heads;
+  return tokens < 1 ? 1 : tokens;
+}
+
+// Hands out pieces of one block of memory, each on its own cache lines. From null it only counts.
+class Arena {
+ public:
+  explicit Arena(std::byte* memory) : memory_(memory) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    std::byte* piece = memory_ == nullptr ? nullptr : memory_ + used_;
+    used_ += padded(count * static_cast<int64_t>(sizeof(T)), 64);
+    return reinterpret_cast<T*>(piece);
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  std::byte* memory_;
+  int64_t used_ = 0;
+};
+
+}  // namespace
+
+// The element types in the order of Dtype.
+template <class Function>
+struct ByDtype {
+  Function of[3];
+};
+
+struct IsaKernels {
+  ByDtype<int64_t (*)(const AttentionArgs&)> decode_scratch;  // bytes
+  ByDtype<int64_t (*)(const AttentionArgs&)> prefill_scratch;
+  ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> decode;
+  ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> prefill;
+  // Output of the query heads of the unit's row and head, from the states of `chunks` units, which lie one after the
+  // other. Overwrites the first.
+  ByDtype<void (*)(const AttentionArgs&, const Unit&, float* states, int64_t chunks)> merge;
+  // Lines begin to end of the operation.
+  ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> rms_norm;
+  ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> layer_norm;
+  ByDtype<void (*)(const SiluArgs&, int64_t begin, int64_t end)> silu_and_mul;
+  ByDtype<void (*)(const RotaryArgs&, int64_t begin, int64_t end)> rotary;
+};
+
+struct Context {
+  IsaKernels kernels;
+  OpenMp openmp;
+};
+
+}  // namespace quire

@@ -1,0 +1,21 @@
+// The kernels of the instruction set that this file is compiled for, in one table.
+#include "isa.h"
+
+namespace quire::QUIRE_ISA {
+
+extern const decltype(IsaKernels::decode_scratch) decode_scratch;
+extern const decltype(IsaKernels::prefill_scratch) prefill_scratch;
+extern const decltype(IsaKernels::decode) decode_kernels;
+extern const decltype(IsaKernels::prefill) prefill_kernels;
+extern const decltype(IsaKernels::merge) merge_kernels;
+extern const decltype(IsaKernels::rms_norm) rms_norm_kernels;
+extern const decltype(IsaKernels::layer_norm) layer_norm_kernels;
+extern const decltype(IsaKernels::silu_and_mul) silu_and_mul_kernels;
+extern const decltype(IsaKernels::rotary) rotary_kernels;
+
+IsaKernels kernels() {
+  return {decode_scratch, prefill_scratch,   decode_kernels,       prefill_kernels, merge_kernels,
+          rms_norm_kernels, layer_norm_kernels, silu_and_mul_kernels, rotary_kernels};
+}
+
+}  // namespace quire::QUIRE_ISA

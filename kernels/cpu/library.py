@@ -1,0 +1,126 @@
+"""Finds, loads and opens the library that the build made of the C++ files here."""
+
+import ctypes
+import re
+import struct
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).with_name("libquire_cpu.so")
+
+# Fields of 8 bytes each: q is an address or a whole number, d a double. The structs of api.h, in the order of
+# `quire_argument_sizes`.
+ATTENTION_ARGS = struct.Struct("21q2d")
+NORM_ARGS = struct.Struct("11qd")
+SILU_ARGS = struct.Struct("7q")
+ROTARY_ARGS = struct.Struct("32q")
+_ARGS = (ATTENTION_ARGS, NORM_ARGS, SILU_ARGS, ROTARY_ARGS)
+
+_OPEN_MP = struct.Struct("3q")
+_OPEN_MP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_OPEN_MP_FILE = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
+
+# Takes a context and packed arguments; returns a status of api.h.
+Operation = Callable[[int, bytes], int]
+
+
+class LibraryUnavailableError(Exception):
+    """There is no library, or it cannot run here. The message says why."""
+
+
+class Library:
+    """The loaded library for one instruction set.
+
+    Its operations take its context, and run without the interpreter lock.
+
+    Args:
+        isa: one of `available_isas`; None is the best of them.
+
+    Raises:
+        LibraryUnavailableError: it was not built, is of another version, or lacks the instruction set.
+    """
+
+    def __init__(self, path: Path = LIBRARY, isa: str | None = None) -> None:
+        library = _load(path)
+        isas = _available_isas(library)
+        if not isas:
+            raise LibraryUnavailableError("this processor has no AVX2")
+        self.isa = isas[0] if isa is None else isa
+        context = library.quire_open(self.isa.encode(), _open_mp())
+        if context is None:
+            raise LibraryUnavailableError(f"instruction set {isa!r} is not among {', '.join(isas)}")
+        self.context: int = context
+        self.paged_attention = _operation(library, "quire_paged_attention")
+        self.rms_norm = _operation(library, "quire_rms_norm")
+        self.layer_norm = _operation(library, "quire_layer_norm")
+        self.silu_and_mul = _operation(library, "quire_silu_and_mul")
+        self.rotary = _operation(library, "quire_rotary")
+        weakref.finalize(self, library.quire_close, context)
+
+
+def available_isas(path: Path = LIBRARY) -> tuple[str, ...]:
+    """The instruction sets that were built and that this processor has, best first.
+
+    Raises:
+        LibraryUnavailableError: as above.
+    """
+    return _available_isas(_load(path))
+
+
+def _available_isas(library: ctypes.CDLL) -> tuple[str, ...]:
+    return tuple(library.quire_isas().decode().split())
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise LibraryUnavailableError(f"{path.name} was not built (it takes a C++20 compiler at installation)")
+    try:
+        library = ctypes.CDLL(str(path))
+        library.quire_isas.restype = ctypes.c_char_p
+        library.quire_open.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+        library.quire_open.restype = ctypes.c_void_p
+        library.quire_close.argtypes = (ctypes.c_void_p,)
+        library.quire_close.restype = None
+        sizes = (ctypes.c_int64 * len(_ARGS))()
+        library.quire_argument_sizes(sizes)
+    except (OSError, AttributeError) as error:
+        raise LibraryUnavailableError(f"{path.name} cannot be loaded: {error}") from error
+    if list(sizes) != [arguments.size for arguments in _ARGS]:
+        raise LibraryUnavailableError(f"{path.name} was built from other sources; install again")
+    return library
+
+
+def _operation(library: ctypes.CDLL, name: str) -> Operation:
+    function = library[name]
+    function.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+    function.restype = ctypes.c_int32
+    return function
+
+
+def _open_mp() -> bytes:
+    """The addresses that `quire_open` wants, from the runtime that torch itself runs on."""
+    path = find_open_mp()
+    try:
+        runtime = ctypes.CDLL(str(path))
+        addresses = [ctypes.cast(runtime[name], ctypes.c_void_p).value for name in _OPEN_MP_FUNCTIONS]
+    except (OSError, AttributeError) as error:
+        raise LibraryUnavailableError(f"{path} is no OpenMP runtime to share: {error}") from error
+    return _OPEN_MP.pack(*addresses)
+
+
+def find_open_mp() -> Path:
+    """The OpenMP runtime in this process; where there are several, the one that came with torch.
+
+    Raises:
+        LibraryUnavailableError: there is none.
+    """
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
+    found = sorted({Path(file) for file in files if _OPEN_MP_FILE.search(file)})
+    if not found:
+        raise LibraryUnavailableError("torch has loaded no OpenMP runtime")
+    site = Path(torch.__file__).resolve().parents[1]
+    return next((path for path in found if path.is_relative_to(site)), found[0])

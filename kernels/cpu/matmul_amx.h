@@ -1,0 +1,87 @@
+// matmul.h for processors with matrix units (AMX) in bfloat16. Included by it alone.
+#pragma once
+
+namespace quire::QUIRE_ISA {
+
+inline constexpr int64_t kLinesAtOnce = 16;
+
+// Sets the matrix unit up while it lives. What was set up before, by oneDNN for one, comes back.
+class MatrixUnit {
+ public:
+  MatrixUnit() {
+    _tile_storeconfig(before_);
+    TileConfig config = {};
+    config.palette = 1;
+    for (int i = 0; i < 8; ++i) {
+      config.bytes_of_line[i] = 64;
+      config.lines[i] = 16;
+    }
+    _tile_loadconfig(&config);
+  }
+  ~MatrixUnit() { _tile_loadconfig(before_); }
+  MatrixUnit(const MatrixUnit&) = delete;
+  MatrixUnit& operator=(const MatrixUnit&) = delete;
+
+ private:
+  struct alignas(64) TileConfig {
+    uint8_t palette;
+    uint8_t start_line;
+    uint8_t reserved[14];
+    uint16_t bytes_of_line[16];
+    uint8_t lines[16];
+  };
+
+  alignas(64) uint8_t before_[64];
+};
+
+// 16 or, with kTwo, 32 lines and 32 columns of C, in tiles of 16 by 16.
+template <bool kTwo>
+inline void multiply_tiles(Matrix c, Matrix a, Matrix b, int64_t k, bool add) {
+  const int64_t c_bytes = c.stride * 4, a_bytes = a.stride * 4, b_bytes = b.stride * 4;
+  if (add) {
+    _tile_loadd(0, c.at, c_bytes);
+    _tile_loadd(1, c.at + 16, c_bytes);
+    if constexpr (kTwo) {
+      _tile_loadd(2, c.line(16), c_bytes);
+      _tile_loadd(3, c.line(16) + 16, c_bytes);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t at = 0; at < k; at += 16) {
+    _tile_loadd(6, b.line(at), b_bytes);
+    _tile_loadd(7, b.line(at) + 16, b_bytes);
+    _tile_loadd(4, a.at + at, a_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kTwo) {
+      _tile_loadd(5, a.line(16) + at, a_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c.at, c_bytes);
+  _tile_stored(1, c.at + 16, c_bytes);
+  if constexpr (kTwo) {
+    _tile_stored(2, c.line(16), c_bytes);
+    _tile_stored(3, c.line(16) + 16, c_bytes);
+  }
+}
+
+template <>
+inline void multiply<BF16>(Matrix c, Matrix a, Matrix b, int64_t m, int64_t n, int64_t k, bool add) {
+  for (int64_t i = 0; i < m; i += 32) {
+    for (int64_t j = 0; j < n; j += 32) {
+      const Matrix to{c.line(i) + j, c.stride}, lines{a.line(i), a.stride}, columns{b.at + j, b.stride};
+      if (i + 16 < m)
+        multiply_tiles<true>(to, lines, columns, k, add);
+      else
+        multiply_tiles<false>(to, lines, columns, k, add);
+    }
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,99 @@
+#include "plan.h"
+
+#include <algorithm>
+
+namespace quire {
+namespace {
+
+struct Row {
+  int32_t index;
+  int32_t num_queries;
+  int32_t length;
+  int32_t first_seen;  // by the row's first new token
+
+  Row(const AttentionArgs& args, int64_t row)
+      : index(static_cast<int32_t>(row)),
+        num_queries(args.query_start_loc[row + 1] - args.query_start_loc[row]),
+        length(args.seq_lens[row]),
+        first_seen(static_cast<int32_t>(std::max<int64_t>(0, length - num_queries + 1 - args.sliding_window))) {}
+
+  // Chunks begin at multiples of kChunk, wherever the window does.
+  int64_t num_chunks() const { return (length - 1) / kChunk - first_seen / kChunk + 1; }
+};
+
+void plan_prefill(const AttentionArgs& args, const Row& row, AttentionPlan& plan) {
+  const int32_t step = static_cast<int32_t>(query_tokens(args));
+  for (int32_t begin = 0; begin < row.num_queries; begin += step) {
+    const int32_t end = std::min(begin + step, row.num_queries);
+    for (int32_t head = 0; head < args.num_kv_heads; ++head)
+      plan.prefills.push_back({row.index, head, head + 1, begin, end, nullptr});
+  }
+}
+
+// Heads of a short context go together, so that a unit is worth its while.
+void plan_short_decode(const AttentionArgs& args, const Row& row, AttentionPlan& plan) {
+  const int32_t num_heads = static_cast<int32_t>(args.num_kv_heads);
+  const int32_t step = static_cast<int32_t>(std::max<int64_t>(1, kChunk / (row.length - row.first_seen)));
+  for (int32_t head = 0; head < num_heads; head += step)
+    plan.decodes.push_back(
+        {row.index, head, std::min(head + step, num_heads), row.first_seen, row.length, nullptr});
+}
+
+// Returns the states after those of this row.
+float* plan_long_decode(const AttentionArgs& args, const Row& row, float* states, AttentionPlan& plan) {
+  const int64_t states_of_chunk = args.num_heads / args.num_kv_heads * state_size(args);
+  for (int32_t head = 0; head < args.num_kv_heads; ++head) {
+    plan.merges.push_back({static_cast<int32_t>(row.num_chunks()), states});
+    for (int64_t begin = row.first_seen; begin < row.length; begin = (begin / kChunk + 1) * kChunk) {
+      const int64_t end = std::min<int64_t>((begin / kChunk + 1) * kChunk, row.length);
+      plan.chunks.push_back(
+          {row.index, head, head + 1, static_cast<int32_t>(begin), static_cast<int32_t>(end), states});
+      plan.merge_of.push_back(static_cast<int32_t>(plan.merges.size()) - 1);
+      states += states_of_chunk;
+    }
+  }
+  return states;
+}
+
+}  // namespace
+
+Status check_rows(const AttentionArgs& args) {
+  const int32_t* starts = args.query_start_loc;
+  if (starts[0] != 0 || starts[args.num_rows] != args.num_tokens) return kBadLengths;
+  for (int64_t row = 0; row < args.num_rows; ++row) {
+    const int64_t queries = int64_t{starts[row + 1]} - starts[row], length = args.seq_lens[row];
+    if (queries < 0 || length < queries || length > args.table_width * args.block_size) return kBadLengths;
+    const int32_t* table = args.block_tables + row * args.table_stride;
+    for (int64_t column = 0; column * args.block_size < length; ++column)
+      if (table[column] < 0 || table[column] >= args.num_blocks) return kBadBlock;
+  }
+  return kOk;
+}
+
+AttentionPlan plan_attention(const AttentionArgs& args) {
+  AttentionPlan plan;
+  int64_t num_states = 0;
+  for (int64_t index = 0; index < args.num_rows; ++index) {
+    const Row row(args, index);
+    if (row.num_queries == 1 && row.num_chunks() > 1) num_states += row.num_chunks() * args.num_heads;
+  }
+  plan.states.reset(new float[num_states * state_size(args)]);
+  float* states = plan.states.get();
+  for (int64_t index = 0; index < args.num_rows; ++index) {
+    const Row row(args, index);
+    plan.elements += int64_t{row.length - row.first_seen} * row.num_queries * args.num_kv_heads * args.head_dim * 2;
+    if (row.num_queries > 1)
+      plan_prefill(args, row, plan);
+    else if (row.num_queries == 1 && row.num_chunks() > 1)
+      states = plan_long_decode(args, row, states, plan);
+    else if (row.num_queries == 1)
+      plan_short_decode(args, row, plan);
+  }
+  auto context = [&](const Unit& unit) { return args.seq_lens[unit.row] - args.query_start_loc[unit.row + 1] +
+                                                args.query_start_loc[unit.row] + unit.end; };
+  std::stable_sort(plan.prefills.begin(), plan.prefills.end(),
+                   [&](const Unit& a, const Unit& b) { return context(a) > context(b); });
+  return plan;
+}
+
+}  // namespace quire

@@ -1,0 +1,58 @@
+// A vector of kWidth floats in the instruction set that this file is compiled for, and what kernels need of it.
+//
+// Loads and stores convert from and to the element types. Those with a count touch only so many elements: the
+// other lanes are 0. NaN goes through everything here but `max`, which may drop it.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace quire {
+
+struct BF16 {
+  uint16_t bits;
+};
+
+struct F16 {
+  uint16_t bits;
+};
+
+}  // namespace quire
+
+#if defined(__AVX512F__)
+#include "vec_avx512.h"
+#else
+#include "vec_avx2.h"
+#endif
+
+namespace quire::QUIRE_ISA {
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
+inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
+
+// e^x to the last bit or two; 0 below the smallest float, infinity above the largest.
+inline Vec exp(Vec x) {
+  // The order of operands matters: where one is NaN, the instruction gives the second.
+  x = max(set1(-104.0f), min(set1(89.0f), x));
+  const Vec n = round(x * set1(1.44269504f));
+  // ln 2 in two parts, so that x - n ln 2 is exact enough.
+  const Vec r = fnma(n, set1(-2.12194440e-4f), fnma(n, set1(0.693359375f), x));
+  Vec p = fma(set1(1.9875691500e-4f), r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, r * r, r + set1(1.0f));
+  return scale_by_power(p, n);
+}
+
+inline Vec tanh(Vec x) { return set1(1.0f) - set1(2.0f) / (exp(x + x) + set1(1.0f)); }
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,121 @@
+// vec.h for AVX2 with FMA and F16C. Included by it alone.
+#pragma once
+
+namespace quire::QUIRE_ISA {
+
+struct Vec {
+  __m256 v;
+};
+
+inline constexpr int kWidth = 8;
+// Sums that a kernel keeps in registers beside its operands.
+inline constexpr int kSums = 8;
+// Vectors side by side in a tile of a matrix product.
+inline constexpr int kTileVectors = 2;
+
+inline Vec zero() { return {_mm256_setzero_ps()}; }
+inline Vec set1(float x) { return {_mm256_set1_ps(x)}; }
+inline Vec lane_numbers() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
+
+inline Vec widen(__m128i bf16) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bf16), 16))}; }
+
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline Vec load(const BF16* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Vec load(const F16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+
+// There are no masked loads of 16 bits: the elements go through a buffer.
+template <class T>
+inline Vec load(const T* p, int n) {
+  T buffer[kWidth] = {};
+  std::memcpy(buffer, p, n * sizeof(T));
+  return load(buffer);
+}
+
+inline __m128i narrow_bf16(Vec x) {
+  const __m256i bits = _mm256_castps_si256(x.v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  // Rounding could carry a NaN into the sign.
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+  const __m256i kept = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan), 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(kept), _mm256_extracti128_si256(kept, 1));
+}
+
+inline __m128i narrow_f16(Vec x) { return _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x.v); }
+inline void store(BF16* p, Vec x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_bf16(x)); }
+inline void store(F16* p, Vec x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_f16(x)); }
+
+template <class T>
+inline void store(T* p, Vec x, int n) {
+  T buffer[kWidth];
+  store(buffer, x);
+  std::memcpy(p, buffer, n * sizeof(T));
+}
+
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec fnma(Vec a, Vec b, Vec c) { return {_mm256_fnmadd_ps(a.v, b.v, c.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline Vec round(Vec x) { return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+
+// x * 2^n for whole n from -150 to 128, in two halves, since 2^n alone may be no float.
+inline Vec scale_by_power(Vec x, Vec n) {
+  const __m256i whole = _mm256_cvtps_epi32(n.v), half = _mm256_srai_epi32(whole, 1);
+  const __m256i bias = _mm256_set1_epi32(127);
+  const __m256i low = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+  const __m256i high = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
+  return {_mm256_mul_ps(_mm256_mul_ps(x.v, _mm256_castsi256_ps(low)), _mm256_castsi256_ps(high))};
+}
+
+inline __m128 fold(Vec x) { return _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1)); }
+
+inline float first_lane(Vec x) { return _mm256_cvtss_f32(x.v); }
+inline float reduce_add(Vec x) {
+  __m128 sum = fold(x);
+  sum = _mm_hadd_ps(sum, sum);
+  return _mm_cvtss_f32(_mm_hadd_ps(sum, sum));
+}
+
+inline float reduce_max(Vec x) {
+  __m128 most = _mm_max_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
+  most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+  return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+}
+
+// x in lanes first to last - 1, `other` elsewhere; any first and last.
+inline Vec keep(Vec x, int first, int last, Vec other) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lanes);
+  const __m256i inside = _mm256_andnot_si256(below, _mm256_cmpgt_epi32(_mm256_set1_epi32(last), lanes));
+  return {_mm256_blendv_ps(other.v, x.v, _mm256_castsi256_ps(inside))};
+}
+
+// The sums of four vectors, one after the other.
+inline void reduce_add4(const Vec x[4], float* sums) {
+  const __m128 first = _mm_hadd_ps(fold(x[0]), fold(x[1])), second = _mm_hadd_ps(fold(x[2]), fold(x[3]));
+  _mm_storeu_ps(sums, _mm_hadd_ps(first, second));
+}
+
+// Line i becomes column i.
+inline void transpose(Vec x[kWidth]) {
+  __m256d t[8];
+  __m256 u[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_castps_pd(_mm256_unpacklo_ps(x[i].v, x[i + 1].v));
+    t[i + 1] = _mm256_castps_pd(_mm256_unpackhi_ps(x[i].v, x[i + 1].v));
+  }
+  for (int i = 0; i < 8; i += 4) {
+    u[i] = _mm256_castpd_ps(_mm256_unpacklo_pd(t[i], t[i + 2]));
+    u[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(t[i], t[i + 2]));
+    u[i + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(t[i + 1], t[i + 3]));
+    u[i + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(t[i + 1], t[i + 3]));
+  }
+  for (int i = 0; i < 4; ++i) {
+    x[i].v = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+    x[i + 4].v = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,112 @@
+// vec.h for AVX-512. Included by it alone.
+#pragma once
+
+namespace quire::QUIRE_ISA {
+
+struct Vec {
+  __m512 v;
+};
+
+inline constexpr int kWidth = 16;
+// Sums that a kernel keeps in registers beside its operands.
+inline constexpr int kSums = 16;
+// Vectors side by side in a tile of a matrix product.
+inline constexpr int kTileVectors = 4;
+
+inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1); }
+
+inline Vec zero() { return {_mm512_setzero_ps()}; }
+inline Vec set1(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec lane_numbers() { return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+
+inline Vec widen(__m256i bf16) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16))}; }
+
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Vec load(const BF16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Vec load(const F16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+
+inline Vec load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+inline Vec load(const BF16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+inline Vec load(const F16* p, int n) { return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p))}; }
+
+inline __m256i narrow_bf16(Vec x) {
+#if defined(__AVX512BF16__)
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v));
+#else
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  // Rounding could carry a NaN into the sign.
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+
+inline __m256i narrow_f16(Vec x) { return _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
+inline void store(BF16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(x)); }
+inline void store(F16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_f16(x)); }
+
+inline void store(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
+inline void store(BF16* p, Vec x, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_bf16(x)); }
+inline void store(F16* p, Vec x, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_f16(x)); }
+
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec fnma(Vec a, Vec b, Vec c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Vec round(Vec x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// x * 2^n for whole n.
+inline Vec scale_by_power(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+
+inline float first_lane(Vec x) { return _mm512_cvtss_f32(x.v); }
+inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x.v); }
+inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x.v); }
+
+// x in lanes first to last - 1, `other` elsewhere; any first and last.
+inline Vec keep(Vec x, int first, int last, Vec other) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __mmask16 kept = _mm512_cmpge_epi32_mask(lanes, _mm512_set1_epi32(first)) &
+                         _mm512_cmplt_epi32_mask(lanes, _mm512_set1_epi32(last));
+  return {_mm512_mask_blend_ps(kept, other.v, x.v)};
+}
+
+inline __m128 fold(Vec x) {
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+// The sums of four vectors, one after the other.
+inline void reduce_add4(const Vec x[4], float* sums) {
+  const __m128 first = _mm_hadd_ps(fold(x[0]), fold(x[1])), second = _mm_hadd_ps(fold(x[2]), fold(x[3]));
+  _mm_storeu_ps(sums, _mm_hadd_ps(first, second));
+}
+
+// Line i becomes column i.
+inline void transpose(Vec x[kWidth]) {
+  __m512d t[16], u[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_castps_pd(_mm512_unpacklo_ps(x[i].v, x[i + 1].v));
+    t[i + 1] = _mm512_castps_pd(_mm512_unpackhi_ps(x[i].v, x[i + 1].v));
+  }
+  for (int i = 0; i < 16; i += 4) {
+    u[i] = _mm512_unpacklo_pd(t[i], t[i + 2]);
+    u[i + 1] = _mm512_unpackhi_pd(t[i], t[i + 2]);
+    u[i + 2] = _mm512_unpacklo_pd(t[i + 1], t[i + 3]);
+    u[i + 3] = _mm512_unpackhi_pd(t[i + 1], t[i + 3]);
+  }
+  for (int half = 0; half < 16; half += 8) {
+    for (int i = half; i < half + 4; ++i) {
+      t[i] = _mm512_shuffle_f64x2(u[i], u[i + 4], 0x88);
+      t[i + 4] = _mm512_shuffle_f64x2(u[i], u[i + 4], 0xdd);
+    }
+  }
+  for (int i = 0; i < 8; ++i) {
+    x[i].v = _mm512_castpd_ps(_mm512_shuffle_f64x2(t[i], t[i + 8], 0x88));
+    x[i + 8].v = _mm512_castpd_ps(_mm512_shuffle_f64x2(t[i], t[i + 8], 0xdd));
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,81 @@
+"""Where Triton kernels run in tests: in Triton's interpreter, and on a GPU where there is one.
+
+Triton reads TRITON_INTERPRET when it is imported, so the interpreter has a process of its own.
+"""
+
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call gave, and its arguments as it left them; all tensors on the CPU."""
+
+    result: Any
+    arguments: tuple[Any, ...]
+
+
+class KernelDevice(Protocol):
+    dot_dtypes: tuple[torch.dtype, ...]
+    """Types whose matrix products are right here."""
+
+    def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Outcome:
+        """Calls a function of a module of `kernels.triton` with copies; whatever it raises is raised here."""
+        ...
+
+
+class Interpreter:
+    """A process in which Triton interprets kernels on the CPU, with numpy. That has no bfloat16 to multiply."""
+
+    dot_dtypes = (torch.float32, torch.float16)
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._process = ProcessPoolExecutor(1, mp_context=context, initializer=_start_interpreter)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Outcome:
+        # Processes share the memory of tensors that they send.
+        arguments, options = move(arguments, "cpu"), move(options, "cpu")
+        return self._process.submit(_call, function, arguments, options).result(timeout=60)
+
+    def close(self) -> None:
+        self._process.shutdown()
+
+
+class Gpu:
+    dot_dtypes = (torch.float32, torch.float16, torch.bfloat16)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Outcome:
+        outcome = _call(function, move(arguments, "cuda"), move(options, "cuda"))
+        return Outcome(move(outcome.result, "cpu"), move(outcome.arguments, "cpu"))
+
+
+def move(value: Any, device: str) -> Any:
+    """A copy of `value` with all tensors in it on `device`, of the same strides."""
+    if isinstance(value, torch.Tensor):
+        memory = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
+        return memory.to(device, copy=True).as_strided(value.shape, value.stride(), value.storage_offset())
+    if isinstance(value, tuple | list):
+        return type(value)(move(each, device) for each in value)
+    if isinstance(value, Mapping):
+        return {name: move(each, device) for name, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: move(getattr(value, each.name), device) for each in fields(value)})
+    return value
+
+
+def _start_interpreter() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    # numpy warns where kernels overflow or divide by zero in lanes that nothing reads, as on a GPU.
+    warnings.simplefilter("ignore", RuntimeWarning)
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Outcome:
+    return Outcome(function(*arguments, **options), arguments)

@@ -1,0 +1,157 @@
+"""What Triton compiles for an H100 or H200, without one: kernels fit, and steps of other sizes compile nothing new."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from kernels.reference_attention import ScoreRule
+from kernels.triton import block_copies, decode_attention
+from kernels.triton.activation import silu_and_mul
+from kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
+from kernels.triton.paged_attention import paged_attention
+from kernels.triton.reshape_and_cache import reshape_and_cache
+from kernels.triton.rotary import rotary_and_cache
+from tests.unit.kernels.test_paged_attention import make_batch
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# What one program may have of a multiprocessor's memory on compute capability 9.0.
+SHARED_MEMORY = 227 * 1024
+
+
+class Hopper:
+    """The driver of a GPU that is not there: enough of it to compile for it."""
+
+    def get_current_device(self) -> str:
+        # Keeps what is compiled here apart from what a real device runs.
+        return "hopper"
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[Any]:
+    """The kernels that launches came to; they are compiled and not run."""
+    kernels: set[Any] = set()
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction[Any], *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        assert all(0 < size < 1 << 31 for size in grid)
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        kernels.add(kernel)
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(decode_attention, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return kernels
+
+
+def attend(rows: list[tuple[int, int]], *, scores: ScoreRule | None = None, **shape: Any) -> None:
+    batch = make_batch(rows, **shape)
+    tensors = (batch.query, batch.kv_cache, batch.block_tables, batch.query_start_loc, batch.seq_lens)
+    paged_attention(*tensors, scores=scores or ScoreRule(0.1), **batch.limits)
+
+
+def assert_fit(kernels: set[Any], names: set[str]) -> None:
+    assert {kernel.name for kernel in kernels} == names
+    for kernel in kernels:
+        assert kernel.metadata.shared <= SHARED_MEMORY, f"{kernel.name} takes {kernel.metadata.shared} bytes"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(80, torch.float32), (256, torch.float32), (128, torch.bfloat16), (256, torch.bfloat16), (64, torch.float16)],
+)
+def test_attention_fits_a_multiprocessor(compiled: set[Any], head_dim: int, dtype: torch.dtype) -> None:
+    attend([(1, 5), (9, 900)], heads=(8, 2), head_dim=head_dim, block_size=16, dtype=dtype)
+    assert_fit(compiled, {"_decode_kernel", "_join_kernel", "_prefill_kernel"})
+
+
+@pytest.mark.parametrize("block_size", [5, 64])
+def test_attention_with_every_score_option_compiles(compiled: set[Any], block_size: int) -> None:
+    scores = ScoreRule(0.1, sliding_window=600, soft_cap=20.0, alibi_slopes=torch.ones(6))
+    attend([(1, 5), (9, 900)], scores=scores, heads=(6, 2), block_size=block_size, dtype=torch.bfloat16)
+    assert_fit(compiled, {"_decode_kernel", "_join_kernel", "_prefill_kernel"})
+
+
+def pointwise_step(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    x, weight = torch.zeros(num_tokens, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
+    add_rms_norm(x, rms_norm(x, weight, 1e-5), weight, 1e-5)
+    layer_norm(x, weight, weight, 1e-5)
+    silu_and_mul(x)
+    # Indexes are parts of one buffer, as a step sends them.
+    buffer = torch.zeros(4 * num_tokens + 1, dtype=torch.int64)
+    positions, slots = buffer[num_tokens : 2 * num_tokens], buffer[1 + 2 * num_tokens :][:num_tokens]
+    query, key, value = torch.zeros(num_tokens, 24, 128, dtype=dtype).split((16, 4, 4), dim=1)
+    pool = torch.zeros(2, 8, 4, 16, 128, dtype=dtype)
+    rotary_and_cache(query, key, value, positions, torch.zeros(8, 128), pool, slots)
+    reshape_and_cache(key, value, pool, slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pointwise_kernels_compile(compiled: set[Any], dtype: torch.dtype) -> None:
+    pointwise_step(7, dtype)
+    names = {"_rms_norm_kernel", "_layer_norm_kernel", "_silu_and_mul_kernel", "_rotary_kernel"}
+    assert_fit(compiled, names | {"_rotary_key_and_cache_kernel", "_reshape_and_cache_kernel"})
+
+
+def test_blocks_move_sixteen_bytes_at_a_time(compiled: set[Any]) -> None:
+    pools = [torch.zeros(2, 8, 4, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
+    block_copies.copy_blocks(pools, torch.tensor([[0, 7], [1, 5]]))
+    (kernel,) = compiled
+    assert "ld.global.v4.b32" in kernel.asm["ptx"]
+    assert "st.global.v4.b32" in kernel.asm["ptx"]
+
+
+def test_decode_reads_the_pool_sixteen_bytes_at_a_time(compiled: set[Any]) -> None:
+    attend([(1, 900), (1, 3)], heads=(32, 8), head_dim=128, block_size=16, dtype=torch.bfloat16)
+    (kernel,) = (each for each in compiled if each.name == "_decode_kernel")
+    sizes = re.findall(r"cp\.async\.(c[ag])\.shared\.global \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+)", kernel.asm["ptx"])
+    # Block ids, four bytes each, travel by the same way.
+    assert set(sizes) == {("cg", "0x10"), ("ca", "0x4")}
+
+
+def decode_step(num_rows: int, longest: int) -> None:
+    attend([(1, longest)] + [(1, 3)] * (num_rows - 1), heads=(8, 2), block_size=16)
+
+
+def mixed_step(num_rows: int, longest: int) -> None:
+    attend([(longest // 2, longest)] + [(1, longest)] * num_rows, heads=(8, 2), block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("step", "first", "later"),
+    [
+        (decode_step, [(2, 17), (3, 5000)], [(1, 1), (1, 16), (16, 256), (5, 4096), (64, 700), (1, 4100), (32, 3)]),
+        (mixed_step, [(2, 17), (2, 5000)], [(1, 16), (16, 256), (5, 4096), (15, 700), (16, 33)]),
+        (pointwise_step, [(7,)], [(1,), (16,), (33,), (160,)]),
+    ],
+)
+def test_steps_of_other_sizes_compile_nothing_new(
+    compiled: set[Any], step: Callable[..., None], first: list[tuple[int, ...]], later: list[tuple[int, ...]]
+) -> None:
+    for sizes in first:
+        step(*sizes)
+    known = set(compiled)
+    for sizes in later:
+        step(*sizes)
+        assert compiled == known, f"a step of {sizes} compiled again"
+
+
+def test_copies_of_other_counts_compile_nothing_new(compiled: set[Any]) -> None:
+    pools = [torch.zeros(2, 64, 4, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
+    for count in (3, 1, 2, 16, 31):
+        block_copies.copy_blocks(pools, torch.arange(2 * count).view(2, -1).T)
+    assert len(compiled) == 1

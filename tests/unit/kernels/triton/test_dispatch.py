@@ -1,0 +1,34 @@
+"""Which tensors the kernels get."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import choice, ops, reference
+from kernels.triton import operations
+
+
+def test_cuda_tensors_get_the_triton_kernels() -> None:
+    assert choice.implementation_for(torch.device("cuda")) is operations
+    assert choice.block_moves_for(torch.device("cuda", 1)) is operations
+
+
+def test_every_operation_of_the_reference_has_a_kernel() -> None:
+    assert {*operations.__all__, "ScoreRule"} == set(reference.__all__)
+
+
+def test_cpu_tensors_bring_no_triton_along() -> None:
+    check = (
+        "import sys, torch; from kernels import ops; ops.silu_and_mul(torch.ones(2, 4));"
+        "pool = torch.ones(2, 2, 1, 1, 8); ops.copy_blocks([pool], torch.tensor([[0, 1]]));"
+        "assert 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+
+
+def test_layers_on_several_devices_are_refused() -> None:
+    layers = [torch.ones(2, 2, 1, 1, 8), torch.ones(2, 2, 1, 1, 8, device="meta")]
+    with pytest.raises(ValueError, match="kv_caches is on meta; expected cpu"):
+        ops.copy_blocks(layers, torch.tensor([[0, 1]]))

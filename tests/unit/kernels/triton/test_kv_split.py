@@ -1,0 +1,28 @@
+"""How contexts are cut into pieces."""
+
+import pytest
+
+from kernels.triton.kv_split import DecodeTiling, split_length
+
+TILING = DecodeTiling(tile=64, programs_per_sm=2, shortest_split=256, longest_split=2048)
+
+
+@pytest.mark.parametrize("num_programs", [1, 7, 64, 255, 1000, 100_000])
+@pytest.mark.parametrize("max_seq_len", [1, 63, 64, 257, 5000, 131_072])
+def test_pieces_are_whole_tiles_within_their_bounds(num_programs: int, max_seq_len: int) -> None:
+    length = split_length(TILING, num_programs, max_seq_len, 132)
+    assert length % TILING.tile == 0
+    assert length <= TILING.longest_split
+    assert length >= TILING.shortest_split // 2 or length >= max_seq_len
+
+
+@pytest.mark.parametrize("max_seq_len", [1024, 8192, 100_000])
+@pytest.mark.parametrize("num_programs", [1, 8, 256, 300])
+def test_few_rows_keep_the_device_busy(num_programs: int, max_seq_len: int) -> None:
+    length = split_length(TILING, num_programs, max_seq_len, 132)
+    programs = num_programs * -(-max_seq_len // length)
+    assert programs >= 0.8 * 2 * 132 or length <= 1.5 * TILING.shortest_split
+
+
+def test_rows_that_fill_the_device_are_not_cut() -> None:
+    assert split_length(TILING, 264, 2048, 132) == 2048

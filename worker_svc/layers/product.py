@@ -1,0 +1,100 @@
+"""How a linear layer multiplies: from weights that oneDNN has packed once where that is faster, else as torch does.
+
+Measured on two cores, the 12 layers and the head of a 160M LLaMA in bfloat16, all of whose weights come from memory:
+packed 14.5, 18.9 and 34.4 ms for 1, 16 and 64 tokens, plain 20.9, 25.3 and 45.5. For one token each of these products
+by itself reads 61 to 130 % of what a plain sum reads, 93 % all in all. In float32 one token takes up to a tenth longer
+packed, four and more take a quarter less.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.layers.activation import Activation, FusedActivation, activation, fused_activation
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""x [..., in] -> [..., out], bias and activation included."""
+
+# Below this many entries a call to oneDNN costs more in float32 than it wins: it looks its kernel up anew each time.
+_LEAST_PACKED_FLOAT32 = 2**18
+_NOTHING_FUSED = FusedActivation("none")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainProduct:
+    """`activation(x @ weight.T + bias)`."""
+
+    weight: torch.Tensor
+    """[out, in]"""
+    bias: torch.Tensor | None
+    """[out]"""
+    activation: Activation | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product = torch.nn.functional.linear(x, self.weight, self.bias)
+        return product if self.activation is None else self.activation(product)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedProduct:
+    """The same from weights in the order in which oneDNN's kernels read them, which is all that is kept of them."""
+
+    weight: torch.Tensor
+    """[out, in], opaque."""
+    bias: torch.Tensor | None
+    fused: FusedActivation
+    """Applied to the sums before they are rounded."""
+    activation: Activation | None
+    """Applied after that."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, activation_name: str | None) -> "PackedProduct":
+        """Packs the weights."""
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        if activation_name is None:
+            return cls(packed, bias, _NOTHING_FUSED, None)
+        fused = fused_activation(activation_name)
+        return cls(packed, bias, fused or _NOTHING_FUSED, None if fused else activation(activation_name))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        fused = self.fused
+        product = torch.ops.mkldnn._linear_pointwise.default(
+            x, self.weight, self.bias, fused.name, fused.scalars, fused.algorithm
+        )
+        return product if self.activation is None else self.activation(product)
+
+
+def make_product(weight: torch.Tensor, bias: torch.Tensor | None = None, activation_name: str | None = None) -> Product:
+    """The fastest way to `activation(x @ weight.T + bias)` for these weights.
+
+    Args:
+        weight: [out, in]; a plain product keeps it, a packed one does not.
+        bias: [out].
+        activation_name: A name of `ACTIVATIONS`; none is the identity.
+    """
+    if pays_to_pack(weight):
+        return PackedProduct.of(weight, bias, activation_name)
+    return PlainProduct(weight, bias, None if activation_name is None else activation(activation_name))
+
+
+def pays_to_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN is there for weights on this device, of this dtype and size."""
+    if weight.device.type != "cpu" or not weight.numel() or not _has_packed_products():
+        return False
+    if weight.dtype == torch.float32:
+        return weight.numel() >= _LEAST_PACKED_FLOAT32
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def _has_packed_products() -> bool:
+    """These operations are what torch's own compiler calls; a build of torch may lack them."""
+    names = (
+        "_reorder_linear_weight",
+        "_linear_pointwise",
+        "_is_mkldnn_bf16_supported",
+        "_is_mkldnn_fp16_supported",
+    )
+    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
