@@ -220,7 +220,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 def _lines(x: torch.Tensor) -> torch.Tensor:
     """x [..., n] as [lines, n], copied only if that takes it."""
     if x.dim() != 2:
-        x = x.flatten(0, -2) if x.dim() else x.reshape(1, 1)
+        x = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     return _dense(x)
 
 

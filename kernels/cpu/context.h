@@ -36,6 +36,18 @@ inline const T* query_of(const AttentionArgs& args, int64_t token, int64_t head)
   return static_cast<const T*>(args.query) + token * args.query_token_stride + head * args.query_head_stride;
 }
 
+// One head of a query, as elements to multiply: T itself or float.
+template <class Element, class T>
+inline void copy_query(Element* to, const T* from, int64_t head_dim) {
+  if constexpr (sizeof(Element) == sizeof(T)) {
+    std::memcpy(to, from, head_dim * sizeof(T));
+  } else {
+    int64_t d = 0;
+    for (; d + kWidth <= head_dim; d += kWidth) store(to + d, load(from + d));
+    if (d < head_dim) store(to + d, load(from + d, static_cast<int>(head_dim - d)));
+  }
+}
+
 template <class T>
 inline T* output_of(const AttentionArgs& args, int64_t token, int64_t head) {
   return static_cast<T*>(args.output) + (token * args.num_heads + head) * args.head_dim;

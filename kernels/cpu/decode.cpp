@@ -25,6 +25,7 @@ struct Group {
   typename Dot<T>::Query* query;  // [heads, stride], zeros after the head
   float* sums;                    // [heads, stride]
   float* weights;                 // [heads, kSpan]
+  float* most;                    // [heads]
   Softmax* softmax;               // [heads]
 
   Group(const AttentionArgs& args, Arena& arena)
@@ -32,16 +33,15 @@ struct Group {
     query = arena.take<typename Dot<T>::Query>(heads * stride);
     sums = arena.take<float>(heads * stride);
     weights = arena.take<float>(heads * kSpan);
+    most = arena.take<float>(heads);
     softmax = arena.take<Softmax>(heads);
   }
 
   void start(const AttentionArgs& args, int64_t token, int64_t first_head) {
+    std::memset(query, 0, heads * stride * sizeof(*query));
+    std::memset(sums, 0, heads * stride * sizeof(float));
     for (int64_t h = 0; h < heads; ++h) {
-      const T* from = query_of<T>(args, token, first_head + h);
-      for (int64_t d = 0; d < stride; ++d) {
-        query[h * stride + d] = d < head_dim ? Dot<T>::query(from[d]) : typename Dot<T>::Query{};
-        sums[h * stride + d] = 0.0f;
-      }
+      copy_query(query + h * stride, query_of<T>(args, token, first_head + h), head_dim);
       softmax[h] = Softmax();
     }
   }
@@ -129,15 +129,18 @@ void scale_sums(Group<T>& group, int64_t h, float factor) {
   for (int64_t d = 0; d < group.stride; d += kWidth) store(sums + d, load(sums + d) * set1(factor));
 }
 
+// In three passes, since in each of them the processor can work on several heads at once.
 template <class T>
 void weigh_heads(const AttentionArgs& args, Group<T>& group, int64_t first_head, int count, int64_t distance) {
+  for (int64_t h = 0; h < group.heads; ++h)
+    group.most[h] = score(group.weights + h * kSpan, kSpan, 0, count, ScoreRule(args, first_head + h), distance);
+  for (int64_t h = 0; h < group.heads; ++h) {
+    const float factor = group.softmax[h].raise(group.most[h]);
+    if (factor != 1.0f) scale_sums(group, h, factor);
+  }
   for (int64_t h = 0; h < group.heads; ++h) {
     float* weights = group.weights + h * kSpan;
-    Softmax& softmax = group.softmax[h];
-    const float most = score(weights, kSpan, 0, count, ScoreRule(args, first_head + h), distance);
-    const float factor = softmax.raise(most);
-    softmax.sum += weigh(weights, weights, kSpan, softmax.base());
-    if (factor != 1.0f) scale_sums(group, h, factor);
+    group.softmax[h].sum += weigh(weights, weights, kSpan, group.softmax[h].base());
   }
 }
 
@@ -199,7 +202,7 @@ template <class T>
 int64_t scratch_of(const AttentionArgs& args) {
   Arena arena(nullptr);
   Group<T> group(args, arena);
-  return arena.used() + padded(args.head_dim) * static_cast<int64_t>(sizeof(float));
+  return arena.used();
 }
 
 template <class T>

@@ -11,9 +11,6 @@ struct Dot {
   using Query = float;
   static constexpr int kStep = kWidth;
 
-  static Query query(T element) {
-    return first_lane(load(&element, 1));
-  }
   static Operand operand(const T* key) { return load(key); }
   static Operand operand(const T* key, int n) { return load(key, n); }
   static Vec add(Vec sum, Operand key, const Query* query) { return fma(key, load(query), sum); }
@@ -26,7 +23,6 @@ struct Dot<BF16> {
   using Query = BF16;
   static constexpr int kStep = 2 * kWidth;
 
-  static Query query(BF16 element) { return element; }
   static Operand operand(const BF16* key) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(key)); }
   static Operand operand(const BF16* key, int n) {
     const __mmask32 lanes = n < 32 ? (1u << n) - 1 : ~0u;

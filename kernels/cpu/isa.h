@@ -14,7 +14,7 @@ namespace quire {
 // whatever else is in the batch, so it depends neither on its neighbours nor on the number of threads.
 inline constexpr int64_t kChunk = 256;
 // Query rows (tokens times heads that share keys) that prefill computes at once, and keys that it reads at once.
-inline constexpr int64_t kQueryRows = 64;
+inline constexpr int64_t kQueryRows = 128;
 inline constexpr int64_t kKeyTile = 64;
 // Rows of scratch memory are padded to this many elements, enough for any vector and matrix tile.
 inline constexpr int64_t kPad = 32;

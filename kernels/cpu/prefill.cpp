@@ -68,13 +68,6 @@ struct Work {
   }
 };
 
-inline void put(float* to, const float* from) { *to = *from; }
-inline void put(BF16* to, const BF16* from) { *to = *from; }
-template <class T>
-inline void put(float* to, const T* from) {
-  *to = first_lane(load(from, 1));
-}
-
 template <class T>
 void start(Tile<T>& tile, const Work<T>& work) {
   std::memset(tile.query, 0, tile.lines * tile.stride * sizeof(*tile.query));
@@ -86,7 +79,7 @@ void start(Tile<T>& tile, const Work<T>& work) {
   for (int64_t line = 0; line < work.num_tokens * tile.group; ++line) {
     const int64_t head = work.kv_head * tile.group + line % tile.group;
     const T* query = query_of<T>(work.args, work.first_token + line / tile.group, head);
-    for (int64_t d = 0; d < work.args.head_dim; ++d) put(tile.query + line * tile.stride + d, query + d);
+    copy_query(tile.query + line * tile.stride, query, work.args.head_dim);
     tile.softmax[line] = Softmax();
   }
 }

@@ -37,20 +37,21 @@ inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
 inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 
-// e^x to the last bit or two; 0 below the smallest float, infinity above the largest.
+// e^x to the last bit or two; 0 where that is no normal float, infinity from about 88.4 on.
 inline Vec exp(Vec x) {
+  const Vec least = set1(-87.33f);
   // The order of operands matters: where one is NaN, the instruction gives the second.
-  x = max(set1(-104.0f), min(set1(89.0f), x));
-  const Vec n = round(x * set1(1.44269504f));
+  const Vec within = max(least, min(set1(89.0f), x));
+  const Vec n = round(within * set1(1.44269504f));
   // ln 2 in two parts, so that x - n ln 2 is exact enough.
-  const Vec r = fnma(n, set1(-2.12194440e-4f), fnma(n, set1(0.693359375f), x));
+  const Vec r = fnma(n, set1(-2.12194440e-4f), fnma(n, set1(0.693359375f), within));
   Vec p = fma(set1(1.9875691500e-4f), r, set1(1.3981999507e-3f));
   p = fma(p, r, set1(8.3334519073e-3f));
   p = fma(p, r, set1(4.1665795894e-2f));
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, r * r, r + set1(1.0f));
-  return scale_by_power(p, n);
+  return zero_below(scale_by_power(p, n), x, least);
 }
 
 inline Vec tanh(Vec x) { return set1(1.0f) - set1(2.0f) / (exp(x + x) + set1(1.0f)); }

@@ -60,13 +60,15 @@ inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 inline Vec round(Vec x) { return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
-// x * 2^n for whole n from -150 to 128, in two halves, since 2^n alone may be no float.
+// x * 2^n for whole n from -126 to 128.
 inline Vec scale_by_power(Vec x, Vec n) {
-  const __m256i whole = _mm256_cvtps_epi32(n.v), half = _mm256_srai_epi32(whole, 1);
-  const __m256i bias = _mm256_set1_epi32(127);
-  const __m256i low = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
-  const __m256i high = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
-  return {_mm256_mul_ps(_mm256_mul_ps(x.v, _mm256_castsi256_ps(low)), _mm256_castsi256_ps(high))};
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
+  return {_mm256_mul_ps(x.v, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)))};
+}
+
+// `value`, but 0 where x is below the limit.
+inline Vec zero_below(Vec value, Vec x, Vec limit) {
+  return {_mm256_andnot_ps(_mm256_cmp_ps(x.v, limit.v, _CMP_LT_OQ), value.v)};
 }
 
 inline __m128 fold(Vec x) { return _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1)); }

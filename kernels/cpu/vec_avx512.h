@@ -58,8 +58,14 @@ inline Vec fnma(Vec a, Vec b, Vec c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)};
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Vec round(Vec x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// x * 2^n for whole n.
+
+// x * 2^n for whole n. Results that are no normal floats take the processor a hundred times longer.
 inline Vec scale_by_power(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+
+// `value`, but 0 where x is below the limit.
+inline Vec zero_below(Vec value, Vec x, Vec limit) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), value.v)};
+}
 
 inline float first_lane(Vec x) { return _mm512_cvtss_f32(x.v); }
 inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x.v); }

@@ -7,6 +7,8 @@ import torch
 
 from kernels import host_copy, ops, reference
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 SWAPS = [host_copy.swap_blocks, reference.swap_blocks]
 
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import ops, reference_attention
+from kernels import ops
+
+pytestmark = pytest.mark.usefixtures("implementation")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -130,19 +132,6 @@ def test_score_options_match_naive(sliding_window: int | None, soft_cap: float |
     batch = make_batch(MIXED, heads=(6, 2))
     slopes = torch.tensor([2.0**-n for n in range(6)]) if alibi else None
     assert_matches_naive(batch, sliding_window=sliding_window, soft_cap=soft_cap, alibi_slopes=slopes)
-
-
-def test_groups_split_for_memory_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make_batch([(1, n) for n in (3, 200, 7, 64, 65, 1, 129)])
-    whole = batch.attend()
-    monkeypatch.setattr(reference_attention, "MAX_GATHERED_ELEMENTS", 1)
-    torch.testing.assert_close(batch.attend(), whole, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("sliding_window", [None, 3])
-def test_chunks_longer_than_a_slice_match_naive(sliding_window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_attention, "QUERY_SLICE", 4)
-    assert_matches_naive(make_batch([(9, 9), (8, 21), (1, 3), (5, 40)]), sliding_window=sliding_window)
 
 
 def test_row_alone_gives_what_it_gives_in_a_batch() -> None:

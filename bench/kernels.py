@@ -1,0 +1,208 @@
+"""The CPU kernels: attention of decodes beside what memory gives, prefill beside torch on contiguous tensors, and the small
+operations beside plain torch.
+
+What is compared runs in turn, again and again, so that a machine that drifts does not count. The memory's speed is that
+of a plain sum over 256 MB, on the same threads in the same process; every decode reads pools of that size altogether, so that
+caches help neither more than the other.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from bench.report import Series, write_results
+from kernels import reference
+from kernels.choice import Implementation
+from kernels.cpu.bindings import CpuKernels
+from kernels.cpu.library import Library
+from kernels.reference_attention import ScoreRule
+
+_BLOCK_SIZE = 16
+_MEGABYTES = 256
+
+Contestants = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of a model's attention."""
+
+    query: int
+    kv: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.kv} heads of {self.size}"
+
+
+MODELS = (Heads(12, 12, 64), Heads(32, 8, 128))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", choices=("decode", "prefill", "pointwise"), help="default: all of them")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="rows that decode together")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of each row")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of a prefill")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--isa", help="an instruction set; default: the best of this processor")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(arguments.num_threads)
+    library = Library(isa=arguments.isa)
+    kernels, series = CpuKernels(library), list[Series]()
+    parts = arguments.parts or ("decode", "prefill", "pointwise")
+    print(f"{library.isa}, {arguments.num_threads} threads")
+    with torch.inference_mode():
+        if "decode" in parts:
+            series += _decodes(kernels, arguments)
+        if "prefill" in parts:
+            series += _prefills(kernels, arguments)
+        if "pointwise" in parts:
+            series += _pointwise(kernels, arguments.runs)
+    if arguments.out:
+        facts = {"isa": library.isa, "threads": arguments.num_threads, "block_size": _BLOCK_SIZE}
+        write_results(arguments.out, "CPU kernels, bfloat16", series, **facts)
+
+
+def _decodes(kernels: Implementation, arguments: argparse.Namespace) -> list[Series]:
+    series = []
+    for heads in MODELS:
+        for batch in arguments.batches:
+            for context in arguments.contexts:
+                series += _decode(kernels, heads, batch, context, arguments.runs)
+    return series
+
+
+def _decode(kernels: Implementation, heads: Heads, batch: int, context: int, runs: int) -> list[Series]:
+    """Gigabytes of keys and values a second, and of numbers that are summed up."""
+    bytes_of_call = batch * context * heads.kv * heads.size * 4
+    calls = [_make_decode(heads, batch, context) for _ in range(max(1, _MEGABYTES * 2**20 // bytes_of_call))]
+    numbers = torch.ones(_MEGABYTES * 2**18)
+
+    def attend(implementation: Implementation) -> Callable[[], object]:
+        return lambda: [call(implementation) for call in calls]
+
+    seconds = _measure({"kernels": attend(kernels), "torch": attend(reference), "sum": numbers.sum}, runs)
+    name, size = f"decode, {heads}, batch {batch}, context {context}", bytes_of_call * len(calls) / 1e9
+    rates = {
+        "kernels": Series(name, "GB/s", tuple(size / each for each in seconds["kernels"])),
+        "torch": Series(f"{name}, plain torch", "GB/s", tuple(size / each for each in seconds["torch"])),
+        "sum": Series(f"{name}, sum", "GB/s", tuple(numbers.nbytes / 1e9 / each for each in seconds["sum"])),
+    }
+    kept, plain = rates["kernels"].median, rates["sum"].median
+    print(f"{name:<52} {kept:6.1f} GB/s  {kept / plain:4.0%} of a sum   torch {rates['torch'].median:5.1f}", flush=True)
+    return list(rates.values())
+
+
+def _make_decode(heads: Heads, batch: int, context: int) -> Callable[[Implementation], torch.Tensor]:
+    blocks = -(-context // _BLOCK_SIZE)
+    cache = torch.empty(2, batch * blocks, heads.kv, _BLOCK_SIZE, heads.size, dtype=torch.bfloat16).fill_(0.5)
+    query = torch.randn(batch, heads.query, heads.size).bfloat16()
+    tables = torch.randperm(batch * blocks, dtype=torch.int32).view(batch, blocks)
+    starts, lengths = torch.arange(batch + 1, dtype=torch.int32), torch.full((batch,), context, dtype=torch.int32)
+    rule = ScoreRule(heads.size**-0.5)
+    return lambda implementation: implementation.paged_attention(
+        query, cache, tables, starts, lengths, scores=rule, max_query_len=1, max_seq_len=context
+    )
+
+
+def _prefills(kernels: Implementation, arguments: argparse.Namespace) -> list[Series]:
+    return [
+        each for heads in MODELS for tokens in arguments.prompts for each in _prefill(kernels, heads, tokens, arguments)
+    ]
+
+
+def _prefill(kernels: Implementation, heads: Heads, tokens: int, arguments: argparse.Namespace) -> list[Series]:
+    """Milliseconds for a prompt. torch has its keys in one piece, and one for each query head."""
+    blocks = -(-tokens // _BLOCK_SIZE)
+    cache = torch.randn(2, blocks, heads.kv, _BLOCK_SIZE, heads.size).bfloat16()
+    query = torch.randn(tokens, heads.query, heads.size).bfloat16()
+    tables = torch.randperm(blocks, dtype=torch.int32)[None]
+    starts, lengths = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    dense = torch.randn(3, 1, heads.query, tokens, heads.size).bfloat16().unbind()
+    rule = ScoreRule(heads.size**-0.5)
+
+    def attend(implementation: Implementation) -> Callable[[], object]:
+        return lambda: implementation.paged_attention(
+            query, cache, tables, starts, lengths, scores=rule, max_query_len=tokens, max_seq_len=tokens
+        )
+
+    contestants: Contestants = {
+        "kernels": attend(kernels),
+        "torch on contiguous tensors": lambda: functional.scaled_dot_product_attention(*dense, is_causal=True),
+        "plain torch": attend(reference),
+    }
+    return _report(f"prefill, {heads}, {tokens} tokens", contestants, arguments.runs)
+
+
+def _pointwise(kernels: Implementation, runs: int) -> list[Series]:
+    return [
+        each
+        for tokens in (1, 64, 512)
+        for name, operation in _operations(tokens).items()
+        for each in _report(
+            f"{name}, {tokens} tokens",
+            {"kernels": lambda call=operation: call(kernels), "plain torch": lambda call=operation: call(reference)},
+            runs,
+        )
+    ]
+
+
+def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:
+    """On the sizes of a model with 32/8 heads of 128 and 11,008 hidden units of its feed-forward layers."""
+    heads, hidden = MODELS[1], 4096
+    x, residual = torch.randn(2, tokens, hidden).bfloat16().unbind()
+    weight, gate_up = torch.ones(hidden).bfloat16(), torch.randn(tokens, 2 * 11_008).bfloat16()
+    qkv = torch.randn(tokens, heads.query + 2 * heads.kv, heads.size).bfloat16()
+    query, key, value = qkv.split_with_sizes([heads.query, heads.kv, heads.kv], 1)
+    cache = torch.zeros(2, tokens // _BLOCK_SIZE + 1, heads.kv, _BLOCK_SIZE, heads.size, dtype=torch.bfloat16)
+    positions, table = torch.arange(tokens), torch.zeros(tokens, heads.size)
+    table[:, : heads.size // 2] = 1.0  # A turn by nothing: the query is rotated in place, run after run.
+    return {
+        "rms_norm": lambda ops: ops.rms_norm(x, weight, 1e-5),
+        "add_rms_norm": lambda ops: ops.add_rms_norm(x, residual, weight, 1e-5),
+        "layer_norm": lambda ops: ops.layer_norm(x, weight, weight, 1e-5),
+        "silu_and_mul": lambda ops: ops.silu_and_mul(gate_up),
+        "rotary_and_cache": lambda ops: ops.rotary_and_cache(query, key, value, positions, table, cache, positions),
+        "reshape_and_cache": lambda ops: ops.reshape_and_cache(key, value, cache, positions),
+    }
+
+
+def _report(name: str, contestants: Contestants, runs: int) -> list[Series]:
+    """Milliseconds of each contestant, the first one the kernels."""
+    seconds = _measure(contestants, runs)
+    series = [
+        Series(name if who == "kernels" else f"{name}, {who}", "ms", tuple(each * 1e3 for each in times))
+        for who, times in seconds.items()
+    ]
+    others = "   ".join(f"{who} {each.median:9.3f}" for who, each in zip(contestants, series, strict=True))
+    print(f"{name:<46} ms: {others}", flush=True)
+    return series
+
+
+def _measure(contestants: Contestants, runs: int) -> dict[str, list[float]]:
+    """Seconds of each call, in turns. Short ones are repeated, so that the clock can tell them apart."""
+    repeats = {}
+    for name, call in contestants.items():
+        call()
+        repeats[name] = max(1, round(0.005 / max(_seconds([call]), 1e-7)))
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(runs):
+        for name, call in contestants.items():
+            seconds[name].append(_seconds([call] * repeats[name]) / repeats[name])
+    return seconds
+
+
+def _seconds(calls: Sequence[Callable[[], object]]) -> float:
+    started = time.perf_counter()
+    for call in calls:
+        call()
+    return time.perf_counter() - started

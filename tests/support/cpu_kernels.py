@@ -1,0 +1,38 @@
+"""The implementations that this machine has for tensors on the CPU."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kernels import reference
+from kernels.choice import Implementation
+from kernels.cpu.bindings import CpuKernels
+from kernels.cpu.library import Library, LibraryUnavailableError, available_isas
+
+
+def _isas() -> tuple[str, ...]:
+    try:
+        return available_isas()
+    except LibraryUnavailableError:  # Installed without a compiler: the reference is all there is to test.
+        return ()
+
+
+ISAS = _isas()
+IMPLEMENTATIONS = ("reference", *ISAS)
+
+
+@functools.cache
+def make_implementation(name: str) -> Implementation:
+    return reference if name == "reference" else CpuKernels(Library(isa=name))
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

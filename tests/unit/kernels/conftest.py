@@ -1,0 +1,19 @@
+import pytest
+import torch
+
+from kernels import ops
+from kernels.choice import Implementation
+from tests.support.cpu_kernels import IMPLEMENTATIONS, make_implementation
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Implementation:
+    """Each implementation in turn that this machine has for the CPU; `kernels.ops` uses it."""
+    chosen = make_implementation(request.param)
+
+    def choose(device: torch.device) -> Implementation:
+        assert device.type == "cpu"
+        return chosen
+
+    monkeypatch.setattr(ops, "implementation_for", choose)
+    return chosen

@@ -1,0 +1,241 @@
+"""Attention in C++ against dense attention in float64, over shapes that fit no vector, tile or chunk."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.choice import Implementation
+from kernels.reference_attention import ScoreRule
+from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
+from tests.unit.kernels.test_paged_attention import TOLERANCE, Batch, make_batch
+
+pytestmark = pytest.mark.parametrize("isa", ISAS)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+ROWS = st.one_of(
+    st.tuples(st.just(1), st.one_of(st.integers(1, 300), st.integers(1, 3000))),
+    st.tuples(st.integers(2, 150), st.integers(0, 200)).map(lambda row: (row[0], row[0] + row[1])),
+)
+
+
+def attend(implementation: Implementation, batch: Batch, scores: ScoreRule) -> torch.Tensor:
+    return implementation.paged_attention(
+        batch.query,
+        batch.kv_cache,
+        batch.block_tables,
+        batch.query_start_loc,
+        batch.seq_lens,
+        scores=scores,
+        **batch.limits,
+    )
+
+
+def exact_attention(batch: Batch, rule: ScoreRule) -> torch.Tensor:
+    output = torch.empty(batch.query.shape, dtype=torch.float64)
+    block_size = batch.kv_cache.shape[3]
+    group = batch.query.shape[1] // batch.kv_cache.shape[2]
+    for row, length in enumerate(batch.seq_lens.tolist()):
+        start, end = batch.query_start_loc[row : row + 2].tolist()
+        seen, positions = torch.arange(length), torch.arange(length - (end - start), length)[:, None]
+        blocks = batch.block_tables[row, seen // block_size].long()
+        context = batch.kv_cache[:, blocks, :, seen % block_size].double().repeat_interleave(group, dim=2)
+        keys, values = context.unbind(1)
+        scores = torch.einsum("qhd,khd->hqk", batch.query[start:end].double(), keys) * rule.scale
+        if rule.soft_cap is not None:
+            scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+        if rule.alibi_slopes is not None:
+            scores += rule.alibi_slopes.double()[:, None, None] * (seen - positions)
+        hidden = seen > positions
+        if rule.sliding_window is not None:
+            hidden |= seen <= positions - rule.sliding_window
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        output[start:end] = torch.einsum("hqk,khd->qhd", weights, values)
+    return output
+
+
+def assert_exact(isa: str, batch: Batch, scores: ScoreRule) -> None:
+    actual = attend(make_implementation(isa), batch, scores)
+    tolerance = TOLERANCE[batch.query.dtype]
+    torch.testing.assert_close(actual.double(), exact_attention(batch, scores), rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(ROWS, min_size=1, max_size=4),
+    num_kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 4, 7, 8]),
+    head_dim=st.one_of(st.integers(4, 32).map(lambda eighths: 8 * eighths), st.sampled_from([6, 20, 33])),
+    block_size=st.sampled_from([1, 3, 16, 32]),
+    dtype=st.sampled_from(DTYPES),
+    window=st.none() | st.integers(1, 600),
+    soft_cap=st.none() | st.floats(0.5, 30),
+    alibi=st.booleans(),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+def test_any_batch_matches_dense_attention(
+    isa: str,
+    rows: list[tuple[int, int]],
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    soft_cap: float | None,
+    alibi: bool,
+    threads: int,
+    seed: int,
+) -> None:
+    num_heads = num_kv_heads * group
+    batch = make_batch(
+        rows, heads=(num_heads, num_kv_heads), head_dim=head_dim, block_size=block_size, dtype=dtype, seed=seed
+    )
+    slopes = 2.0 ** -torch.arange(1, num_heads + 1) if alibi else None
+    with torch_threads(threads):
+        assert_exact(isa, batch, ScoreRule(head_dim**-0.5, window, soft_cap, slopes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [255, 256, 257, 511, 513, 3000])
+def test_contexts_about_as_long_as_a_chunk(length: int, dtype: torch.dtype, isa: str) -> None:
+    batch = make_batch([(1, length), (1, 3)], heads=(8, 2), head_dim=64, block_size=16, dtype=dtype)
+    assert_exact(isa, batch, ScoreRule(0.125))
+    assert_exact(isa, batch, ScoreRule(0.125, sliding_window=250))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200])
+def test_chunks_about_as_long_as_a_tile(tokens: int, dtype: torch.dtype, isa: str) -> None:
+    assert_exact(isa, make_batch([(tokens, tokens), (tokens, tokens + 37)], dtype=dtype), ScoreRule(0.2))
+
+
+@pytest.mark.parametrize("heads", [(71, 1), (150, 1)])
+def test_more_heads_than_a_tile_has_lines(heads: tuple[int, int], isa: str) -> None:
+    batch = make_batch([(1, 40), (3, 21)], heads=heads, head_dim=64, dtype=torch.bfloat16)
+    assert_exact(isa, batch, ScoreRule(0.125))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_depend_on_neither_neighbours_nor_threads(dtype: torch.dtype, isa: str) -> None:
+    kernels, rule = make_implementation(isa), ScoreRule(0.125)
+    rows = [(1, 700), (20, 33), (1, 12), (1, 2000), (150, 300)]
+    batch = make_batch(rows, heads=(4, 2), head_dim=64, block_size=16, dtype=dtype)
+    with torch_threads(1):
+        alone = []
+        for row in range(len(rows)):
+            start, end = batch.query_start_loc[row : row + 2].tolist()
+            part = replace(
+                batch,
+                query=batch.query[start:end],
+                block_tables=batch.block_tables[row : row + 1],
+                query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
+                seq_lens=batch.seq_lens[row : row + 1],
+            )
+            alone.append(attend(kernels, part, rule))
+    for threads in (1, 2, 3):
+        with torch_threads(threads):
+            assert torch.equal(attend(kernels, batch, rule), torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_stays_in_its_head_and_is_not_lost(dtype: torch.dtype, isa: str) -> None:
+    batch = make_batch([(1, 20), (1, 600), (5, 30)], heads=(4, 2), head_dim=40, block_size=16, dtype=dtype)
+    kernels, rule = make_implementation(isa), ScoreRule(0.2)
+    expected = attend(kernels, batch, rule)
+    assert not expected.isnan().any()
+    poisoned = torch.zeros(batch.query.shape[:2], dtype=torch.bool)
+    poisoned[0, 1] = poisoned[1, 3] = poisoned[4, 2] = True
+    batch.query[poisoned.nonzero(as_tuple=True) + (torch.tensor(7),)] = float("nan")
+    actual = attend(kernels, batch, rule)
+    assert actual[poisoned].isnan().all()
+    assert torch.equal(actual[~poisoned], expected[~poisoned])
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_poisoned_key_poisons_all_who_see_it(bad: float, tokens: int, isa: str) -> None:
+    batch = make_batch([(tokens, 300), (tokens, 9)], head_dim=32, block_size=4)
+    batch.kv_cache[0, batch.block_tables[0, 70].long(), :, 1] = bad
+    actual = attend(make_implementation(isa), batch, ScoreRule(0.2))
+    assert actual[:tokens].isnan().all()
+    assert not actual[tokens:].isnan().any()
+
+
+def test_scores_that_are_all_minus_infinity_give_nan_as_softmax_does(isa: str) -> None:
+    batch = make_batch([(1, 20), (2, 20)], heads=(1, 1), head_dim=8, block_size=20)
+    batch.kv_cache[0, batch.block_tables[:, 0].long(), :, :, 0] = float("-inf")
+    batch.query[..., 0] = 1.0
+    assert attend(make_implementation(isa), batch, ScoreRule(0.2)).isnan().all()
+
+
+def test_large_scores_neither_overflow_nor_vanish(isa: str) -> None:
+    batch = make_batch([(1, 500), (9, 70)], head_dim=32, block_size=16)
+    assert_exact(isa, batch, ScoreRule(300.0))
+    batch.kv_cache.mul_(1e-20)
+    assert_exact(isa, batch, ScoreRule(1.0))
+
+
+def test_views_are_read_where_they_are(isa: str) -> None:
+    batch = make_batch([(1, 300), (30, 40)], heads=(4, 2), head_dim=24, block_size=16, dtype=torch.bfloat16)
+    kernels, rule = make_implementation(isa), ScoreRule(0.2, alibi_slopes=torch.ones(8)[::2])
+    wide = torch.full((batch.query.shape[0], 7, 30), float("nan"), dtype=torch.bfloat16)
+    wide[:, 1:5, :24] = batch.query
+    tables = torch.full((2, 99), 2**31 - 1, dtype=torch.int32)
+    tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+    strided = replace(
+        batch,
+        query=wide[:, 1:5, :24],
+        block_tables=tables[:, : batch.block_tables.shape[1]],
+        seq_lens=torch.stack((batch.seq_lens, batch.seq_lens), dim=1)[:, 0],
+    )
+    assert torch.equal(attend(kernels, strided, rule), attend(kernels, batch, rule))
+    transposed = replace(batch, query=batch.query.transpose(1, 2).contiguous().transpose(1, 2))
+    assert torch.equal(attend(kernels, transposed, rule), attend(kernels, batch, rule))
+
+
+def test_an_empty_batch_gives_nothing(isa: str) -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    actual = make_implementation(isa).paged_attention(
+        torch.zeros(0, 4, 32),
+        torch.zeros(2, 5, 2, 16, 32),
+        none.view(0, 3),
+        torch.zeros(1, dtype=torch.int32),
+        none,
+        scores=ScoreRule(1.0),
+        max_query_len=1,
+        max_seq_len=1,
+    )
+    assert actual.shape == (0, 4, 32)
+
+
+GOOD = make_batch([(1, 7), (2, 6)])
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"block_tables": GOOD.block_tables + 1000}, "block_tables names a block"),
+    ({"block_tables": -GOOD.block_tables - 1}, "block_tables names a block"),
+    ({"seq_lens": torch.tensor([7, 1], dtype=torch.int32)}, "contradict"),
+    ({"seq_lens": torch.tensor([7, 600], dtype=torch.int32)}, "contradict"),
+    ({"query_start_loc": torch.tensor([0, 4, 3], dtype=torch.int32)}, "contradict"),
+    ({"query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32)}, "contradict"),
+    ({"query_start_loc": torch.tensor([1, 2, 3], dtype=torch.int32)}, "contradict"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_indexes_out_of_range_are_refused(changes: dict[str, Any], message: str, isa: str) -> None:
+    batch = replace(GOOD, **changes)
+    with pytest.raises(IndexError, match=message):
+        make_implementation(isa).paged_attention(
+            batch.query,
+            batch.kv_cache,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
+            scores=ScoreRule(1.0),
+            **GOOD.limits,
+        )

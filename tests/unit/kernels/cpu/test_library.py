@@ -1,0 +1,101 @@
+"""Finding and loading the library, and what happens where that fails."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import choice, ops, reference
+from kernels.cpu import library
+from kernels.cpu.bindings import CpuKernels
+from kernels.cpu.library import LIBRARY, Library, LibraryUnavailableError, available_isas, find_open_mp
+
+SAME_THREADS = """
+import os
+from pathlib import Path
+import torch
+from kernels import ops
+from kernels.cpu.library import find_open_mp
+
+torch.set_num_threads(2)
+torch.randn(512, 512).exp()
+torch.mm(torch.randn(512, 512), torch.randn(512, 512))
+before = set(os.listdir("/proc/self/task"))
+x = torch.randn(512, 2048)
+for _ in range(20):
+    ops.rms_norm(x, torch.ones(2048), 1e-5)
+    x.exp()
+assert ops.implementation_for(x.device).__class__.__name__ == "CpuKernels"
+assert set(os.listdir("/proc/self/task")) == before, "a pool of threads beside torch's"
+runtimes = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line.split("/")[-1]}
+assert runtimes == {str(find_open_mp())}, runtimes
+"""
+
+
+def test_the_library_was_built_and_runs_here() -> None:
+    assert isinstance(choice.implementation_for(torch.device("cpu")), CpuKernels)
+    assert Library().isa == available_isas()[0]
+
+
+def test_the_threads_are_those_of_torch() -> None:
+    subprocess.run([sys.executable, "-c", SAME_THREADS], check=True, timeout=60)
+
+
+def test_the_runtime_is_the_one_that_came_with_torch() -> None:
+    assert Path(torch.__file__).parents[1] in find_open_mp().parents
+
+
+def test_without_a_library_the_reference_runs_and_one_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    choice.implementation_for.cache_clear()
+    monkeypatch.setattr(choice, "Library", lambda: Library(tmp_path / "libquire_cpu.so"))
+    try:
+        with caplog.at_level(logging.WARNING, logger="kernels"):
+            x = torch.randn(2, 8)
+            for _ in range(3):
+                assert torch.equal(ops.silu_and_mul(x), reference.silu_and_mul(x))
+    finally:
+        choice.implementation_for.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "no CPU kernels, the operations run in plain torch: libquire_cpu.so was not built (it takes a C++20 compiler at "
+        "installation)"
+    ]
+
+
+def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "libquire_cpu.so"
+    path.write_bytes(b"not a library")
+    with pytest.raises(LibraryUnavailableError, match=r"libquire_cpu\.so cannot be loaded"):
+        Library(path)
+
+
+def test_a_library_without_our_functions_is_refused() -> None:
+    with pytest.raises(LibraryUnavailableError, match="cannot be loaded: .*quire_isas"):
+        Library(find_open_mp())
+
+
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_ARGS", (library.SILU_ARGS, *library._ARGS[1:]))
+    with pytest.raises(LibraryUnavailableError, match="was built from other sources; install again"):
+        Library()
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(LibraryUnavailableError, match="instruction set 'mmx' is not among .*avx2"):
+        Library(LIBRARY, isa="mmx")
+
+
+def test_a_process_without_openmp_gets_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def none() -> Path:
+        raise LibraryUnavailableError("torch has loaded no OpenMP runtime")
+
+    monkeypatch.setattr(library, "find_open_mp", none)
+    with pytest.raises(LibraryUnavailableError, match="no OpenMP runtime"):
+        Library()
+    monkeypatch.setattr(library, "find_open_mp", lambda: LIBRARY)
+    with pytest.raises(LibraryUnavailableError, match="is no OpenMP runtime to share: .*GOMP_parallel"):
+        Library()
