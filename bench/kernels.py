@@ -1,9 +1,9 @@
-"""The CPU kernels: attention of decodes beside what memory gives, prefill beside torch on contiguous tensors, and the small
-operations beside plain torch.
+"""The CPU kernels: attention of decodes beside what memory gives, prefill beside torch on contiguous tensors, and the
+small operations beside plain torch.
 
 What is compared runs in turn, again and again, so that a machine that drifts does not count. The memory's speed is that
-of a plain sum over 256 MB, on the same threads in the same process; every decode reads pools of that size altogether, so that
-caches help neither more than the other.
+of a plain sum over 256 MB, on the same threads in the same process; every decode reads pools of that size altogether,
+so that caches help neither more than the other.
 """
 
 import argparse
@@ -137,7 +137,9 @@ def _prefill(kernels: Implementation, heads: Heads, tokens: int, arguments: argp
 
     contestants: Contestants = {
         "kernels": attend(kernels),
-        "torch on contiguous tensors": lambda: functional.scaled_dot_product_attention(*dense, is_causal=True),
+        "torch on contiguous tensors": lambda: functional.scaled_dot_product_attention(
+            dense[0], dense[1], dense[2], is_causal=True
+        ),
         "plain torch": attend(reference),
     }
     return _report(f"prefill, {heads}, {tokens} tokens", contestants, arguments.runs)

@@ -151,7 +151,7 @@ def test_nan_stays_in_its_head_and_is_not_lost(dtype: torch.dtype, isa: str) -> 
     assert not expected.isnan().any()
     poisoned = torch.zeros(batch.query.shape[:2], dtype=torch.bool)
     poisoned[0, 1] = poisoned[1, 3] = poisoned[4, 2] = True
-    batch.query[poisoned.nonzero(as_tuple=True) + (torch.tensor(7),)] = float("nan")
+    batch.query[(*poisoned.nonzero(as_tuple=True), torch.tensor(7))] = float("nan")
     actual = attend(kernels, batch, rule)
     assert actual[poisoned].isnan().all()
     assert torch.equal(actual[~poisoned], expected[~poisoned])

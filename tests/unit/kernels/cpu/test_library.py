@@ -30,7 +30,8 @@ for _ in range(20):
     x.exp()
 assert ops.implementation_for(x.device).__class__.__name__ == "CpuKernels"
 assert set(os.listdir("/proc/self/task")) == before, "a pool of threads beside torch's"
-runtimes = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line.split("/")[-1]}
+lines = Path("/proc/self/maps").read_text().splitlines()
+runtimes = {line.split()[-1] for line in lines if "omp" in line.split("/")[-1]}
 assert runtimes == {str(find_open_mp())}, runtimes
 """
 
@@ -61,7 +62,8 @@ def test_without_a_library_the_reference_runs_and_one_warning_says_so(
     finally:
         choice.implementation_for.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
-        "no CPU kernels, the operations run in plain torch: libquire_cpu.so was not built (it takes a C++20 compiler at "
+        "no CPU kernels, the operations run in plain torch: libquire_cpu.so was not built (it takes a C++20 compiler "
+        "at "
         "installation)"
     ]
 
@@ -74,7 +76,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_library_without_our_functions_is_refused() -> None:
-    with pytest.raises(LibraryUnavailableError, match="cannot be loaded: .*quire_isas"):
+    with pytest.raises(LibraryUnavailableError, match=r"cannot be loaded: .*quire_isas"):
         Library(find_open_mp())
 
 
@@ -85,7 +87,7 @@ def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
-    with pytest.raises(LibraryUnavailableError, match="instruction set 'mmx' is not among .*avx2"):
+    with pytest.raises(LibraryUnavailableError, match=r"instruction set 'mmx' is not among .*avx2"):
         Library(LIBRARY, isa="mmx")
 
 
@@ -97,5 +99,5 @@ def test_a_process_without_openmp_gets_the_reference(monkeypatch: pytest.MonkeyP
     with pytest.raises(LibraryUnavailableError, match="no OpenMP runtime"):
         Library()
     monkeypatch.setattr(library, "find_open_mp", lambda: LIBRARY)
-    with pytest.raises(LibraryUnavailableError, match="is no OpenMP runtime to share: .*GOMP_parallel"):
+    with pytest.raises(LibraryUnavailableError, match=r"is no OpenMP runtime to share: .*GOMP_parallel"):
         Library()

@@ -145,14 +145,21 @@ def test_what_has_no_code_goes_to_the_reference(isa: str) -> None:
     query = torch.randn(3, 2, 8).double()
     assert torch.equal(kernels.silu_and_mul(x), reference.silu_and_mul(x))
     assert torch.equal(kernels.layer_norm(x, None, None, 1e-5), reference.layer_norm(x, None, None, 1e-5))
-    assert torch.equal(kernels.layer_norm(mixed, weight, weight, 1e-5), reference.layer_norm(mixed, weight, weight, 1e-5))
+    assert torch.equal(
+        kernels.layer_norm(mixed, weight, weight, 1e-5), reference.layer_norm(mixed, weight, weight, 1e-5)
+    )
     turn = query, query, torch.tensor([0, 1, 1]), torch.randn(2, 8)
     assert torch.equal(kernels.rotary(*turn)[0], reference.rotary(*turn)[0])
 
 
 @pytest.mark.parametrize(
     ("positions", "slots", "message"),
-    [([0, 9], [0, 1], "positions"), ([-1, 0], [0, 1], "positions"), ([0, 1], [0, 8], "slot"), ([0, 1], [-1, 0], "slot")],
+    [
+        ([0, 9], [0, 1], "positions"),
+        ([-1, 0], [0, 1], "positions"),
+        ([0, 1], [0, 8], "slot"),
+        ([0, 1], [-1, 0], "slot"),
+    ],
 )
 def test_indexes_out_of_range_are_refused_before_anything_is_written(
     positions: list[int], slots: list[int], message: str, isa: str
