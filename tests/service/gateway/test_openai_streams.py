@@ -88,9 +88,9 @@ async def test_prompts_of_one_completion_keep_their_order(client, scheduler):
 
 async def test_choices_of_several_prompts_count_on(client, scheduler):
     body = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "max_tokens": 1}
+    scheduler.emits.clear()
     answer = asyncio.create_task(client.post(COMPLETIONS, json=body))
     await scheduler.until(lambda: len(scheduler.submits) == 2)
-    scheduler.lose_worker()
     for handle in list(scheduler.live):
         scheduler.deliver(handle, [Hypothesis([264 + 10 * index], -1.0) for index in range(2)])
     choices = (await answer).json()["choices"]
