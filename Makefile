@@ -19,6 +19,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 INSTALLED := $(VENV)/.quire-installed
 STUBS := $(VENV)/.quire-stubs
 PROTOS := $(shell find protos -name '*.proto')
+CPU_KERNELS := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/CMakeLists.txt)
 
 CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-compose
 
@@ -75,13 +76,14 @@ api-docs: setup ## write docs/api.md from the protos
 clean: ## remove everything that make created
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find quire -name '*_pb2*.py*' -delete
+	rm -f kernels/cpu/libquire_cpu.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	tools/create_venv.sh "$(PYTHON)" $(VENV)
 
 # PIP_BUILD_CONSTRAINT is the name that newer versions of pip give to the pins of isolated builds.
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt | $(BIN)/python
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) | $(BIN)/python
 	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 		$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
 	@touch $@

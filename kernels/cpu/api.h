@@ -123,7 +123,8 @@ QUIRE_API const char* quire_isas();
 // A context for one of them, or null where it is not among them. To be closed by quire_close.
 QUIRE_API quire::Context* quire_open(const char* isa, const quire::OpenMp* openmp);
 QUIRE_API void quire_close(quire::Context* context);
-// The size of each struct below, in their order: a library that was built from another api.h is told at load.
+// The sizes of AttentionArgs, NormArgs, SiluArgs and RotaryArgs: a library that was built from another api.h is told by
+// them.
 QUIRE_API void quire_argument_sizes(int64_t sizes[4]);
 
 QUIRE_API int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args);

@@ -1,163 +1,12 @@
 // Attention of one new token a row, straight from the pool: each key and value is read once for all query heads of its
-// head, while those of the next span are on their way from memory.
-#include "context.h"
-#include "dot.h"
-#include "isa.h"
-#include "scores.h"
+// head, while those of the next span or head are on their way from memory. The tiles of one block lie side by side, so the
+// heads of a unit take turns at every span: memory is read in long stretches, wherever the blocks are.
+#include "group.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Tokens between two corrections of the softmax, and how far memory is read ahead.
-constexpr int kSpan = 16;
-constexpr int kTokensAtOnce = 4;
-constexpr int kCacheLine = 64;
-
-template <class T>
-using Tokens = Span<T, kSpan>;
-
-// Scratch memory of one thread: the query heads of one key/value head.
-template <class T>
-struct Group {
-  int64_t heads;
-  int64_t head_dim;
-  int64_t stride;
-  typename Dot<T>::Query* query;  // [heads, stride], zeros after the head
-  float* sums;                    // [heads, stride]
-  float* weights;                 // [heads, kSpan]
-  float* most;                    // [heads]
-  Softmax* softmax;               // [heads]
-
-  Group(const AttentionArgs& args, Arena& arena)
-      : heads(args.num_heads / args.num_kv_heads), head_dim(args.head_dim), stride(padded(head_dim)) {
-    query = arena.take<typename Dot<T>::Query>(heads * stride);
-    sums = arena.take<float>(heads * stride);
-    weights = arena.take<float>(heads * kSpan);
-    most = arena.take<float>(heads);
-    softmax = arena.take<Softmax>(heads);
-  }
-
-  void start(const AttentionArgs& args, int64_t token, int64_t first_head) {
-    std::memset(query, 0, heads * stride * sizeof(*query));
-    std::memset(sums, 0, heads * stride * sizeof(float));
-    for (int64_t h = 0; h < heads; ++h) {
-      copy_query(query + h * stride, query_of<T>(args, token, first_head + h), head_dim);
-      softmax[h] = Softmax();
-    }
-  }
-};
-
-template <class T>
-inline void prefetch(const T* from, int64_t elements) {
-  const char* line = reinterpret_cast<const char*>(from);
-  const char* end = reinterpret_cast<const char*>(from + elements);
-  for (; line < end; line += kCacheLine) _mm_prefetch(line, _MM_HINT_T0);
-}
-
-// Products of heads h to h + kHeads - 1 with the keys of four tokens, to column t of the weights.
-template <class T, int kHeads>
-inline void multiply(const Group<T>& group, int64_t h, const Tokens<T>& tokens, int t) {
-  constexpr int kStep = Dot<T>::kStep;
-  const typename Dot<T>::Query* query = group.query + h * group.stride;
-  Vec products[kHeads][kTokensAtOnce] = {};
-  auto add = [&](int64_t d, auto... count) {
-    typename Dot<T>::Operand keys[kTokensAtOnce];
-    for (int i = 0; i < kTokensAtOnce; ++i) keys[i] = Dot<T>::operand(tokens.keys[t + i] + d, count...);
-    for (int k = 0; k < kHeads; ++k)
-      for (int i = 0; i < kTokensAtOnce; ++i)
-        products[k][i] = Dot<T>::add(products[k][i], keys[i], query + k * group.stride + d);
-  };
-  int64_t d = 0;
-  for (; d + kStep <= group.head_dim; d += kStep) add(d);
-  if (d < group.head_dim) add(d, static_cast<int>(group.head_dim - d));
-  for (int k = 0; k < kHeads; ++k) reduce_add4(products[k], group.weights + (h + k) * kSpan + t);
-}
-
-// Adds the weighted values of a span to dimensions d to d + kVectors * kWidth - 1 of kHeads heads.
-template <class T, int kHeads, int kVectors>
-inline void add_values(Group<T>& group, int64_t h, int64_t d, const Tokens<T>& tokens, int64_t offset) {
-  float* sums = group.sums + h * group.stride + d;
-  const float* weights = group.weights + h * kSpan;
-  Vec totals[kHeads][kVectors];
-  for (int k = 0; k < kHeads; ++k)
-    for (int i = 0; i < kVectors; ++i) totals[k][i] = load(sums + k * group.stride + i * kWidth);
-  for (int t = 0; t < tokens.count; ++t) {
-    const T* value = tokens.keys[t] + offset + d;
-    Vec values[kVectors];
-    for (int i = 0; i < kVectors; ++i) values[i] = load(value + i * kWidth);
-    for (int k = 0; k < kHeads; ++k)
-      for (int i = 0; i < kVectors; ++i)
-        totals[k][i] = fma(set1(weights[k * kSpan + t]), values[i], totals[k][i]);
-  }
-  for (int k = 0; k < kHeads; ++k)
-    for (int i = 0; i < kVectors; ++i) store(sums + k * group.stride + i * kWidth, totals[k][i]);
-}
-
-// The same for the last dimensions, fewer than a vector.
-template <class T>
-inline void add_last_values(Group<T>& group, int64_t h, int64_t d, const Tokens<T>& tokens, int64_t offset) {
-  float* sums = group.sums + h * group.stride + d;
-  Vec total = load(sums);
-  for (int t = 0; t < tokens.count; ++t) {
-    const Vec value = load(tokens.keys[t] + offset + d, static_cast<int>(group.head_dim - d));
-    total = fma(set1(group.weights[h * kSpan + t]), value, total);
-  }
-  store(sums, total);
-}
-
-// Calls function(head) for all heads, kMost at once where there are so many; how many is its template argument.
-template <int kMost, class Function>
-inline void for_heads(int64_t heads, Function function) {
-  int64_t h = 0;
-  if constexpr (kMost >= 4)
-    for (; h + 4 <= heads; h += 4) function.template operator()<4>(h);
-  for (; h + 2 <= heads; h += 2) function.template operator()<2>(h);
-  for (; h < heads; ++h) function.template operator()<1>(h);
-}
-
-template <class T>
-void multiply_keys(Group<T>& group, const Tokens<T>& tokens, const Tokens<T>& next) {
-  for (int t = 0; t < tokens.count; t += kTokensAtOnce) {
-    for (int i = t; i < t + kTokensAtOnce && i < next.count; ++i) prefetch(next.keys[i], group.head_dim);
-    for_heads<kSums / kTokensAtOnce>(group.heads, [&]<int kHeads>(int64_t h) { multiply<T, kHeads>(group, h, tokens, t); });
-  }
-}
-
-template <class T>
-void scale_sums(Group<T>& group, int64_t h, float factor) {
-  float* sums = group.sums + h * group.stride;
-  for (int64_t d = 0; d < group.stride; d += kWidth) store(sums + d, load(sums + d) * set1(factor));
-}
-
-// In three passes, since in each of them the processor can work on several heads at once.
-template <class T>
-void weigh_heads(const AttentionArgs& args, Group<T>& group, int64_t first_head, int count, int64_t distance) {
-  for (int64_t h = 0; h < group.heads; ++h)
-    group.most[h] = score(group.weights + h * kSpan, kSpan, 0, count, ScoreRule(args, first_head + h), distance);
-  for (int64_t h = 0; h < group.heads; ++h) {
-    const float factor = group.softmax[h].raise(group.most[h]);
-    if (factor != 1.0f) scale_sums(group, h, factor);
-  }
-  for (int64_t h = 0; h < group.heads; ++h) {
-    float* weights = group.weights + h * kSpan;
-    group.softmax[h].sum += weigh(weights, weights, kSpan, group.softmax[h].base());
-  }
-}
-
-template <class T>
-void add_weighted_values(Group<T>& group, const Tokens<T>& tokens, const Tokens<T>& next, int64_t offset) {
-  for (int t = 0; t < next.count; ++t) prefetch(next.keys[t] + offset, group.head_dim);
-  for_heads<4>(group.heads, [&]<int kHeads>(int64_t h) {
-    constexpr int kVectors = kSums / kHeads < 4 ? kSums / kHeads : 4;
-    int64_t d = 0;
-    for (; d + kVectors * kWidth <= group.head_dim; d += kVectors * kWidth)
-      add_values<T, kHeads, kVectors>(group, h, d, tokens, offset);
-    for (; d + kWidth <= group.head_dim; d += kWidth) add_values<T, kHeads, 1>(group, h, d, tokens, offset);
-    for (int64_t k = h; d < group.head_dim && k < h + kHeads; ++k) add_last_values(group, k, d, tokens, offset);
-  });
-}
-
-// Leaves the result of one key/value head in the output or, where it is a part of the context only, as states.
+// Leaves the result in the output or, where it is a part of the context only, as states.
 template <class T>
 void finish(const AttentionArgs& args, const Unit& unit, const Group<T>& group, int64_t token, int64_t first_head) {
   for (int64_t h = 0; h < group.heads; ++h) {
@@ -173,56 +22,67 @@ void finish(const AttentionArgs& args, const Unit& unit, const Group<T>& group, 
   }
 }
 
+// All heads of the unit on one span; `distance` is that of its first token.
+template <class T>
+void attend(const AttentionArgs& args, const Unit& unit, const Group<T>& heads, const Span<T, kSpan>& span,
+            const Span<T, kSpan>& next_span, int64_t distance) {
+  const int64_t group_size = args.num_heads / args.num_kv_heads, tile = args.block_size * args.head_dim;
+  const int64_t num_kv_heads = unit.head_end - unit.head_begin, values = value_offset(args);
+  for (int64_t i = 0; i < num_kv_heads; ++i) {
+    const Place<T> place{&span, i * tile, values};
+    const Place<T> next = i + 1 < num_kv_heads ? Place<T>{&span, (i + 1) * tile, values} : Place<T>{&next_span, 0, values};
+    Group<T> group = heads.part(i * group_size, group_size);
+    multiply_keys(group, place, next);
+    weigh_heads(args, group, (unit.head_begin + i) * group_size, span.count, distance);
+    add_weighted_values(group, place, next);
+  }
+}
+
 template <class T>
 void decode(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
   Arena arena(scratch);
-  Group<T> group(args, arena);
-  const int64_t offset = value_offset(args), token = args.query_start_loc[unit.row];
-  const int64_t position = args.seq_lens[unit.row] - 1;
-  Tokens<T> tokens, next;
+  Group<T> heads(args, unit.head_end - unit.head_begin, arena);
+  const int64_t token = args.query_start_loc[unit.row], position = args.seq_lens[unit.row] - 1;
+  const int64_t first_head = unit.head_begin * (args.num_heads / args.num_kv_heads);
+  heads.start(args, token, first_head);
+  Span<T, kSpan> span, next;
   next.fill(args, unit.row, unit.head_begin, unit.begin, unit.end);
-  for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
-    group.start(args, token, head * group.heads);
-    for (int64_t at = unit.begin; at < unit.end; at += kSpan) {
-      tokens = next;
-      next.count = 0;
-      if (at + kSpan < unit.end)
-        next.fill(args, unit.row, head, at + kSpan, unit.end);
-      else if (head + 1 < unit.head_end)
-        next.fill(args, unit.row, head + 1, unit.begin, unit.end);
-      multiply_keys(group, tokens, next);
-      weigh_heads(args, group, head * group.heads, tokens.count, at - position);
-      add_weighted_values(group, tokens, next, offset);
-    }
-    finish(args, unit, group, token, head * group.heads);
+  for (int64_t at = unit.begin; at < unit.end; at += kSpan) {
+    span = next;
+    if (at + kSpan < unit.end) next.fill(args, unit.row, unit.head_begin, at + kSpan, unit.end);
+    attend(args, unit, heads, span, next, at - position);
   }
+  finish(args, unit, heads, token, first_head);
 }
 
 template <class T>
 int64_t scratch_of(const AttentionArgs& args) {
   Arena arena(nullptr);
-  Group<T> group(args, arena);
+  Group<T> heads(args, args.num_kv_heads, arena);
   return arena.used();
+}
+
+// The states of one head: that of the first chunk takes the others in, which lie `stride` floats apart. Returns the sum.
+float merge_head(float* total, int64_t chunks, int64_t stride, int64_t head_dim) {
+  Softmax softmax;
+  softmax.most = total[0];
+  softmax.sum = total[1];
+  for (int64_t chunk = 1; chunk < chunks; ++chunk) {
+    const float* state = total + chunk * stride;
+    const float before = softmax.raise(state[0]);
+    const float factor = state[0] == -kInfinity ? 0.0f : Softmax::one_exp(state[0] - softmax.base());
+    softmax.sum += state[1] * factor;
+    for (int64_t d = 2; d < head_dim + 2; ++d) total[d] = total[d] * before + state[d] * factor;
+  }
+  return softmax.sum;
 }
 
 template <class T>
 void merge(const AttentionArgs& args, const Unit& unit, float* states, int64_t chunks) {
-  const int64_t group = args.num_heads / args.num_kv_heads, size = state_size(args), dims = args.head_dim;
-  for (int64_t h = 0; h < group; ++h) {
-    const int64_t head = unit.head_begin * group + h;
-    // The first chunk's state takes the others in.
-    float* total = states + h * size;
-    Softmax softmax;
-    softmax.most = total[0];
-    softmax.sum = total[1];
-    for (int64_t chunk = 1; chunk < chunks; ++chunk) {
-      const float* state = states + (chunk * group + h) * size;
-      const float before = softmax.raise(state[0]);
-      const float factor = state[0] == -kInfinity ? 0.0f : Softmax::one_exp(state[0] - softmax.base());
-      softmax.sum += state[1] * factor;
-      for (int64_t d = 0; d < dims; ++d) total[2 + d] = total[2 + d] * before + state[2 + d] * factor;
-    }
-    write_output(output_of<T>(args, args.query_start_loc[unit.row], head), total + 2, softmax.sum, dims);
+  const int64_t group_size = args.num_heads / args.num_kv_heads, size = state_size(args);
+  for (int64_t head = unit.head_begin * group_size; head < unit.head_end * group_size; ++head, states += size) {
+    const float sum = merge_head(states, chunks, args.num_heads * size, args.head_dim);
+    write_output(output_of<T>(args, args.query_start_loc[unit.row], head), states + 2, sum, args.head_dim);
   }
 }
 

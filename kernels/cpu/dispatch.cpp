@@ -1,4 +1,5 @@
 // The doors of the library: what they check, on how many threads they run, and for which instruction set.
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -25,8 +26,19 @@ namespace {
 // Elements below which a second thread takes longer to wake than it saves.
 constexpr int64_t kWorthThreads = 1 << 15;
 
+struct Registers {
+  unsigned a, b, c, d;
+};
+
+// A bit of what the processor says of itself in leaf `leaf`, `subleaf`; compilers do not know names for all of them.
+bool has_feature(unsigned leaf, unsigned subleaf, unsigned Registers::*place, int bit) {
+  Registers registers;
+  if (!__get_cpuid_count(leaf, subleaf, &registers.a, &registers.b, &registers.c, &registers.d)) return false;
+  return registers.*place >> bit & 1;
+}
+
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_feature(1, 0, &Registers::c, 29);
 }
 
 bool has_avx512() {
@@ -34,12 +46,12 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512_bf16() { return has_avx512() && has_feature(7, 1, &Registers::a, 5); }
 
 // Matrix units also need the system's leave, once a process.
 bool has_amx() {
   constexpr long kAskForPermission = 0x1023, kTileData = 18;
-  return has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+  return has_avx512_bf16() && has_feature(7, 0, &Registers::d, 24) && has_feature(7, 0, &Registers::d, 22) &&
          syscall(SYS_arch_prctl, kAskForPermission, kTileData) == 0;
 }
 

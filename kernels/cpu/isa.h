@@ -76,8 +76,7 @@ struct IsaKernels {
   ByDtype<int64_t (*)(const AttentionArgs&)> prefill_scratch;
   ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> decode;
   ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> prefill;
-  // Output of the query heads of the unit's row and head, from the states of `chunks` units, which lie one after the
-  // other. Overwrites the first.
+  // Output of the unit's row and heads, from the states of all its chunks, which lie as [chunks, Hq]. Overwrites the first.
   ByDtype<void (*)(const AttentionArgs&, const Unit&, float* states, int64_t chunks)> merge;
   // Lines begin to end of the operation.
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> rms_norm;

@@ -30,29 +30,41 @@ void plan_prefill(const AttentionArgs& args, const Row& row, AttentionPlan& plan
   }
 }
 
-// Heads of a short context go together, so that a unit is worth its while.
-void plan_short_decode(const AttentionArgs& args, const Row& row, AttentionPlan& plan) {
+// Key/value heads that a unit decodes. The more, the longer the stretches of memory that it reads; but all threads shall
+// have their share, and some more units than threads even out that some are slower.
+int64_t heads_of_unit(const AttentionArgs& args, int64_t num_chunks) {
+  constexpr int64_t kUnitsOfThread = 8;
+  const int64_t units = kUnitsOfThread * args.threads;
+  return std::clamp<int64_t>(num_chunks * args.num_kv_heads / units, 1, args.num_kv_heads);
+}
+
+// A context of one chunk. If it is short, a unit has more heads, to be worth its while.
+void plan_short_decode(const AttentionArgs& args, const Row& row, int64_t heads, AttentionPlan& plan) {
   const int32_t num_heads = static_cast<int32_t>(args.num_kv_heads);
-  const int32_t step = static_cast<int32_t>(std::max<int64_t>(1, kChunk / (row.length - row.first_seen)));
+  const int32_t step = static_cast<int32_t>(std::max<int64_t>(heads, kChunk / (row.length - row.first_seen)));
   for (int32_t head = 0; head < num_heads; head += step)
     plan.decodes.push_back(
         {row.index, head, std::min(head + step, num_heads), row.first_seen, row.length, nullptr});
 }
 
-// Returns the states after those of this row.
-float* plan_long_decode(const AttentionArgs& args, const Row& row, float* states, AttentionPlan& plan) {
-  const int64_t states_of_chunk = args.num_heads / args.num_kv_heads * state_size(args);
-  for (int32_t head = 0; head < args.num_kv_heads; ++head) {
-    plan.merges.push_back({static_cast<int32_t>(row.num_chunks()), states});
+// States are [chunks, Hq]. Returns those after the row's.
+float* plan_long_decode(const AttentionArgs& args, const Row& row, int64_t heads, float* states, AttentionPlan& plan) {
+  const int64_t states_of_head = args.num_heads / args.num_kv_heads * state_size(args);
+  const int64_t states_of_chunk = args.num_heads * state_size(args);
+  for (int64_t head = 0; head < args.num_kv_heads; head += heads) {
+    const int32_t first = static_cast<int32_t>(head);
+    const int32_t last = static_cast<int32_t>(std::min(head + heads, args.num_kv_heads));
+    float* states_of_unit = states + head * states_of_head;
+    plan.merges.push_back({static_cast<int32_t>(row.num_chunks()), states_of_unit});
     for (int64_t begin = row.first_seen; begin < row.length; begin = (begin / kChunk + 1) * kChunk) {
       const int64_t end = std::min<int64_t>((begin / kChunk + 1) * kChunk, row.length);
       plan.chunks.push_back(
-          {row.index, head, head + 1, static_cast<int32_t>(begin), static_cast<int32_t>(end), states});
+          {row.index, first, last, static_cast<int32_t>(begin), static_cast<int32_t>(end), states_of_unit});
       plan.merge_of.push_back(static_cast<int32_t>(plan.merges.size()) - 1);
-      states += states_of_chunk;
+      states_of_unit += states_of_chunk;
     }
   }
-  return states;
+  return states + row.num_chunks() * states_of_chunk;
 }
 
 }  // namespace
@@ -72,11 +84,14 @@ Status check_rows(const AttentionArgs& args) {
 
 AttentionPlan plan_attention(const AttentionArgs& args) {
   AttentionPlan plan;
-  int64_t num_states = 0;
+  int64_t num_states = 0, num_chunks = 0;
   for (int64_t index = 0; index < args.num_rows; ++index) {
     const Row row(args, index);
-    if (row.num_queries == 1 && row.num_chunks() > 1) num_states += row.num_chunks() * args.num_heads;
+    if (row.num_queries != 1) continue;
+    num_chunks += row.num_chunks();
+    if (row.num_chunks() > 1) num_states += row.num_chunks() * args.num_heads;
   }
+  const int64_t heads = heads_of_unit(args, num_chunks);
   plan.states.reset(new float[num_states * state_size(args)]);
   float* states = plan.states.get();
   for (int64_t index = 0; index < args.num_rows; ++index) {
@@ -85,9 +100,9 @@ AttentionPlan plan_attention(const AttentionArgs& args) {
     if (row.num_queries > 1)
       plan_prefill(args, row, plan);
     else if (row.num_queries == 1 && row.num_chunks() > 1)
-      states = plan_long_decode(args, row, states, plan);
+      states = plan_long_decode(args, row, heads, states, plan);
     else if (row.num_queries == 1)
-      plan_short_decode(args, row, plan);
+      plan_short_decode(args, row, heads, plan);
   }
   auto context = [&](const Unit& unit) { return args.seq_lens[unit.row] - args.query_start_loc[unit.row + 1] +
                                                 args.query_start_loc[unit.row] + unit.end; };

@@ -10,10 +10,10 @@
 
 namespace quire {
 
-// A row and key/value head whose context is decoded in several chunks. Whoever does the last one merges them all.
+// Heads of a row whose context is decoded in several chunks. Whoever does the last one merges them all.
 struct Merge {
   int32_t chunks;
-  float* states;  // of all chunks
+  float* states;  // of these heads, in the first chunk
 };
 
 struct AttentionPlan {

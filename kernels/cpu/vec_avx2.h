@@ -96,8 +96,12 @@ inline Vec keep(Vec x, int first, int last, Vec other) {
 
 // The sums of four vectors, one after the other.
 inline void reduce_add4(const Vec x[4], float* sums) {
-  const __m128 first = _mm_hadd_ps(fold(x[0]), fold(x[1])), second = _mm_hadd_ps(fold(x[2]), fold(x[3]));
-  _mm_storeu_ps(sums, _mm_hadd_ps(first, second));
+  const __m256 low = _mm256_unpacklo_ps(x[0].v, x[1].v) + _mm256_unpackhi_ps(x[0].v, x[1].v);
+  const __m256 high = _mm256_unpacklo_ps(x[2].v, x[3].v) + _mm256_unpackhi_ps(x[2].v, x[3].v);
+  const __m256d even = _mm256_unpacklo_pd(_mm256_castps_pd(low), _mm256_castps_pd(high));
+  const __m256d odd = _mm256_unpackhi_pd(_mm256_castps_pd(low), _mm256_castps_pd(high));
+  // Every four lanes hold a part of each of the four sums.
+  _mm_storeu_ps(sums, fold({_mm256_castpd_ps(even) + _mm256_castpd_ps(odd)}));
 }
 
 // Line i becomes column i.
