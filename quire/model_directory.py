@@ -7,7 +7,18 @@ from typing import Any, Self
 
 from quire.settings import ConfigurationError
 
-SUPPORTED_ARCHITECTURES = ("GPT2LMHeadModel", "OPTForCausalLM", "LlamaForCausalLM")
+SUPPORTED_ARCHITECTURES = (
+    "GPT2LMHeadModel",
+    "OPTForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+"""What Quire implements itself."""
+
+# How transformers names language models; the worker says which of them it can run through transformers' code.
+_LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 EMBEDDED_MODEL = "quire-tiny"
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -25,7 +36,7 @@ class ModelDirectory:
         generation_config: generation_config.json, empty where there is none.
         tokenizer_config: tokenizer_config.json, empty where there is none.
         chat_template: The Jinja source that turns messages into a prompt, where the model has one.
-        architecture: One of SUPPORTED_ARCHITECTURES.
+        architecture: One of SUPPORTED_ARCHITECTURES, or another language model's name, which only transformers knows.
         eos_token_ids: The ids that end a text, those of generation_config.json first.
     """
 
@@ -131,10 +142,17 @@ def _architecture(path: Path, config: dict[str, Any]) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ConfigurationError(f"{path / 'config.json'} names no architecture; supported are {supported}")
-    for architecture in architectures:
-        if architecture in SUPPORTED_ARCHITECTURES:
-            return architecture
-    raise ConfigurationError(f"architecture {architectures[0]} of {path} is not supported; supported are {supported}")
+    names = [name for name in architectures if isinstance(name, str)]
+    for name in names:
+        if name in SUPPORTED_ARCHITECTURES:
+            return name
+    for name in names:
+        if name.endswith(_LANGUAGE_MODEL_SUFFIXES):
+            return name
+    raise ConfigurationError(
+        f"architecture {architectures[0]} of {path} is not supported; supported are {supported}, "
+        "and decoder-only models that transformers implements (...ForCausalLM)"
+    )
 
 
 def _eos_token_ids(path: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:

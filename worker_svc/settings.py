@@ -11,6 +11,11 @@ class WorkerSettings:
 
     listen: str = setting("127.0.0.1:50053", "address to listen on: HOST:PORT or unix:PATH")
     model: str | None = setting(None, "model directory; without it, the embedded model", metavar="DIR")
+    model_impl: str = setting(
+        "auto",
+        "whose code runs the model; auto takes transformers' for what Quire has no code of its own for",
+        choices=("auto", "native", "transformers"),
+    )
     device: str = setting(
         "auto", "where the model runs; auto takes cuda where there is one", choices=("auto", "cpu", "cuda")
     )

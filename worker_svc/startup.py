@@ -37,7 +37,9 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
     dtype = resolve_dtype(directory.config, settings.dtype, device)
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
     try:
-        model = load_model(directory.path, device=device, dtype=dtype, progress=LoadingProgress())
+        model = load_model(
+            directory.path, device=device, dtype=dtype, progress=LoadingProgress(), model_impl=settings.model_impl
+        )
         release_freed_memory()
         return make_worker(model, settings, device_loop)
     except torch.OutOfMemoryError as error:

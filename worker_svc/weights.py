@@ -31,6 +31,9 @@ class TensorSpec:
 
 TensorReader = Callable[[TensorSpec], torch.Tensor]
 
+Progress = Callable[[str, int, int], None]
+"""Called after each tensor with (what is loading, bytes done, bytes in all)."""
+
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:

@@ -21,6 +21,11 @@ class ServeSettings:
     gateways: int = setting(1, "gateway processes, which share the ports", minimum=1, maximum=64)
     tensor_parallel_size: int = setting(1, "workers that share the model", minimum=1)
 
+    model_impl: str = setting(
+        "auto",
+        "whose code runs the model; auto takes transformers' for what Quire has no code of its own for",
+        choices=("auto", "native", "transformers"),
+    )
     device: str = setting(
         "auto", "where the model runs; auto takes cuda where there is one", choices=("auto", "cpu", "cuda")
     )

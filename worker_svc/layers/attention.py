@@ -8,13 +8,30 @@ from worker_svc.model_input import AttentionMetadata
 
 
 class PagedAttention(nn.Module):
-    """Writes the new keys and values into their slots and attends over the paged context."""
+    """Writes the new keys and values into their slots and attends over the paged context.
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+    Args:
+        scale: factor on the scores.
+        sliding_window: tokens that a token sees, itself included; None for all before it.
+        soft_cap: bound of the scores, see `ops.paged_attention`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        *,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
         super().__init__()
         self._head_split = (num_heads, num_kv_heads, num_kv_heads)
         self._head_dim = head_dim
         self._scale = scale
+        self._sliding_window = sliding_window
+        self._soft_cap = soft_cap
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """qkv [T, (Hq + 2 Hkv) * D] -> views: query [T, Hq, D], key and value [T, Hkv, D]."""
@@ -44,5 +61,7 @@ class PagedAttention(nn.Module):
             scale=self._scale,
             max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
+            sliding_window=self._sliding_window,
+            soft_cap=self._soft_cap,
         )
         return attended.view(attended.shape[0], -1)

@@ -34,15 +34,11 @@ class ModelShape:
 class CausalLM(nn.Module):
     """A decoder-only language model over a paged KV pool.
 
-    Construction reads the configuration and allocates no weights; the loader fills them in.
-
     Attributes:
         architecture: its name in config.json.
-        base_prefix: what the names of the base model's tensors start with in the checkpoint.
     """
 
-    architecture: ClassVar[str]
-    base_prefix: ClassVar[str]
+    architecture: str
 
     def __init__(self, shape: ModelShape, placement: Placement) -> None:
         super().__init__()
@@ -53,12 +49,6 @@ class CausalLM(nn.Module):
         self.max_model_len = shape.max_model_len
         self.device = placement.device
         self.dtype = placement.dtype
-        self.head: nn.Module
-
-    @classmethod
-    @abstractmethod
-    def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "CausalLM":
-        """Raises ConfigurationError for a configuration that this family cannot serve."""
 
     @abstractmethod
     def forward(self, inputs: ModelInput) -> torch.Tensor:
@@ -68,8 +58,29 @@ class CausalLM(nn.Module):
             Hidden states after the final norm, [T, hidden].
         """
 
+    @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden], lines that `forward` returned -> [S, vocab_size] float32."""
+
+
+class NativeCausalLM(CausalLM):
+    """A model of Quire's own layers.
+
+    Construction reads the configuration and allocates no weights; the loader fills them in.
+
+    Attributes:
+        base_prefix: what the names of the base model's tensors start with in the checkpoint.
+    """
+
+    base_prefix: ClassVar[str]
+    head: nn.Module
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "NativeCausalLM":
+        """Raises ConfigurationError for a configuration that this family cannot serve."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden).float()
 
 

@@ -13,7 +13,7 @@ from worker_svc.layers.linear import Linear, LinearPart
 from worker_svc.layers.loadable import Placement
 from worker_svc.layers.norm import LayerNorm
 from worker_svc.model_input import AttentionMetadata, ModelInput
-from worker_svc.models.base import CausalLM, ModelShape, head_dim_of, make_head
+from worker_svc.models.base import ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.config_fields import ConfigFields
 
 
@@ -97,7 +97,7 @@ class GPT2Layer(nn.Module):
         return x + self.down(self.up(self.mlp_norm(x)))
 
 
-class GPT2LMHeadModel(CausalLM):
+class GPT2LMHeadModel(NativeCausalLM):
     """Served from the tensors that transformers' model of the same name writes."""
 
     architecture = "GPT2LMHeadModel"

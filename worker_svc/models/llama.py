@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from worker_svc.layers.linear import Linear, LinearPart
 from worker_svc.layers.loadable import Placement
 from worker_svc.layers.norm import RmsNorm
 from worker_svc.model_input import AttentionMetadata, ModelInput
-from worker_svc.models.base import CausalLM, ModelShape, head_dim_of, make_head
+from worker_svc.models.base import ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.config_fields import ConfigFields
 from worker_svc.models.rope import RopeConfig
 
@@ -33,10 +33,13 @@ class LlamaConfig:
     head_dim: int
     activation: str
     rms_norm_eps: float
-    attention_bias: bool
+    qkv_bias: bool
+    attention_output_bias: bool
     mlp_bias: bool
     tied: bool
     rope: RopeConfig
+    sliding_windows: tuple[int | None, ...]
+    """Of each layer; None where it sees the whole context."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "LlamaConfig":
@@ -50,28 +53,33 @@ class LlamaConfig:
         head_dim = head_dim_of(hidden_size, num_heads) if given is None else fields.integer("head_dim")
         if head_dim % 2:
             raise fields.error("head_dim", head_dim, "an even number: rotary embeddings turn pairs")
+        attention_bias = fields.flag("attention_bias", False)
+        num_layers = fields.integer("num_hidden_layers", 32)
         return cls(
             vocab_size=fields.integer("vocab_size", 32000),
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size", 11008),
-            num_layers=fields.integer("num_hidden_layers", 32),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             activation=fields.text("hidden_act", "silu"),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            attention_bias=fields.flag("attention_bias", False),
+            qkv_bias=attention_bias,
+            attention_output_bias=attention_bias,
             mlp_bias=fields.flag("mlp_bias", False),
             tied=fields.flag("tie_word_embeddings", False),
             rope=RopeConfig.read(fields, head_dim),
+            sliding_windows=(None,) * num_layers,
         )
 
 
 class LlamaLayer(nn.Module):
-    """One decoder layer; `name` is its module in the checkpoint."""
+    """One decoder layer, number `index`."""
 
-    def __init__(self, name: str, config: LlamaConfig, placement: Placement) -> None:
+    def __init__(self, index: int, config: LlamaConfig, placement: Placement) -> None:
         super().__init__()
+        name = f"model.layers.{index}"
         hidden, inner = config.hidden_size, config.intermediate_size
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.input_norm = RmsNorm(f"{name}.input_layernorm", hidden, config.rms_norm_eps, placement=placement)
@@ -82,14 +90,20 @@ class LlamaLayer(nn.Module):
                 LinearPart(f"{name}.self_attn.v_proj", kv_size),
             ],
             hidden,
-            bias=config.attention_bias,
+            bias=config.qkv_bias,
             placement=placement,
         )
-        self.attention = PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
+        self.attention = PagedAttention(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.head_dim**-0.5,
+            sliding_window=config.sliding_windows[index],
+        )
         self.attention_output = Linear(
             [LinearPart(f"{name}.self_attn.o_proj", hidden)],
             query_size,
-            bias=config.attention_bias,
+            bias=config.attention_output_bias,
             placement=placement,
         )
         self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps, placement=placement)
@@ -104,6 +118,10 @@ class LlamaLayer(nn.Module):
             [LinearPart(f"{name}.mlp.down_proj", hidden)], inner, bias=config.mlp_bias, placement=placement
         )
 
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [T, hidden] -> query [T, Hq, D], key and value [T, Hkv, D], before rotation."""
+        return self.attention.split(self.qkv(x))
+
     def attend(
         self,
         x: torch.Tensor,
@@ -112,7 +130,7 @@ class LlamaLayer(nn.Module):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        query, key, value = self.attention.split(self.qkv(x))
+        query, key, value = self.project(x)
         query = ops.rotary_and_cache(query, key, value, positions, cos_sin_table, kv_cache, metadata.slot_mapping)
         return self.attention_output(self.attention.attend(query, kv_cache, metadata))
 
@@ -120,11 +138,12 @@ class LlamaLayer(nn.Module):
         return self.down(self.gate(self.gate_up(x)))
 
 
-class LlamaForCausalLM(CausalLM):
+class LlamaForCausalLM(NativeCausalLM):
     """Served from the tensors that transformers' model of the same name writes."""
 
     architecture = "LlamaForCausalLM"
     base_prefix = "model."
+    layer_class: ClassVar[type[LlamaLayer]] = LlamaLayer
 
     def __init__(self, config: LlamaConfig, placement: Placement) -> None:
         shape = ModelShape(
@@ -138,7 +157,7 @@ class LlamaForCausalLM(CausalLM):
         hidden = config.hidden_size
         self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement)
         self.cos_sin_table = config.rope.cos_sin_table(placement.device)
-        layers = [LlamaLayer(f"model.layers.{index}", config, placement) for index in range(config.num_layers)]
+        layers = [self.layer_class(index, config, placement) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm("model.norm", hidden, config.rms_norm_eps, placement=placement)
         self._norms = [*(layer.input_norm for layer in layers), self.norm]

@@ -13,7 +13,7 @@ from worker_svc.layers.linear import Linear, LinearPart
 from worker_svc.layers.loadable import Placement
 from worker_svc.layers.norm import LayerNorm
 from worker_svc.model_input import AttentionMetadata, ModelInput
-from worker_svc.models.base import CausalLM, ModelShape, head_dim_of, make_head
+from worker_svc.models.base import ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.config_fields import ConfigFields
 
 # The position table starts with two lines that no token uses.
@@ -104,7 +104,7 @@ class OPTLayer(nn.Module):
         return self.down(self.up(x))
 
 
-class OPTForCausalLM(CausalLM):
+class OPTForCausalLM(NativeCausalLM):
     """Served from the tensors that transformers' model of the same name writes."""
 
     architecture = "OPTForCausalLM"

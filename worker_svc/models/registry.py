@@ -1,6 +1,6 @@
 """From a model directory to a model that is ready to run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,25 @@ import torch
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from worker_svc.layers.loadable import Loadable, Placement
-from worker_svc.models.base import CausalLM
+from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.gpt2 import GPT2LMHeadModel
 from worker_svc.models.llama import LlamaForCausalLM
+from worker_svc.models.mistral import MistralForCausalLM
 from worker_svc.models.opt import OPTForCausalLM
-from worker_svc.weights import Checkpoint, TensorSpec
+from worker_svc.models.qwen2 import Qwen2ForCausalLM
+from worker_svc.models.qwen3 import Qwen3ForCausalLM
+from worker_svc.weights import Checkpoint, Progress, TensorSpec
 
-FAMILIES: dict[str, type[CausalLM]] = {
-    family.architecture: family for family in (GPT2LMHeadModel, OPTForCausalLM, LlamaForCausalLM)
+FAMILIES: dict[str, type[NativeCausalLM]] = {
+    family.architecture: family
+    for family in (
+        GPT2LMHeadModel,
+        OPTForCausalLM,
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+    )
 }
 
 DTYPES: dict[str, torch.dtype] = {
@@ -25,16 +36,20 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
-Progress = Callable[[str, int, int], None]
-"""Called after each tensor with (what is loading, bytes done, bytes in all)."""
-
 
 def load_model(
-    directory: Path, *, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+    directory: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    model_impl: str = "auto",
 ) -> CausalLM:
     """Reads config.json and the safetensors files of `directory`.
 
-    All headers are checked against the configuration before any weight is read.
+    Args:
+        model_impl: whose code runs the model: "native" is Quire's, "transformers" theirs, "auto" Quire's where it has a
+            family for the model.
 
     Raises:
         ConfigurationError: anything about the directory that keeps the model from being served.
@@ -42,9 +57,24 @@ def load_model(
     described = ModelDirectory.open(directory)
     if described.config.get("quantization_config"):
         raise ConfigurationError(f"{directory / 'config.json'}: quantized models are not supported")
-    family = FAMILIES[described.architecture]
-    model = family.from_config(described.config, Placement(device, dtype))
-    checkpoint = Checkpoint.open(directory, base_prefix=family.base_prefix)
+    placement = Placement(device, dtype)
+    family = FAMILIES.get(described.architecture)
+    if model_impl == "transformers" or (model_impl == "auto" and family is None):
+        return _load_by_transformers(described, placement, progress)
+    if family is None:
+        raise ConfigurationError(
+            f"architecture {described.architecture} of {directory} is not one of Quire's own, {', '.join(FAMILIES)}; "
+            "--model-impl is native, use auto or transformers"
+        )
+    return _load_native(family, described, placement, progress)
+
+
+def _load_native(
+    family: type[NativeCausalLM], described: ModelDirectory, placement: Placement, progress: Progress | None
+) -> NativeCausalLM:
+    """All headers are checked against the configuration before any weight is read."""
+    model = family.from_config(described.config, placement)
+    checkpoint = Checkpoint.open(described.path, base_prefix=family.base_prefix)
     layers = [module for module in model.modules() if isinstance(module, Loadable)]
     specs = [spec for layer in layers for spec in layer.tensors()]
     checkpoint.check(specs)
@@ -62,6 +92,18 @@ def load_model(
     for layer in layers:
         layer.load(read)
     return model.eval()
+
+
+def _load_by_transformers(described: ModelDirectory, placement: Placement, progress: Progress | None) -> CausalLM:
+    try:
+        # Only here: it takes seconds to import, and a worker of our own families does without it.
+        from worker_svc.models.transformers_model import load_transformers_model
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{described.architecture} runs through transformers 5 or later, which cannot be imported: {error}; "
+            "pip install 'quire[transformers]'"
+        ) from error
+    return load_transformers_model(described, placement, progress)
 
 
 def resolve_dtype(config: Mapping[str, Any], requested: str, device: torch.device) -> torch.dtype:

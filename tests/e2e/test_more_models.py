@@ -1,0 +1,72 @@
+"""Families beyond the first three, Quire's own and those of transformers: greedy output equals transformers' own.
+
+Once with the core driving the worker's real parts in one process, every family; once through all services, one family
+of each kind.
+"""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from quire.client import GenerationOptions
+from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
+from tests.support.greedy import generate_greedily
+from tests.support.in_process import InProcessReplica, config_of, load_worker
+from tests.support.models import VOCAB_SIZE
+from tests.support.more_models import FAMILIES, make_family
+from tests.support.serving import serving
+from worker_svc.settings import WorkerSettings
+
+NUM_PROMPTS, MAX_TOKENS = 16, 24
+# Shorter and longer than the blocks, the chunks and the sliding windows.
+LENGTHS = (1, 7, 8, 17, 20, 21, 40, 60)
+# 320 slots for requests that come to 730 tokens; the longest prompt takes two steps at least.
+SMALL_POOL = WorkerSettings(
+    device="cpu", block_size=8, num_gpu_blocks=40, swap_space=1 << 20, max_num_seqs=16, max_num_batched_tokens=48
+)
+
+
+def make_prompts(seed: int) -> list[list[int]]:
+    """Two prompts of each length, in random order."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in 2 * LENGTHS]
+    rng.shuffle(prompts)
+    return prompts
+
+
+def greedy_request(handle: int, prompt: list[int]) -> Request:
+    key = RequestKey(ClientId(0), Handle(handle))
+    return Request(key, f"greedy-{handle}", prompt, RowSampling(seed=0, temperature=0.0), MAX_TOKENS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_equals_transformers_while_blocks_run_out(family: str, tmp_path: Path) -> None:
+    model = make_family(tmp_path, FAMILIES[family])
+    prompts = make_prompts(seed=1)
+    expected = generate_greedily(model, prompts, MAX_TOKENS)
+    assert len({tuple(tokens) for tokens in expected}) > NUM_PROMPTS // 2, "the model says the same to everybody"
+    worker = load_worker(tmp_path, SMALL_POOL)
+    replica = InProcessReplica(worker, config_of(worker))
+    for handle, prompt in enumerate(prompts):
+        replica.submit(greedy_request(handle, prompt))
+    replica.run_until_idle(lambda _: None)
+    assert [replica.outputs[handle][0].token_ids for handle in range(NUM_PROMPTS)] == expected
+    assert replica.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "model_impl"),
+    [("qwen3-alternating", "native"), ("gemma2-capped-alternating", "auto"), ("mistral-sliding", "transformers")],
+)
+async def test_a_server_says_what_transformers_says(family: str, model_impl: str, tmp_path: Path) -> None:
+    model = make_family(tmp_path, FAMILIES[family])
+    prompts = make_prompts(seed=2)
+    expected = generate_greedily(model, prompts, MAX_TOKENS)
+    options = GenerationOptions(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    settings = {"dtype": "float32", "num_gpu_blocks": 24, "max_num_seqs": 16, "max_num_batched_tokens": 100}
+    async with serving(model=str(tmp_path), model_impl=model_impl, **settings) as served:
+        generations = await asyncio.gather(*(served.client.generate(prompt, options) for prompt in prompts))
+        assert [list(generation.sequences[0].token_ids) for generation in generations] == expected
+        assert (await served.state()).preemptions > 0

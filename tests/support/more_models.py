@@ -1,0 +1,102 @@
+"""Small random models of families beyond tests.support.models: Quire's own, and those that run through transformers."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+
+from tests.support.models import MAX_LENGTH, VOCAB_SIZE, make_tokenizer, randomize
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LENGTH,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A causal language model of transformers.
+
+    Attributes:
+        name: of its class, without ForCausalLM.
+        fields: of its configuration, in addition to what all have.
+        config: the class of its configuration, where that is not the name and Config.
+    """
+
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    config: str | None = None
+
+
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+
+NATIVE: dict[str, Family] = {
+    "mistral-sliding": Family("Mistral", {"sliding_window": 20, "head_dim": 32}),
+    "mistral-full-tied": Family("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen2-tied": Family("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-upper-layer-sliding": Family(
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1}
+    ),
+    "qwen3": Family("Qwen3", {"head_dim": 32, "attention_bias": True}),
+    "qwen3-alternating": Family("Qwen3", {"head_dim": 16, "use_sliding_window": True, **ALTERNATING}),
+}
+
+FOREIGN: dict[str, Family] = {
+    "gemma": Family("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    # Caps that bend what random weights give.
+    "gemma2-capped-alternating": Family(
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 1.5,
+            **ALTERNATING,
+        },
+    ),
+    "gemma3-alternating": Family(
+        "Gemma3", {"head_dim": 32, "query_pre_attn_scalar": 40, **ALTERNATING}, "Gemma3TextConfig"
+    ),
+    "phi": Family("Phi", {"partial_rotary_factor": 0.5}),
+    "stablelm": Family("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
+    "falcon-new": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-multi-query": Family("Falcon", {"multi_query": True, "parallel_attn": True}),
+    "gpt-neox": Family("GPTNeoX", {"use_parallel_residual": True}),
+    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
+    "olmo2": Family("Olmo2"),
+    "granite": Family("Granite", {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 2.0}),
+    "cohere": Family("Cohere", {"logit_scale": 0.25}),
+    "starcoder2": Family("Starcoder2", {"sliding_window": 20}),
+    "phi3": Family("Phi3", {"sliding_window": 20}),
+    "olmo3-alternating": Family("Olmo3", ALTERNATING),
+    "glm4": Family("Glm4", {"head_dim": 16}),
+    "nemotron": Family("Nemotron"),
+    "biogpt": Family("BioGpt"),
+    "gpt-bigcode": Family("GPTBigCode", {"multi_query": True}),
+    "qwen3-moe": Family(
+        "Qwen3Moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    ),
+}
+
+FAMILIES = NATIVE | FOREIGN
+
+
+def make_family(directory: Path, family: Family, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Writes a model with random weights, and a tokenizer, into `directory`; returns the model in float32."""
+    config_class = getattr(transformers, family.config or f"{family.name}Config")
+    model_class = getattr(transformers, f"{family.name}ForCausalLM")
+    model = model_class(config_class(**{**_COMMON, **family.fields, **changes})).eval()
+    randomize(model, seed)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return model

@@ -1,0 +1,160 @@
+"""Families beyond the first three against transformers: prefill, chunks and decodes over a scrambled pool."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from quire.settings import ConfigurationError
+from tests.support.models import VOCAB_SIZE, make_shape
+from tests.support.more_models import FAMILIES, FOREIGN, NATIVE, Family, make_family
+from tests.support.paged import PagedRunner, Span
+from worker_svc.layers.loadable import Placement
+from worker_svc.models import mistral, qwen2, qwen3
+from worker_svc.models.base import CausalLM, NativeCausalLM
+from worker_svc.models.llama import LlamaConfig
+from worker_svc.models.registry import load_model
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32, model_impl: str = "auto") -> CausalLM:
+    return load_model(directory, device=CPU, dtype=dtype, model_impl=model_impl)
+
+
+def make_sequences(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def expected_logits(reference: PreTrainedModel, sequence: list[int]) -> torch.Tensor:
+    return reference(torch.tensor([sequence])).logits[0].float()
+
+
+def assert_same_logits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+
+
+def assert_serves_like(reference: PreTrainedModel, model: CausalLM) -> None:
+    """Longer than all sliding windows, in chunks, beside others, token by token."""
+    sequences = make_sequences(60, 1, 17)
+    long, one, short = (expected_logits(reference, sequence) for sequence in sequences)
+    runner = PagedRunner(model, sequences, block_size=5)
+    first = runner.step(Span(0, 0, 30), Span(1, 0, 1), Span(2, 0, 16))
+    assert_same_logits(first, torch.cat((long[:30], one, short[:16])))
+    second = runner.step(Span(2, 16, 17), Span(0, 30, 59))
+    assert_same_logits(second, torch.cat((short[16:], long[30:59])))
+    assert_same_logits(runner.step(Span(0, 59, 60)), long[59:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_however_the_tokens_come(family: str, tmp_path: Path) -> None:
+    reference = make_family(tmp_path, FAMILIES[family])
+    model = load(tmp_path)
+    assert isinstance(model, NativeCausalLM) == (family in NATIVE)
+    assert model.architecture == type(reference).__name__
+    assert (model.vocab_size, model.max_model_len, model.num_layers) == (VOCAB_SIZE, 512, 2)
+    assert_serves_like(reference, model)
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_transformers_code_serves_what_quire_has_code_for(family: str, tmp_path: Path) -> None:
+    reference = make_family(tmp_path, NATIVE[family])
+    model = load(tmp_path, model_impl="transformers")
+    assert not isinstance(model, NativeCausalLM)
+    assert_serves_like(reference, model)
+
+
+@pytest.mark.parametrize("shape", ["gpt2-80", "opt-post-norm-projected-64", "llama-gqa-explicit-128"])
+def test_transformers_code_serves_the_first_families(shape: str, tmp_path: Path) -> None:
+    reference = make_shape(tmp_path, shape)
+    assert_serves_like(reference, load(tmp_path, model_impl="transformers"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["mistral-sliding", "qwen2-tied", "qwen3", "gemma", "stablelm", "falcon-new"])
+def test_half_precision_is_as_close_as_transformers_own(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    reference = make_family(tmp_path, FAMILIES[family])
+    (sequence,) = make_sequences(23)
+    exact = expected_logits(reference, sequence)
+    theirs = (expected_logits(reference.to(dtype), sequence) - exact).abs().mean()
+    model = load(tmp_path, dtype)
+    assert model.dtype == dtype
+    ours = PagedRunner(model, [sequence], block_size=16).step(Span(0, 0, 23))
+    assert ours.dtype == torch.float32
+    assert (ours - exact).abs().mean() < 1.5 * theirs
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("Mistral", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}),
+        ("Mistral", {"attention_bias": True, "mlp_bias": True}),
+        ("Qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+        ("Qwen3", {"num_key_value_heads": 4, "rms_norm_eps": 1e-2}),
+    ],
+)
+def test_variants_of_the_configuration(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    reference = make_family(tmp_path, Family(family, fields))
+    assert_serves_like(reference, load(tmp_path, model_impl="native"))
+
+
+@pytest.mark.parametrize(
+    ("read_config", "theirs"),
+    [(mistral.read_config, MistralConfig), (qwen2.read_config, Qwen2Config), (qwen3.read_config, Qwen3Config)],
+)
+def test_what_config_json_does_not_say_is_what_transformers_assumes(
+    read_config: Callable[[dict[str, Any]], LlamaConfig], theirs: type[PreTrainedConfig]
+) -> None:
+    expected, config = theirs(), read_config({})
+    names = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "activation": "hidden_act",
+        "rms_norm_eps": "rms_norm_eps",
+        "tied": "tie_word_embeddings",
+    }
+    for ours, name in names.items():
+        assert getattr(config, ours) == getattr(expected, name), name
+    assert config.head_dim == getattr(expected, "head_dim", 128)
+    assert config.rope.max_positions == expected.max_position_embeddings
+    assert config.rope.theta == expected.rope_parameters["rope_theta"]
+    assert set(config.sliding_windows) == {expected.sliding_window}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window is 0; expected an integer of at least 1"),
+        ({"use_sliding_window": 1}, "use_sliding_window is 1; expected true or false"),
+        ({"max_window_layers": -1}, "max_window_layers is -1; expected an integer of at least 0"),
+        ({"layer_types": ["full_attention"]}, "expected 2 of full_attention and sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "expected 2 of full_attention and"),
+        ({"layer_types": "full_attention"}, "expected 2 of full_attention and"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": False},
+            "expected full_attention alone where no sliding window is used",
+        ),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
+    config = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 7, **fields}
+    with pytest.raises(ConfigurationError, match=message):
+        qwen2.Qwen2ForCausalLM.from_config(config, Placement(CPU, torch.float32))
+
+
+def test_native_alone_refuses_what_transformers_would_serve(tmp_path: Path) -> None:
+    make_family(tmp_path, FOREIGN["gemma"])
+    with pytest.raises(ConfigurationError, match=r"GemmaForCausalLM of .* is not one of Quire's own, GPT2LMHeadModel"):
+        load(tmp_path, model_impl="native")

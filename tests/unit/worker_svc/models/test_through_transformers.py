@@ -1,0 +1,246 @@
+"""Directories and models that cannot be served through transformers' code, and what is done for those that can."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AttentionInterface, AttentionMaskInterface, BloomConfig
+
+from quire.settings import ConfigurationError
+from tests.support.models import make_model
+from tests.support.more_models import FOREIGN, Family, make_family
+from tests.support.paged import PagedRunner, Span
+from worker_svc.models.base import CausalLM
+from worker_svc.models.registry import load_model
+from worker_svc.models.transformers_attention import PAGED
+from worker_svc.models.transformers_loading import max_model_len_of
+
+CPU = torch.device("cpu")
+
+
+def load(directory: Path, model_impl: str = "auto") -> CausalLM:
+    return load_model(directory, device=CPU, dtype=torch.float32, model_impl=model_impl)
+
+
+def logits(model: CausalLM) -> torch.Tensor:
+    return PagedRunner(model, [[5, 9, 200, 31]], block_size=4).step(Span(0, 0, 4))
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    path = directory / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def refusal_of(directory: Path, model_impl: str = "auto") -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load(directory, model_impl)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(directory) in message
+    return message
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    make_family(tmp_path, FOREIGN["phi"])
+    return tmp_path
+
+
+MIXED = {"layer_types": ["conv", "full_attention"]}
+REFUSED = {
+    "a state beside attention": (Family("FalconH1"), "tokens reach each other in it by more than attention"),
+    "states instead of attention": (Family("Jamba"), "0 of its 2 layers attend through"),
+    "convolutions in some layers": (Family("Lfm2", MIXED), "1 of its 2 layers attend through"),
+    "recurrent": (Family("RecurrentGemma"), "0 of its 2 layers attend through"),
+    "no attention": (Family("Mamba"), "it takes no positions"),
+    "positions by ALiBi": (Family("Bloom"), "it takes no positions"),
+    "ALiBi beside rotation": (Family("Falcon", {"alibi": True}), "it uses ALiBi"),
+    "attention sinks": (Family("GptOss"), "its attention takes s_aux, which paged attention does not know"),
+    "latent attention": (Family("DeepseekV3"), "its heads differ in size: queries 192, keys 192, values 128"),
+    "attention of its own that fails": (Family("GPTJ"), "its attention does not go through transformers'"),
+    "attention of its own": (Family("XGLM"), "0 of its 2 layers attend through transformers' attention interface"),
+    "a mask of its own": (Family("Doge"), "it makes an attention mask of its own"),
+    "both directions": (
+        Family("Gemma3", {"head_dim": 32, "use_bidirectional_attention": True}, "Gemma3TextConfig"),
+        "its attention is neither causal nor a sliding window",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_cannot_be_served_is_refused_at_load(case: str, tmp_path: Path) -> None:
+    family, reason = REFUSED[case]
+    make_family(tmp_path, family)
+    message = refusal_of(tmp_path)
+    assert f"{family.name}ForCausalLM of {tmp_path} cannot be served through transformers: " in message
+    assert reason in message
+
+
+def remove_tensor(directory: Path) -> None:
+    edit_tensors(directory, lambda tensors: {k: v for k, v in tensors.items() if not k.endswith("1.mlp.fc1.weight")})
+
+
+def misshape_tensor(directory: Path) -> None:
+    edit_config(directory, intermediate_size=90)
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def only_pickle(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def add_encoder(directory: Path) -> None:
+    edit_config(directory, is_encoder_decoder=True)
+
+
+def other_architecture(directory: Path) -> None:
+    edit_config(directory, architectures=["GemmaForCausalLM"])
+
+
+def unknown_type(directory: Path) -> None:
+    edit_config(directory, architectures=["PhiloForCausalLM"], model_type="philo")
+
+
+def unknown_activation(directory: Path) -> None:
+    edit_config(directory, hidden_act="sine")
+
+
+def quantize(directory: Path) -> None:
+    edit_config(directory, quantization_config={"quant_method": "gptq"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove_tensor, "tensor model.layers.1.mlp.fc1.weight is missing from the safetensors files"),
+        (misshape_tensor, "mlp.fc1.bias has shape [96]; config.json asks for [90]"),
+        (truncate, "damaged or truncated safetensors file"),
+        (only_pickle, "pytorch_model.bin is a pickle, which is never loaded"),
+        (add_encoder, "has an encoder; decoders are served"),
+        (other_architecture, "is no causal language model of transformers: its model type 'phi' is PhiForCausalLM"),
+        (unknown_type, "model type `philo`"),
+        (unknown_activation, "sine"),
+        (quantize, "quantized models are not supported"),
+    ],
+)
+def test_bad_directory_is_refused_with_one_line(spoil: Callable[[Path], None], message: str, directory: Path) -> None:
+    spoil(directory)
+    assert message in refusal_of(directory)
+
+
+def test_code_in_the_directory_is_never_run(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    witness = tmp_path_factory.mktemp("witness") / "it-ran"
+    (directory / "modeling_philo.py").write_text(f"open({str(witness)!r}, 'w').close()\n")
+    auto_map = {"AutoConfig": "modeling_philo.PhiloConfig", "AutoModelForCausalLM": "modeling_philo.PhiloForCausalLM"}
+    edit_config(directory, architectures=["PhiloForCausalLM"], model_type="philo", auto_map=auto_map)
+    assert "PhiloForCausalLM" in refusal_of(directory)
+    edit_config(directory, architectures=["PhiForCausalLM"], model_type="phi")
+    load(directory)
+    assert not witness.exists()
+
+
+def test_weights_survive_the_file(directory: Path) -> None:
+    model = load(directory)
+    expected = logits(model)
+    path = directory / "model.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert torch.equal(logits(model), expected)
+
+
+def test_two_models_do_not_meet(tmp_path: Path) -> None:
+    make_family(tmp_path / "a", FOREIGN["gemma"], seed=1)
+    make_family(tmp_path / "b", FOREIGN["gemma"], seed=2)
+    one, expected = load(tmp_path / "a"), logits(load(tmp_path / "a"))
+    other = load(tmp_path / "b")
+    assert not torch.equal(logits(other), expected)
+    assert torch.equal(logits(one), expected)
+
+
+def test_progress_ends_with_the_bytes_of_the_model(directory: Path) -> None:
+    reports: list[tuple[str, int, int]] = []
+    load_model(directory, device=CPU, dtype=torch.float32, progress=lambda *report: reports.append(report))
+    total = sum(tensor.nbytes for tensor in load_file(directory / "model.safetensors").values())
+    assert reports[-1] == ("loading weights", total, total)
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_model_len"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        # Their frequencies change with the longest sequence of a batch.
+        ({"rope_type": "dynamic", "factor": 2.0}, 512),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 16,
+                "long_factor": [2.0] * 16,
+                "original_max_position_embeddings": 128,
+            },
+            128,
+        ),
+    ],
+)
+def test_length_ends_where_rotation_would_depend_on_the_batch(
+    rope: dict[str, Any], max_model_len: int, tmp_path: Path
+) -> None:
+    make_model(tmp_path, "llama", rope_parameters={"rope_theta": 10000.0, **rope})
+    assert load(tmp_path, "transformers").max_model_len == max_model_len
+
+
+def test_a_model_that_names_no_length_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'bloom' has no max_position_embeddings"):
+        max_model_len_of(BloomConfig())
+
+
+def test_the_serving_function_makes_no_masks(directory: Path) -> None:
+    load(directory)
+    assert PAGED in AttentionInterface().valid_keys()
+    assert PAGED not in AttentionMaskInterface().valid_keys()
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
+
+
+LOAD = """
+import sys, torch
+from pathlib import Path
+from worker_svc.models.registry import load_model
+def load(directory):
+    load_model(Path(directory), device=torch.device("cpu"), dtype=torch.float32)
+"""
+
+
+def test_a_model_of_our_own_family_does_without_transformers(tmp_path: Path) -> None:
+    make_family(tmp_path, Family("Qwen3", {"head_dim": 16}))
+    assert run_python(f"{LOAD}\nload({str(tmp_path)!r}); print('transformers' in sys.modules)") == "False"
+
+
+def test_without_transformers_the_refusal_says_how_to_get_it(directory: Path) -> None:
+    code = f"""{LOAD}
+from quire.settings import ConfigurationError
+sys.modules["transformers"] = None
+try:
+    load({str(directory)!r})
+except ConfigurationError as error:
+    print(error)
+"""
+    message = run_python(code)
+    assert message.startswith("PhiForCausalLM runs through transformers 5 or later, which cannot be imported")
+    assert message.endswith("pip install 'quire[transformers]'")
