@@ -5,13 +5,15 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from quire.cli.flags import GenerationFlags
 from quire.cli.main import explain
-from quire.client import ChatMessage, Client, QuireError
+from quire.client import ChatMessage, Client, QuireError, Stream
 from quire.settings import load_settings, setting
 
 PROGRAM = "quire chat"
@@ -95,7 +97,7 @@ def _answer(client: Client, conversation: Conversation, line: str, flags: ChatFl
     messages = [*conversation.messages, ChatMessage("user", line)]
     try:
         with client.chat_stream(messages, flags.options(), model=flags.model) as stream:
-            for piece in stream.text:
+            for piece in _pieces(stream):
                 said += piece
                 print(piece, end="", flush=True)
         print()
@@ -107,3 +109,26 @@ def _answer(client: Client, conversation: Conversation, line: str, flags: ChatFl
     if said:
         conversation.messages = [*messages, ChatMessage("assistant", said)]
     return True
+
+
+def _pieces(stream: Stream) -> Iterator[str]:
+    """The text of an answer as it comes; raises QuireError when the call fails.
+
+    A thread reads the call. Ctrl-C strikes the main thread wherever it is, and inside gRPC it can leave a lock taken,
+    which the next call would wait for.
+    """
+    pieces: SimpleQueue[str | Exception | None] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            for piece in stream.text:
+                pieces.put(piece)
+            pieces.put(None)
+        except Exception as error:  # whatever it is, the main thread raises it
+            pieces.put(error)
+
+    threading.Thread(target=read, name="answer", daemon=True).start()
+    while (piece := pieces.get()) is not None:
+        if isinstance(piece, Exception):
+            raise piece
+        yield piece

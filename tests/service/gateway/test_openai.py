@@ -312,6 +312,8 @@ async def test_a_request_id_of_the_client_comes_back(client):
 
 
 async def test_models(client):
+    # What a model's limits are is known once a scheduler has said it, which a generation waits for.
+    assert (await client.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
     (listed,) = (await client.get("/v1/models")).json()["data"]
     assert listed == (await client.get("/v1/models/quire-tiny")).json()
     assert (listed["object"], listed["owned_by"], listed["max_model_len"]) == ("model", "quire", 1024)
