@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from quire.rpc.decoding import decoded, decoder
 from quire.rpc.errors import Internal, QuireError, to_rpc_status
 
 _logger = logging.getLogger(__name__)
@@ -35,27 +36,28 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method: str = handler_call_details.method
-        guard = functools.partial(_guarded, method=method)
-        codec = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
+        # Requests are decoded inside the guard: what protobuf refuses in gRPC's own decoding ends as UNKNOWN.
+        decode_one = decoder(handler.request_deserializer)
+        decode_each = functools.partial(decoded, decode_one)
+        codec = {"response_serializer": handler.response_serializer}
+        one, each = (functools.partial(_guarded, method=method, decode=decode) for decode in (decode_one, decode_each))
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(guard(handler.unary_unary), **codec)
+            return grpc.unary_unary_rpc_method_handler(one(handler.unary_unary), **codec)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(guard(handler.unary_stream), **codec)
+            return grpc.unary_stream_rpc_method_handler(one(handler.unary_stream), **codec)
         if handler.stream_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(guard(handler.stream_unary), **codec)
-        return grpc.stream_stream_rpc_method_handler(guard(handler.stream_stream), **codec)
+            return grpc.stream_unary_rpc_method_handler(each(handler.stream_unary), **codec)
+        return grpc.stream_stream_rpc_method_handler(each(handler.stream_stream), **codec)
 
 
-def _guarded(behavior: _Behavior, *, method: str) -> _Behavior:
+def _guarded(behavior: _Behavior, *, method: str, decode: Callable[[Any], Any]) -> _Behavior:
     """`behavior` with its errors mapped; the same kind of function as `behavior`, since grpc.aio tells them apart."""
     if inspect.isasyncgenfunction(behavior):
 
         async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            responses = behavior(request, context)
+            responses = None
             try:
+                responses = behavior(decode(request), context)
                 async for response in responses:
                     yield response
             except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
@@ -63,13 +65,14 @@ def _guarded(behavior: _Behavior, *, method: str) -> _Behavior:
             except Exception as error:
                 await _abort(error, context, method)
             finally:
-                await responses.aclose()
+                if responses is not None:
+                    await responses.aclose()
 
         return generator
 
     async def coroutine(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await behavior(request, context)
+            return await behavior(decode(request), context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:

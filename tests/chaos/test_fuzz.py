@@ -1,0 +1,247 @@
+"""Nonsense at every method of every live process: no crash, no hang, no leaked block, typed errors only.
+
+Each test takes QUIRE_FUZZ_SECONDS, 5 by default; QUIRE_FUZZ_SEED repeats a run.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from quire.client import GenerationOptions
+from quire.gateway.v1 import generation_pb2
+from quire.worker.v1 import worker_pb2
+from tests.support.fuzz import Fuzzer, check_status, input_class, methods_of
+from tests.support.serving import Served, serving
+from tests.support.worker_client import StepClient, make_assign, make_batch, worker_stub
+from tests.support.worker_server import running_worker
+
+SECONDS = float(os.environ.get("QUIRE_FUZZ_SECONDS", "5"))
+SEED = int(os.environ.get("QUIRE_FUZZ_SEED", random.randrange(1 << 32)))
+NUM_CALLERS = 6
+# A call that is not answered in this time hangs.
+TIMEOUT_S = 60.0
+PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/v1/models",
+    "/health",
+    "/ready",
+    "/version",
+    "/metrics",
+    "/nowhere",
+)
+GOOD_BODIES = (
+    {"model": "quire-tiny", "prompt": "hello", "max_tokens": 3},
+    {"prompt": ["a", "b"], "n": 2, "max_tokens": 2, "stream": True, "logprobs": 2},
+    {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "top_logprobs": 2, "logprobs": True},
+    {"prompt": [[5, 6, 7]], "max_tokens": 2, "echo": True, "stop": ["x"], "logit_bias": {"5": 1}},
+)
+
+
+async def fuzz(attempt: Callable[[Fuzzer], Awaitable[str]], seconds: float = SECONDS) -> list[str]:
+    """Several callers make attempts until the time is over; says what they were answered."""
+    print(f"QUIRE_FUZZ_SEED={SEED}")
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    outcomes: list[str] = []
+
+    async def call(number: int) -> None:
+        fuzzer = Fuzzer(random.Random(SEED + number))
+        while loop.time() < end:
+            outcomes.append(await attempt(fuzzer))
+
+    async with asyncio.TaskGroup() as callers:
+        for number in range(NUM_CALLERS):
+            callers.create_task(call(number))
+    return outcomes
+
+
+def call_with(channel: grpc.Channel, method: MethodDescriptor, data: list[bytes], *, patient: bool) -> str:
+    """One call with these messages; the name of its status, which is a fair one.
+
+    By the blocking API: grpc.aio hides the server's status when a message is written to a stream that has ended.
+    """
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    timeout_s = TIMEOUT_S if patient else 0.02
+    requests: Any = iter(data) if method.client_streaming else data[0]
+    try:
+        if method.server_streaming:
+            kind = channel.stream_stream if method.client_streaming else channel.unary_stream
+            for _ in kind(path)(requests, timeout=timeout_s):
+                pass
+        else:
+            kind = channel.stream_unary if method.client_streaming else channel.unary_unary
+            answer = kind(path)(requests, timeout=TIMEOUT_S)
+            if method.name == "PinPrefix":
+                unpin(channel, method, data[0], answer)
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        if patient or code != grpc.StatusCode.DEADLINE_EXCEEDED:
+            check_status(error, f"{path} {data!r:.400}")
+        return code.name
+    return "OK"
+
+
+def unpin(channel: grpc.Channel, method: MethodDescriptor, request: bytes, answer: bytes) -> None:
+    """Ends the pin that nonsense has made: it would hold its blocks as it should."""
+    service = method.containing_service
+    pinned: Any = input_class(method).FromString(request)
+    response: Any = GetMessageClass(method.output_type).FromString(answer)
+    unpin_method = service.methods_by_name["UnpinPrefix"]
+    message: Any = input_class(unpin_method)(pin_id=response.pin_id)
+    if "tenant" in message.DESCRIPTOR.fields_by_name:
+        message.tenant = pinned.tenant
+    with contextlib.suppress(grpc.RpcError):  # the same prefix has the same pin, which another caller may have ended
+        channel.unary_unary(f"/{service.full_name}/UnpinPrefix")(message.SerializeToString(), timeout=TIMEOUT_S)
+
+
+def seeds_of(method: MethodDescriptor, fuzzer: Fuzzer) -> bytes:
+    """A message for the method: nonsense, or a good one with something wrong."""
+    message = fuzzer.message(input_class(method))
+    names = message.DESCRIPTOR.fields_by_name
+    if fuzzer.rng.random() < 0.5 and "text" in names and "stopping" in names:
+        good = generation_pb2.GenerateRequest(text="hello", stopping={"max_tokens": fuzzer.rng.randint(1, 6)})
+        message.MergeFromString(good.SerializeToString())
+    return fuzzer.mutated(message)
+
+
+async def unanimous(served: Served, stop: asyncio.Event) -> int:
+    """An honest caller beside the nonsense: every one of its answers is the first one. Returns their number."""
+    options = GenerationOptions(temperature=0.0, max_tokens=8, ignore_eos=True)
+    texts = []
+    while not stop.is_set() or not texts:
+        texts.append((await served.client.generate("What is 2+2?", options)).sequences[0].text)
+    assert set(texts) == {texts[0]}
+    return len(texts)
+
+
+def starts_of(served: Served) -> list[int]:
+    return [served.server.process(name).starts for name in ("gateway", "scheduler", "worker")]
+
+
+def endless(methods: list[MethodDescriptor]) -> set[str]:
+    """Methods that do not end by themselves however the call goes."""
+    return {method.full_name for method in methods if method.full_name == "grpc.health.v1.Health.Watch"}
+
+
+async def fuzz_services(served: Served, address: str, *, without: Iterator[str] | tuple[str, ...] = ()) -> list[str]:
+    """Fuzzes all methods of one server while an honest caller goes on."""
+    methods = await asyncio.to_thread(lambda: list(methods_of(address)))
+    impatient = endless(methods)
+    methods = [method for method in methods if method.full_name not in without]
+    with grpc.insecure_channel(address) as channel:
+
+        async def attempt(fuzzer: Fuzzer) -> str:
+            method = fuzzer.rng.choice(methods)
+            data = [seeds_of(method, fuzzer) for _ in range(fuzzer.rng.randint(1, 3))]
+            patient = method.full_name not in impatient and fuzzer.rng.random() < 0.8
+            return await asyncio.to_thread(call_with, channel, method, data, patient=patient)
+
+        stop = asyncio.Event()
+        honest = asyncio.create_task(unanimous(served, stop))
+        outcomes = await fuzz(attempt)
+        stop.set()
+        assert await honest
+    return outcomes
+
+
+async def test_nonsense_at_the_gateway_s_methods() -> None:
+    async with serving(num_gpu_blocks=200) as served:
+        outcomes = await fuzz_services(served, served.server.grpc_address)
+        assert {"OK", "INVALID_ARGUMENT"} <= set(outcomes)
+        assert starts_of(served) == [1, 1, 1], "a process died"
+
+
+async def test_nonsense_at_the_scheduler_s_methods() -> None:
+    # A drain that is asked for is a drain.
+    without = ("quire.scheduler.v1.SchedulerService.Drain",)
+    async with serving(num_gpu_blocks=200) as served:
+        outcomes = await fuzz_services(served, served.server.scheduler_address, without=without)
+        assert {"OK", "INVALID_ARGUMENT"} <= set(outcomes)
+        assert starts_of(served) == [1, 1, 1], "a process died"
+
+
+async def test_nonsense_at_the_http_paths() -> None:
+    async with (
+        serving(num_gpu_blocks=200) as served,
+        httpx.AsyncClient(base_url=f"http://{served.server.http_address}", timeout=TIMEOUT_S) as http,
+    ):
+
+        async def attempt(fuzzer: Fuzzer) -> str:
+            path = fuzzer.rng.choice(PATHS)
+            content = body_of(fuzzer)
+            method = fuzzer.rng.choice(["POST", "POST", "POST", "POST", "GET", "DELETE"])
+            answer = await http.request(method, path, content=content)
+            assert answer.status_code < 500 or answer.status_code == 501, (path, content, answer.text)
+            if answer.status_code >= 400 and method != "HEAD":
+                assert answer.json()["error"]["message"], (path, content, answer.text)
+            return str(answer.status_code)
+
+        stop = asyncio.Event()
+        honest = asyncio.create_task(unanimous(served, stop))
+        outcomes = await fuzz(attempt)
+        stop.set()
+        assert await honest
+        assert {"200", "400", "404", "405"} <= set(outcomes)
+        assert starts_of(served) == [1, 1, 1], "a process died"
+
+
+def body_of(fuzzer: Fuzzer) -> bytes:
+    """JSON that is nonsense, a good body with one field of nonsense, or bytes that are no JSON."""
+    match fuzzer.rng.randrange(4):
+        case 0:
+            return fuzzer.rng.randbytes(fuzzer.rng.randrange(60))
+        case 1:
+            return json.dumps(fuzzer.json()).encode()
+    body = dict(fuzzer.rng.choice(GOOD_BODIES))
+    names = [*body, "temperature", "top_p", "n", "best_of", "stop", "seed", "logit_bias", "stream_options", "tools"]
+    for _ in range(fuzzer.rng.randrange(3)):
+        body[fuzzer.rng.choice(names)] = fuzzer.json()
+    data = json.dumps(body).encode()
+    return data[: fuzzer.rng.randrange(len(data))] if fuzzer.rng.random() < 0.1 else data
+
+
+async def test_nonsense_at_the_worker_s_methods(tmp_path: Path) -> None:
+    async with running_worker(tmp_path) as address, worker_stub(address) as stub:
+        channel = grpc.insecure_channel(address)
+        epoch = 0
+
+        async def attempt(fuzzer: Fuzzer) -> str:
+            nonlocal epoch
+            epoch += 1
+            attach = worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=epoch)).SerializeToString()
+            noise = [seeds_of(RUN, fuzzer) for _ in range(fuzzer.rng.randint(1, 3))]
+            noise = [data for data in noise if not attaches(data)]
+            return await asyncio.to_thread(call_with, channel, RUN, [attach, *noise], patient=True)
+
+        with channel:
+            outcomes = await fuzz(attempt)
+        assert {"INVALID_ARGUMENT", "FAILED_PRECONDITION"} <= set(outcomes)
+        client = StepClient(stub)
+        await client.attach(epoch + 1)
+        result = await client.run(assign=[make_assign(0, [1, 2, 3], [3])], batch=make_batch([0], [3], [0]))
+        assert not result.failures
+
+
+RUN = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods_by_name["Run"]
+
+
+def attaches(data: bytes) -> bool:
+    """Whether a message attaches, by chance, with an epoch that would lock out all later ones."""
+    try:
+        return worker_pb2.RunRequest.FromString(data).WhichOneof("message") == "attach"
+    except DecodeError:
+        return False
