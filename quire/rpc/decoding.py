@@ -11,7 +11,7 @@ _DAMAGED = "cannot be parsed: the bytes are damaged, cut off or of another messa
 
 
 def decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[Any], Any]:
-    """A method's deserializer as one that raises InvalidArgument, reason MALFORMED_MESSAGE; without one, the identity."""
+    """A deserializer that raises InvalidArgument, reason MALFORMED_MESSAGE; the identity where a method has none."""
     if deserialize is None:
         return lambda request: request
     # Generated code hands over the class's own FromString.
