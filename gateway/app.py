@@ -9,6 +9,8 @@ from typing import Self
 
 import grpc.aio
 
+from gateway.auth.authenticator import Authenticator, KeyRing, NoAuthenticator
+from gateway.auth.interceptor import AuthInterceptor
 from gateway.generation_servicer import GenerationServicer
 from gateway.generator import Generator
 from gateway.http import HttpServer, make_http_app
@@ -20,11 +22,12 @@ from gateway.prefix_servicer import PrefixServicer
 from gateway.prefixes import Prefixes
 from gateway.replicas import Replicas
 from gateway.settings import GatewaySettings
+from gateway.slow_clients import SlowClientInterceptor
 from gateway.text_service import TextService
 from gateway.wire import add_service
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.model_directory import resolve_model
-from quire.rpc.address import TcpAddress
+from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
 from quire.rpc.server import RpcServer
 
@@ -33,6 +36,7 @@ _SERVICES = {
     "model": model_pb2.DESCRIPTOR.services_by_name["ModelService"],
     "prefix": prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
 }
+_SERVICE_NAMES = [service.full_name for service in _SERVICES.values()]
 # For calls that are over but whose last message is still on its way.
 _STOP_GRACE_S = 1.0
 _logger = logging.getLogger(__name__)
@@ -44,11 +48,15 @@ class Gateway:
     Attributes:
         grpc_address: Where it serves gRPC, as HOST:PORT.
         http_address: Where it serves HTTP, as HOST:PORT.
+        authenticator: What says who calls.
     """
 
-    def __init__(self, generator: Generator, ledger: Ledger, rpc: RpcServer, http: HttpServer) -> None:
+    def __init__(
+        self, generator: Generator, ledger: Ledger, authenticator: Authenticator, rpc: RpcServer, http: HttpServer
+    ) -> None:
         self.grpc_address = rpc.address
         self.http_address = http.address
+        self.authenticator = authenticator
         self._generator = generator
         self._ledger = ledger
         self._rpc = rpc
@@ -59,33 +67,37 @@ class Gateway:
             for address, client in generator.replicas.clients.items()
         ]
         self._background.append(asyncio.create_task(self._report_readiness(), name="readiness"))
+        self._background.append(asyncio.create_task(authenticator.watch(), name="API keys"))
 
     @classmethod
     async def start(cls, settings: GatewaySettings) -> Self:
         """Listens on both ports; schedulers are connected to in the background.
 
         Raises:
-            ConfigurationError: the model directory or an address cannot be used, in one line.
+            ConfigurationError: the model directory, a file of keys or an address cannot be used, in one line.
         """
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="text")
         model = ServedModel.open(resolve_model(settings.model), settings.served_model_name, executor)
         ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         metrics = GatewayMetrics()
+        authenticator = _authenticator(settings, metrics)
         replicas = _replicas(settings, ledger, model, gateway_id)
         metrics.watch_schedulers(lambda: replicas.num_connected)
         generator = Generator(model, replicas, ledger, settings, metrics)
-        app = make_http_app(
-            generator, metrics, max_body_bytes=settings.max_message_bytes, started_at_s=int(time.time())
+        app = make_http_app(generator, metrics, authenticator, settings, started_at_s=int(time.time()))
+        http = HttpServer.bind(
+            app, settings.http_host, settings.http_port, reader_timeout_s=settings.slow_reader_timeout
         )
-        http = HttpServer.bind(app, settings.http_host, settings.http_port)
+        auth = AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller)
         try:
-            rpc = await _start_rpc(settings, generator, gateway_id)
+            rpc = await _start_rpc(settings, generator, gateway_id, auth)
         except BaseException:
             http.close()
             raise
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', model.name, rpc.address, http.address)
-        return cls(generator, ledger, rpc, http)
+        _warn_if_open(settings, rpc.address, http.address)
+        return cls(generator, ledger, authenticator, rpc, http)
 
     async def run(self) -> None:
         """Runs until it is cancelled, or until a part of the gateway fails."""
@@ -153,7 +165,22 @@ def _replicas(settings: GatewaySettings, ledger: Ledger, model: ServedModel, gat
     )
 
 
-async def _start_rpc(settings: GatewaySettings, generator: Generator, gateway_id: str) -> RpcServer:
+def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:
+    if not settings.keys_files:
+        return NoAuthenticator()
+    keys = KeyRing(settings.keys_files, on_reload_failure=metrics.count_keys_reload_failure)
+    _logger.info("%d API keys are known", len(keys))
+    return keys
+
+
+def _warn_if_open(settings: GatewaySettings, *addresses: str) -> None:
+    if not settings.keys_files and not all(map(is_local, addresses)):
+        _logger.warning("everyone who reaches this gateway from other machines may use it; --keys-file asks for keys")
+
+
+async def _start_rpc(
+    settings: GatewaySettings, generator: Generator, gateway_id: str, auth: AuthInterceptor
+) -> RpcServer:
     servicers = {
         "generation": GenerationServicer(generator, TextService(generator)),
         "model": ModelServicer(generator, gateway_id),
@@ -167,6 +194,12 @@ async def _start_rpc(settings: GatewaySettings, generator: Generator, gateway_id
     return await RpcServer.start(
         str(TcpAddress(settings.grpc_host, settings.grpc_port)),
         register,
-        [service.full_name for service in _SERVICES.values()],
+        _SERVICE_NAMES,
         max_message_bytes=settings.max_message_bytes,
+        interceptors=(
+            auth,
+            SlowClientInterceptor(
+                sender_timeout_s=settings.slow_sender_timeout, reader_timeout_s=settings.slow_reader_timeout
+            ),
+        ),
     )

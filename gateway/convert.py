@@ -178,7 +178,7 @@ def _options(message: GenerateMessage | ChatRequestMessage, prompt: Prompt | Non
         stopping=_stopping_options(message.stopping),
         output=_output_options(message.output),
         request_id=optional(message, "request_id"),
-        priority=message.priority,
+        priority=optional(message, "priority"),
         durable=durable and message.durable,
     )
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 import secrets
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import numpy as np
 
+from gateway.auth.caller import Caller, current_caller
 from gateway.bad_words import bad_token_sequences
 from gateway.ledger import Ledger
 from gateway.limits import MAX_N, Limits
@@ -80,13 +80,16 @@ class Generator:
             QuireError: it is refused; nothing was submitted.
         """
         self.check_accepting()
-        request = await self._prepare(options)
+        caller = current_caller()
+        caller.account.check()
+        request = await self._prepare(options, caller)
         tokenizer = self.model.tokenizer
         live = self._ledger.open(
             request, lambda: tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
         )
         try:
-            with self._metrics.track(live):
+            admitted = caller.account.admitted(len(request.prompt_token_ids), lambda: _num_computed(live))
+            with admitted, self._metrics.track(live):
                 self.replicas.place(live)
                 yield live
         finally:
@@ -94,8 +97,12 @@ class Generator:
             self._ledger.close(live)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a running request; its own call ends with CANCELLED. Raises NotFound when there is none."""
-        live = self._ledger.get(request_id)
+        """Ends a running request of the caller's tenant; its own call ends with CANCELLED.
+
+        Raises:
+            NotFound: the tenant has none of that id; another tenant's makes no difference.
+        """
+        live = self._ledger.get(current_caller().tenant, request_id)
         if live is None or live.is_over:
             description = f'"{request_id[:128]}" names no running request'
             violation = FieldViolation("request_id", description)
@@ -103,11 +110,12 @@ class Generator:
         live.fail(Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
         self.replicas.release(live)
 
-    async def _prepare(self, options: RequestOptions) -> GenerationRequest:
+    async def _prepare(self, options: RequestOptions, caller: Caller) -> GenerationRequest:
         limits = await self.limits()
-        check_request(options, limits, self.model.name)
+        check_request(options, limits, caller.visible(self.model.name))
+        priority = caller.priority_of(options.priority)
         if options.request_id is not None:
-            self._ledger.check_unused(options.request_id)
+            self._ledger.check_unused(caller.tenant, options.request_id)
         field, token_ids = await self._encode(options.prompt)
         max_tokens = resolve_max_tokens(field, token_ids, options.stopping.max_tokens, limits)
         bad_sequences = await bad_token_sequences(self.model.tokenizer, options.sampling.bad_words, limits.vocab_size)
@@ -115,14 +123,15 @@ class Generator:
         stopping = self._resolve_stopping(options.stopping, max_tokens)
         check_choice(sampling, stopping)
         return GenerationRequest(
-            request_id=options.request_id or f"{self._settings.request_id_prefix}{uuid.uuid4().hex}",
+            request_id=options.request_id or f"{self._settings.request_id_prefix}{secrets.token_hex(16)}",
+            tenant=caller.tenant,
             prompt_token_ids=np.asarray(token_ids, dtype=np.int32),
             sampling=sampling,
             stopping=stopping,
             logprobs=options.output.logprobs,
             prompt_logprobs=options.output.prompt_logprobs,
             include_special_tokens=options.output.include_special_tokens,
-            priority=options.priority,
+            priority=priority,
             ignore_eos=options.stopping.ignore_eos,
             num_sequences=options.sampling.n or 1,
             best_of=_num_candidates(options.sampling),
@@ -207,6 +216,11 @@ def _num_candidates(asked: SamplingOptions) -> int:
     if asked.beam_search is not None:
         return asked.beam_search.beam_width
     return asked.best_of or asked.n or 1
+
+
+def _num_computed(live: LiveRequest) -> float:
+    """The tokens that were generated so far, with those of candidates that are not returned."""
+    return live.num_generated_tokens * live.request.best_of / live.request.num_sequences
 
 
 def _first(asked: T | None, model_default: T | None, default: T) -> T:

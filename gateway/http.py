@@ -1,5 +1,6 @@
 """The HTTP front: OpenAI's API, health, readiness, version and metrics."""
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -9,22 +10,42 @@ from fastapi import FastAPI, Response, status
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from gateway.auth.authenticator import Authenticator
+from gateway.auth.http_middleware import AuthMiddleware
 from gateway.generator import Generator
 from gateway.metrics import GatewayMetrics
+from gateway.openai.body import BodyLimits
 from gateway.openai.request_ids import RequestIdMiddleware
 from gateway.openai.routes import answer_errors, make_router
+from gateway.settings import GatewaySettings
+from gateway.slow_clients import http_protocol
 from quire.rpc.address import TcpAddress, check_bindable
 from quire.version import VERSION
 
 _GRACE_S = 2
 
 
-def make_http_app(generator: Generator, metrics: GatewayMetrics, *, max_body_bytes: int, started_at_s: int) -> FastAPI:
+def make_http_app(
+    generator: Generator,
+    metrics: GatewayMetrics,
+    authenticator: Authenticator,
+    settings: GatewaySettings,
+    *,
+    started_at_s: int,
+) -> FastAPI:
     """The application. `started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
     app = FastAPI(title="Quire", version=VERSION, openapi_url=None)
+    # The last one is the first to see a request.
+    app.add_middleware(
+        AuthMiddleware,
+        authenticator=authenticator,
+        on_refusal=metrics.count_refused_caller,
+        open_metrics=settings.open_metrics,
+    )
     app.add_middleware(RequestIdMiddleware)
     answer_errors(app)
-    app.include_router(make_router(generator, max_body_bytes=max_body_bytes, started_at_s=started_at_s))
+    body_limits = BodyLimits(settings.max_message_bytes, settings.slow_sender_timeout)
+    app.include_router(make_router(generator, body_limits, started_at_s=started_at_s))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -62,10 +83,11 @@ def _reason_not_ready(generator: Generator) -> str:
 class HttpServer(uvicorn.Server):
     """Serves an application in the running event loop, on a socket that is bound at once."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+    def __init__(self, app: FastAPI, listener: socket.socket, protocol: type[asyncio.Protocol]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
+                http=protocol,
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -78,11 +100,12 @@ class HttpServer(uvicorn.Server):
         self.address = str(TcpAddress(*listener.getsockname()[:2]))
 
     @classmethod
-    def bind(cls, app: FastAPI, host: str, port: int) -> "HttpServer":
+    def bind(cls, app: FastAPI, host: str, port: int, *, reader_timeout_s: float) -> "HttpServer":
         """Raises AddressInUse or ConfigurationError when it cannot listen there."""
         check_bindable(TcpAddress(host, port))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return cls(app, socket.create_server((host, port), family=family, backlog=1024))
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+        return cls(app, listener, http_protocol(reader_timeout_s))
 
     async def run_until_stopped(self) -> None:
         await self.serve(sockets=[self._listener])

@@ -36,12 +36,13 @@ class Outcome:
 
 
 class Ledger:
-    """Finds live requests by id and by handle; a request is in it from `open` to `close`."""
+    """Finds live requests by tenant and id and by handle; a request is in it from `open` to `close`."""
 
     def __init__(self, *, max_chunk_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
-        self._by_id: dict[str, LiveRequest] = {}
+        # Tenants choose their ids without knowing of each other's.
+        self._by_id: dict[tuple[str, str], LiveRequest] = {}
         self._by_handle: dict[int, LiveRequest] = {}
         self._last_handle = 0
         self._is_empty = asyncio.Event()
@@ -53,19 +54,19 @@ class Ledger:
     def __iter__(self) -> Iterator[LiveRequest]:
         return iter(list(self._by_id.values()))
 
-    def get(self, request_id: str) -> LiveRequest | None:
-        return self._by_id.get(request_id)
+    def get(self, tenant: str, request_id: str) -> LiveRequest | None:
+        return self._by_id.get((tenant, request_id))
 
-    def check_unused(self, request_id: str) -> None:
-        """Raises AlreadyExists when a live request has the id."""
-        if request_id in self._by_id:
+    def check_unused(self, tenant: str, request_id: str) -> None:
+        """Raises AlreadyExists when a live request of the tenant has the id."""
+        if (tenant, request_id) in self._by_id:
             description = f'"{request_id}" names a request that is running; ids must be unique among running requests'
             violation = FieldViolation("request_id", description)
             raise AlreadyExists(f"request_id {description}", reason="REQUEST_ID_IN_USE", violations=[violation])
 
     def open(self, request: GenerationRequest, make_detokenizer: Callable[[], Detokenizer]) -> LiveRequest:
-        """Enters a request. Raises AlreadyExists when a live request has its id."""
-        self.check_unused(request.request_id)
+        """Enters a request. Raises AlreadyExists when a live request of its tenant has its id."""
+        self.check_unused(request.tenant, request.request_id)
         stopping = request.stopping
         streams = [
             SequenceStream(
@@ -81,7 +82,7 @@ class Ledger:
         live = LiveRequest(
             request, self._next_handle(), streams, max_chunk_tokens=self._max_chunk_tokens, clock=self._clock
         )
-        self._by_id[request.request_id] = live
+        self._by_id[request.tenant, request.request_id] = live
         self._by_handle[live.handle] = live
         self._is_empty.clear()
         return live
@@ -89,7 +90,7 @@ class Ledger:
     def close(self, live: LiveRequest) -> None:
         """Forgets a request; events that still come for it are dropped. Idempotent."""
         if self._by_handle.pop(live.handle, None) is not None:
-            del self._by_id[live.request.request_id]
+            del self._by_id[live.request.tenant, live.request.request_id]
             if not self._by_id:
                 self._is_empty.set()
 

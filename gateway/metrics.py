@@ -39,6 +39,26 @@ class GatewayMetrics:
             "quire_gateway_resubmissions", "Requests sent again after a scheduler was lost.", registry=self.registry
         )
 
+        self._refusals = Counter(
+            "quire_gateway_refused_callers",
+            "Calls that were refused for what they showed, or did not show, of themselves.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._keys_reload_failures = Counter(
+            "quire_gateway_keys_reload_failures",
+            "Times that a changed file of API keys could not be used.",
+            registry=self.registry,
+        )
+
+    def count_refused_caller(self, reason: str) -> None:
+        """Counts a call that authentication refused."""
+        self._refusals.labels(reason).inc()
+
+    def count_keys_reload_failure(self) -> None:
+        """Counts a change of the files of keys that was not taken over."""
+        self._keys_reload_failures.inc()
+
     def watch_schedulers(self, count_connected: Callable[[], int]) -> None:
         """Reports the number of connected schedulers, which `count_connected` tells when it is asked."""
         gauge = Gauge("quire_gateway_connected_schedulers", "Schedulers with an open stream.", registry=self.registry)

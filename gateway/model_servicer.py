@@ -3,6 +3,7 @@
 import grpc.aio
 
 from gateway import convert
+from gateway.auth.caller import current_caller
 from gateway.generator import Generator
 from gateway.validation import find_model
 from quire.gateway.v1.model_pb2 import (
@@ -13,6 +14,7 @@ from quire.gateway.v1.model_pb2 import (
     ListModelsRequest,
     ListModelsResponse,
     Model,
+    Replica,
 )
 from quire.version import VERSION
 
@@ -28,10 +30,11 @@ class ModelServicer:
         self._gateway_id = gateway_id
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
-        return ListModelsResponse(models=[await self._describe()])
+        is_visible = current_caller().visible(self._model.name) is not None
+        return ListModelsResponse(models=[await self._describe()] if is_visible else [])
 
     async def GetModel(self, request: GetModelRequest, context: Context) -> GetModelResponse:
-        find_model(request.model, self._model.name)
+        find_model(request.model, current_caller().visible(self._model.name))
         return GetModelResponse(model=await self._describe())
 
     async def GetServerInfo(self, request: GetServerInfoRequest, context: Context) -> GetServerInfoResponse:
@@ -39,12 +42,15 @@ class ModelServicer:
         return GetServerInfoResponse(
             version=VERSION,
             gateway_id=self._gateway_id,
-            replicas=[
-                convert.replica_message(address, client.is_connected, client.welcome)
-                for address, client in self._generator.replicas.clients.items()
-            ],
+            replicas=self._replicas() if current_caller().access.is_operator else [],
             limits=convert.limits_message(limits),
         )
+
+    def _replicas(self) -> list[Replica]:
+        return [
+            convert.replica_message(address, client.is_connected, client.welcome)
+            for address, client in self._generator.replicas.clients.items()
+        ]
 
     async def _describe(self) -> Model:
         limits = await self._generator.limits()

@@ -8,7 +8,7 @@ from typing import TypeVar
 import grpc.aio
 
 from gateway.scheduler_client import SchedulerClient
-from gateway.scheduler_convert import TENANT, pin_message, unpin_message
+from gateway.scheduler_convert import pin_message, unpin_message
 from quire.rpc.errors import Unavailable, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2_grpc
 
@@ -25,17 +25,17 @@ class Pin:
 
 
 async def pin_prefix(
-    client: SchedulerClient, token_ids: Sequence[int], time_to_live_ms: int, timeout_s: float | None
+    client: SchedulerClient, tenant: str, token_ids: Sequence[int], time_to_live_ms: int, timeout_s: float | None
 ) -> Pin:
     """Raises QuireError: what the scheduler answered, or Unavailable where it is not connected (any more)."""
-    request = pin_message(token_ids, time_to_live_ms, TENANT)
+    request = pin_message(token_ids, time_to_live_ms, tenant)
     answer = await _answer(client, _stub(client).PinPrefix(request, timeout=timeout_s))
     return Pin(answer.pin_id, answer.pinned_tokens, answer.pinned_blocks)
 
 
-async def unpin_prefix(client: SchedulerClient, pin_id: str, timeout_s: float | None) -> None:
+async def unpin_prefix(client: SchedulerClient, tenant: str, pin_id: str, timeout_s: float | None) -> None:
     """Raises QuireError as `pin_prefix` does."""
-    await _answer(client, _stub(client).UnpinPrefix(unpin_message(pin_id, TENANT), timeout=timeout_s))
+    await _answer(client, _stub(client).UnpinPrefix(unpin_message(pin_id, tenant), timeout=timeout_s))
 
 
 def _stub(client: SchedulerClient) -> scheduler_pb2_grpc.SchedulerServiceStub:

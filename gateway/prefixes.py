@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from gateway.auth.caller import current_caller
 from gateway.chat_prefix import encode_chat_prefix
 from gateway.generator import Generator
 from gateway.limits import MAX_TIME_TO_LIVE_MS, Limits
@@ -48,18 +49,22 @@ class Prefixes:
         Raises:
             QuireError: the prefix is refused here or by a replica, or a replica could not be reached.
         """
+        caller = current_caller()
+        caller.check_may_pin()
         self._generator.check_accepting()
+        caller.account.check()
         limits = await self._generator.limits()
-        check_model(model, self._model.name)
+        check_model(model, caller.visible(self._model.name))
         _check_pin(prefix, time_to_live_ms, limits)
         field, token_ids = await self._encode(prefix)
         check_prompt_tokens(field, token_ids, limits)
         lifetime_ms = _DEFAULT_TIME_TO_LIVE_MS if time_to_live_ms is None else time_to_live_ms
-        pins, errors = await self._on_every_replica(
-            lambda client: pin_prefix(client, token_ids, lifetime_ms, timeout_s)
-        )
-        if errors:
-            raise errors[0]
+        with caller.account.admitted(len(token_ids)):
+            pins, errors = await self._on_every_replica(
+                lambda client: pin_prefix(client, caller.tenant, token_ids, lifetime_ms, timeout_s)
+            )
+            if errors:
+                raise errors[0]
         return PinnedPrefix(min(pins, key=lambda pin: pin.num_tokens), lifetime_ms)
 
     async def unpin(self, pin_id: str, *, timeout_s: float | None) -> None:
@@ -68,11 +73,15 @@ class Prefixes:
         Raises:
             QuireError: NotFound when no replica has it; else what went wrong with one.
         """
+        caller = current_caller()
+        caller.check_may_pin()
         violations = Violations()
         if not pin_id:
             violations.add("pin_id", "is empty; it must be one that PinPrefix answered")
         violations.raise_if_any()
-        ended, errors = await self._on_every_replica(lambda client: unpin_prefix(client, pin_id, timeout_s))
+        ended, errors = await self._on_every_replica(
+            lambda client: unpin_prefix(client, caller.tenant, pin_id, timeout_s)
+        )
         for error in errors:
             if not isinstance(error, NotFound):
                 raise error

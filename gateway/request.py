@@ -98,7 +98,7 @@ class RequestOptions:
     stopping: StoppingOptions = field(default_factory=StoppingOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
     request_id: str | None = None
-    priority: int = 0
+    priority: int | None = None
     durable: bool = False
 
 
@@ -157,10 +157,12 @@ class Stopping:
 class GenerationRequest:
     """A request that was checked and can be submitted. `prompt_token_ids` is int32, shape [prompt length].
 
-    `num_sequences` are returned, out of `best_of` that are sampled, or that a beam search finds.
+    Its id is unique among the running requests of its tenant. `num_sequences` are returned, out of `best_of` that are
+    sampled, or that a beam search finds.
     """
 
     request_id: str
+    tenant: str
     prompt_token_ids: NDArray[np.int32]
     sampling: Sampling
     stopping: Stopping

@@ -13,7 +13,6 @@ import grpc.aio
 from gateway.backoff import Backoff
 from gateway.live_request import LiveRequest
 from gateway.scheduler_convert import (
-    TENANT,
     abort_message,
     credit_message,
     event_batch_from,
@@ -94,7 +93,7 @@ class SchedulerClient:
 
     def submit(self, live: LiveRequest) -> None:
         """Sends a request, with the tokens that it has already, soon."""
-        self._send(submit_message(live, TENANT))
+        self._send(submit_message(live))
 
     def abort(self, handle: int, sequence_index: int | None = None) -> None:
         """Asks to end a request, or one sequence of it, soon. Without a stream there is nothing to end."""

@@ -19,8 +19,6 @@ from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
 
-# The only one so far. It is part of the prefix cache's keys, so pins and requests must agree about it.
-TENANT = "default"
 _REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -50,7 +48,7 @@ def abort_message(handle: int, sequence_index: int | None) -> scheduler_pb2.Conn
     return scheduler_pb2.ConnectRequest(abort=scheduler_pb2.Abort(handle=handle, sequence_index=sequence_index))
 
 
-def submit_message(live: LiveRequest, tenant: str) -> scheduler_pb2.ConnectRequest:
+def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
     """The request with every default filled in, and with the tokens that the gateway has of it already."""
     request = live.request
     sampling, stopping = request.sampling, request.stopping
@@ -63,7 +61,8 @@ def submit_message(live: LiveRequest, tenant: str) -> scheduler_pb2.ConnectReque
         submit=scheduler_pb2.Submit(
             handle=live.handle,
             request_id=request.request_id,
-            tenant=tenant,
+            # Part of the prefix cache's keys, as it is for pins.
+            tenant=request.tenant,
             priority=request.priority,
             prompt_token_ids=encode_int32(request.prompt_token_ids),
             sampling=common_pb2.SamplingParameters(

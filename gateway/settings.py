@@ -1,6 +1,7 @@
 """The gateway's flags."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.rpc.address import parse_address
 from quire.settings import parse_bytes, setting
@@ -29,6 +30,20 @@ class GatewaySettings:
     max_stop_token_ids: int = setting(128, "most stop token ids of a request", minimum=0)
     max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1)
     max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
+
+    keys_files: tuple[Path, ...] = setting(
+        (),
+        "files of API keys, made by `quire keys`; without one everybody may call",
+        flag="--keys-file",
+        metavar="FILE",
+    )
+    open_metrics: bool = setting(False, "show /metrics without an API key")
+    slow_reader_timeout: float = setting(
+        60.0, "seconds that a client may take nothing while output waits for it", minimum=0.1, metavar="SECONDS"
+    )
+    slow_sender_timeout: float = setting(
+        30.0, "seconds that a client may take to send a request whole", minimum=0.1, metavar="SECONDS"
+    )
 
     connect_timeout: float = setting(
         30.0, "seconds that a request waits for a scheduler to come back", minimum=0, metavar="SECONDS"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gateway.auth.caller import current_caller
 from gateway.generator import Generator
 from gateway.request import ChatPrompt, TextPrompt
 from gateway.validation import check_conversation, check_model
@@ -33,8 +34,10 @@ class TextService:
         Raises:
             QuireError: the model is not served here, the input is missing or refused.
         """
+        caller = current_caller()
+        caller.account.check()
         limits = await self._generator.limits()
-        check_model(model, self._model.name)
+        check_model(model, caller.visible(self._model.name))
         violations = Violations()
         match text:
             case None:
@@ -45,13 +48,9 @@ class TextService:
             case ChatPrompt():
                 check_conversation(violations, text, limits, max_bytes=limits.max_tokenize_bytes, field="chat.messages")
         violations.raise_if_any()
-        tokenizer = self._model.tokenizer
-        if isinstance(text, ChatPrompt):
-            token_ids = await self._model.encode_chat(text.messages)
-        else:
-            assert text is not None
-            token_ids = await tokenizer.encode(text.text, add_special_tokens=add_special_tokens)
-        return TokenizedText(token_ids, await tokenizer.spell(token_ids), limits.max_model_len)
+        with caller.account.admitted(0):
+            token_ids = await self._encode(text, add_special_tokens=add_special_tokens)
+            return TokenizedText(token_ids, await self._model.tokenizer.spell(token_ids), limits.max_model_len)
 
     async def detokenize(self, model: str | None, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
         """The text of token ids.
@@ -59,10 +58,19 @@ class TextService:
         Raises:
             QuireError: the model is not served here, or an id is out of range.
         """
+        caller = current_caller()
+        caller.account.check()
         limits = await self._generator.limits()
-        check_model(model, self._model.name)
+        check_model(model, caller.visible(self._model.name))
         violations = Violations()
         if violations.check_count("token_ids", token_ids, limits.max_model_len):
             violations.check_token_ids("token_ids", token_ids, limits.vocab_size)
         violations.raise_if_any()
-        return self._model.tokenizer.decode(token_ids, include_special_tokens=include_special_tokens)
+        with caller.account.admitted(0):
+            return self._model.tokenizer.decode(token_ids, include_special_tokens=include_special_tokens)
+
+    async def _encode(self, text: TextPrompt | ChatPrompt | None, *, add_special_tokens: bool) -> list[int]:
+        if isinstance(text, ChatPrompt):
+            return await self._model.encode_chat(text.messages)
+        assert text is not None, "the validator lets no missing text pass"
+        return await self._model.tokenizer.encode(text.text, add_special_tokens=add_special_tokens)

@@ -29,27 +29,35 @@ _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def check_model(model: str | None, served_model: str) -> None:
+def check_model(model: str | None, served_model: str | None) -> None:
     """Raises InvalidArgument when another model than the served one is asked to do something."""
     if (violation := wrong_model(model, served_model)) is not None:
         raise InvalidArgument(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
 
 
-def find_model(model: str, served_model: str) -> None:
+def find_model(model: str, served_model: str | None) -> None:
     """Raises NotFound when another model than the served one is looked up."""
     if (violation := wrong_model(model, served_model)) is not None:
         raise NotFound(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
 
 
-def wrong_model(model: str | None, served_model: str) -> FieldViolation | None:
-    """What is wrong with the name of a model; None where it is absent or right."""
+def wrong_model(model: str | None, served_model: str | None) -> FieldViolation | None:
+    """What is wrong with the name of a model; None where it is absent or right.
+
+    `served_model` is None for a caller who may use none, and is not told that there is one.
+    """
+    if served_model is None:
+        shown = "is absent" if model is None else f'is "{shortened(model)}"'
+        return FieldViolation("model", f"{shown}; no model is served here that this API key may use")
     if model is None or model == served_model:
         return None
     return FieldViolation("model", f'is "{shortened(model)}"; the model served here is "{served_model}"')
 
 
-def check_request(request: RequestOptions, limits: Limits, served_model: str) -> None:
+def check_request(request: RequestOptions, limits: Limits, served_model: str | None) -> None:
     """Checks everything but the number of prompt tokens, which only the tokenizer knows.
+
+    `served_model` is None for a caller who may use none.
 
     Raises:
         InvalidArgument: the model is not served here, or fields are missing or out of range.

@@ -1,5 +1,7 @@
 """From the bytes of a request to its body: media type, size, JSON, types."""
 
+import asyncio
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -28,15 +30,32 @@ _EXPECTED = {
 }
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """How large a body may be, and how long it may take to come."""
+
+    max_bytes: int
+    timeout_s: float
+
+
+async def read_body(request: Request, limits: BodyLimits) -> bytes:
     """The whole body.
 
     Raises:
-        HttpError: it is not JSON by its media type, is encoded, or has more than `max_bytes` bytes.
+        HttpError: it is not JSON by its media type, is encoded, is too large or takes too long.
         starlette.requests.ClientDisconnect: the client left before all of it came.
     """
     _check_media_type(request)
-    _check_announced_size(request, max_bytes)
+    _check_announced_size(request, limits.max_bytes)
+    try:
+        async with asyncio.timeout(limits.timeout_s):
+            return await _read_all(request, limits.max_bytes)
+    except TimeoutError:
+        raise _too_slow(limits.timeout_s) from None
+
+
+async def _read_all(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises HttpError when it has more than `max_bytes` bytes."""
     body = bytearray()
     size = 0
     async for chunk in request.stream():
@@ -95,6 +114,11 @@ def _too_large(max_bytes: int) -> HttpError:
             headers={"connection": "close"},
         )
     )
+
+
+def _too_slow(timeout_s: float) -> HttpError:
+    message = f"the body did not come within {timeout_s:g} s"
+    return HttpError(ErrorAnswer(408, message, "slow_sender", headers={"connection": "close"}))
 
 
 def _invalid(error: ValidationError) -> InvalidArgument:

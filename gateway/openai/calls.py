@@ -1,11 +1,12 @@
 """One call of the API: the requests that it stands for, and the shape of its answer."""
 
+import secrets
 import time
-import uuid
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from gateway.auth.caller import current_caller
 from gateway.generator import Generator
 from gateway.live_request import LiveRequest
 from gateway.openai.chat import ChatShaper
@@ -112,7 +113,7 @@ class CompletionCall:
             return prompt
         try:
             limits = await generator.limits()
-            check_model(self.body.model, generator.model.name)
+            check_model(self.body.model, current_caller().visible(generator.model.name))
             violations = Violations()
             check_prompt(violations, prompt, limits)
             violations.raise_if_any()
@@ -122,7 +123,7 @@ class CompletionCall:
 
 
 def _head(prefix: str, body: GenerationBody, model: str) -> Head:
-    return Head(f"{prefix}-{body.request_id or uuid.uuid4().hex}", int(time.time()), model)
+    return Head(f"{prefix}-{body.request_id or secrets.token_hex(16)}", int(time.time()), model)
 
 
 def _request_id(body: GenerationBody, head: Head) -> str:

@@ -31,7 +31,7 @@ _STATUSES = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 # Found only when a model is named that is not served: a request to generate is then not found, as OpenAI has it.
 _STATUSES_BY_REASON = {"MODEL_NOT_FOUND": 404}
 

@@ -128,7 +128,7 @@ def _options(
         output=output,
         request_id=request_id,
         # Lower runs earlier in vLLM's API, higher in Quire's.
-        priority=-(body.priority or 0),
+        priority=None if body.priority is None else -body.priority,
     )
 
 

@@ -8,8 +8,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
+from gateway.auth.caller import current_caller
 from gateway.generator import Generator
-from gateway.openai.body import parse_body, read_body
+from gateway.openai.body import BodyLimits, parse_body, read_body
 from gateway.openai.calls import ChatCall, CompletionCall
 from gateway.openai.errors import ErrorAnswer, HttpError, ParamNames, error_answer
 from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -23,12 +24,12 @@ _CODES = {404: "path_not_found", 405: "method_not_allowed"}
 _CLIENT_LEFT = 499
 
 
-def make_router(generator: Generator, *, max_body_bytes: int, started_at_s: int) -> APIRouter:
+def make_router(generator: Generator, body_limits: BodyLimits, *, started_at_s: int) -> APIRouter:
     """`started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
     router = APIRouter()
-    _add_generation(router, generator, max_body_bytes)
+    _add_generation(router, generator, body_limits)
     _add_models(router, generator, started_at_s)
-    _add_texts(router, TextEndpoints(TextService(generator)), max_body_bytes)
+    _add_texts(router, TextEndpoints(TextService(generator)), body_limits)
     return router
 
 
@@ -47,18 +48,18 @@ def answer_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
 
 
-def _add_generation(router: APIRouter, generator: Generator, max_body_bytes: int) -> None:
+def _add_generation(router: APIRouter, generator: Generator, body_limits: BodyLimits) -> None:
     service = OpenAiService(generator)
     model = generator.model.name
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = parse_body(CompletionBody, await read_body(request, max_body_bytes))
+        body = parse_body(CompletionBody, await read_body(request, body_limits))
         return service.respond(CompletionCall(body, model))
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = parse_body(ChatBody, await read_body(request, max_body_bytes))
+        body = parse_body(ChatBody, await read_body(request, body_limits))
         return service.respond(ChatCall(body, model))
 
 
@@ -80,23 +81,24 @@ def _add_models(router: APIRouter, generator: Generator, started_at_s: int) -> N
 
     @router.get("/v1/models")
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [described()]})
+        is_visible = current_caller().visible(name) is not None
+        return JSONResponse({"object": "list", "data": [described()] if is_visible else []})
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> JSONResponse:
-        find_model(model, name)
+        find_model(model, current_caller().visible(name))
         return JSONResponse(described())
 
 
-def _add_texts(router: APIRouter, texts: TextEndpoints, max_body_bytes: int) -> None:
+def _add_texts(router: APIRouter, texts: TextEndpoints, body_limits: BodyLimits) -> None:
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = parse_body(TokenizeBody, await read_body(request, max_body_bytes))
+        body = parse_body(TokenizeBody, await read_body(request, body_limits))
         return await _answered(lambda: texts.tokenize(body), text_param_name)
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = parse_body(DetokenizeBody, await read_body(request, max_body_bytes))
+        body = parse_body(DetokenizeBody, await read_body(request, body_limits))
         return await _answered(lambda: texts.detokenize(body), text_param_name)
 
 

@@ -34,6 +34,8 @@ async def running(
             try:
                 live.append(await stack.enter_async_context(generator.run(request)))
             except QuireError as error:
+                # Those before it end for the reason that this one is refused, and not for an error of HTTP.
+                await stack.__aexit__(type(error), error, error.__traceback__)
                 raise HttpError(error_answer(error, partial(param_name, position))) from error
         yield live
 

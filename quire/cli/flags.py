@@ -12,9 +12,13 @@ def _one_text(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFlags:
-    """Where the gateway is."""
+    """Where the gateway is, and what to show it."""
 
     address: str = setting("127.0.0.1:50051", "gRPC address of the gateway", metavar="HOST:PORT")
+    # The command line of a process can be seen by everyone on its machine.
+    api_key: str | None = setting(
+        None, "API key, where the gateway asks for one; better in the variable", metavar="KEY"
+    )
 
 
 @dataclass(frozen=True, slots=True)

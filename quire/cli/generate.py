@@ -37,7 +37,10 @@ def main(argv: Sequence[str]) -> int:
     prompt = flags.prompt if flags.prompt is not None else _read("-").removesuffix("\n")
     if not prompt:
         raise ConfigurationError("the prompt is empty; give one as argument, by --file or on stdin")
-    with Client(flags.address) as client, client.generate_stream(prompt, flags.options(), model=flags.model) as stream:
+    with (
+        Client(flags.address, api_key=flags.api_key) as client,
+        client.generate_stream(prompt, flags.options(), model=flags.model) as stream,
+    ):
         if flags.format == "json":
             _print_json(_collect(prompt, stream))
         else:
@@ -83,7 +86,7 @@ async def _run_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
     """Runs all prompts at once and prints each answer as soon as those before it are printed."""
     slots = asyncio.Semaphore(flags.concurrency)
     failed = False
-    async with AsyncClient(flags.address) as client, asyncio.TaskGroup() as tasks:
+    async with AsyncClient(flags.address, api_key=flags.api_key) as client, asyncio.TaskGroup() as tasks:
         answers = [tasks.create_task(_run_one(client, slots, prompt, flags)) for prompt in prompts]
         for prompt, answer in zip(prompts, answers, strict=True):
             outcome = await answer

@@ -30,6 +30,7 @@ _COMMANDS = {
     "chat": _Command("quire.cli.chat", "talk with a model"),
     "pin": _Command("quire.cli.pin", "keep a prefix cached for a while"),
     "unpin": _Command("quire.cli.unpin", "let go of a pinned prefix"),
+    "keys": _Command("quire.cli.keys", "add, list and revoke the API keys of a gateway"),
     "status": _Command("quire.cli.status", "show health, models and replicas of a gateway"),
 }
 
@@ -79,6 +80,8 @@ def explain(error: QuireError) -> str:
     """A failed call in one line for people."""
     if isinstance(error, Unavailable) and error.reason == Unavailable.default_reason:
         return f"no gateway answers ({' '.join(error.message.split())}); is `quire serve` running, is --address right?"
+    if error.reason == "MISSING_API_KEY":
+        return "the gateway asks for an API key; set QUIRE_API_KEY"
     wait = "" if error.retry_after_ms is None else f" (come back in {error.retry_after_ms / 1000:.1f} s)"
     return f"{' '.join(error.message.split())}{wait}"
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the status; 0 when requests are served."""
     flags = load_settings(StatusFlags, argv, os.environ, program=PROGRAM)
     serving = _is_serving(flags)
-    with Client(flags.address) as client:
+    with Client(flags.address, api_key=flags.api_key) as client:
         info = client.server_info(timeout_s=flags.timeout)
         models = client.list_models(timeout_s=flags.timeout) if serving else ()
     if flags.format == "json":

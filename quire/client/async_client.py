@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from quire.client import convert
+from quire.client.credentials import show_key
 from quire.client.types import (
     ChatMessage,
     Generation,
@@ -85,14 +86,16 @@ class AsyncClient:
 
     Args:
         address: "HOST:PORT" or "unix:PATH".
+        api_key: What the gateway knows the caller by, where it asks for one. Without TLS everyone between can read it.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051") -> None:
+    def __init__(self, address: str = "127.0.0.1:50051", *, api_key: str | None = None) -> None:
         self.address = address
         self._channel = open_channel(address)
-        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
-        self._prefixes = prefix_pb2_grpc.PrefixServiceStub(self._channel)
+        calls = show_key(self._channel, api_key)
+        self._generation = generation_pb2_grpc.GenerationServiceStub(calls)
+        self._models = model_pb2_grpc.ModelServiceStub(calls)
+        self._prefixes = prefix_pb2_grpc.PrefixServiceStub(calls)
 
     async def __aenter__(self) -> Self:
         return self

@@ -31,37 +31,67 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """The command lines of one `quire serve`, whose sockets lie in `directory`."""
+    """The command lines of one `quire serve`, whose sockets lie in `directory`.
+
+    `probe_keys` holds the key that the supervisor itself shows, where the gateway asks for keys.
+    """
 
     settings: ServeSettings
     programs: Programs
     directory: Path
+    meeting_port: int = 0
+    """Where the ranks of a model meet, if there are several."""
+    probe_keys: Path | None = None
 
-    def worker(self) -> list[str]:
-        values = self._values(listen=self.worker_address, metrics_port=self.settings.worker_metrics_port)
+    def worker(self, rank: int) -> list[str]:
+        """The first rank alone serves the port of the metrics."""
+        values = self._values(
+            listen=self.worker_address(rank),
+            metrics_port=self.settings.worker_metrics_port if rank == 0 else None,
+            num_threads=self._num_threads(),
+            tensor_parallel_rank=rank,
+            tensor_parallel_address=f"127.0.0.1:{self.meeting_port}",
+        )
         return [*self.programs.worker, *to_argv(WorkerSettings, values)]
 
     def scheduler(self) -> list[str]:
         values = self._values(
             listen=self.scheduler_address,
-            workers=(self.worker_address,),
+            workers=tuple(self.worker_address(rank) for rank in self.ranks),
             metrics_port=self.settings.scheduler_metrics_port,
         )
         return [*self.programs.scheduler, *to_argv(SchedulerSettings, values)]
 
     def gateway(self, grpc_port: int, http_port: int) -> list[str]:
         """Port 0 picks a free one."""
-        values = self._values(schedulers=(self.scheduler_address,), grpc_port=grpc_port, http_port=http_port)
+        own_keys = () if self.probe_keys is None else (self.probe_keys,)
+        values = self._values(
+            schedulers=(self.scheduler_address,),
+            grpc_port=grpc_port,
+            http_port=http_port,
+            keys_files=(*self.settings.keys_files, *own_keys),
+        )
         return [*self.programs.gateway, *to_argv(GatewaySettings, values)]
 
     def _values(self, **own: object) -> dict[str, object]:
         shared = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
         return {**shared, **own}
 
+    def _num_threads(self) -> int | None:
+        """Of one worker: where several share the processors, torch's default would have each take all of them."""
+        size = self.settings.tensor_parallel_size
+        if self.settings.num_threads is not None or size == 1:
+            return self.settings.num_threads
+        return max(len(os.sched_getaffinity(0)) // size, 1)
+
     @property
-    def worker_address(self) -> str:
-        """Where the worker listens."""
-        return f"unix:{self.directory / 'worker.sock'}"
+    def ranks(self) -> range:
+        """The workers that share the model."""
+        return range(self.settings.tensor_parallel_size)
+
+    def worker_address(self, rank: int) -> str:
+        """Where a worker listens."""
+        return f"unix:{self.directory / f'{worker_name(rank)}.sock'}"
 
     @property
     def scheduler_address(self) -> str:
@@ -69,10 +99,20 @@ class Commands:
         return f"unix:{self.directory / 'scheduler.sock'}"
 
 
+def worker_name(rank: int) -> str:
+    """What the process of a rank is called."""
+    return f"worker-{rank}" if rank else "worker"
+
+
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """What the services inherit: all but `QUIRE_*`, since flags say everything, and the code that we ourselves run."""
     inherited = {name: value for name, value in environ.items() if not name.startswith("QUIRE_")}
     code = str(Path(quire.__file__).resolve().parent.parent)
     paths = [code, *filter(None, [inherited.get("PYTHONPATH")])]
-    # gRPC's own log tells of every peer that goes away, which our services log in their own words.
-    return {"GRPC_VERBOSITY": "ERROR", **inherited, "PYTHONPATH": os.pathsep.join(paths)}
+    # The libraries' own logs tell of every peer that goes away, which our services log in their own words.
+    return {
+        "GRPC_VERBOSITY": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }

@@ -5,17 +5,20 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from quire.client import AsyncClient, GenerationOptions
 from quire.local import preflight
 from quire.local.backoff import RestartBackoff
-from quire.local.commands import Commands, Programs, child_environ
+from quire.local.commands import Commands, Programs, child_environ, worker_name
+from quire.local.probe_key import ProbeKey
 from quire.local.run_directory import RunDirectory
 from quire.local.settings import ServeSettings
 from quire.local.supervised_process import ServiceSpec, SupervisedProcess
 from quire.local.watchdog import watch
+from quire.rpc.address import free_port
 from quire.rpc.errors import ResourceExhausted, Unavailable
 
 # The gateway prints this line on stdout, once it listens on both ports, and flushes it:
@@ -56,6 +59,7 @@ class LocalServer:
         self._programs = programs or Programs()
         self._directory: RunDirectory | None = None
         self._commands: Commands | None = None
+        self._probe_key: ProbeKey | None = None
         self._addresses: asyncio.Future[tuple[str, str]] | None = None
         self._processes: list[SupervisedProcess] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,7 +83,10 @@ class LocalServer:
         return self._commands.scheduler_address
 
     def process(self, name: str) -> SupervisedProcess:
-        """The process "worker", "scheduler" or "gateway", once entered; KeyError for another name."""
+        """The process "worker" (of further ranks "worker-1" and so on), "scheduler" or "gateway", once entered.
+
+        KeyError for another name.
+        """
         return {process.name: process for process in self._processes}[name]
 
     async def __aenter__(self) -> Self:
@@ -87,7 +94,13 @@ class LocalServer:
             preflight.check(self._settings)
             self._addresses = asyncio.get_running_loop().create_future()
             self._directory = RunDirectory.make()
-            self._commands = Commands(self._settings, self._programs, self._directory.path)
+            if self._settings.keys_files:
+                self._probe_key = ProbeKey.make(self._directory.path)
+            probe_keys = None if self._probe_key is None else self._probe_key.keys_file
+            meeting_port = free_port() if self._settings.tensor_parallel_size > 1 else 0
+            self._commands = Commands(
+                self._settings, self._programs, self._directory.path, meeting_port, probe_keys=probe_keys
+            )
             self._processes = self._make_processes(self._commands)
             self._report("starting worker, scheduler and gateway")
             self._tasks = [process.start() for process in reversed(self._processes)]
@@ -156,7 +169,8 @@ class LocalServer:
     async def _canary(self) -> None:
         loop = asyncio.get_running_loop()
         started_at = told_at = loop.time()
-        async with AsyncClient(self.grpc_address) as client:
+        api_key = None if self._probe_key is None else self._probe_key.key
+        async with AsyncClient(self.grpc_address, api_key=api_key) as client:
             while True:
                 try:
                     await client.generate([0], _CANARY)
@@ -190,7 +204,8 @@ class LocalServer:
         timeout_s = self._settings.hang_timeout
         if timeout_s == 0:
             return []
-        addresses = {"worker": commands.worker_address, "scheduler": commands.scheduler_address}
+        addresses = {worker_name(rank): commands.worker_address(rank) for rank in commands.ranks}
+        addresses["scheduler"] = commands.scheduler_address
         return [
             asyncio.create_task(watch(self.process(name), address, timeout_s, self._report), name=f"watch {name}")
             for name, address in addresses.items()
@@ -202,6 +217,10 @@ class LocalServer:
         specs = (
             ServiceSpec("gateway", lambda: self._gateway_command(commands), environ, self._read_gateway_line),
             ServiceSpec("scheduler", commands.scheduler, environ),
-            ServiceSpec("worker", commands.worker, environ),
+            # The ranks meet at the first one, so it ends last.
+            *(
+                ServiceSpec(worker_name(rank), partial(commands.worker, rank), environ)
+                for rank in reversed(commands.ranks)
+            ),
         )
         return [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in specs]

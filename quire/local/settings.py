@@ -1,6 +1,7 @@
 """The flags of `quire serve`: those of the three services, and how many of them to start."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.settings import parse_bytes, setting
 from quire.telemetry import LOG_LEVELS
@@ -91,6 +92,20 @@ class ServeSettings:
     max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
     request_id_prefix: str = setting("req-", "start of the request ids that the gateway makes")
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
+
+    keys_files: tuple[Path, ...] = setting(
+        (),
+        "files of API keys, made by `quire keys`; without one everybody may call",
+        flag="--keys-file",
+        metavar="FILE",
+    )
+    open_metrics: bool = setting(False, "show the gateway's /metrics without an API key")
+    slow_reader_timeout: float = setting(
+        60.0, "seconds that a client may take nothing while output waits for it", minimum=0.1, metavar="SECONDS"
+    )
+    slow_sender_timeout: float = setting(
+        30.0, "seconds that a client may take to send a request whole", minimum=0.1, metavar="SECONDS"
+    )
 
     connect_timeout: float = setting(
         30.0, "seconds that a request waits for a scheduler to come back", minimum=0, metavar="SECONDS"

@@ -126,3 +126,10 @@ def _check_unix(address: UnixAddress) -> None:
         except OSError:
             return  # left behind by a dead process
     raise AddressInUse(f"cannot listen on {address}: the socket is in use")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

@@ -36,6 +36,7 @@ class RpcServer:
         *,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         reuse_port: bool = False,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> Self:
         """Listens and serves.
 
@@ -45,6 +46,7 @@ class RpcServer:
             service_names: Full names of those services, for health and reflection.
             max_message_bytes: Larger requests are refused with RESOURCE_EXHAUSTED. Answers have no limit.
             reuse_port: Several processes share the port, and the kernel spreads connections over them.
+            interceptors: See calls of all services before their handlers do, health included; the first one first.
 
         Raises:
             AddressInUse: another process listens there.
@@ -53,7 +55,8 @@ class RpcServer:
         wanted = parse_address(address)
         check_bindable(wanted, reuse_port=reuse_port)
         server = grpc.aio.server(
-            interceptors=(ErrorInterceptor(),), options=_options(max_message_bytes, reuse_port=reuse_port)
+            interceptors=(ErrorInterceptor(), *interceptors),
+            options=_options(max_message_bytes, reuse_port=reuse_port),
         )
         register(server)
         health = HealthServicer(service_names)

@@ -30,9 +30,10 @@ def ids_of(text):
     return byte_level().encode(text, add_special_tokens=False).ids
 
 
-def make_request(request_id="a", stop=(), num_sequences=1):
+def make_request(request_id="a", stop=(), num_sequences=1, tenant="default"):
     return GenerationRequest(
         request_id=request_id,
+        tenant=tenant,
         prompt_token_ids=np.array([5, 6, 7], np.int32),
         sampling=Sampling(0.0, 0, 1.0, 0.0, 1),
         stopping=Stopping(100, tuple(stop), (), (1,)),
@@ -49,6 +50,16 @@ def open_live(ledger, *args, **kwargs):
     live = ledger.open(make_request(*args, **kwargs), lambda: TOKENIZER.detokenizer(include_special_tokens=False))
     live.replica = REPLICA
     return live
+
+
+def test_tenants_do_not_meet_each_others_ids(ledger):
+    one, two = (open_live(ledger, "same", tenant=tenant) for tenant in ("one", "two"))
+    assert (ledger.get("one", "same"), ledger.get("two", "same"), ledger.get("three", "same")) == (one, two, None)
+    with pytest.raises(AlreadyExists):
+        ledger.check_unused("one", "same")
+    ledger.check_unused("three", "same")
+    ledger.close(one)
+    assert (ledger.get("one", "same"), ledger.get("two", "same")) == (None, two)
 
 
 def make_batch(runs=(), ended=(), completed=(), failed=()):

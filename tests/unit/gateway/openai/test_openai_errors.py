@@ -21,7 +21,7 @@ def short(field: str) -> str:
         (errors.InvalidArgument, 400, "invalid_request_error"),
         (errors.Unimplemented, 400, "invalid_request_error"),
         (errors.FailedPrecondition, 400, "invalid_request_error"),
-        (errors.Unauthenticated, 401, "authentication_error"),
+        (errors.Unauthenticated, 401, "invalid_request_error"),
         (errors.PermissionDenied, 403, "permission_error"),
         (errors.NotFound, 404, "invalid_request_error"),
         (errors.AlreadyExists, 409, "invalid_request_error"),

@@ -1,0 +1,1 @@
+"""Who may call: keys, tenants, what each key allows and how much of it."""

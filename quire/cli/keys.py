@@ -1,0 +1,198 @@
+"""`quire keys`: adds, lists and revokes the API keys in a file that gateways read."""
+
+import dataclasses
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+
+from gateway.auth.account import Limits
+from gateway.auth.api_key import hash_of, make_key
+from gateway.auth.caller import HIGHEST_PRIORITY, Access
+from gateway.auth.keys_file import KeyEntry, check_name, read_keys, write_keys
+from quire.settings import ConfigurationError, load_settings, setting
+
+PROGRAM = "quire keys"
+_USAGE = """usage: quire keys COMMAND FILE [FLAGS]
+
+  add     makes a key and prints it; it is shown this once
+  list    shows the keys: what they may do, and never the keys themselves
+  revoke  takes keys out of the file
+
+Gateways take a changed file over within two seconds. `quire keys COMMAND --help` lists a command's flags."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddFlags:
+    """Makes a key and prints it, alone on stdout. The file gets its hash only, so it cannot be shown again."""
+
+    file: str | None = setting(None, "the file of keys; made where there is none", positional=True)
+    tenant: str | None = setting(
+        None, "whose key it is; keys of one tenant share cached prefixes, request ids and pins", metavar="NAME"
+    )
+    id: str | None = setting(None, "what to call the key by; none makes one", metavar="NAME")
+    note: str = setting("", "what people should know of it", metavar="TEXT")
+    requests_per_minute: int | None = setting(None, "most requests a minute; none is no limit", minimum=1, metavar="N")
+    tokens_per_minute: int | None = setting(
+        None, "most tokens a minute, of prompts and output; none is no limit", minimum=1, metavar="N"
+    )
+    max_concurrent_requests: int | None = setting(
+        None, "most requests that run at once; none is no limit", minimum=1, metavar="N"
+    )
+    models: tuple[str, ...] = setting((), "the models that it may use; none is all", metavar="NAME")
+    priority: int = setting(
+        0, "priority of requests that name none", minimum=-HIGHEST_PRIORITY, maximum=HIGHEST_PRIORITY
+    )
+    max_priority: int | None = setting(
+        None,
+        "highest priority that a request may name; none is the key's own, or 0 where that is lower",
+        minimum=-HIGHEST_PRIORITY,
+        maximum=HIGHEST_PRIORITY,
+    )
+    may_pin: bool = setting(False, "it may pin prefixes")
+    operator: bool = setting(False, "it may see replicas and metrics")
+    days: float | None = setting(None, "days until it expires; none is never", minimum=0.0001, maximum=36_500)
+
+    def __post_init__(self) -> None:
+        if self.tenant is None:
+            raise ValueError("--tenant is missing; say whose key it is")
+        check_name("--tenant", self.tenant)
+        if self.id is not None:
+            check_name("--id", self.id)
+        for flag, text in (("--note", self.note), ("--models", "".join(self.models))):
+            if not text.isprintable():
+                raise ValueError(f"{flag} is {text!r}; it must be a text of one line")
+        if self.max_priority is not None and self.priority > self.max_priority:
+            raise ValueError(f"--priority is {self.priority}; it must be at most --max-priority, {self.max_priority}")
+
+    def access(self) -> Access:
+        """What the key allows."""
+        highest = max(self.priority, 0) if self.max_priority is None else self.max_priority
+        return Access(frozenset(self.models) or None, self.priority, highest, self.may_pin, self.operator)
+
+    def limits(self) -> Limits:
+        """How much the key allows."""
+        return Limits(self.requests_per_minute, self.tokens_per_minute, self.max_concurrent_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class ListFlags:
+    """Shows the keys of a file."""
+
+    file: str | None = setting(None, "the file of keys", positional=True)
+    format: str = setting("text", "how to print", choices=("text", "json"))
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeFlags:
+    """Takes keys out of a file. Requests that run go on; new ones are refused."""
+
+    file: str | None = setting(None, "the file of keys", positional=True)
+    id: tuple[str, ...] = setting((), "the key's id; may be repeated", metavar="NAME")
+    tenant: str | None = setting(None, "all keys of this tenant", metavar="NAME")
+
+    def __post_init__(self) -> None:
+        if bool(self.id) == (self.tenant is not None):
+            raise ValueError("give either --id or --tenant")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one of the three commands; 1 when there was nothing to revoke."""
+    commands = {"add": _add, "list": _list, "revoke": _revoke}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if argv else 2
+    if argv[0] not in commands:
+        raise ConfigurationError(f'there is no command "{argv[0]}"; there are {", ".join(commands)}')
+    return commands[argv[0]](argv[1:])
+
+
+def _add(argv: Sequence[str]) -> int:
+    # The environment is not for what differs from key to key.
+    flags = load_settings(AddFlags, argv, {}, program=f"{PROGRAM} add")
+    path = _path(flags.file)
+    assert flags.tenant is not None, "checked when the flags were read"
+    key, now = make_key(), datetime.now(UTC).replace(microsecond=0)
+    with _locked(path):
+        entries = read_keys(path) if path.exists() else []
+        key_id = flags.id or f"k-{secrets.token_hex(4)}"
+        if any(entry.key_id == key_id for entry in entries):
+            raise ConfigurationError(f'{path} has a key "{key_id}" already; choose another --id')
+        expires_at = None if flags.days is None else now + timedelta(days=flags.days)
+        entry = KeyEntry(
+            key_id, hash_of(key), flags.tenant, flags.access(), flags.limits(), now, expires_at, flags.note
+        )
+        write_keys(path, [*entries, entry])
+    print(f'key "{key_id}" of tenant "{flags.tenant}"; it is shown this once:', file=sys.stderr)
+    print(key)
+    return 0
+
+
+def _list(argv: Sequence[str]) -> int:
+    flags = load_settings(ListFlags, argv, {}, program=f"{PROGRAM} list")
+    for entry in read_keys(_path(flags.file)):
+        print(_as_json(entry) if flags.format == "json" else _as_text(entry))
+    return 0
+
+
+def _revoke(argv: Sequence[str]) -> int:
+    flags = load_settings(RevokeFlags, argv, {}, program=f"{PROGRAM} revoke")
+    path = _path(flags.file)
+    with _locked(path):
+        entries = read_keys(path)
+        revoked = [entry for entry in entries if entry.key_id in flags.id or entry.tenant == flags.tenant]
+        if missing := sorted(set(flags.id) - {entry.key_id for entry in revoked}):
+            raise ConfigurationError(f'{path} has no key "{missing[0]}"; nothing was revoked')
+        write_keys(path, [entry for entry in entries if entry not in revoked])
+    for entry in revoked:
+        print(f'revoked "{entry.key_id}" of tenant "{entry.tenant}"')
+    return 0 if revoked else 1
+
+
+def _path(file: str | None) -> Path:
+    if file is None:
+        raise ConfigurationError("give the file of keys")
+    return Path(file)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Nobody else adds or revokes meanwhile. The lock is the directory's, since the file itself is replaced."""
+    try:
+        descriptor = os.open(path.resolve().parent, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        flock(descriptor, LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _as_text(entry: KeyEntry) -> str:
+    facts = [f"tenant {entry.tenant}"]
+    facts += [f"{value} {name.replace('_', ' ')}" for name, value in dataclasses.asdict(entry.limits).items() if value]
+    access = entry.access
+    if access.models is not None:
+        facts.append(f"models {' '.join(sorted(access.models)) or 'none'}")
+    if (access.priority, access.max_priority) != (0, 0):
+        facts.append(f"priority {access.priority} up to {access.max_priority}")
+    facts += [word for word, holds in (("may pin", access.may_pin), ("operator", access.is_operator)) if holds]
+    if entry.expires_at is not None:
+        word = "expired" if entry.expires_at <= datetime.now(UTC) else "expires"
+        facts.append(f"{word} {entry.expires_at:%Y-%m-%d %H:%M} UTC")
+    return f"{entry.key_id}: {', '.join(facts)}" + (f" ({entry.note})" if entry.note else "")
+
+
+def _as_json(entry: KeyEntry) -> str:
+    fields = dataclasses.asdict(entry)
+    del fields["hash"]
+    models = entry.access.models
+    fields["access"]["models"] = None if models is None else sorted(models)
+    return json.dumps(fields, default=datetime.isoformat, ensure_ascii=False)

@@ -1,0 +1,299 @@
+"""Nothing but health is reached without a key, and what concerns other tenants or the deployment is hidden."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from gateway.auth import authenticator
+from gateway.auth.account import Limits
+from gateway.auth.caller import Access
+from gateway.auth.interceptor import AuthInterceptor
+from quire.cli.main import main
+from quire.client import AsyncClient, Client
+from quire.client.credentials import KeyedChannel
+from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
+from quire.rpc.errors import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
+from quire.rpc.server import RpcServer
+from tests.support.gateway_process import error_of, running_gateway, stream_request
+from tests.support.keys import KeysFile
+from tests.support.scheduler_process import until
+
+HEALTH = "grpc.health.v1.Health"
+OPEN_PATHS = {"/health", "/ready", "/version"}
+LONG_TEXT = "Once upon a time there was a fox who lived in a wood with many friends and slept in a hollow tree"
+
+
+@pytest.fixture
+def keys(tmp_path):
+    return KeysFile(tmp_path / "keys.json")
+
+
+@pytest.fixture
+def key(keys):
+    """Of an ordinary tenant."""
+    return keys.add("acme")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def gateway(scheduler, keys, key):
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as running:
+        yield running
+
+
+def bearer(key):
+    return [("authorization", f"Bearer {key}")]
+
+
+def methods_of(address: str, key: str) -> list[str]:
+    """All methods that the server knows, by what its reflection says to the holder of a key."""
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(KeyedChannel(channel, key))
+        pool = DescriptorPool(database)
+        services = [pool.FindServiceByName(name) for name in database.get_services()]
+    return [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
+
+
+def paths_of(routes) -> Iterator[str]:
+    """All paths of an application, those of its routers included."""
+    for route in routes:
+        if hasattr(route, "path"):
+            yield route.path
+        else:
+            yield from paths_of(route.original_router.routes)
+
+
+async def refusal_of(call) -> Unauthenticated:
+    error = await error_of(call)
+    assert isinstance(error, Unauthenticated), error
+    return error
+
+
+async def test_every_method_but_health_is_refused_without_a_key(gateway, key, scheduler):
+    methods = await asyncio.to_thread(methods_of, gateway.gateway.grpc_address, key)
+    guarded = [method for method in methods if not method.startswith(f"/{HEALTH}/")]
+    assert {"GenerateStream", "ListModels", "PinPrefix", "ServerReflectionInfo"} <= {m.split("/")[2] for m in guarded}
+    for method in guarded:
+        for messages in ([], [b"\xff not a message"]):
+            call = gateway.channel.stream_stream(method)(iter(messages), timeout=10)
+            assert (await refusal_of(call)).reason == "MISSING_API_KEY", method
+            call = gateway.channel.stream_stream(method)(iter(messages), timeout=10, metadata=bearer("wrong"))
+            assert (await refusal_of(call)).reason == "INVALID_API_KEY", method
+    assert not scheduler.submits
+
+
+async def test_health_needs_no_key(gateway):
+    stub = health_pb2_grpc.HealthStub(gateway.channel)
+    await stub.Check(health_pb2.HealthCheckRequest())
+    watching = stub.Watch(health_pb2.HealthCheckRequest())
+    assert await watching.read() is not grpc.aio.EOF
+    watching.cancel()
+
+
+@pytest.mark.parametrize("method", ["/quire.gateway.v1.GenerationService/Invented", "/x/Y", "/grpc.health.v1.Health/Z"])
+async def test_an_unknown_method_is_refused_without_a_key_and_unknown_with_one(gateway, key, method):
+    call = gateway.channel.unary_unary(method)
+    await refusal_of(call(b"", timeout=10))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call(b"", timeout=10, metadata=bearer(key))
+    assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_service_that_nobody_named_is_refused_with_a_key_too(keys, key):
+    ring = authenticator.KeyRing([keys.path])
+    refused = []
+    interceptor = AuthInterceptor(ring, [], refused.append)
+
+    def register(server):
+        servicer = generation_pb2_grpc.GenerationServiceServicer()
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+
+    server = await RpcServer.start("127.0.0.1:0", register, [], interceptors=[interceptor])
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        error = await error_of(stub.Cancel(generation_pb2.CancelRequest(), metadata=bearer(key), timeout=10))
+    await server.stop(0)
+    assert isinstance(error, PermissionDenied)
+    assert error.reason == "METHOD_NOT_ALLOWED"
+    assert refused == ["METHOD_NOT_ALLOWED"]
+
+
+async def test_every_path_but_the_open_ones_is_refused_without_a_key(gateway, key):
+    known = set(paths_of(gateway.gateway._http.config.app.routes))
+    assert {"/v1/chat/completions", "/v1/models", "/metrics", "/tokenize"} <= known
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as client:
+        for path in {re.sub(r"{.*?}", "x", path) for path in known} | {"/", "/no/such", "/docs", "/health/"}:
+            for method in ("GET", "POST", "OPTIONS", "PUT"):
+                response = await client.request(method, path)
+                if path in OPEN_PATHS:
+                    assert response.status_code != 401, path
+                    continue
+                assert response.status_code == 401, (method, path)
+                assert response.headers["www-authenticate"] == "Bearer"
+                error = response.json()["error"]
+                assert (error["type"], error["code"]) == ("invalid_request_error", "missing_api_key")
+        for path in OPEN_PATHS:
+            assert (await client.get(path)).status_code in (200, 503)
+        assert (await client.get("/no/such", headers=dict(bearer(key)))).status_code == 404
+
+
+async def test_a_refused_upload_is_answered_whatever_its_size(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as client:
+        response = await client.post(
+            "/v1/completions", content=b"x" * 3_000_000, headers={"x-request-id": "mine", "authorization": "Bearer no"}
+        )
+        again = await client.get("/health")
+    assert (response.status_code, response.headers["x-request-id"]) == (401, "mine")
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert again.status_code == 200
+
+
+async def test_another_tenants_running_request_cannot_be_told_from_one_that_is_not_there(gateway, keys, scheduler):
+    keys_of = [keys.add("one"), keys.add("two")]
+    gateway.gateway.authenticator.refresh()
+    scheduler.emits.clear()
+    running = gateway.generation.GenerateStream(stream_request(request_id="mine"), metadata=bearer(keys_of[0]))
+    reading = asyncio.ensure_future(running.read())
+    await scheduler.until(lambda: scheduler.live)
+    errors = [
+        await error_of(
+            gateway.generation.Cancel(generation_pb2.CancelRequest(request_id=request_id), metadata=bearer(keys_of[1]))
+        )
+        for request_id in ("mine", "none")
+    ]
+    assert all(isinstance(error, NotFound) and error.reason == "REQUEST_NOT_FOUND" for error in errors)
+    assert errors[0].message.replace("mine", "none") == errors[1].message
+    assert errors[0].metadata == errors[1].metadata
+    assert scheduler.live
+    await gateway.generation.Cancel(generation_pb2.CancelRequest(request_id="mine"), metadata=bearer(keys_of[0]))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await reading
+    await scheduler.until(lambda: scheduler.aborted)
+
+
+async def test_pins_need_a_key_that_allows_them_and_are_the_tenants_own(gateway, keys, key, scheduler):
+    pinning = {tenant: keys.add(tenant, access=Access(may_pin=True)) for tenant in ("one", "two")}
+    gateway.gateway.authenticator.refresh()
+    async with AsyncClient(gateway.gateway.grpc_address, api_key=key) as client:
+        for call in (client.pin_prefix(LONG_TEXT), client.unpin_prefix("abc")):
+            with pytest.raises(PermissionDenied) as raised:
+                await call
+            assert raised.value.reason == "PINNING_NOT_ALLOWED"
+    for tenant in pinning:
+        async with AsyncClient(gateway.gateway.grpc_address, api_key=pinning[tenant]) as client:
+            await client.pin_prefix(LONG_TEXT)
+    assert [request.tenant for request in scheduler.pin_requests] == ["one", "two"]
+
+
+async def test_a_pin_costs_its_tokens(gateway, keys):
+    poor = keys.add("poor", access=Access(may_pin=True), limits=Limits(tokens_per_minute=30))
+    gateway.gateway.authenticator.refresh()
+    async with AsyncClient(gateway.gateway.grpc_address, api_key=poor) as client:
+        await client.pin_prefix(LONG_TEXT)
+        with pytest.raises(ResourceExhausted) as raised:
+            await client.generate(LONG_TEXT)
+    assert raised.value.reason == "RATE_LIMIT_EXCEEDED"
+
+
+async def test_replicas_and_metrics_are_for_operators(gateway, keys, key):
+    operator = keys.add("staff", access=Access(is_operator=True))
+    gateway.gateway.authenticator.refresh()
+    for shown, status, num_replicas in ((key, 403, 0), (operator, 200, 1)):
+        async with AsyncClient(gateway.gateway.grpc_address, api_key=shown) as client:
+            assert len((await client.server_info()).replicas) == num_replicas
+        async with httpx.AsyncClient(base_url=gateway.http_url) as client:
+            response = await client.get("/metrics", headers=dict(bearer(shown)))
+            assert response.status_code == status
+    assert 'quire_gateway_refused_callers_total{reason="OPERATORS_ONLY"} 1.0' in response.text
+
+
+async def test_metrics_may_be_opened_to_everyone(scheduler, keys, key):
+    async with (
+        running_gateway(scheduler, keys_files=(keys.path,), open_metrics=True) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as client,
+    ):
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 401
+
+
+async def test_a_changed_file_is_taken_over_while_the_gateway_runs(scheduler, keys, key, monkeypatch):
+    monkeypatch.setattr(authenticator, "_POLL_INTERVAL_S", 0.01)
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway:
+        added = keys.add("new")
+
+        async def is_known():
+            try:
+                async with AsyncClient(gateway.gateway.grpc_address, api_key=added) as client:
+                    return await client.list_models()
+            except Unauthenticated:
+                return None
+
+        assert await until(is_known)
+        keys.path.write_text("{")
+        async with httpx.AsyncClient(base_url=gateway.http_url, headers=dict(bearer(added))) as client:
+            assert (await client.get("/v1/models")).status_code == 200
+
+
+def test_the_blocking_client_shows_its_key_in_every_kind_of_call(tmp_path):
+    """Outside of the event loop that the gateway of the other tests runs in."""
+
+    async def run():
+        from tests.support.fake_scheduler import FakeScheduler
+
+        keys, scheduler = KeysFile(tmp_path / "keys.json"), FakeScheduler()
+        key = keys.add("acme", access=Access(may_pin=True))
+        await scheduler.start()
+        async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway:
+            await asyncio.to_thread(use, gateway.gateway.grpc_address, key)
+        await scheduler.stop()
+
+    def use(address, key):
+        with Client(address) as client, pytest.raises(Unauthenticated):
+            client.list_models()
+        with Client(address, api_key=key) as client:
+            assert client.list_models()
+            with client.generate_stream("hello") as stream:
+                assert "".join(stream.text)
+            assert client.pin_prefix(LONG_TEXT).pin_id
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("command", [["status"], ["generate", "hello", "--max-tokens=2"], ["generate", "--file=FILE"]])
+async def test_the_commands_show_the_key_that_they_are_given(gateway, key, command, tmp_path, capsys, monkeypatch):
+    (tmp_path / "prompts").write_text("hello\n")
+    command = [word.replace("FILE", str(tmp_path / "prompts")) for word in command]
+    command.append(f"--address={gateway.gateway.grpc_address}")
+    assert await asyncio.to_thread(main, command) == 1
+    captured = capsys.readouterr()
+    assert "API key" in captured.out + captured.err
+    assert await asyncio.to_thread(main, [*command, f"--api-key={key}"]) == 0
+    monkeypatch.setenv("QUIRE_API_KEY", key)
+    assert await asyncio.to_thread(main, command) == 0
+
+
+@pytest.mark.parametrize("key", ["", "a b", "x" * 513, "ä", "a\n"])
+def test_a_key_that_no_header_can_hold_is_refused_where_it_is_given(key):
+    with pytest.raises(Unauthenticated) as raised, Client(api_key=key):
+        pass
+    assert raised.value.reason == "INVALID_API_KEY"
+
+
+@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True)])
+async def test_an_open_gateway_that_other_machines_reach_warns(scheduler, keys, key, caplog, host, warns):
+    with caplog.at_level(logging.WARNING, logger="gateway.app"):
+        async with running_gateway(scheduler, http_host=host):
+            pass
+        assert ("--keys-file" in caplog.text) == warns
+        caplog.clear()
+        async with running_gateway(scheduler, http_host=host, keys_files=(keys.path,)):
+            pass
+    assert "--keys-file" not in caplog.text

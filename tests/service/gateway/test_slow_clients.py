@@ -1,0 +1,129 @@
+"""Clients that stop in the middle, of sending or of reading."""
+
+import asyncio
+import json
+import socket
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+
+from quire.gateway.v1 import generation_pb2_grpc
+from quire.rpc.errors import DeadlineExceeded, InvalidArgument, from_rpc_error
+from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+
+SHORT_S = 0.3
+# How an answer ends that is not cut off.
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def gateway(scheduler):
+    async with running_gateway(scheduler, slow_reader_timeout=SHORT_S, slow_sender_timeout=SHORT_S) as running:
+        yield running
+
+
+async def test_a_grpc_client_that_stops_reading_loses_its_request(gateway, scheduler):
+    scheduler.step_delay_s = 0.002
+    request = stream_request("slow", max_tokens=900, request_id="slow")
+    request.output.logprobs = 20
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
+    async with grpc.aio.insecure_channel(gateway.gateway.grpc_address, options) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).GenerateStream(request)
+        await call.read()
+        await scheduler.until(lambda: scheduler.aborted)
+        assert scheduler.aborted == ["slow"]
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await read_responses(call)
+    error = from_rpc_error(raised.value)
+    assert isinstance(error, DeadlineExceeded)
+    assert error.reason == "SLOW_READER"
+
+
+async def test_a_client_that_reads_is_never_too_slow_however_long_its_answer_takes(gateway, scheduler):
+    scheduler.step_delay_s = SHORT_S / 10
+    answer = await collect(gateway.generation.GenerateStream(stream_request(max_tokens=30)))
+    assert len(answer.token_ids) == 30
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Cancel"])
+async def test_a_grpc_client_that_sends_no_request_is_cut_off(gateway, method):
+    call = gateway.channel.stream_stream(f"/quire.gateway.v1.GenerationService/{method}")(timeout=10)
+    await call.wait_for_connection()
+    error = await error_of(call)
+    assert isinstance(error, DeadlineExceeded)
+    assert error.reason == "SLOW_SENDER"
+
+
+async def test_a_call_that_ends_without_a_request_is_malformed(gateway):
+    call = gateway.channel.stream_unary("/quire.gateway.v1.GenerationService/Cancel")(iter([]), timeout=10)
+    error = await error_of(call)
+    assert isinstance(error, InvalidArgument)
+    assert error.reason == "MALFORMED_MESSAGE"
+
+
+async def test_an_http_client_that_stops_reading_loses_its_request_and_its_connection(gateway, scheduler):
+    # Connections inherit it, so that little lies in the kernel.
+    gateway.gateway._http._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    fields = {"prompt": "slow", "stream": True, "max_tokens": 1000, "ignore_eos": True, "logprobs": 5}
+    body = json.dumps(fields).encode()
+    with http_connection(gateway, receive_bytes=4096) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        await scheduler.until(lambda: scheduler.aborted)
+        answer = await read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"[DONE]" not in answer
+    assert not answer.endswith(LAST_CHUNK)
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"prompt": '])
+async def test_an_http_client_that_does_not_send_its_body_is_told_so(gateway, scheduler, sent):
+    with http_connection(gateway) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 100\r\n\r\n" + sent
+        )
+        answer = await read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code": "slow_sender"' in answer
+    assert not scheduler.submits
+
+
+async def test_a_body_that_comes_piece_by_piece_in_time_is_served(gateway):
+    async def pieces():
+        for piece in (b'{"prompt": ', b'"hello", ', b'"max_tokens": 3}'):
+            yield piece
+            await asyncio.sleep(SHORT_S / 20)
+
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as client:
+        response = await client.post("/v1/completions", content=pieces(), headers={"content-type": "application/json"})
+    assert response.status_code == 200
+
+
+async def read_responses(call) -> None:
+    async with asyncio.timeout(10):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+
+def http_connection(gateway, receive_bytes: int | None = None) -> socket.socket:
+    """A connection of a client that reads nothing by itself."""
+    connection = socket.socket()
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    host, _, port = gateway.gateway.http_address.rpartition(":")
+    connection.connect((host, int(port)))
+    connection.setblocking(False)
+    return connection
+
+
+async def read_to_end(connection: socket.socket) -> bytes:
+    loop, answer = asyncio.get_running_loop(), b""
+    async with asyncio.timeout(10):
+        while piece := await loop.sock_recv(connection, 65536):
+            answer += piece
+    return answer

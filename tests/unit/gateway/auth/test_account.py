@@ -1,0 +1,168 @@
+"""Limits of one key: what is admitted, what it costs, and what a refusal says."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.auth.account import Account, Limits
+from quire.rpc.errors import Cancelled, Internal, ResourceExhausted, Unauthenticated, Unavailable
+
+
+class Clock:
+    """Time that the test tells."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def run_one(account, num_tokens=1, generated=0):
+    with account.admitted(num_tokens, lambda: generated):
+        pass
+
+
+def refusal(account, num_tokens=1):
+    with pytest.raises(ResourceExhausted) as raised:
+        account.check(num_tokens)
+    return raised.value
+
+
+def test_without_limits_everything_is_admitted(clock):
+    account = Account(Limits(), clock)
+    for _ in range(1000):
+        run_one(account, 10**9, 10**9)
+    account.check(10**12)
+
+
+def test_requests_beyond_the_rate_are_refused_until_time_has_passed(clock):
+    account = Account(Limits(requests_per_minute=2), clock)
+    run_one(account)
+    run_one(account)
+    error = refusal(account)
+    assert error.reason == "RATE_LIMIT_EXCEEDED"
+    assert error.metadata == {"limit": "requests_per_minute", "value": "2"}
+    assert error.retry_after_ms == 30_000
+    clock.now += error.retry_after_ms / 1000
+    account.check()
+
+
+def test_prompt_tokens_are_charged_when_a_request_is_admitted(clock):
+    account = Account(Limits(tokens_per_minute=100), clock)
+    with account.admitted(70):
+        assert refusal(account, 31).metadata["limit"] == "tokens_per_minute"
+        account.check(30)
+
+
+def test_output_is_charged_as_it_is_generated(clock):
+    account = Account(Limits(tokens_per_minute=100), clock)
+    generated = [0]
+    with account.admitted(10, lambda: generated[0]):
+        account.check(90)
+        generated[0] = 40
+        assert refusal(account, 51).retry_after_ms == 600
+        account.check(50)
+        generated[0] = 60
+        assert refusal(account, 31).reason == "RATE_LIMIT_EXCEEDED"
+        account.check(30)
+    assert refusal(account, 31).reason == "RATE_LIMIT_EXCEEDED"
+    account.check(30)
+
+
+def test_output_beyond_the_limit_is_a_debt_that_is_paid_off_before_anything_else_is_admitted(clock):
+    account = Account(Limits(tokens_per_minute=60), clock)
+    run_one(account, 10, 110)
+    assert refusal(account, 1).retry_after_ms == 61_000
+    clock.now += 61
+    account.check(1)
+
+
+def test_a_prompt_that_no_minute_can_pay_for_is_refused_without_a_time_to_come_back(clock):
+    error = refusal(Account(Limits(tokens_per_minute=100), clock), 101)
+    assert error.retry_after_ms is None
+    assert "101" in error.message
+    assert "100 tokens per minute" in error.message
+
+
+def test_requests_at_once_are_limited_until_one_of_them_ends(clock):
+    account = Account(Limits(max_concurrent_requests=2), clock)
+    with account.admitted(1):
+        with account.admitted(1):
+            error = refusal(account)
+            assert (error.reason, error.metadata["value"]) == ("CONCURRENCY_LIMIT", "2")
+            assert error.retry_after_ms > 0
+        account.check()
+
+
+@pytest.mark.parametrize("error", [ResourceExhausted("the queue is full"), Unavailable("no scheduler")])
+def test_a_request_that_is_refused_later_costs_nothing(clock, error):
+    account = Account(Limits(requests_per_minute=1, tokens_per_minute=100), clock)
+    with pytest.raises(type(error)), account.admitted(100):
+        raise error
+    account.check(100)
+
+
+@pytest.mark.parametrize("error", [Internal("failed"), Cancelled("by id"), RuntimeError("a fault")])
+def test_a_request_that_fails_for_another_reason_is_paid_for(clock, error):
+    account = Account(Limits(requests_per_minute=1), clock)
+    with pytest.raises(type(error)), account.admitted(1):
+        raise error
+    refusal(account)
+
+
+def test_a_refusal_after_the_first_token_is_paid_for(clock):
+    account = Account(Limits(tokens_per_minute=100), clock)
+    with pytest.raises(Unavailable), account.admitted(50, lambda: 10):
+        raise Unavailable("the scheduler went away")
+    account.check(40)
+    refusal(account, 41)
+
+
+def test_a_closed_account_admits_nothing_while_what_runs_goes_on(clock):
+    account = Account(Limits(max_concurrent_requests=5), clock)
+    with account.admitted(1):
+        account.close()
+        with pytest.raises(Unauthenticated) as raised:
+            account.check()
+    assert raised.value.reason == "INVALID_API_KEY"
+
+
+def test_changed_limits_hold_at_once_and_forget_nothing(clock):
+    account = Account(Limits(requests_per_minute=10), clock)
+    for _ in range(5):
+        run_one(account)
+    account.change_limits(Limits(requests_per_minute=5))
+    refusal(account)
+    account.change_limits(Limits(requests_per_minute=6))
+    run_one(account)
+    refusal(account)
+    account.change_limits(Limits())
+    account.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 50),
+    st.lists(st.tuples(st.floats(0, 30), st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=40),
+)
+def test_no_more_prompts_are_admitted_than_the_time_pays_for(per_minute, arrivals):
+    """Whatever comes when: admitted prompts fit into one full bucket and what flowed into it meanwhile."""
+    clock = Clock()
+    started_at, admitted = clock.now, 0
+    account = Account(Limits(tokens_per_minute=per_minute), clock)
+    for delay, prompt, generated in arrivals:
+        clock.now += delay
+        try:
+            run_one(account, prompt, generated)
+        except ResourceExhausted:
+            continue
+        admitted += prompt
+        assert admitted <= math.ceil(per_minute + (clock.now - started_at) * per_minute / 60)
