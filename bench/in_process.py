@@ -67,6 +67,7 @@ def _step_of(plan: StepPlan) -> steps.Step:
     deltas = plan.block_table_deltas.astype(np.int32)
     return steps.Step(
         step_id=plan.step_id,
+        scheduler_epoch=0,
         cache_operations=steps.CacheOperations(pairs, pairs, pairs),
         row_changes=steps.RowChanges(plan.release.astype(np.int32), assign, pairs, (), (), deltas),
         batch=steps.Batch(

@@ -44,8 +44,8 @@ class SchedulerSettings:
     log_level: str = setting("info", "least level of log records", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
-        if len(self.workers) != 1:
-            raise ValueError(f"--workers names {len(self.workers)} addresses; this version drives exactly 1 worker")
+        if not self.workers or len(set(self.workers)) < len(self.workers):
+            raise ValueError(f"--workers is {','.join(self.workers)!r}; it must be one address for each rank")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least --max-num-seqs "

@@ -38,6 +38,11 @@ def result_message(output: StepOutput) -> RunResponse:
     return RunResponse(result=result)
 
 
+def acknowledgement(output: StepOutput) -> RunResponse:
+    """The answer of a rank other than the first: it says the same, so it says no more than that it is done."""
+    return RunResponse(result=worker_pb2.StepResult(step_id=output.step_id))
+
+
 def attached_message(epoch: int, info: WorkerInfo, sealed: SealedBlocks) -> RunResponse:
     """The answer to Attach."""
     attached = worker_pb2.Attached(

@@ -82,7 +82,7 @@ class StepDecoder:
         check_cache_operations(operations)
         check_row_changes(changes)
         check_batch(batch, self._model, self._limits)
-        return Step(message.step_id, operations, changes, batch, sealed)
+        return Step(message.step_id, message.scheduler_epoch, operations, changes, batch, sealed)
 
     def _cache_operations(self, message: worker_pb2.CacheOperations) -> CacheOperations:
         gpu, host = self._pool.num_gpu_blocks, self._pool.num_host_blocks

@@ -137,6 +137,7 @@ class ModelRunner:
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> LaunchedStep:
         """Queues a step. Raises whatever the device raises; rows and written blocks are in doubt then."""
         step = admitted.step
+        self._model.ranks.agree(step.scheduler_epoch, step.step_id)
         self._num_launched += 1
         self._seals.begin_write(admitted.written_blocks, self._num_launched)
         stopwatch = Stopwatch(self._model.device)

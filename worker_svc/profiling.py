@@ -43,6 +43,7 @@ def prefill_step(lengths: list[int], blocks_per_row: list[list[int]]) -> Admitte
     )
     step = Step(
         step_id=0,
+        scheduler_epoch=0,
         cache_operations=CacheOperations(pairs, pairs, pairs),
         row_changes=RowChanges(none, assigned, pairs, (), (), np.zeros((0, 3), np.int32)),
         batch=Batch(rows, np.array(lengths, np.int32), np.zeros_like(rows), np.stack((rows, rows), axis=1)),

@@ -46,9 +46,23 @@ class WorkerSettings:
     max_num_batched_tokens: int = setting(2048, "tokens of one step", minimum=1, maximum=1 << 20)
     max_model_len: int | None = setting(None, "longest sequence; without it, what the model knows", minimum=1)
     num_threads: int | None = setting(None, "threads of one operation on cpu; without it, torch decides", minimum=1)
+    tensor_parallel_size: int = setting(1, "ranks that share the model, each a worker of its own", minimum=1)
+    tensor_parallel_rank: int = setting(0, "which of the ranks this worker is", minimum=0)
+    tensor_parallel_address: str = setting(
+        "127.0.0.1:50063", "where the ranks meet: HOST:PORT, on which rank 0 listens for the others"
+    )
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
     metrics_host: str = setting("127.0.0.1", "where the Prometheus metrics listen", metavar="HOST")
     metrics_port: int | None = setting(
         None, "port of the Prometheus metrics; without it, none", minimum=0, maximum=65535
     )
     log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_rank >= self.tensor_parallel_size:
+            raise ValueError(
+                f"--tensor-parallel-rank is {self.tensor_parallel_rank}; it must be below --tensor-parallel-size "
+                f"({self.tensor_parallel_size})"
+            )
+        if self.tensor_parallel_size > 1 and ":" not in self.tensor_parallel_address.removeprefix("unix:"):
+            raise ValueError(f"--tensor-parallel-address is {self.tensor_parallel_address!r}; it must be HOST:PORT")

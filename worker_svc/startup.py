@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,7 @@ from worker_svc.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.model_runner import ModelRunner
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
+from worker_svc.parallel import meet
 from worker_svc.profiling import memory_for_pool, warm_up
 from worker_svc.settings import WorkerSettings
 from worker_svc.worker import Worker
@@ -33,12 +35,18 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
     device = choose_device(settings.device)
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
+    ranks = meet(settings, device)
     directory = ModelDirectory.open(resolve_model(settings.model))
     dtype = resolve_dtype(directory.config, settings.dtype, device)
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
     try:
         model = load_model(
-            directory.path, device=device, dtype=dtype, progress=LoadingProgress(), model_impl=settings.model_impl
+            directory.path,
+            device=device,
+            dtype=dtype,
+            ranks=ranks,
+            progress=LoadingProgress(),
+            model_impl=settings.model_impl,
         )
         release_freed_memory()
         return make_worker(model, settings, device_loop)
@@ -51,13 +59,16 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
 
 def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
     """The worker of a loaded model. ConfigurationError when the pool cannot be had as the settings say."""
+    ranks = model.ranks
     geometry = model_geometry(model, settings.max_model_len)
     limits = WorkerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, MAX_LOGPROBS)
     pool = _make_pool(model, geometry, limits, settings)
     runner = ModelRunner(model, pool, geometry, limits)
     warm_up(runner, settings.block_size)
     device_loop.use(runner)
-    info = WorkerInfo(time.time_ns(), rank=0, world_size=1, pool=pool.geometry, model=geometry, limits=limits)
+    # One generation for all ranks, so that the same bytes of a step are right for each of them.
+    (negative_generation,) = ranks.smallest(-time.time_ns())
+    info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits)
     return Worker(info, runner, device_loop)
 
 
@@ -98,6 +109,9 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
     if model.device.type == "cuda" and request.num_gpu_blocks is None and request.kv_cache_memory is None:
         available = memory_for_pool(model, geometry, limits, settings.block_size, settings.gpu_memory_utilization)
     shape = pool_geometry(model, request, available)
+    # A rank with less memory decides for all: a block is a block on each of them.
+    num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
+    shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
     pool = allocate_pool(shape, model.device, model.dtype)
     tokens = shape.num_gpu_blocks * shape.block_size
     _logger.info(

@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from quire.rpc.errors import Internal, QuireError
-from worker_svc.answer_convert import RunResponse, attached_message, heartbeat_message, result_message
+from worker_svc.answer_convert import RunResponse, acknowledgement, attached_message, heartbeat_message, result_message
 from worker_svc.convert import RunRequest, StepRequest, step_header, step_of
 from worker_svc.device_loop import StepLane
 from worker_svc.metrics import WorkerMetrics
@@ -37,6 +37,7 @@ class StepStream:
         self._idle.set()
         self._session = worker.attach(epoch, on_superseded=self._outgoing.put_nowait)
         post = asyncio.get_running_loop().call_soon_threadsafe
+        self._answer = result_message if worker.info.rank == 0 else acknowledgement
         self._lane = StepLane(
             on_output=lambda output: post(self._finish, output),
             on_failure=lambda step_id, error: post(self._fail, step_id, error),
@@ -80,7 +81,7 @@ class StepStream:
         """Answers a step from memory, or queues it when it is the next one and valid."""
         verdict = self._session.judge(step_header(message))
         if isinstance(verdict, Replay):
-            self._outgoing.put_nowait(result_message(verdict.output))
+            self._outgoing.put_nowait(self._answer(verdict.output))
         if verdict is not Verdict.RUN:
             return
         admitted = self._worker.admit(self._worker.decoder.decode(message))
@@ -92,7 +93,7 @@ class StepStream:
     def _finish(self, output: StepOutput) -> None:
         self._session.finish(output)
         self._metrics.step_finished(output)
-        self._outgoing.put_nowait(result_message(output))
+        self._outgoing.put_nowait(self._answer(output))
         if not self._session.num_in_flight:
             self._idle.set()
 

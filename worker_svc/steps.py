@@ -159,6 +159,7 @@ class Step:
     """Everything that one step does, in the order of the fields."""
 
     step_id: int
+    scheduler_epoch: int
     cache_operations: CacheOperations
     row_changes: RowChanges
     batch: Batch

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 
+from gateway.auth.keys_file import read_keys
 from quire.local.settings import ServeSettings
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.rpc.address import TcpAddress, check_bindable
@@ -13,8 +14,6 @@ _NEEDED = ("fastapi", "jinja2", "safetensors", "tokenizers", "torch", "uvicorn")
 
 def check(settings: ServeSettings) -> None:
     """Raises ConfigurationError, one line, when these settings cannot be served here."""
-    if settings.tensor_parallel_size != 1:
-        raise ConfigurationError(f"--tensor-parallel-size {settings.tensor_parallel_size} is not supported yet; use 1")
     if settings.gateways != 1:
         raise ConfigurationError(f"--gateways {settings.gateways} is not supported yet; use 1")
     missing = [name for name in _NEEDED if find_spec(name) is None]
@@ -23,6 +22,8 @@ def check(settings: ServeSettings) -> None:
     model = ModelDirectory.open(resolve_model(settings.model))
     model.weight_files()
     model.tokenizer_file()
+    for path in settings.keys_files:
+        read_keys(path)
     grpc = TcpAddress(settings.grpc_host, settings.grpc_port)
     http = TcpAddress(settings.http_host, settings.http_port)
     if grpc.port and grpc.port == http.port:

@@ -47,7 +47,7 @@ async def serve(settings: SchedulerSettings) -> None:
     server = await RpcServer.start(settings.listen, register, [_SERVICE_NAME])
     try:
         with _metrics_server(settings, metrics):
-            _logger.info("listening on %s, worker at %s", server.address, loop.worker_address)
+            _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))
             await _run_and_drain(loop, servicer, settings.drain_timeout)
     finally:
         await server.stop(grace_s=1.0)

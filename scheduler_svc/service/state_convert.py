@@ -21,7 +21,7 @@ def state_message(
         scheduler_epoch=loop.epoch,
         draining=draining,
         connected_gateways=num_gateways,
-        workers=[_worker_message(loop)],
+        workers=_worker_messages(loop),
     )
     scheduler = loop.scheduler
     if scheduler is None:
@@ -59,11 +59,13 @@ def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb2.Insp
     return message
 
 
-def _worker_message(loop: StepLoop) -> scheduler_pb2.WorkerState:
-    message = scheduler_pb2.WorkerState(address=loop.worker_address, attached=loop.is_attached)
-    if loop.replica is not None:
-        message.worker_generation = loop.replica.worker_generation
-    return message
+def _worker_messages(loop: StepLoop) -> list[scheduler_pb2.WorkerState]:
+    """In order of rank. They are attached together or not at all, and have one generation."""
+    generation = 0 if loop.replica is None else loop.replica.worker_generation
+    return [
+        scheduler_pb2.WorkerState(address=address, attached=loop.is_attached, worker_generation=generation)
+        for address in loop.worker_addresses
+    ]
 
 
 def _pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolState:

@@ -16,7 +16,8 @@ from scheduler_svc.service.pinning import Pinning
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs, PromptLogprobsRouter
 from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.step_trace import StepTrace
-from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
+from scheduler_svc.service.worker_group import StepLink, attach_workers
+from scheduler_svc.service.worker_link import WorkerLostError
 from scheduler_svc.settings import SchedulerSettings
 
 _logger = logging.getLogger(__name__)
@@ -125,9 +126,9 @@ class StepLoop:
             self._pin_timer = asyncio.get_running_loop().call_later(delay_s, self._expire_pins)
 
     @property
-    def worker_address(self) -> str:
-        (address,) = self._settings.workers
-        return address
+    def worker_addresses(self) -> tuple[str, ...]:
+        """In order of rank."""
+        return self._settings.workers
 
     async def wait_idle(self) -> None:
         """Returns once no request is live."""
@@ -150,13 +151,13 @@ class StepLoop:
                     # Pins that held their blocks are computed again.
                     self._idle.clear()
 
-    async def _attach(self) -> WorkerLink:
+    async def _attach(self) -> StepLink:
         backoff_s = _FIRST_BACKOFF_S
         said = ""
         while True:
             self.epoch += 1
             try:
-                link = await WorkerLink.attach(self.worker_address, self.epoch, _ATTACH_TIMEOUT_S)
+                link = await attach_workers(self.worker_addresses, self.epoch, _ATTACH_TIMEOUT_S)
                 self._take_over(link)
                 return link
             except WorkerLostError as error:
@@ -166,7 +167,7 @@ class StepLoop:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
-    def _take_over(self, link: WorkerLink) -> None:
+    def _take_over(self, link: StepLink) -> None:
         info = link.info
         config = self._config(info)
         if self.scheduler is None:
@@ -217,7 +218,7 @@ class StepLoop:
         self._pinning.settle(self.scheduler.pins)
         self._note_idle()
 
-    async def _drive(self, link: WorkerLink) -> None:
+    async def _drive(self, link: StepLink) -> None:
         """Sends steps and receives results until one of the two fails. Raises WorkerLostError."""
         halves = [asyncio.create_task(self._send_steps(link)), asyncio.create_task(self._receive_results(link))]
         try:
@@ -232,7 +233,7 @@ class StepLoop:
             if isinstance(outcome, Exception):
                 raise outcome
 
-    async def _send_steps(self, link: WorkerLink) -> None:
+    async def _send_steps(self, link: StepLink) -> None:
         scheduler = self.scheduler
         assert scheduler is not None
         depth = min(self._settings.max_steps_in_flight, link.info.max_steps_in_flight)
@@ -252,7 +253,7 @@ class StepLoop:
                 self.trace.planned(plan.step_id, plan.num_tokens, started, planned)
                 self.trace.sent(plan.step_id, planned, time.monotonic())
 
-    async def _receive_results(self, link: WorkerLink) -> None:
+    async def _receive_results(self, link: StepLink) -> None:
         scheduler = self.scheduler
         assert scheduler is not None
         while True:
@@ -277,7 +278,7 @@ class StepLoop:
             self._deliver_prompt_logprobs(prompt_logprobs)
             self._hand_out(result.step_id, events, now)
 
-    def _check_progress(self, now: float, link: WorkerLink) -> None:
+    def _check_progress(self, now: float, link: StepLink) -> None:
         """A heartbeat came: the process lives, but its device may hang."""
         oldest = min(self._sent_at.values(), default=now)
         if now - oldest > self._settings.step_timeout:

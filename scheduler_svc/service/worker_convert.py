@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,6 +89,13 @@ def _sampling_message(sampling: RowSampling) -> worker_pb2.RowSampling:
     if sampling.num_candidates is not None:
         message.num_candidates = sampling.num_candidates
     return message
+
+
+class RankPlace(NamedTuple):
+    """Which rank a worker is."""
+
+    rank: int
+    world_size: int
 
 
 def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:

@@ -10,6 +10,7 @@ from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.worker_convert import (
+    RankPlace,
     StepAnswer,
     attach_message,
     replica_info,
@@ -34,7 +35,7 @@ class WorkerLostError(Exception):
 class WorkerLink:
     """An attached worker, made by `attach`. Steps go out in order, results come back in the same order.
 
-    `sealed` are the blocks that the worker knew to be final when it was attached.
+    `place` is which rank of how many it is; `sealed` are the blocks that it knew to be final when it was attached.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class WorkerLink:
         address: str,
     ) -> None:
         self.info = replica_info(attached.info)
+        self.place = RankPlace(attached.info.rank, attached.info.world_size)
         self.sealed = sealed_blocks(attached)
         self.address = address
         self.epoch = epoch
@@ -77,8 +79,12 @@ class WorkerLink:
 
     async def send(self, plan: StepPlan) -> None:
         """Hands a step over. Raises WorkerLostError."""
+        await self.write(step_message(plan, self.epoch, self.info.worker_generation))
+
+    async def write(self, message: bytes) -> None:
+        """Hands a step over that is serialized already. Raises WorkerLostError."""
         try:
-            await self._call.write(step_message(plan, self.epoch, self.info.worker_generation))
+            await self._call.write(message)
         except _CALL_ERRORS as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
 

@@ -76,6 +76,7 @@ def make_step(
 ) -> Step:
     return Step(
         step_id,
+        1,
         operations or make_operations(),
         changes or make_changes(),
         batch or make_batch(),

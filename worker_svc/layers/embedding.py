@@ -8,28 +8,40 @@ from torch.nn import functional
 
 from worker_svc.layers.loadable import Loadable, Placement, frozen
 from worker_svc.layers.product import Product, make_product
+from worker_svc.ranks import Shard
 from worker_svc.weights import TensorReader, TensorSpec
 
 
 class Embedding(Loadable):
-    """A table of `num_embeddings` vectors; `name` is its module in the checkpoint."""
+    """A table of `num_embeddings` vectors; `name` is its module in the checkpoint.
+
+    Args:
+        split: each rank holds some of the vectors.
+    """
 
     weight: nn.Parameter
 
-    def __init__(self, name: str, num_embeddings: int, dim: int, *, placement: Placement) -> None:
+    def __init__(self, name: str, num_embeddings: int, dim: int, *, placement: Placement, split: bool = False) -> None:
         super().__init__()
         self._spec = TensorSpec(f"{name}.weight", (num_embeddings, dim))
         self._placement = placement
+        self._shard = placement.ranks.shard(num_embeddings) if split else Shard(0, num_embeddings)
+        self._is_split = self._shard.size < num_embeddings
 
     def tensors(self) -> Iterator[TensorSpec]:
         yield self._spec
 
     def load(self, read: TensorReader) -> None:
-        self.weight = frozen(self._placement.copy(read(self._spec)))
+        self.weight = frozen(self._placement.copy(read(self._spec)[self._shard.slice]))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] int64 -> [T, dim]."""
-        return functional.embedding(ids, self.weight)
+        if not self._is_split:
+            return functional.embedding(ids, self.weight)
+        ids = ids - self._shard.start
+        is_here = (ids >= 0) & (ids < self._shard.size)
+        vectors = functional.embedding(ids.where(is_here, 0), self.weight)
+        return self._placement.ranks.sum(vectors.where(is_here.unsqueeze(-1), 0))
 
 
 class TiedHead(Loadable):
@@ -52,5 +64,5 @@ class TiedHead(Loadable):
         self._product = make_product(self._embedding.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, dim] -> [S, num_embeddings]."""
+        """hidden [S, dim] -> [S, num_embeddings], of which a rank has those of its part of the embedding."""
         return self._product(hidden)

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from worker_svc.ranks import ALONE, Ranks
 from worker_svc.weights import TensorReader, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where weights go and in which dtype."""
+    """Where weights go, in which dtype, and which part of them: that of one of the ranks."""
 
     device: torch.device
     dtype: torch.dtype
+    ranks: Ranks = ALONE
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)

@@ -10,7 +10,7 @@ from torch import nn
 
 from quire.settings import ConfigurationError
 from worker_svc.layers.embedding import Embedding, TiedHead
-from worker_svc.layers.linear import Linear, LinearPart
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Placement
 from worker_svc.model_input import ModelInput
 
@@ -20,7 +20,8 @@ class ModelShape:
     """What the rest of the worker needs to know of a model.
 
     Attributes:
-        vocab_size: width of the logits.
+        num_kv_heads: of this rank.
+        vocab_size: width of the logits, those of all ranks.
         max_model_len: positions that the model knows.
     """
 
@@ -47,6 +48,7 @@ class CausalLM(nn.Module):
         self.head_dim = shape.head_dim
         self.vocab_size = shape.vocab_size
         self.max_model_len = shape.max_model_len
+        self.ranks = placement.ranks
         self.device = placement.device
         self.dtype = placement.dtype
 
@@ -81,14 +83,14 @@ class NativeCausalLM(CausalLM):
         """Raises ConfigurationError for a configuration that this family cannot serve."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden).float()
+        return self.ranks.gather_columns(self.head(hidden), self.vocab_size).float()
 
 
 def make_head(embedding: Embedding, dim: int, vocab_size: int, *, tied: bool, placement: Placement) -> nn.Module:
-    """The output layer: the embedding itself, or `lm_head` of the checkpoint."""
+    """The output layer: the embedding itself, or `lm_head` of the checkpoint. Each rank has a part of the logits."""
     if tied:
         return TiedHead(embedding)
-    return Linear([LinearPart("lm_head", vocab_size)], dim, bias=False, placement=placement)
+    return Linear([LinearPart("lm_head", vocab_size)], dim, bias=False, placement=placement, split=Split.OUTPUTS)
 
 
 def head_dim_of(hidden_size: int, num_heads: int) -> int:

@@ -9,12 +9,13 @@ from torch import nn
 
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.embedding import Embedding
-from worker_svc.layers.linear import Linear, LinearPart
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Placement
 from worker_svc.layers.norm import LayerNorm
 from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.base import ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.config_fields import ConfigFields
+from worker_svc.ranks import heads_of_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,13 @@ class GPT2Layer(nn.Module):
         super().__init__()
         name, hidden = f"transformer.h.{index}", config.hidden_size
 
-        def linear(module: str, in_features: int, out_features: int, activation: str | None = None) -> Linear:
+        def linear(part: LinearPart, in_features: int, split: Split, activation: str | None = None) -> Linear:
             return Linear(
-                [LinearPart(f"{name}.{module}", out_features)],
+                [part],
                 in_features,
                 bias=True,
                 placement=placement,
+                split=split,
                 input_major=True,
                 activation=activation,
             )
@@ -82,14 +84,14 @@ class GPT2Layer(nn.Module):
             return LayerNorm(f"{name}.{module}", hidden, config.layer_norm_eps, placement=placement)
 
         self.attention_norm = norm("ln_1")
-        self.qkv = linear("attn.c_attn", hidden, 3 * hidden)
-        self.attention = PagedAttention(
-            config.num_heads, config.num_heads, config.head_dim, config.attention_scale(index)
-        )
-        self.attention_output = linear("attn.c_proj", hidden, hidden)
+        self.qkv = linear(LinearPart(f"{name}.attn.c_attn", 3 * hidden, segments=3), hidden, Split.OUTPUTS)
+        num_heads, _ = heads_of_rank(placement.ranks, config.num_heads, config.num_heads)
+        self.attention = PagedAttention(num_heads, num_heads, config.head_dim, config.attention_scale(index))
+        self.attention_output = linear(LinearPart(f"{name}.attn.c_proj", hidden), hidden, Split.INPUTS)
         self.mlp_norm = norm("ln_2")
-        self.up = linear("mlp.c_fc", hidden, config.inner_size, config.activation)
-        self.down = linear("mlp.c_proj", config.inner_size, hidden)
+        up, down = LinearPart(f"{name}.mlp.c_fc", config.inner_size), LinearPart(f"{name}.mlp.c_proj", hidden)
+        self.up = linear(up, hidden, Split.OUTPUTS, config.activation)
+        self.down = linear(down, config.inner_size, Split.INPUTS)
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         query, key, value = self.attention.split(self.qkv(self.attention_norm(x)))
@@ -106,14 +108,14 @@ class GPT2LMHeadModel(NativeCausalLM):
     def __init__(self, config: GPT2Config, placement: Placement) -> None:
         shape = ModelShape(
             num_layers=config.num_layers,
-            num_kv_heads=config.num_heads,
+            num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_heads)[1],
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_model_len=config.max_positions,
         )
         super().__init__(shape, placement)
         hidden = config.hidden_size
-        self.embedding = Embedding("transformer.wte", config.vocab_size, hidden, placement=placement)
+        self.embedding = Embedding("transformer.wte", config.vocab_size, hidden, placement=placement, split=True)
         self.position_embedding = Embedding("transformer.wpe", config.max_positions, hidden, placement=placement)
         self.layers = nn.ModuleList(GPT2Layer(index, config, placement) for index in range(config.num_layers))
         self.norm = LayerNorm("transformer.ln_f", hidden, config.layer_norm_eps, placement=placement)

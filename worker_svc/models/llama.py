@@ -11,13 +11,14 @@ from kernels import ops
 from worker_svc.layers.activation import gated_activation
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.embedding import Embedding
-from worker_svc.layers.linear import Linear, LinearPart
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Placement
 from worker_svc.layers.norm import RmsNorm
 from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.base import ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.config_fields import ConfigFields
 from worker_svc.models.rope import RopeConfig
+from worker_svc.ranks import heads_of_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +83,23 @@ class LlamaLayer(nn.Module):
         name = f"model.layers.{index}"
         hidden, inner = config.hidden_size, config.intermediate_size
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)
+        kv_shards = min(placement.ranks.size, config.num_kv_heads)
         self.input_norm = RmsNorm(f"{name}.input_layernorm", hidden, config.rms_norm_eps, placement=placement)
         self.qkv = Linear(
             [
                 LinearPart(f"{name}.self_attn.q_proj", query_size),
-                LinearPart(f"{name}.self_attn.k_proj", kv_size),
-                LinearPart(f"{name}.self_attn.v_proj", kv_size),
+                LinearPart(f"{name}.self_attn.k_proj", kv_size, num_shards=kv_shards),
+                LinearPart(f"{name}.self_attn.v_proj", kv_size, num_shards=kv_shards),
             ],
             hidden,
             bias=config.qkv_bias,
             placement=placement,
+            split=Split.OUTPUTS,
         )
         self.attention = PagedAttention(
-            config.num_heads,
-            config.num_kv_heads,
+            num_heads,
+            num_kv_heads,
             config.head_dim,
             config.head_dim**-0.5,
             sliding_window=config.sliding_windows[index],
@@ -105,6 +109,7 @@ class LlamaLayer(nn.Module):
             query_size,
             bias=config.attention_output_bias,
             placement=placement,
+            split=Split.INPUTS,
         )
         self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps, placement=placement)
         self.gate_up = Linear(
@@ -112,10 +117,15 @@ class LlamaLayer(nn.Module):
             hidden,
             bias=config.mlp_bias,
             placement=placement,
+            split=Split.OUTPUTS,
         )
         self.gate = gated_activation(config.activation)
         self.down = Linear(
-            [LinearPart(f"{name}.mlp.down_proj", hidden)], inner, bias=config.mlp_bias, placement=placement
+            [LinearPart(f"{name}.mlp.down_proj", hidden)],
+            inner,
+            bias=config.mlp_bias,
+            placement=placement,
+            split=Split.INPUTS,
         )
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -148,14 +158,14 @@ class LlamaForCausalLM(NativeCausalLM):
     def __init__(self, config: LlamaConfig, placement: Placement) -> None:
         shape = ModelShape(
             num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)[1],
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_model_len=config.rope.max_model_len,
         )
         super().__init__(shape, placement)
         hidden = config.hidden_size
-        self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement)
+        self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement, split=True)
         self.cos_sin_table = config.rope.cos_sin_table(placement.device)
         layers = [self.layer_class(index, config, placement) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)

@@ -9,12 +9,13 @@ from torch import nn
 
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.embedding import Embedding
-from worker_svc.layers.linear import Linear, LinearPart
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Placement
 from worker_svc.layers.norm import LayerNorm
 from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.base import ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.config_fields import ConfigFields
+from worker_svc.ranks import heads_of_rank
 
 # The position table starts with two lines that no token uses.
 POSITION_OFFSET = 2
@@ -76,18 +77,25 @@ class OPTLayer(nn.Module):
         super().__init__()
         hidden = config.hidden_size
 
-        def linear(modules: list[str], in_features: int, out_features: int, activation: str | None = None) -> Linear:
+        def outputs(modules: list[str], out_features: int, activation: str | None = None) -> Linear:
             parts = [LinearPart(f"{name}.{module}", out_features) for module in modules]
-            return Linear(parts, in_features, bias=config.bias, placement=placement, activation=activation)
+            return Linear(
+                parts, hidden, bias=config.bias, placement=placement, split=Split.OUTPUTS, activation=activation
+            )
+
+        def inputs(module: str, in_features: int) -> Linear:
+            part = LinearPart(f"{name}.{module}", hidden)
+            return Linear([part], in_features, bias=config.bias, placement=placement, split=Split.INPUTS)
 
         self.norm_first = config.norm_first
         self.attention_norm = _norm(f"{name}.self_attn_layer_norm", config, placement)
-        self.qkv = linear(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], hidden, hidden)
-        self.attention = PagedAttention(config.num_heads, config.num_heads, config.head_dim, config.head_dim**-0.5)
-        self.attention_output = linear(["self_attn.out_proj"], hidden, hidden)
+        num_heads, _ = heads_of_rank(placement.ranks, config.num_heads, config.num_heads)
+        self.qkv = outputs(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], hidden)
+        self.attention = PagedAttention(num_heads, num_heads, config.head_dim, config.head_dim**-0.5)
+        self.attention_output = inputs("self_attn.out_proj", hidden)
         self.mlp_norm = _norm(f"{name}.final_layer_norm", config, placement)
-        self.up = linear(["fc1"], hidden, config.ffn_size, config.activation)
-        self.down = linear(["fc2"], config.ffn_size, hidden)
+        self.up = outputs(["fc1"], config.ffn_size, config.activation)
+        self.down = inputs("fc2", config.ffn_size)
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         if self.norm_first:
@@ -113,14 +121,14 @@ class OPTForCausalLM(NativeCausalLM):
     def __init__(self, config: OPTConfig, placement: Placement) -> None:
         shape = ModelShape(
             num_layers=config.num_layers,
-            num_kv_heads=config.num_heads,
+            num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_heads)[1],
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_model_len=config.max_positions,
         )
         super().__init__(shape, placement)
         decoder, hidden, width = "model.decoder", config.hidden_size, config.embedding_size
-        self.embedding = Embedding(f"{decoder}.embed_tokens", config.vocab_size, width, placement=placement)
+        self.embedding = Embedding(f"{decoder}.embed_tokens", config.vocab_size, width, placement=placement, split=True)
         self.position_embedding = Embedding(
             f"{decoder}.embed_positions", config.max_positions + POSITION_OFFSET, hidden, placement=placement
         )

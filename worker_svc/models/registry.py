@@ -16,6 +16,7 @@ from worker_svc.models.mistral import MistralForCausalLM
 from worker_svc.models.opt import OPTForCausalLM
 from worker_svc.models.qwen2 import Qwen2ForCausalLM
 from worker_svc.models.qwen3 import Qwen3ForCausalLM
+from worker_svc.ranks import ALONE, Ranks
 from worker_svc.weights import Checkpoint, Progress, TensorSpec
 
 FAMILIES: dict[str, type[NativeCausalLM]] = {
@@ -42,12 +43,14 @@ def load_model(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    ranks: Ranks = ALONE,
     progress: Progress | None = None,
     model_impl: str = "auto",
 ) -> CausalLM:
     """Reads config.json and the safetensors files of `directory`.
 
     Args:
+        ranks: those that share the model; only the part of this one is read.
         model_impl: whose code runs the model: "native" is Quire's, "transformers" theirs, "auto" Quire's where it has a
             family for the model.
 
@@ -57,9 +60,14 @@ def load_model(
     described = ModelDirectory.open(directory)
     if described.config.get("quantization_config"):
         raise ConfigurationError(f"{directory / 'config.json'}: quantized models are not supported")
-    placement = Placement(device, dtype)
+    placement = Placement(device, dtype, ranks)
     family = FAMILIES.get(described.architecture)
     if model_impl == "transformers" or (model_impl == "auto" and family is None):
+        if ranks.size > 1:
+            raise ConfigurationError(
+                f"{described.architecture} runs through transformers' code, which is not split over ranks; "
+                "--tensor-parallel-size must be 1"
+            )
         return _load_by_transformers(described, placement, progress)
     if family is None:
         raise ConfigurationError(

@@ -1,0 +1,156 @@
+"""Ranks that talk to each other: torch.distributed, by Gloo on the CPU and by NCCL on GPUs.
+
+A rank that loses another one cannot go on, and what it computes cannot be trusted: it leaves its process at once. Who
+started it starts it again, and the ranks meet anew.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from quire.rpc.address import TcpAddress, parse_address
+from quire.settings import ConfigurationError
+from worker_svc.ranks import ALONE, Ranks
+from worker_svc.settings import WorkerSettings
+
+LEFT_BY_ANOTHER_RANK = 75
+"""Exit status of a rank that lost another one (EX_TEMPFAIL: try again)."""
+
+_MEET_TIMEOUT = timedelta(minutes=10)
+_COLLECTIVE_TIMEOUT = timedelta(seconds=30)
+_BEAT_S = 0.25
+_SILENCE_S = 10.0
+_logger = logging.getLogger(__name__)
+
+
+class MeetingRanks(Ranks):
+    """The ranks of one group, each in a process. Used by the device thread alone."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, leave: Callable[[str], NoReturn]) -> None:
+        super().__init__(rank, size)
+        self._device = device
+        self._leave = leave
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        self._run(lambda: dist.all_reduce(partial))
+        return partial
+
+    def gather_columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
+        width = -(-total // self.size)
+        part = torch.nn.functional.pad(part, (0, width - part.shape[1])).contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        self._run(lambda: dist.all_gather(parts, part))
+        return torch.cat(parts, dim=1)[:, :total]
+
+    def smallest(self, *numbers: int) -> tuple[int, ...]:
+        values = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        self._run(lambda: dist.all_reduce(values, dist.ReduceOp.MIN))
+        return tuple(values.tolist())
+
+    def agree(self, scheduler_epoch: int, step_id: int) -> None:
+        mine = (scheduler_epoch, step_id)
+        # The least of a number and of its negative are equal where all ranks have the same.
+        epoch, negative_epoch, step, negative_step = self.smallest(scheduler_epoch, -scheduler_epoch, step_id, -step_id)
+        if (epoch, step) != (-negative_epoch, -negative_step):
+            self._leave(f"rank {self.rank} is at epoch and step {mine}, another rank is not")
+
+    def _run(self, operation: Callable[[], object]) -> None:
+        try:
+            operation()
+        except RuntimeError as error:
+            self._leave(f"rank {self.rank} cannot reach another rank: {error}")
+
+
+def meet(settings: WorkerSettings, device: torch.device) -> Ranks:
+    """Waits until all ranks of the settings are there. To be called in the device thread, once in a process.
+
+    Raises:
+        ConfigurationError: the ranks did not come together.
+    """
+    size, rank = settings.tensor_parallel_size, settings.tensor_parallel_rank
+    if size == 1:
+        return ALONE
+    _logger.info("rank %d of %d: meeting the others at %s", rank, size, settings.tensor_parallel_address)
+    try:
+        address = parse_address(settings.tensor_parallel_address)
+        assert isinstance(address, TcpAddress)
+        store = _enter(address, rank, size)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
+        watch = _client(address)
+    except (RuntimeError, dist.DistError) as error:
+        raise ConfigurationError(
+            f"the {size} ranks did not meet at --tensor-parallel-address {settings.tensor_parallel_address}: {error}"
+        ) from error
+    thread = threading.Thread(target=_watch, args=(watch, rank, size, leave_process), name="ranks", daemon=True)
+    thread.start()
+    return MeetingRanks(rank, size, device, leave_process)
+
+
+def leave_process(why: str) -> NoReturn:
+    """Ends this process at once: a thread may be inside an operation that no longer ends."""
+    _logger.critical("%s; leaving, to meet anew", why)
+    logging.shutdown()
+    os._exit(LEFT_BY_ANOTHER_RANK)
+
+
+def _client(address: TcpAddress) -> TCPStore:
+    return TCPStore(address.host, address.port, None, False, _COLLECTIVE_TIMEOUT)
+
+
+def _enter(address: TcpAddress, rank: int, size: int) -> TCPStore:
+    """The store of a group that this rank is new to. Rank 0 has the store in its process.
+
+    A rank that was started again may find the store of the group that its predecessor was in. That one is about to end:
+    its rank 0 sees that somebody came twice.
+    """
+    if rank == 0:
+        return TCPStore(address.host, address.port, None, True, _MEET_TIMEOUT, wait_for_workers=False)
+    deadline = time.monotonic() + _MEET_TIMEOUT.total_seconds()
+    while True:
+        store = TCPStore(address.host, address.port, None, False, _MEET_TIMEOUT)
+        try:
+            if store.add(_entered(rank), 1) == 1:
+                return store
+        except RuntimeError as error:
+            _logger.debug("the store went away: %s", error)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the group at {address} has had a rank {rank} of {size} all the time")
+        time.sleep(_BEAT_S)
+
+
+def _watch(store: TCPStore, rank: int, size: int, leave: Callable[[str], NoReturn]) -> None:
+    """Leaves when another rank died, was started again or is silent. The store goes with rank 0."""
+    others = [other for other in range(size) if other != rank]
+    beats = dict.fromkeys(others, -1)
+    heard_at = dict.fromkeys(others, time.monotonic())
+    while True:
+        try:
+            store.add(_beat(rank), 1)
+            now = time.monotonic()
+            for other in others:
+                if store.add(_entered(other), 0) > 1:
+                    leave(f"rank {other} was started again")
+                if (beat := store.add(_beat(other), 0)) != beats[other]:
+                    beats[other], heard_at[other] = beat, now
+                elif now - heard_at[other] > _SILENCE_S:
+                    leave(f"rank {other} has been silent for {_SILENCE_S:.0f} s")
+        except RuntimeError as error:
+            leave(f"rank 0 and its store are gone: {error}")
+        time.sleep(_BEAT_S)
+
+
+def _entered(rank: int) -> str:
+    return f"entered/{rank}"
+
+
+def _beat(rank: int) -> str:
+    return f"beat/{rank}"
