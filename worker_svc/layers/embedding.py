@@ -38,6 +38,8 @@ class Embedding(Loadable):
         """ids [T] int64 -> [T, dim]."""
         if not self._is_split:
             return functional.embedding(ids, self.weight)
+        if not self._shard.size:  # a vocabulary smaller than the square of the ranks
+            return self._placement.ranks.sum(self.weight.new_zeros(*ids.shape, self.weight.shape[1]))
         ids = ids - self._shard.start
         is_here = (ids >= 0) & (ids < self._shard.size)
         vectors = functional.embedding(ids.where(is_here, 0), self.weight)

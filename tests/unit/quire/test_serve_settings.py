@@ -16,7 +16,15 @@ from worker_svc.settings import WorkerSettings
 
 SERVICES = pytest.mark.parametrize("cls", [GatewaySettings, SchedulerSettings, WorkerSettings])
 # What the supervisor decides itself.
-OWN = {"listen", "workers", "schedulers", "metrics_port", "log_level"}
+OWN = {
+    "listen",
+    "workers",
+    "schedulers",
+    "metrics_port",
+    "log_level",
+    "tensor_parallel_rank",
+    "tensor_parallel_address",
+}
 PROGRAMS = Programs(worker=("/w",), scheduler=("/s",), gateway=("/g",))
 
 
@@ -38,7 +46,7 @@ def test_every_flag_of_a_service_is_one_of_serve_with_the_same_default(cls: type
 
 def test_the_services_get_their_flags_and_each_other() -> None:
     commands = make_commands(model="/m", max_num_seqs=7, num_gpu_blocks=9, worker_metrics_port=1, log_level="debug")
-    worker = load_settings(WorkerSettings, commands.worker()[1:], {}, program="w")
+    worker = load_settings(WorkerSettings, commands.worker(0)[1:], {}, program="w")
     scheduler = load_settings(SchedulerSettings, commands.scheduler()[1:], {}, program="s")
     gateway = load_settings(GatewaySettings, commands.gateway(11, 12)[1:], {}, program="g")
     assert (worker.listen, worker.model, worker.max_num_seqs, worker.num_gpu_blocks) == (
@@ -61,7 +69,7 @@ def test_the_services_get_their_flags_and_each_other() -> None:
 @pytest.mark.parametrize(("text", "size"), [("0", 0), ("1.5GiB", 3 << 29)])
 def test_the_swap_space_reaches_the_worker(text: str, size: int) -> None:
     served = load_settings(ServeSettings, [f"--swap-space={text}"], {}, program="quire serve")
-    command = Commands(served, PROGRAMS, Path("/run/q")).worker()
+    command = Commands(served, PROGRAMS, Path("/run/q")).worker(0)
     assert load_settings(WorkerSettings, command[1:], {}, program="w").swap_space == size
 
 
@@ -70,9 +78,22 @@ def test_a_swap_space_that_is_no_size_is_refused() -> None:
         load_settings(ServeSettings, ["--swap-space=-1"], {}, program="quire serve")
 
 
+def test_each_rank_gets_its_number_its_share_of_the_threads_and_where_to_meet() -> None:
+    commands = Commands(ServeSettings(tensor_parallel_size=2, worker_metrics_port=1), PROGRAMS, Path("/run/q"), 4711)
+    ranks = [load_settings(WorkerSettings, commands.worker(rank)[1:], {}, program="w") for rank in (0, 1)]
+    assert [(each.tensor_parallel_rank, each.tensor_parallel_size) for each in ranks] == [(0, 2), (1, 2)]
+    assert {each.tensor_parallel_address for each in ranks} == {"127.0.0.1:4711"}
+    assert [each.metrics_port for each in ranks] == [1, None]
+    assert ranks[0].num_threads == ranks[1].num_threads == max(len(os.sched_getaffinity(0)) // 2, 1)
+    scheduler = load_settings(SchedulerSettings, commands.scheduler()[1:], {}, program="s")
+    assert scheduler.workers == tuple(each.listen for each in ranks)
+
+
 @pytest.mark.parametrize(("cls", "command"), [(WorkerSettings, "worker"), (SchedulerSettings, "scheduler")])
 def test_defaults_stay_defaults(cls: type, command: str) -> None:
-    settings = load_settings(cls, getattr(make_commands(), command)()[1:], {}, program="x")
+    commands = make_commands()
+    arguments = commands.worker(0) if command == "worker" else commands.scheduler()
+    settings = load_settings(cls, arguments[1:], {}, program="x")
     changed = {name for name, value in values_of(settings).items() if value != values_of(cls())[name]}
     assert changed <= OWN
 
