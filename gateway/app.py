@@ -30,6 +30,7 @@ from quire.model_directory import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
 from quire.rpc.server import RpcServer
+from quire.rpc.tls import Role, ServerTls, TlsIdentity
 
 _SERVICES = {
     "generation": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
@@ -82,16 +83,21 @@ class Gateway:
         ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         metrics = GatewayMetrics()
         authenticator = _authenticator(settings, metrics)
-        replicas = _replicas(settings, ledger, model, gateway_id)
+        tls = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.GATEWAY)
+        replicas = _replicas(settings, ledger, model, gateway_id, tls)
         metrics.watch_schedulers(lambda: replicas.num_connected)
         generator = Generator(model, replicas, ledger, settings, metrics)
         app = make_http_app(generator, metrics, authenticator, settings, started_at_s=int(time.time()))
         http = HttpServer.bind(
-            app, settings.http_host, settings.http_port, reader_timeout_s=settings.slow_reader_timeout
+            app,
+            settings.http_host,
+            settings.http_port,
+            reader_timeout_s=settings.slow_reader_timeout,
+            tls=_server_tls(settings, tls),
         )
         auth = AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller)
         try:
-            rpc = await _start_rpc(settings, generator, gateway_id, auth)
+            rpc = await _start_rpc(settings, generator, gateway_id, auth, _server_tls(settings, tls))
         except BaseException:
             http.close()
             raise
@@ -152,7 +158,9 @@ async def serve(settings: GatewaySettings) -> None:
         await gateway.stop(settings.drain_timeout)
 
 
-def _replicas(settings: GatewaySettings, ledger: Ledger, model: ServedModel, gateway_id: str) -> Replicas:
+def _replicas(
+    settings: GatewaySettings, ledger: Ledger, model: ServedModel, gateway_id: str, tls: TlsIdentity | None
+) -> Replicas:
     return Replicas(
         settings.schedulers,
         ledger,
@@ -162,6 +170,7 @@ def _replicas(settings: GatewaySettings, ledger: Ledger, model: ServedModel, gat
         first_connect_timeout_s=settings.first_connect_timeout,
         failover_delay_s=settings.failover_delay,
         reconnect_grace_s=settings.reconnect_grace,
+        tls=tls,
     )
 
 
@@ -174,12 +183,20 @@ def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authen
 
 
 def _warn_if_open(settings: GatewaySettings, *addresses: str) -> None:
-    if not settings.keys_files and not all(map(is_local, addresses)):
+    if all(map(is_local, addresses)):
+        return
+    if not settings.keys_files:
         _logger.warning("everyone who reaches this gateway from other machines may use it; --keys-file asks for keys")
+    if settings.tls_dir is None:
+        _logger.warning("what other machines send to this gateway can be read on the way; --tls-dir encrypts it")
+
+
+def _server_tls(settings: GatewaySettings, identity: TlsIdentity | None) -> ServerTls | None:
+    return None if identity is None else ServerTls(identity, asks_for_certificates=settings.tls_client_auth)
 
 
 async def _start_rpc(
-    settings: GatewaySettings, generator: Generator, gateway_id: str, auth: AuthInterceptor
+    settings: GatewaySettings, generator: Generator, gateway_id: str, auth: AuthInterceptor, tls: ServerTls | None
 ) -> RpcServer:
     servicers = {
         "generation": GenerationServicer(generator, TextService(generator)),
@@ -196,6 +213,7 @@ async def _start_rpc(
         register,
         _SERVICE_NAMES,
         max_message_bytes=settings.max_message_bytes,
+        tls=tls,
         interceptors=(
             auth,
             SlowClientInterceptor(

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Response, status
@@ -20,9 +22,11 @@ from gateway.openai.routes import answer_errors, make_router
 from gateway.settings import GatewaySettings
 from gateway.slow_clients import http_protocol
 from quire.rpc.address import TcpAddress, check_bindable
+from quire.rpc.tls import FileWatch, ServerTls
 from quire.version import VERSION
 
 _GRACE_S = 2
+_RELOAD_INTERVAL_S = 1.0
 
 
 def make_http_app(
@@ -80,10 +84,23 @@ def _reason_not_ready(generator: Generator) -> str:
     return "no scheduler is connected"
 
 
+def _tls_options(tls: ServerTls | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    return {
+        "ssl_certfile": tls.identity.certificate,
+        "ssl_keyfile": tls.identity.key,
+        "ssl_ca_certs": str(tls.identity.authority),
+        "ssl_cert_reqs": ssl.CERT_REQUIRED if tls.asks_for_certificates else ssl.CERT_NONE,
+    }
+
+
 class HttpServer(uvicorn.Server):
     """Serves an application in the running event loop, on a socket that is bound at once."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket, protocol: type[asyncio.Protocol]) -> None:
+    def __init__(
+        self, app: FastAPI, listener: socket.socket, protocol: type[asyncio.Protocol], tls: ServerTls | None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -94,21 +111,39 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_S,
+                **_tls_options(tls),
             )
         )
+        self._tls = tls
         self._listener = listener
         self.address = str(TcpAddress(*listener.getsockname()[:2]))
 
     @classmethod
-    def bind(cls, app: FastAPI, host: str, port: int, *, reader_timeout_s: float) -> "HttpServer":
+    def bind(
+        cls, app: FastAPI, host: str, port: int, *, reader_timeout_s: float, tls: ServerTls | None = None
+    ) -> "HttpServer":
         """Raises AddressInUse or ConfigurationError when it cannot listen there."""
         check_bindable(TcpAddress(host, port))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024)
-        return cls(app, listener, http_protocol(reader_timeout_s))
+        return cls(app, listener, http_protocol(reader_timeout_s), tls)
 
     async def run_until_stopped(self) -> None:
-        await self.serve(sockets=[self._listener])
+        reloading = None if self._tls is None else asyncio.create_task(self._reload(self._tls), name="TLS files")
+        try:
+            await self.serve(sockets=[self._listener])
+        finally:
+            if reloading is not None:
+                reloading.cancel()
+
+    async def _reload(self, tls: ServerTls) -> None:
+        """New connections get the certificate that the files hold then."""
+        watch = FileWatch(tls.identity)
+        while True:
+            await asyncio.sleep(_RELOAD_INTERVAL_S)
+            if watch.changed() is not None and self.config.ssl is not None:
+                self.config.ssl.load_cert_chain(tls.identity.certificate, tls.identity.key)
+                self.config.ssl.load_verify_locations(tls.identity.authority)
 
     def close(self) -> None:
         """Lets go of the socket of a server that never ran."""

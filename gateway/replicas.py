@@ -11,6 +11,7 @@ from gateway.routing import affinity_key, choose_replica
 from gateway.scheduler_client import SchedulerClient, SchedulerRefusedError
 from gateway.scheduler_events import EventBatch, Welcome
 from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
+from quire.rpc.tls import TlsIdentity
 
 _DEFAULT_RETRY_MS = 100
 _logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Replicas:
         first_connect_timeout_s: float,
         failover_delay_s: float,
         reconnect_grace_s: float,
+        tls: TlsIdentity | None = None,
     ) -> None:
         self._ledger = ledger
         self._architecture = architecture
@@ -43,7 +45,9 @@ class Replicas:
         self._failover_delay_s = failover_delay_s
         grace_period_ms = round(reconnect_grace_s * 1000)
         self.clients = {
-            address: SchedulerClient(address, gateway_id=gateway_id, grace_period_ms=grace_period_ms, listener=self)
+            address: SchedulerClient(
+                address, gateway_id=gateway_id, grace_period_ms=grace_period_ms, listener=self, tls=tls
+            )
             for address in addresses
         }
         # Set while at least one scheduler is connected.

@@ -24,7 +24,9 @@ from gateway.scheduler_events import EventBatch, Welcome
 from gateway.sequence_stream import TokenGapError
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError, from_rpc_error
+from quire.rpc.tls import TlsIdentity
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.settings import ConfigurationError
 
 _WELCOME_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
@@ -79,8 +81,17 @@ class SchedulerClient:
         stub: For unary calls, which end when the stream does; None while none is open.
     """
 
-    def __init__(self, address: str, *, gateway_id: str, grace_period_ms: int, listener: SchedulerListener) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        gateway_id: str,
+        grace_period_ms: int,
+        listener: SchedulerListener,
+        tls: TlsIdentity | None = None,
+    ) -> None:
         self.address = address
+        self._tls = tls
         self.welcome: Welcome | None = None
         self.is_connected = False
         self.is_ready = False
@@ -120,7 +131,7 @@ class SchedulerClient:
             try:
                 await self._run_stream()
                 problem = "the scheduler ended the stream"
-            except (QuireError, SchedulerRefusedError, TokenGapError) as error:
+            except (QuireError, SchedulerRefusedError, TokenGapError, ConfigurationError) as error:
                 problem = str(error)
             finally:
                 was_connected = self.is_connected
@@ -137,7 +148,7 @@ class SchedulerClient:
 
     async def _run_stream(self) -> None:
         """One stream from Hello to its end. Raises QuireError when it breaks."""
-        async with open_channel(self.address) as channel:
+        async with open_channel(self.address, tls=self._tls) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             call = stub.Connect()
             try:

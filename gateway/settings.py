@@ -15,6 +15,10 @@ class GatewaySettings:
     grpc_port: int = setting(50051, "port for gRPC; 0 picks a free one", minimum=0, maximum=65535)
     http_host: str = setting("127.0.0.1", "where to listen for HTTP")
     http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535)
+    tls_dir: Path | None = setting(
+        None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
+    )
+    tls_client_auth: bool = setting(False, "callers must show a certificate that ca.pem of --tls-dir has signed")
     schedulers: tuple[str, ...] = setting(("127.0.0.1:50052",), "addresses of the schedulers, one per replica")
     model: str | None = setting(None, "model directory, for tokenizer and defaults; the embedded model if absent")
     served_model_name: str | None = setting(None, "name that clients use; the directory's name if absent")

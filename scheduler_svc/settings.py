@@ -1,6 +1,7 @@
 """Settings of a scheduler process."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.settings import setting
 from quire.telemetry import LOG_LEVELS
@@ -11,6 +12,9 @@ class SchedulerSettings:
     """Runs the scheduler of one replica."""
 
     listen: str = setting("127.0.0.1:50052", "where gateways connect, HOST:PORT or unix:PATH")
+    tls_dir: Path | None = setting(
+        None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
+    )
     workers: tuple[str, ...] = setting(("127.0.0.1:50053",), "addresses of the workers in order of rank, with commas")
     max_num_seqs: int = setting(256, "most sequences that run at once", minimum=1)
     max_num_batched_tokens: int = setting(2048, "most tokens of one step", minimum=1)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from quire.rpc.server import RpcServer
+from quire.rpc.tls import Role, ServerTls, TlsIdentity
 from quire.telemetry import MetricsServer, configure_logging
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker_svc.device_loop import DeviceLoop
@@ -29,7 +30,10 @@ async def serve(settings: WorkerSettings) -> None:
     servicer = WorkerServicer(metrics)
     device_loop = DeviceLoop()
     server = await RpcServer.start(
-        settings.listen, lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server), [SERVICE_NAME]
+        settings.listen,
+        lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server),
+        [SERVICE_NAME],
+        tls=_tls(settings),
     )
     device_loop.start()
     metrics_server = None
@@ -47,6 +51,13 @@ async def serve(settings: WorkerSettings) -> None:
         if metrics_server is not None:
             metrics_server.stop()
         await _stop_device(device_loop)
+
+
+def _tls(settings: WorkerSettings) -> ServerTls | None:
+    """Only a scheduler commands a worker."""
+    if settings.tls_dir is None:
+        return None
+    return ServerTls(TlsIdentity.of(settings.tls_dir, Role.WORKER), roles=frozenset({Role.SCHEDULER}))
 
 
 async def _stop_device(device_loop: DeviceLoop) -> None:

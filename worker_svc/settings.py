@@ -1,6 +1,7 @@
 """The worker's flags and environment."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.settings import parse_bytes, setting
 
@@ -10,6 +11,9 @@ class WorkerSettings:
     """Holds the KV pool and the model, and runs the scheduler's steps."""
 
     listen: str = setting("127.0.0.1:50053", "address to listen on: HOST:PORT or unix:PATH")
+    tls_dir: Path | None = setting(
+        None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
+    )
     model: str | None = setting(None, "model directory; without it, the embedded model", metavar="DIR")
     model_impl: str = setting(
         "auto",

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         # Also where we were started with Ctrl-C ignored, as scripts start what runs in the background.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         print(_HELP)
-    with Client(flags.address, api_key=flags.api_key) as client:
+    with Client(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client:
         for line in _lines(interactive):
             match line.strip():
                 case "":

@@ -1,8 +1,9 @@
 """Flags that the client commands share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from quire.client import BeamSearch, EarlyStopping, GenerationOptions
+from quire.client import BeamSearch, ClientTls, EarlyStopping, GenerationOptions
 from quire.settings import setting
 
 
@@ -19,6 +20,16 @@ class ConnectionFlags:
     api_key: str | None = setting(
         None, "API key, where the gateway asks for one; better in the variable", metavar="KEY"
     )
+    tls: bool = setting(False, "the gateway speaks TLS, and one of the public authorities has signed its certificate")
+    tls_ca_file: Path | None = setting(None, "the gateway speaks TLS, and this authority has signed its certificate")
+    tls_cert_file: Path | None = setting(None, "certificate of the caller, where the gateway asks for one")
+    tls_key_file: Path | None = setting(None, "key of that certificate")
+
+    def client_tls(self) -> ClientTls | None:
+        """How to speak TLS, where it is asked for."""
+        if not self.tls and (self.tls_ca_file, self.tls_cert_file, self.tls_key_file) == (None, None, None):
+            return None
+        return ClientTls(self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     if not prompt:
         raise ConfigurationError("the prompt is empty; give one as argument, by --file or on stdin")
     with (
-        Client(flags.address, api_key=flags.api_key) as client,
+        Client(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client,
         client.generate_stream(prompt, flags.options(), model=flags.model) as stream,
     ):
         if flags.format == "json":
@@ -86,7 +86,10 @@ async def _run_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
     """Runs all prompts at once and prints each answer as soon as those before it are printed."""
     slots = asyncio.Semaphore(flags.concurrency)
     failed = False
-    async with AsyncClient(flags.address, api_key=flags.api_key) as client, asyncio.TaskGroup() as tasks:
+    async with (
+        AsyncClient(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
         answers = [tasks.create_task(_run_one(client, slots, prompt, flags)) for prompt in prompts]
         for prompt, answer in zip(prompts, answers, strict=True):
             outcome = await answer

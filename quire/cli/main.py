@@ -31,6 +31,7 @@ _COMMANDS = {
     "pin": _Command("quire.cli.pin", "keep a prefix cached for a while"),
     "unpin": _Command("quire.cli.unpin", "let go of a pinned prefix"),
     "keys": _Command("quire.cli.keys", "add, list and revoke the API keys of a gateway"),
+    "certs": _Command("quire.cli.certs", "make or renew certificates for TLS between all services"),
     "status": _Command("quire.cli.status", "show health, models and replicas of a gateway"),
 }
 

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigurationError("the prefix is empty; give one as argument or on stdin")
     prefix = [ChatMessage("system", text)] if flags.system else text
     time_to_live_ms = None if flags.time_to_live is None else round(flags.time_to_live * 1000)
-    with Client(flags.address, api_key=flags.api_key) as client:
+    with Client(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client:
         pin = client.pin_prefix(prefix, time_to_live_ms=time_to_live_ms, model=flags.model)
     print(json.dumps(dataclasses.asdict(pin)) if flags.format == "json" else _line(pin))
     return 0

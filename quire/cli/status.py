@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.cli.flags import ConnectionFlags
 from quire.client import Client, Model, Replica
+from quire.client.tls import connect
 from quire.rpc.channel import channel_options
 from quire.rpc.errors import from_rpc_error
 from quire.settings import load_settings, setting
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the status; 0 when requests are served."""
     flags = load_settings(StatusFlags, argv, os.environ, program=PROGRAM)
     serving = _is_serving(flags)
-    with Client(flags.address, api_key=flags.api_key) as client:
+    with Client(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client:
         info = client.server_info(timeout_s=flags.timeout)
         models = client.list_models(timeout_s=flags.timeout) if serving else ()
     if flags.format == "json":
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _is_serving(flags: StatusFlags) -> bool:
-    with grpc.insecure_channel(flags.address, options=channel_options(flags.address)) as channel:
+    with connect(grpc, flags.address, channel_options(flags.address), flags.client_tls()) as channel:
         try:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             response = stub.Check(health_pb2.HealthCheckRequest(), timeout=flags.timeout)

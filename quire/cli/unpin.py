@@ -23,6 +23,6 @@ def main(argv: Sequence[str]) -> int:
     flags = load_settings(UnpinFlags, argv, os.environ, program=PROGRAM)
     if not flags.pin_id:
         raise ConfigurationError("give the id of a pin, which `quire pin` prints")
-    with Client(flags.address, api_key=flags.api_key) as client:
+    with Client(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client:
         client.unpin_prefix(flags.pin_id)
     return 0

@@ -13,6 +13,7 @@
 
 from quire.client.async_client import AsyncClient, AsyncStream
 from quire.client.sync_client import Client, Stream
+from quire.client.tls import ClientTls
 from quire.client.types import (
     BeamSearch,
     ChatMessage,
@@ -43,6 +44,7 @@ __all__ = [
     "BeamSearch",
     "ChatMessage",
     "Client",
+    "ClientTls",
     "EarlyStopping",
     "FinishReason",
     "GeneratedSequence",

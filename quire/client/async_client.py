@@ -8,6 +8,7 @@ import grpc
 
 from quire.client import convert
 from quire.client.credentials import show_key
+from quire.client.tls import ClientTls, connect
 from quire.client.types import (
     ChatMessage,
     Generation,
@@ -21,7 +22,7 @@ from quire.client.types import (
     Tokenization,
 )
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc, prefix_pb2_grpc
-from quire.rpc.channel import open_channel
+from quire.rpc.channel import channel_options
 from quire.rpc.errors import from_rpc_error
 
 Response = TypeVar("Response")
@@ -87,11 +88,15 @@ class AsyncClient:
     Args:
         address: "HOST:PORT" or "unix:PATH".
         api_key: What the gateway knows the caller by, where it asks for one. Without TLS everyone between can read it.
+        tls: Whom to believe, where the gateway speaks TLS; without it nothing is encrypted. ConfigurationError when its
+            files cannot be read.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051", *, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: str = "127.0.0.1:50051", *, api_key: str | None = None, tls: ClientTls | None = None
+    ) -> None:
         self.address = address
-        self._channel = open_channel(address)
+        self._channel: grpc.aio.Channel = connect(grpc.aio, address, channel_options(address), tls)
         calls = show_key(self._channel, api_key)
         self._generation = generation_pb2_grpc.GenerationServiceStub(calls)
         self._models = model_pb2_grpc.ModelServiceStub(calls)

@@ -6,6 +6,7 @@ from gateway.auth.keys_file import read_keys
 from quire.local.settings import ServeSettings
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.rpc.address import TcpAddress, check_bindable
+from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
 
 # What the services import beyond what a client needs: without them a service would die again and again.
@@ -22,6 +23,9 @@ def check(settings: ServeSettings) -> None:
     model = ModelDirectory.open(resolve_model(settings.model))
     model.weight_files()
     model.tokenizer_file()
+    if settings.tls_dir is not None:
+        for role in (Role.GATEWAY, Role.OPERATOR):
+            TlsIdentity.of(settings.tls_dir, role)
     for path in settings.keys_files:
         read_keys(path)
     grpc = TcpAddress(settings.grpc_host, settings.grpc_port)

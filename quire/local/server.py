@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from quire.client import AsyncClient, GenerationOptions
+from quire.client import AsyncClient, ClientTls, GenerationOptions
 from quire.local import preflight
 from quire.local.backoff import RestartBackoff
 from quire.local.commands import Commands, Programs, child_environ, worker_name
@@ -20,6 +20,7 @@ from quire.local.supervised_process import ServiceSpec, SupervisedProcess
 from quire.local.watchdog import watch
 from quire.rpc.address import free_port
 from quire.rpc.errors import ResourceExhausted, Unavailable
+from quire.rpc.tls import Role, TlsIdentity
 
 # The gateway prints this line on stdout, once it listens on both ports, and flushes it:
 #     quire-gateway: listening grpc=HOST:PORT http=HOST:PORT
@@ -170,7 +171,7 @@ class LocalServer:
         loop = asyncio.get_running_loop()
         started_at = told_at = loop.time()
         api_key = None if self._probe_key is None else self._probe_key.key
-        async with AsyncClient(self.grpc_address, api_key=api_key) as client:
+        async with AsyncClient(self.grpc_address, api_key=api_key, tls=self._canary_tls()) as client:
             while True:
                 try:
                     await client.generate([0], _CANARY)
@@ -180,6 +181,13 @@ class LocalServer:
                         told_at = loop.time()
                         self._report(f"waiting for the model to be loaded ({told_at - started_at:.0f} s)")
                     await asyncio.sleep(_CANARY_RETRY_S)
+
+    def _canary_tls(self) -> ClientTls | None:
+        directory = self._settings.tls_dir
+        if directory is None:
+            return None
+        identity = TlsIdentity.of(directory, Role.OPERATOR)
+        return ClientTls(identity.authority, identity.certificate, identity.key, server_name="localhost")
 
     def _listening(self) -> tuple[str, str]:
         if self._addresses is None or not self._addresses.done():

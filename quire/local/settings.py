@@ -22,6 +22,11 @@ class ServeSettings:
     gateways: int = setting(1, "gateway processes, which share the ports", minimum=1, maximum=64)
     tensor_parallel_size: int = setting(1, "workers that share the model", minimum=1)
 
+    tls_dir: Path | None = setting(
+        None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
+    )
+    tls_client_auth: bool = setting(False, "callers must show a certificate that ca.pem of --tls-dir has signed")
+
     model_impl: str = setting(
         "auto",
         "whose code runs the model; auto takes transformers' for what Quire has no code of its own for",

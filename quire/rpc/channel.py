@@ -2,13 +2,26 @@
 
 import grpc.aio
 
-from quire.rpc.address import is_local
+from quire.rpc.address import TcpAddress, is_local, parse_address
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
+from quire.rpc.tls import TlsIdentity
 
 
-def open_channel(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A channel to "HOST:PORT" or "unix:PATH" that connects on first use and notices a dead peer within 20 s."""
-    return grpc.aio.insecure_channel(address, options=channel_options(address, max_message_bytes=max_message_bytes))
+def open_channel(
+    address: str, *, tls: TlsIdentity | None = None, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """A channel to "HOST:PORT" or "unix:PATH" that connects on first use and notices a dead peer within 20 s.
+
+    Args:
+        tls: as whom to call a TCP address; its files are read now.
+
+    Raises:
+        ConfigurationError: the files of `tls` are no good.
+    """
+    options = channel_options(address, max_message_bytes=max_message_bytes)
+    if tls is None or not isinstance(parse_address(address), TcpAddress):
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.read().channel_credentials(), options=options)
 
 
 def channel_options(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:

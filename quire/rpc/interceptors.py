@@ -16,7 +16,7 @@ from quire.rpc.errors import Internal, QuireError, to_rpc_status
 _logger = logging.getLogger(__name__)
 
 # A method handler of grpc.aio: (request or request iterator, context) -> awaitable or async generator.
-_Behavior = Callable[[Any, grpc.aio.ServicerContext], Any]
+Behavior = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -39,20 +39,32 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # Requests are decoded inside the guard: what protobuf refuses in gRPC's own decoding ends as UNKNOWN.
         decode_one = decoder(handler.request_deserializer)
         decode_each = functools.partial(decoded, decode_one)
-        codec = {"response_serializer": handler.response_serializer}
-        one, each = (functools.partial(_guarded, method=method, decode=decode) for decode in (decode_one, decode_each))
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(one(handler.unary_unary), **codec)
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(one(handler.unary_stream), **codec)
-        if handler.stream_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(each(handler.stream_unary), **codec)
-        return grpc.stream_stream_rpc_method_handler(each(handler.stream_stream), **codec)
+        decode = decode_each if handler.request_streaming else decode_one
+        return remake(handler, functools.partial(_guarded, method=method, decode=decode), request_deserializer=None)
 
 
-def _guarded(behavior: _Behavior, *, method: str, decode: Callable[[Any], Any]) -> _Behavior:
-    """`behavior` with its errors mapped; the same kind of function as `behavior`, since grpc.aio tells them apart."""
-    if inspect.isasyncgenfunction(behavior):
+def remake(
+    handler: Any, wrap: Callable[[Behavior], Behavior], *, request_deserializer: Callable[[bytes], Any] | None
+) -> Any:
+    """The same kind of handler around what `wrap` makes of its behavior."""
+    codec = {"request_deserializer": request_deserializer, "response_serializer": handler.response_serializer}
+    if handler.unary_unary is not None:
+        return grpc.unary_unary_rpc_method_handler(wrap(handler.unary_unary), **codec)
+    if handler.unary_stream is not None:
+        return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream), **codec)
+    if handler.stream_unary is not None:
+        return grpc.stream_unary_rpc_method_handler(wrap(handler.stream_unary), **codec)
+    return grpc.stream_stream_rpc_method_handler(wrap(handler.stream_stream), **codec)
+
+
+def is_generator(behavior: Behavior) -> bool:
+    """Whether a handler answers a stream. Whoever wraps one keeps its kind, by which grpc.aio tells them apart."""
+    return inspect.isasyncgenfunction(behavior)
+
+
+def _guarded(behavior: Behavior, *, method: str, decode: Callable[[Any], Any]) -> Behavior:
+    """`behavior` with its requests decoded and its errors mapped."""
+    if is_generator(behavior):
 
         async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             responses = None

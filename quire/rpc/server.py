@@ -8,10 +8,12 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from quire.rpc.address import AddressInUse, TcpAddress, check_bindable, parse_address
+from quire.rpc.address import AddressInUse, TcpAddress, UnixAddress, check_bindable, parse_address
 from quire.rpc.health_servicer import SERVICE_NAME as HEALTH_SERVICE_NAME
 from quire.rpc.health_servicer import HealthServicer
 from quire.rpc.interceptors import ErrorInterceptor
+from quire.rpc.roles import RoleInterceptor
+from quire.rpc.tls import ServerTls
 
 __all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "AddressInUse", "RpcServer"]
 
@@ -37,6 +39,7 @@ class RpcServer:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         reuse_port: bool = False,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        tls: ServerTls | None = None,
     ) -> Self:
         """Listens and serves.
 
@@ -46,6 +49,7 @@ class RpcServer:
             service_names: Full names of those services, for health and reflection.
             max_message_bytes: Larger requests are refused with RESOURCE_EXHAUSTED. Answers have no limit.
             reuse_port: Several processes share the port, and the kernel spreads connections over them.
+            tls: How to encrypt a TCP address, and who may call; a unix socket is never encrypted.
             interceptors: See calls of all services before their handlers do, health included; the first one first.
 
         Raises:
@@ -55,7 +59,7 @@ class RpcServer:
         wanted = parse_address(address)
         check_bindable(wanted, reuse_port=reuse_port)
         server = grpc.aio.server(
-            interceptors=(ErrorInterceptor(), *interceptors),
+            interceptors=(ErrorInterceptor(), *_role_interceptors(wanted, tls), *interceptors),
             options=_options(max_message_bytes, reuse_port=reuse_port),
         )
         register(server)
@@ -64,7 +68,10 @@ class RpcServer:
         reflected = (*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(reflected, server)
         try:
-            port = server.add_insecure_port(str(wanted))
+            if tls is None or not isinstance(wanted, TcpAddress):
+                port = server.add_insecure_port(str(wanted))
+            else:
+                port = server.add_secure_port(str(wanted), tls.credentials())
         except RuntimeError as error:
             raise AddressInUse(f"cannot listen on {wanted}: the port is in use") from error
         await server.start()
@@ -79,6 +86,12 @@ class RpcServer:
         """Refuses new calls, gives running ones `grace_s` seconds, cancels the rest. Idempotent."""
         self._health.close()
         await self._server.stop(grace_s)
+
+
+def _role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None) -> list[RoleInterceptor]:
+    if tls is None or tls.roles is None or not isinstance(address, TcpAddress):
+        return []
+    return [RoleInterceptor(tls.roles)]
 
 
 def _options(max_message_bytes: int, *, reuse_port: bool) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import grpc.aio
 
 from quire.rpc.server import RpcServer
+from quire.rpc.tls import Role, ServerTls, TlsIdentity
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.telemetry import MetricsServer, configure_logging
 from scheduler_svc.service.connections import Connections
@@ -24,6 +25,7 @@ _SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].fu
 async def serve(settings: SchedulerSettings) -> None:
     """Runs until it is cancelled, then drains. Raises ConfigurationError when it cannot start."""
     configure_logging("scheduler", settings.log_level)
+    identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.SCHEDULER)
     metrics = SchedulerMetrics()
     connections = Connections(abort=lambda key: loop.abort(key))
 
@@ -37,6 +39,7 @@ async def serve(settings: SchedulerSettings) -> None:
         connections.deliver,
         connections.deliver_prompt_logprobs,
         report_attached,
+        identity,
     )
     servicer = SchedulerServicer(loop, connections, time.monotonic)
     metrics.watch(StateCollector(lambda: loop.scheduler))
@@ -44,7 +47,7 @@ async def serve(settings: SchedulerSettings) -> None:
     def register(grpc_server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, grpc_server)
 
-    server = await RpcServer.start(settings.listen, register, [_SERVICE_NAME])
+    server = await RpcServer.start(settings.listen, register, [_SERVICE_NAME], tls=_server_tls(identity))
     try:
         with _metrics_server(settings, metrics):
             _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))
@@ -52,6 +55,11 @@ async def serve(settings: SchedulerSettings) -> None:
     finally:
         await server.stop(grace_s=1.0)
         loop.trace.close()
+
+
+def _server_tls(identity: TlsIdentity | None) -> ServerTls | None:
+    """Gateways submit requests; operators look on and drain."""
+    return None if identity is None else ServerTls(identity, roles=frozenset({Role.GATEWAY, Role.OPERATOR}))
 
 
 async def _run_and_drain(loop: StepLoop, servicer: SchedulerServicer, drain_timeout_s: float) -> None:

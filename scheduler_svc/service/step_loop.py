@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from quire.rpc.tls import TlsIdentity
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.request import ClientId, Request, RequestKey
@@ -36,7 +37,7 @@ class StepLoop:
     """Owns the core and the worker. Everything here runs on one event loop, so the core needs no lock.
 
     `epoch` rises with every attachment. `scheduler` and `replica` are None until a worker was attached once.
-    `report_attached` is told whenever the worker comes or goes.
+    `report_attached` is told whenever the worker comes or goes. `tls` is who it is towards workers.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class StepLoop:
         deliver: Deliver,
         deliver_prompt_logprobs: DeliverPromptLogprobs,
         report_attached: Callable[[bool], None],
+        tls: TlsIdentity | None = None,
     ) -> None:
         self.scheduler: Scheduler | None = None
         self.replica: ReplicaInfo | None = None
@@ -54,6 +56,7 @@ class StepLoop:
         self.retry = RetryAdvisor()
         self.trace = StepTrace.open(settings.trace_steps)
         self._settings = settings
+        self._tls = tls
         self._metrics = metrics
         self._deliver = deliver
         self._deliver_prompt_logprobs = deliver_prompt_logprobs
@@ -157,7 +160,7 @@ class StepLoop:
         while True:
             self.epoch += 1
             try:
-                link = await attach_workers(self.worker_addresses, self.epoch, _ATTACH_TIMEOUT_S)
+                link = await attach_workers(self.worker_addresses, self.epoch, _ATTACH_TIMEOUT_S, self._tls)
                 self._take_over(link)
                 return link
             except WorkerLostError as error:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from quire.rpc.tls import TlsIdentity
 from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.replica import ReplicaInfo
@@ -26,7 +27,9 @@ class StepLink(Protocol):
     async def close(self) -> None: ...
 
 
-async def attach_workers(addresses: Sequence[str], epoch: int, timeout_s: float) -> StepLink:
+async def attach_workers(
+    addresses: Sequence[str], epoch: int, timeout_s: float, tls: TlsIdentity | None = None
+) -> StepLink:
     """Attaches all ranks of a replica under one epoch.
 
     Args:
@@ -36,7 +39,7 @@ async def attach_workers(addresses: Sequence[str], epoch: int, timeout_s: float)
         WorkerLostError: one of them cannot be had, or they are not the ranks of one group.
     """
     attached = await asyncio.gather(
-        *(WorkerLink.attach(address, epoch, timeout_s) for address in addresses), return_exceptions=True
+        *(WorkerLink.attach(address, epoch, timeout_s, tls) for address in addresses), return_exceptions=True
     )
     links = [link for link in attached if isinstance(link, WorkerLink)]
     try:

@@ -7,6 +7,8 @@ import grpc.aio
 
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import InvalidArgument
+from quire.rpc.tls import TlsIdentity
+from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.worker_convert import (
@@ -55,9 +57,9 @@ class WorkerLink:
         self._call = call
 
     @classmethod
-    async def attach(cls, address: str, epoch: int, timeout_s: float) -> "WorkerLink":
+    async def attach(cls, address: str, epoch: int, timeout_s: float, tls: TlsIdentity | None = None) -> "WorkerLink":
         """Takes the worker over under a new epoch. Raises WorkerLostError when it cannot be had within the time."""
-        channel = open_channel(address)
+        channel = _open(address, tls)
         # Requests are serialized here, once for all ranks, so the call takes bytes.
         call = channel.stream_stream(_RUN, response_deserializer=worker_pb2.RunResponse.FromString)()
         # In a task of its own: a gRPC call that is cancelled while it starts swallows the cancellation of its caller.
@@ -109,6 +111,13 @@ class WorkerLink:
     async def close(self) -> None:
         self._call.cancel()
         await self._channel.close()
+
+
+def _open(address: str, tls: TlsIdentity | None) -> grpc.aio.Channel:
+    try:
+        return open_channel(address, tls=tls)
+    except ConfigurationError as error:  # in the middle of a renewal, files may not fit each other
+        raise WorkerLostError(str(error)) from error
 
 
 async def _handshake(call: grpc.aio.StreamStreamCall, epoch: int) -> worker_pb2.Attached:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from quire.client import AsyncClient
+from quire.client import AsyncClient, ClientTls
 from quire.local import LocalServer, ServeSettings
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -25,12 +25,15 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(**settings) -> AsyncIterator[Served]:
+async def serving(*, client_tls: ClientTls | None = None, **settings) -> AsyncIterator[Served]:
     """Starts all processes, waits until a request succeeds, and checks at the end that no block is in use."""
     values = {"grpc_port": 0, "http_port": 0, "num_threads": 2, "log_level": "warning", "drain_timeout": 5.0} | settings
     async with LocalServer(ServeSettings(**values)) as server:
         await server.wait_ready()
-        async with AsyncClient(server.grpc_address) as client, open_channel(server.scheduler_address) as channel:
+        async with (
+            AsyncClient(server.grpc_address, tls=client_tls) as client,
+            open_channel(server.scheduler_address) as channel,
+        ):
             served = Served(server, client, scheduler_pb2_grpc.SchedulerServiceStub(channel))
             yield served
             await wait_nothing_in_use(served.scheduler)

@@ -44,7 +44,7 @@ def test_worker_installs_torch() -> None:
 
 def test_all_is_every_service() -> None:
     extras = read_pyproject()["project"]["optional-dependencies"]
-    assert extras["all"] == [f"quire[{','.join(SERVICE_EXTRAS)}]"]
+    assert extras["all"] == [f"quire[{','.join((*SERVICE_EXTRAS, 'certs'))}]"]
     assert list_requirements(PYPROJECT, ["all"]) == list_requirements(PYPROJECT, [])
 
 

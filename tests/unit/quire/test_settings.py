@@ -23,7 +23,7 @@ class Settings:
     count: int = setting(3, "how many", minimum=1, maximum=10)
     share: float = setting(0.5, "which share, in %")
     verbose: bool = setting(False, "say more")
-    model: Path | None = setting(None, "a directory", metavar="DIR")  # noqa: RUF009  (a Path is immutable)
+    model: Path | None = setting(None, "a directory", metavar="DIR")
     peers: tuple[str, ...] = setting(("a", "b"), "with whom")
     ports: tuple[int, ...] = setting((), "where", minimum=1)
     texts: tuple[str, ...] = setting((), "texts with commas", parse=_one_text)

@@ -1,0 +1,46 @@
+"""`quire certs`: certificates for all services, from an authority of one's own."""
+
+import datetime as dt
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.rpc.certificates import Authority, has_authority
+from quire.rpc.tls import Role
+from quire.settings import ConfigurationError, load_settings, setting
+
+PROGRAM = "quire certs"
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class CertsFlags:
+    """Makes ca.pem, and for each role ROLE.pem and ROLE.key, in a directory. Called again, it renews all but the
+    authority, and services that run read the new files at the next handshake."""
+
+    tls_dir: Path = setting(Path("certs"), "where to put the files", metavar="DIR")
+    host: tuple[str, ...] = setting((), "name or address of a service, besides localhost; with commas", metavar="HOST")
+    days: int = setting(365, "days that the certificates are good for", minimum=1, maximum=36500)
+    authority_days: int = setting(3650, "days that a new authority is good for", minimum=1, maximum=36500)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Makes or renews the files. ConfigurationError when the directory cannot be used."""
+    flags = load_settings(CertsFlags, argv, os.environ, program=PROGRAM)
+    now = dt.datetime.now(dt.UTC)
+    directory = flags.tls_dir
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if has_authority(directory):
+            authority = Authority.open(directory)
+        else:
+            authority = Authority.make(flags.authority_days, now)
+            authority.write(directory)
+            print(f"{directory}: a new authority; keep ca.key away from the services")
+        for role in Role:
+            certificate = authority.issue(directory, role, (*LOCAL_HOSTS, *flags.host), flags.days, now)
+            print(f"{directory / f'{role}.pem'}: good until {certificate.not_valid_after_utc:%Y-%m-%d}")
+    except OSError as error:
+        raise ConfigurationError(f"{directory} cannot be used: {error}") from error
+    return 0

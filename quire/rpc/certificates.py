@@ -1,0 +1,137 @@
+"""A certificate authority of one's own, for services that have no other."""
+
+import datetime as dt
+import ipaddress
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from quire.rpc.tls import AUTHORITY_FILE, ROLE_URI, Role
+from quire.settings import ConfigurationError
+
+_AUTHORITY_KEY_FILE = "ca.key"
+# Clocks differ.
+_BACKDATED = dt.timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """Who signs certificates: elliptic curve P-256, SHA-256."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    @classmethod
+    def make(cls, days: int, now: dt.datetime) -> "Authority":
+        """A new one, which nobody knows yet."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = _name("Quire certificate authority")
+        builder = (
+            _builder(name, name, key.public_key(), days, now)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_key_usage(signs_certificates=True), critical=True)
+        )
+        return cls(builder.sign(key, hashes.SHA256()), key)
+
+    @classmethod
+    def open(cls, directory: Path) -> "Authority":
+        """The one in a directory. ConfigurationError when it cannot be read."""
+        try:
+            certificate = x509.load_pem_x509_certificate((directory / AUTHORITY_FILE).read_bytes())
+            key = serialization.load_pem_private_key((directory / _AUTHORITY_KEY_FILE).read_bytes(), None)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigurationError(f"{directory}: the authority cannot be read: {error}") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ConfigurationError(f"{directory / _AUTHORITY_KEY_FILE}: not a key that quire certs made")
+        return cls(certificate, key)
+
+    def write(self, directory: Path) -> None:
+        """Puts it into a directory."""
+        _write_key(directory / _AUTHORITY_KEY_FILE, self.key)
+        _write(directory / AUTHORITY_FILE, self.certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+
+    def issue(self, directory: Path, role: Role, hosts: Sequence[str], days: int, now: dt.datetime) -> x509.Certificate:
+        """Writes a new key and certificate of a role into a directory, in the place of older ones."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        names = [*(_host_name(host) for host in hosts), x509.UniformResourceIdentifier(f"{ROLE_URI}{role}")]
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        builder = (
+            _builder(_name(f"quire {role}"), self.certificate.subject, key.public_key(), days, now)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        )
+        certificate = builder.sign(self.key, hashes.SHA256())
+        _write_key(directory / f"{role}.key", key)
+        _write(directory / f"{role}.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+        return certificate
+
+
+def has_authority(directory: Path) -> bool:
+    """Whether a directory has the files of an authority, or one of them."""
+    return any((directory / name).exists() for name in (AUTHORITY_FILE, _AUTHORITY_KEY_FILE))
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int, now: dt.datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(now + dt.timedelta(days=days))
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise ConfigurationError(f"--host {host!r} is neither an IP address nor a host name: {error}") from error
+
+
+def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
+    encryption = serialization.NoEncryption()
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
+    _write(path, pem, 0o600)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """Whole or not at all: a service may read the file at this moment."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+    temporary.replace(path)

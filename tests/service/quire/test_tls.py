@@ -1,0 +1,148 @@
+"""Who gets through to a service that speaks TLS, and who is refused with what."""
+
+import datetime as dt
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from quire.cli.certs import LOCAL_HOSTS
+from quire.rpc.certificates import Authority
+from quire.rpc.channel import open_channel
+from quire.rpc.errors import PermissionDenied, QuireError, Unavailable, from_rpc_error
+from quire.rpc.server import RpcServer
+from quire.rpc.tls import Role, ServerTls, TlsIdentity
+from quire.settings import ConfigurationError
+from tests.support.certificates import make_certificates
+
+CHECK = health_pb2.HealthCheckRequest()
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return make_certificates(tmp_path)
+
+
+@pytest_asyncio.fixture
+async def worker(tmp_path: Path, authority: Authority) -> AsyncIterator[RpcServer]:
+    """A service that only schedulers may call."""
+    tls = ServerTls(TlsIdentity.of(tmp_path, Role.WORKER), roles=frozenset({Role.SCHEDULER}))
+    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [], tls=tls)
+    yield server
+    await server.stop(0)
+
+
+async def reflect(channel: grpc.aio.Channel) -> object:
+    """A method that is not health."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=10)
+    return await call.read()
+
+
+async def error_of(channel: grpc.aio.Channel) -> QuireError:
+    async with channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await reflect(channel)
+    return from_rpc_error(caught.value)
+
+
+async def test_a_caller_of_the_right_role_gets_through(worker: RpcServer, tmp_path: Path) -> None:
+    async with open_channel(worker.address, tls=TlsIdentity.of(tmp_path, Role.SCHEDULER)) as channel:
+        assert await reflect(channel)
+
+
+@pytest.mark.parametrize("role", [Role.GATEWAY, Role.WORKER, Role.OPERATOR, Role.CLIENT])
+async def test_a_caller_of_another_role_is_refused_everything_but_health(
+    worker: RpcServer, tmp_path: Path, role: Role
+) -> None:
+    tls = TlsIdentity.of(tmp_path, role)
+    async with open_channel(worker.address, tls=tls) as channel:
+        assert await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=10)
+    refusal = await error_of(open_channel(worker.address, tls=tls))
+    assert isinstance(refusal, PermissionDenied)
+    assert refusal.reason == "WRONG_ROLE"
+    assert "scheduler" in refusal.message
+    assert role in refusal.message
+
+
+async def test_a_caller_without_a_certificate_is_not_connected(worker: RpcServer, tmp_path: Path) -> None:
+    credentials = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
+    assert isinstance(await error_of(grpc.aio.secure_channel(worker.address, credentials)), Unavailable)
+
+
+async def test_a_caller_without_tls_is_not_connected(worker: RpcServer) -> None:
+    assert isinstance(await error_of(open_channel(worker.address)), Unavailable)
+
+
+async def test_a_certificate_of_another_authority_is_not_connected(worker: RpcServer, tmp_path: Path) -> None:
+    make_certificates(tmp_path / "other")
+    (tmp_path / "other" / "ca.pem").write_bytes((tmp_path / "ca.pem").read_bytes())
+    stranger = TlsIdentity.of(tmp_path / "other", Role.SCHEDULER)
+    assert isinstance(await error_of(open_channel(worker.address, tls=stranger)), Unavailable)
+
+
+async def test_a_server_of_another_authority_is_not_believed(worker: RpcServer, tmp_path: Path) -> None:
+    make_certificates(tmp_path / "other")
+    distrustful = TlsIdentity.of(tmp_path / "other", Role.SCHEDULER)
+    assert isinstance(await error_of(open_channel(worker.address, tls=distrustful)), Unavailable)
+
+
+@pytest.mark.parametrize("age_days", [30, -30], ids=["expired", "not yet valid"])
+async def test_a_certificate_out_of_its_time_is_not_connected(
+    worker: RpcServer, authority: Authority, tmp_path: Path, age_days: int
+) -> None:
+    made_at = dt.datetime.now(dt.UTC) - dt.timedelta(days=age_days)
+    authority.issue(tmp_path, Role.SCHEDULER, LOCAL_HOSTS, 1, made_at)
+    late = TlsIdentity.of(tmp_path, Role.SCHEDULER)
+    assert isinstance(await error_of(open_channel(worker.address, tls=late)), Unavailable)
+
+
+async def test_a_certificate_of_another_host_is_not_believed(authority: Authority, tmp_path: Path) -> None:
+    authority.issue(tmp_path, Role.WORKER, ["elsewhere.example"], 1, dt.datetime.now(dt.UTC))
+    server = await RpcServer.start(
+        "127.0.0.1:0", lambda _: None, [], tls=ServerTls(TlsIdentity.of(tmp_path, Role.WORKER))
+    )
+    caller = TlsIdentity.of(tmp_path, Role.SCHEDULER)
+    assert isinstance(await error_of(open_channel(server.address, tls=caller)), Unavailable)
+    await server.stop(0)
+
+
+async def test_new_files_hold_for_new_connections_and_running_ones_go_on(worker: RpcServer, tmp_path: Path) -> None:
+    before = TlsIdentity.of(tmp_path, Role.SCHEDULER).read()
+    async with open_channel(worker.address, tls=TlsIdentity.of(tmp_path, Role.SCHEDULER)) as running:
+        assert await reflect(running)
+        make_certificates(tmp_path)
+        async with open_channel(worker.address, tls=TlsIdentity.of(tmp_path, Role.SCHEDULER)) as new:
+            assert await reflect(new)
+        old = grpc.aio.secure_channel(worker.address, before.channel_credentials())
+        assert isinstance(await error_of(old), Unavailable)
+        assert await reflect(running)
+
+
+async def test_damaged_new_files_leave_the_old_ones_in_force(worker: RpcServer, tmp_path: Path) -> None:
+    scheduler = TlsIdentity.of(tmp_path, Role.SCHEDULER)
+    (tmp_path / "worker.pem").write_text("damaged")
+    for _ in range(2):
+        async with open_channel(worker.address, tls=scheduler) as channel:
+            assert await reflect(channel)
+
+
+@pytest.mark.parametrize("name", ["worker.pem", "worker.key", "ca.pem"])
+@pytest.mark.parametrize("content", [None, "damaged"])
+def test_files_that_cannot_be_used_are_refused_at_start(
+    authority: Authority, tmp_path: Path, name: str, content: str | None
+) -> None:
+    path = tmp_path / name
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(ConfigurationError, match=str(path)):
+        TlsIdentity.of(tmp_path, Role.WORKER)
+
+
+def test_a_key_of_another_certificate_is_refused_at_start(authority: Authority, tmp_path: Path) -> None:
+    (tmp_path / "worker.key").write_bytes((tmp_path / "gateway.key").read_bytes())
+    with pytest.raises(ConfigurationError, match=r"worker\.key"):
+        TlsIdentity.of(tmp_path, Role.WORKER)

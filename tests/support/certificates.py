@@ -1,0 +1,19 @@
+"""Directories of certificates for tests, as `quire certs` makes them."""
+
+import datetime as dt
+from pathlib import Path
+
+from quire.cli.certs import LOCAL_HOSTS
+from quire.rpc.certificates import Authority
+from quire.rpc.tls import Role
+
+
+def make_certificates(directory: Path, *, authority: Authority | None = None, age_days: int = 0) -> Authority:
+    """Certificates of all roles that are good for a day, made `age_days` ago; by a new authority, or by this one."""
+    directory.mkdir(exist_ok=True)
+    made_at = dt.datetime.now(dt.UTC) - dt.timedelta(days=age_days)
+    authority = authority or Authority.make(365, made_at)
+    authority.write(directory)
+    for role in Role:
+        authority.issue(directory, role, LOCAL_HOSTS, 1, made_at)
+    return authority
