@@ -1,10 +1,10 @@
-"""usage: python -m bench {split,core,waste,sharing,soak,control,gpu,kernels} [flags]   (without a name: split)"""
+"""usage: python -m bench {split,core,waste,sharing,soak,control,gpu,kernels,quality} [flags]   (no name: split)"""
 
 import argparse
 import importlib
 import sys
 
-BENCHMARKS = ("split", "core", "waste", "sharing", "soak", "control", "gpu", "kernels")
+BENCHMARKS = ("split", "core", "waste", "sharing", "soak", "control", "gpu", "kernels", "quality")
 
 
 def main() -> None:

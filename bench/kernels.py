@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from bench.kernel_products import LAYERS, Layer, make_products
 from bench.report import Series, write_results
 from kernels import reference
 from kernels.choice import Implementation
@@ -24,6 +25,7 @@ from kernels.reference_attention import ScoreRule
 
 _BLOCK_SIZE = 16
 _MEGABYTES = 256
+_PARTS = ("decode", "prefill", "product", "pointwise")
 
 Contestants = dict[str, Callable[[], object]]
 
@@ -44,10 +46,13 @@ MODELS = (Heads(12, 12, 64), Heads(32, 8, 128))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="+", choices=("decode", "prefill", "pointwise"), help="default: all of them")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, help="default: all of them")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="rows that decode together")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of each row")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of a prefill")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256, 1024], help="tokens of a product"
+    )
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", help="an instruction set; default: the best of this processor")
@@ -58,13 +63,20 @@ def main(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.num_threads)
     library = Library(isa=arguments.isa)
     kernels, series = CpuKernels(library), list[Series]()
-    parts = arguments.parts or ("decode", "prefill", "pointwise")
+    parts = arguments.parts or _PARTS
     print(f"{library.isa}, {arguments.num_threads} threads")
     with torch.inference_mode():
         if "decode" in parts:
             series += _decodes(kernels, arguments)
         if "prefill" in parts:
             series += _prefills(kernels, arguments)
+        if "product" in parts:
+            series += [
+                each
+                for layer in LAYERS
+                for tokens in arguments.tokens
+                for each in _product(kernels, layer, tokens, arguments.runs)
+            ]
         if "pointwise" in parts:
             series += _pointwise(kernels, arguments.runs)
     if arguments.out:
@@ -145,6 +157,19 @@ def _prefill(kernels: Implementation, heads: Heads, tokens: int, arguments: argp
     return _report(f"prefill, {heads}, {tokens} tokens", contestants, arguments.runs)
 
 
+def _product(kernels: CpuKernels, layer: Layer, tokens: int, runs: int) -> list[Series]:
+    """Milliseconds of one product, and gigabytes a second of numbers that are summed up."""
+    count, contestants = make_products(kernels, layer, tokens)
+    numbers = torch.ones(_MEGABYTES * 2**18)
+    seconds = _measure({**contestants, "sum": numbers.sum}, runs)
+    name = f"product, {layer.name}, {tokens} tokens"
+    rates = Series(f"{name}, sum", "GB/s", tuple(numbers.nbytes / 1e9 / each for each in seconds.pop("sum")))
+    series = _in_milliseconds(name, {who: [each / count for each in times] for who, times in seconds.items()})
+    read = layer.out_features * layer.in_features * 2 / 1e6 / series[0].median
+    print(f"{'':<46} the kernels read {read:.1f} GB/s, a sum {rates.median:.1f}", flush=True)
+    return [*series, rates]
+
+
 def _pointwise(kernels: Implementation, runs: int) -> list[Series]:
     return [
         each
@@ -180,12 +205,15 @@ def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:
 
 def _report(name: str, contestants: Contestants, runs: int) -> list[Series]:
     """Milliseconds of each contestant, the first one the kernels."""
-    seconds = _measure(contestants, runs)
+    return _in_milliseconds(name, _measure(contestants, runs))
+
+
+def _in_milliseconds(name: str, seconds: dict[str, list[float]]) -> list[Series]:
     series = [
         Series(name if who == "kernels" else f"{name}, {who}", "ms", tuple(each * 1e3 for each in times))
         for who, times in seconds.items()
     ]
-    others = "   ".join(f"{who} {each.median:9.3f}" for who, each in zip(contestants, series, strict=True))
+    others = "   ".join(f"{who} {each.median:9.3f}" for who, each in zip(seconds, series, strict=True))
     print(f"{name:<46} ms: {others}", flush=True)
     return series
 

@@ -11,6 +11,7 @@ import torch
 from kernels import reference
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library, LibraryUnavailableError
+from kernels.packed_weight import PackedWeight
 from kernels.reference_attention import ScoreRule
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,21 @@ class Implementation(Protocol):
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+class Products(Protocol):
+    """Products with weights that were packed once."""
+
+    def pack_weight(self, weight: torch.Tensor, gated: bool) -> PackedWeight: ...
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: PackedWeight,
+        bias: torch.Tensor | None,
+        activation: str,
+        output_dtype: torch.dtype,
+    ) -> torch.Tensor: ...
+
+
 class BlockMoves(Protocol):
     """The moves of blocks, on GPUs and between them and the host."""
 
@@ -110,3 +126,11 @@ def implementation_for(device: torch.device) -> Implementation:
     except LibraryUnavailableError as error:
         logger.warning("no CPU kernels, the operations run in plain torch: %s", error)
         return reference
+
+
+def packed_products_for(device: torch.device, dtype: torch.dtype) -> Products | None:
+    """Products from packed weights of this dtype, if such a device has a kernel of ours for them."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return None
+    implementation = implementation_for(device)
+    return implementation if isinstance(implementation, CpuKernels) else None

@@ -2,7 +2,8 @@
 
 Words: T tokens of one flat batch, R rows (sequences) in it, H heads, D head size, B block size. A slot is
 `block_id * B + offset`. The KV pool of a layer is `[2, num_blocks, Hkv, B, D]`, keys first: the tile of one block and
-head is contiguous.
+head is contiguous. A pool of int8 has lines of `int8_cache.line_bytes(D)` instead of D; keys, values and queries are
+floating, rounded on the way in.
 
 All operations raise ValueError when shapes, dtypes or devices do not fit together. The content of index tensors (block
 ids, slots, positions) is the caller's duty: reading it would stall a GPU. On the CPU one that is out of range raises
@@ -13,9 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels import host_copy, reference
+from kernels import host_copy, int8_cache, reference
 from kernels.checks import FLOATING, check_device, check_dtype, check_kv_cache, check_pairs, check_shape
-from kernels.choice import block_moves_for, implementation_for
+from kernels.choice import block_moves_for, implementation_for, packed_products_for
+from kernels.packed_weight import ACTIVATIONS, PackedWeight
 
 
 def reshape_and_cache(
@@ -29,6 +31,8 @@ def reshape_and_cache(
         slot_mapping: [T] int64, all different.
     """
     _check_write(key, value, kv_cache, slot_mapping)
+    if kv_cache.dtype == torch.int8:
+        key, value, kv_cache = _as_lines(key, value, kv_cache)
     implementation_for(kv_cache.device).reshape_and_cache(key, value, kv_cache, slot_mapping)
 
 
@@ -68,9 +72,9 @@ def paged_attention(
         [T, Hq, D] of the dtype of `query`.
     """
     check_kv_cache(kv_cache)
-    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    if query.dim() != 3 or query.size(2) != head_dim:
-        check_shape("query", query, (None, None, head_dim))
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    if query.dim() != 3 or not _fits(query, kv_cache):
+        check_shape("query", query, (None, None, _most_head_dim(kv_cache)))
     num_heads = query.size(1)
     if num_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"query has {num_heads} heads; expected a multiple of the {num_kv_heads} of kv_cache")
@@ -79,7 +83,7 @@ def paged_attention(
     check_shape("query_start_loc", query_start_loc, (num_rows + 1,))
     check_shape("seq_lens", seq_lens, (num_rows,))
     device = kv_cache.device
-    check_dtype("query", query, kv_cache.dtype)
+    check_dtype("query", query, _dtypes_for(kv_cache))
     check_device("query", query, device)
     for name, tensor in (
         ("block_tables", block_tables),
@@ -102,6 +106,8 @@ def paged_attention(
         check_shape("alibi_slopes", alibi_slopes, (num_heads,))
         check_dtype("alibi_slopes", alibi_slopes, torch.float32)
         check_device("alibi_slopes", alibi_slopes, kv_cache.device)
+    if kv_cache.dtype == torch.int8:
+        kv_cache, block_tables = int8_cache.floating_blocks(kv_cache, block_tables, seq_lens, query)
     return implementation_for(kv_cache.device).paged_attention(
         query,
         kv_cache,
@@ -215,7 +221,12 @@ def rotary_and_cache(
     """
     _check_rotary(query, key, positions, cos_sin_cache)
     _check_write(key, value, kv_cache, slot_mapping)
-    check_dtype("query", query, kv_cache.dtype)
+    check_dtype("query", query, key.dtype)
+    if kv_cache.dtype == torch.int8:
+        query, key = implementation_for(kv_cache.device).rotary(query, key, positions, cos_sin_cache)
+        key, value, kv_cache = _as_lines(key, value, kv_cache)
+        implementation_for(kv_cache.device).reshape_and_cache(key, value, kv_cache, slot_mapping)
+        return query
     return implementation_for(kv_cache.device).rotary_and_cache(
         query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping
     )
@@ -228,6 +239,60 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return implementation_for(x.device).silu_and_mul(x)
 
 
+def has_packed_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether weights of this dtype are better packed than not on such a device."""
+    return packed_products_for(device, dtype) is not None
+
+
+def pack_weight(weight: torch.Tensor, *, gated: bool = False) -> PackedWeight:
+    """Puts a weight into the order in which `product` reads it; the weight itself is not kept where that pays.
+
+    Args:
+        weight: [out, in]; gated: the rows of the gates, then as many of what they are multiplied with.
+        gated: the product is to be `silu_and_mul` of what it would be.
+    """
+    check_shape("weight", weight, (None, None))
+    check_dtype("weight", weight, FLOATING)
+    if gated and weight.shape[0] % 2:
+        raise ValueError(f"weight has {weight.shape[0]} rows; expected an even number of a gated one")
+    return (packed_products_for(weight.device, weight.dtype) or reference).pack_weight(weight, gated)
+
+
+def product(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "identity",
+    output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`activation(x @ weight.T + bias)`, summed in float32 and rounded once.
+
+    Args:
+        x: [..., in], of the dtype of the weight.
+        bias: [out], of that dtype too.
+        activation: one of `ACTIVATIONS`; identity where the weight is gated.
+        output_dtype: that of x, or float32.
+
+    Returns:
+        [..., out], half as many where the weight is gated.
+    """
+    dtype, device = weight.data.dtype, weight.data.device
+    check_shape("x", x, (*x.shape[:-1], weight.in_features))
+    check_dtype("x", x, dtype)
+    check_device("x", x, device)
+    if bias is not None:
+        check_shape("bias", bias, (weight.out_features,))
+        check_dtype("bias", bias, dtype)
+        check_device("bias", bias, device)
+    if activation not in (("identity",) if weight.gated else ACTIVATIONS):
+        raise ValueError(f"activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}, none after a gate")
+    if output_dtype not in (None, dtype, torch.float32):
+        raise ValueError(f"output_dtype is {output_dtype}; expected {dtype} or torch.float32")
+    products = packed_products_for(device, dtype) or reference
+    return products.product(x, weight, bias, activation, output_dtype or dtype)
+
+
 def _check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_shape("weight", weight, (x.shape[-1],))
     check_dtype("x", x, FLOATING)
@@ -238,11 +303,15 @@ def _check_write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
     check_kv_cache(kv_cache)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_shape("slot_mapping", slot_mapping, (slot_mapping.numel(),))
-    _, _, num_kv_heads, _, head_dim = kv_cache.shape
-    expected, dtype, device = (slot_mapping.numel(), num_kv_heads, head_dim), kv_cache.dtype, kv_cache.device
+    head_dim = key.shape[-1] if key.dim() == 3 and _fits(key, kv_cache) else _most_head_dim(kv_cache)
+    expected, dtypes, device = (
+        (slot_mapping.numel(), kv_cache.shape[2], head_dim),
+        _dtypes_for(kv_cache),
+        kv_cache.device,
+    )
     for name, tensor in (("key", key), ("value", value)):
         check_shape(name, tensor, expected)
-        check_dtype(name, tensor, dtype)
+        check_dtype(name, tensor, dtypes)
         check_device(name, tensor, device)
     check_device("slot_mapping", slot_mapping, device)
 
@@ -262,3 +331,27 @@ def _check_rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tenso
     device = query.device
     for name, tensor in (("key", key), ("positions", positions), ("cos_sin_cache", cos_sin_cache)):
         check_device(name, tensor, device)
+
+
+def _fits(x: torch.Tensor, kv_cache: torch.Tensor) -> bool:
+    """Whether lines of x [T, H, D] are as long as those of the pool."""
+    head_dim, width = x.size(2), kv_cache.size(4)
+    return width == (int8_cache.line_bytes(head_dim) if kv_cache.dtype == torch.int8 else head_dim)
+
+
+def _most_head_dim(kv_cache: torch.Tensor) -> int:
+    width = kv_cache.size(4)
+    return int8_cache.most_head_dim(width) if kv_cache.dtype == torch.int8 else width
+
+
+def _dtypes_for(kv_cache: torch.Tensor) -> torch.dtype | tuple[torch.dtype, ...]:
+    """Dtypes of what is written to the pool, and of queries."""
+    return FLOATING if kv_cache.dtype == torch.int8 else kv_cache.dtype
+
+
+def _as_lines(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values rounded to lines of the pool; all three as words that plain copies know."""
+    key, value = int8_cache.quantized_lines(key), int8_cache.quantized_lines(value)
+    return int8_cache.as_words(key), int8_cache.as_words(value), int8_cache.as_words(kv_cache)

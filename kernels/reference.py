@@ -4,10 +4,12 @@
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.nn import functional
 
+from kernels.packed_weight import PackedWeight
 from kernels.reference_attention import ScoreRule, paged_attention
 
 __all__ = [
@@ -15,7 +17,9 @@ __all__ = [
     "add_rms_norm",
     "copy_blocks",
     "layer_norm",
+    "pack_weight",
     "paged_attention",
+    "product",
     "reshape_and_cache",
     "rms_norm",
     "rotary",
@@ -99,3 +103,23 @@ def rotary_and_cache(
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
+
+
+def pack_weight(weight: torch.Tensor, gated: bool) -> PackedWeight:
+    out_features, in_features = weight.shape
+    return PackedWeight(weight, out_features, in_features, gated)
+
+
+def product(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str, output_dtype: torch.dtype
+) -> torch.Tensor:
+    sums = functional.linear(x, weight.data, bias)
+    return (silu_and_mul(sums) if weight.gated else _ACTIVATIONS[activation](sums)).to(output_dtype)
+
+
+_ACTIVATIONS = {
+    "identity": torch.nn.Identity(),
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.int8_cache import line_bytes
 from quire.settings import ConfigurationError
 from worker_svc.info import PoolGeometry
 from worker_svc.models.base import CausalLM
@@ -17,7 +18,7 @@ PINNED_SWAP_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """The tensors of all layers, each [2, num_blocks, num_kv_heads, block_size, head_dim]."""
+    """The tensors of all layers, each [2, num_blocks, num_kv_heads, block_size, head_dim], or lines of int8."""
 
     geometry: PoolGeometry
     gpu: tuple[Tensor, ...]
@@ -37,11 +38,19 @@ class PoolRequest:
     """Bytes, 0 for no host pool; None takes the default of the device."""
     most_useful_blocks: int
     """Blocks of as many full sequences as a step can have; the default pool of a CPU is never larger."""
+    dtype: torch.dtype | None = None
+    """What keys and values are stored in; None takes the model's."""
 
 
-def block_bytes(model: CausalLM, block_size: int) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return 2 * model.num_layers * model.num_kv_heads * block_size * model.head_dim * model.dtype.itemsize
+def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype | None = None) -> int:
+    """Bytes of one block over all layers, keys and values, of a pool of this dtype; without it, the model's."""
+    dtype = dtype or model.dtype
+    return 2 * model.num_layers * model.num_kv_heads * block_size * line_width(model.head_dim, dtype) * dtype.itemsize
+
+
+def line_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of one token and head in a pool of this dtype: those of int8 have a scale beside them."""
+    return line_bytes(head_dim) if dtype == torch.int8 else head_dim
 
 
 def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: int | None) -> int:
@@ -102,7 +111,8 @@ def _machine_memory() -> int:
 
 def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | None) -> PoolGeometry:
     """The shape of the pool for a model. ConfigurationError when not one block fits."""
-    bytes_per_block = block_bytes(model, request.block_size)
+    dtype = request.dtype or model.dtype
+    bytes_per_block = block_bytes(model, request.block_size, dtype)
     gpu_blocks = num_gpu_blocks(request, bytes_per_block, available_bytes)
     return PoolGeometry(
         block_size=request.block_size,
@@ -111,7 +121,7 @@ def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | 
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         block_bytes=bytes_per_block,
     )
 
@@ -124,8 +134,8 @@ def allocate_pool(geometry: PoolGeometry, device: torch.device, dtype: torch.dty
     Raises:
         ConfigurationError: the memory is not there.
     """
-    gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks)
-    host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks))
+    gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks, dtype)
+    host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks, dtype))
     try:
         gpu = tuple(torch.zeros(gpu_shape, dtype=dtype, device=device) for _ in range(geometry.num_layers))
         pinned = device.type == "cuda" and geometry.num_host_blocks > 0
@@ -140,5 +150,5 @@ def allocate_pool(geometry: PoolGeometry, device: torch.device, dtype: torch.dty
     return KvPool(geometry, gpu, host)
 
 
-def _layer_shape(geometry: PoolGeometry, num_blocks: int) -> tuple[int, ...]:
-    return (2, num_blocks, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
+def _layer_shape(geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype) -> tuple[int, ...]:
+    return (2, num_blocks, geometry.num_kv_heads, geometry.block_size, line_width(geometry.head_dim, dtype))

@@ -28,6 +28,15 @@ class WorkerSettings:
         "type of weights and KV pool; auto takes the model's",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = setting(
+        "none",
+        "what linear layers hold: int8-weight-only rounds their weights to int8 when they are loaded, int8-dynamic "
+        "their inputs too",
+        choices=("none", "int8-weight-only", "int8-dynamic"),
+    )
+    kv_cache_dtype: str = setting(
+        "auto", "type of the KV pool; auto takes --dtype, int8 holds about twice the tokens", choices=("auto", "int8")
+    )
     block_size: int = setting(16, "tokens of one KV block", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
         None,

@@ -12,6 +12,7 @@ from worker_svc.device_loop import DeviceLoop
 from worker_svc.heap import release_freed_memory
 from worker_svc.info import ModelGeometry, WorkerInfo, WorkerLimits
 from worker_svc.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.layers.quantization import Quantization
 from worker_svc.model_runner import ModelRunner
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
@@ -47,6 +48,7 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
             ranks=ranks,
             progress=LoadingProgress(),
             model_impl=settings.model_impl,
+            quantization=Quantization(settings.quantization),
         )
         release_freed_memory()
         return make_worker(model, settings, device_loop)
@@ -104,6 +106,7 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
         kv_cache_memory=settings.kv_cache_memory,
         swap_space=settings.swap_space,
         most_useful_blocks=limits.max_num_rows * -(-geometry.max_model_len // settings.block_size),
+        dtype=pool_dtype(settings.kv_cache_dtype, model),
     )
     available = None
     if model.device.type == "cuda" and request.num_gpu_blocks is None and request.kv_cache_memory is None:
@@ -112,18 +115,30 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
     # A rank with less memory decides for all: a block is a block on each of them.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
-    pool = allocate_pool(shape, model.device, model.dtype)
+    pool = allocate_pool(shape, model.device, pool_dtype(settings.kv_cache_dtype, model))
     tokens = shape.num_gpu_blocks * shape.block_size
     _logger.info(
-        "KV pool: %d blocks of %d tokens (%.1f MiB), %d on the host",
+        "KV pool: %d blocks of %d tokens in %s (%.1f MiB), %d on the host",
         shape.num_gpu_blocks,
         shape.block_size,
+        shape.dtype,
         shape.num_gpu_blocks * shape.block_bytes / 2**20,
         shape.num_host_blocks,
     )
     if tokens < geometry.max_model_len:
         _logger.warning("the KV pool holds %d tokens; sequences longer than that are refused", tokens)
     return pool
+
+
+def pool_dtype(name: str, model: CausalLM) -> torch.dtype:
+    """The dtype of a setting; auto takes the model's. ConfigurationError when the device does not have it."""
+    if name == "auto":
+        return model.dtype
+    if model.device.type != "cpu":
+        raise ConfigurationError(
+            f"--kv-cache-dtype is {name}, which is for cpu, and the device is {model.device.type}; use auto"
+        )
+    return torch.int8
 
 
 class LoadingProgress:

@@ -81,6 +81,41 @@ struct SiluArgs {
   int64_t x_stride;
 };
 
+// What a product does to its sums before it rounds them.
+enum Activation : int64_t {
+  kIdentity = 0,
+  kRelu = 1,
+  kSilu = 2,
+  kGeluTanh = 3,
+  kSiluAndMul = 4,  // silu(gate) * up, of weights that were packed as such
+};
+
+// Rows of a weight to panels of kPanel columns (panel.h), bfloat16.
+struct PackArgs {
+  void* packed;        // [panels, in_features padded to kPanel, kPanel]
+  const void* weight;  // [out_features, in_features]; gated: the gates' rows, then as many of what they are multiplied with
+  int64_t out_features;
+  int64_t in_features;
+  int64_t weight_stride;
+  int64_t gated;
+};
+
+// output = activation(x W^T + bias) in bfloat16, summed in float.
+struct ProductArgs {
+  void* output;        // [T, out_features], half as many where it is gated
+  const void* x;       // [T, in_features]
+  const void* weight;  // packed
+  const void* bias;    // [out_features] or null
+  int64_t output_dtype;  // bfloat16 or float
+  int64_t activation;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t out_features;
+  int64_t in_features;  // a multiple of kPanel: the caller adds zeros to x
+  int64_t x_stride;
+  int64_t output_stride;
+};
+
 // Heads of T tokens, read from one place and written to another, which may be the same.
 struct Heads {
   const void* source;
@@ -123,9 +158,9 @@ QUIRE_API const char* quire_isas();
 // A context for one of them, or null where it is not among them. To be closed by quire_close.
 QUIRE_API quire::Context* quire_open(const char* isa, const quire::OpenMp* openmp);
 QUIRE_API void quire_close(quire::Context* context);
-// The sizes of AttentionArgs, NormArgs, SiluArgs and RotaryArgs: a library that was built from another api.h is told by
-// them.
-QUIRE_API void quire_argument_sizes(int64_t sizes[4]);
+// The sizes of AttentionArgs, NormArgs, SiluArgs, RotaryArgs, PackArgs and ProductArgs: a library that was built from
+// another api.h is told by them.
+QUIRE_API void quire_argument_sizes(int64_t sizes[6]);
 
 QUIRE_API int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args);
 QUIRE_API int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args);
@@ -133,3 +168,5 @@ QUIRE_API int32_t quire_layer_norm(const quire::Context* context, const quire::N
 QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire::SiluArgs* args);
 // rotary, reshape_and_cache, or both at once.
 QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args);
+QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args);
+QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);

@@ -5,10 +5,26 @@ from collections.abc import Sequence
 import torch
 
 from kernels import reference
-from kernels.cpu.library import ATTENTION_ARGS, NORM_ARGS, ROTARY_ARGS, SILU_ARGS, Library, Operation
+from kernels.cpu.library import (
+    ATTENTION_ARGS,
+    NORM_ARGS,
+    PACK_ARGS,
+    PRODUCT_ARGS,
+    ROTARY_ARGS,
+    SILU_ARGS,
+    Library,
+    Operation,
+)
+from kernels.packed_weight import ACTIVATIONS, PackedWeight
 from kernels.reference_attention import ScoreRule
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# The enum Activation of api.h.
+_ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
+_SILU_AND_MUL = len(ACTIVATIONS)
+# kPanel of isa.h: packed weights are padded to multiples of it.
+_PANEL = 32
 
 _NO_HEADS = (0, 0, 0, 0, 0, 0, 0)
 _NO_CACHE = (0, 0, 0, 0)
@@ -112,6 +128,48 @@ class CpuKernels:
             lines.stride(0),
         )
         _check(self._library.silu_and_mul(self._context, arguments))
+        return output
+
+    def pack_weight(self, weight: torch.Tensor, gated: bool) -> PackedWeight:
+        weight = _dense(weight)
+        out_features, in_features = weight.shape
+        padded_in = -(-in_features // _PANEL) * _PANEL
+        panels = -(-(out_features // 2) // (_PANEL // 2)) if gated else -(-out_features // _PANEL)
+        data = torch.empty((panels, padded_in, _PANEL), dtype=weight.dtype)
+        arguments = PACK_ARGS.pack(
+            data.data_ptr(), weight.data_ptr(), out_features, in_features, weight.stride(0), int(gated)
+        )
+        _check(self._library.pack_weight(self._context, arguments))
+        return PackedWeight(data, out_features, in_features, gated)
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: PackedWeight,
+        bias: torch.Tensor | None,
+        activation: str,
+        output_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        padded_in = weight.data.shape[1]
+        lines = _lines(x)
+        if padded_in != weight.in_features:
+            lines = torch.nn.functional.pad(lines, (0, padded_in - weight.in_features))
+        output = torch.empty((*x.shape[:-1], weight.width), dtype=output_dtype)
+        arguments = PRODUCT_ARGS.pack(
+            output.data_ptr(),
+            lines.data_ptr(),
+            weight.data.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            _DTYPES[output_dtype],
+            _SILU_AND_MUL if weight.gated else _ACTIVATIONS[activation],
+            torch.get_num_threads(),
+            lines.shape[0],
+            weight.out_features,
+            padded_in,
+            lines.stride(0),
+            weight.width,
+        )
+        _check(self._library.product(self._context, arguments))
         return output
 
     def rotary(

@@ -64,6 +64,9 @@ struct Isa {
 #define QUIRE_LIST(isa) {#isa, has_##isa, isa::kernels},
 constexpr Isa kIsas[] = {QUIRE_FOR_ISAS(QUIRE_LIST)};
 
+// Elements of weights below which the same holds for the reading of them.
+constexpr int64_t kWorthReading = 1 << 17;
+
 int64_t grain(int64_t elements_of_line) { return 1 + kWorthThreads / (elements_of_line < 1 ? 1 : elements_of_line); }
 
 Status check_tokens(const RotaryArgs& args) {
@@ -106,11 +109,13 @@ quire::Context* quire_open(const char* name, const quire::OpenMp* openmp) {
 
 void quire_close(quire::Context* context) { delete context; }
 
-void quire_argument_sizes(int64_t sizes[4]) {
+void quire_argument_sizes(int64_t sizes[6]) {
   sizes[0] = sizeof(quire::AttentionArgs);
   sizes[1] = sizeof(quire::NormArgs);
   sizes[2] = sizeof(quire::SiluArgs);
   sizes[3] = sizeof(quire::RotaryArgs);
+  sizes[4] = sizeof(quire::PackArgs);
+  sizes[5] = sizeof(quire::ProductArgs);
 }
 
 int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args) {
@@ -148,5 +153,14 @@ int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* arg
   quire::split_over_threads(
       context->openmp, args->threads, args->num_tokens, quire::grain(elements),
       [&](int64_t begin, int64_t end) { context->kernels.rotary.of[args->dtype](*args, begin, end); });
+  return kOk;
+}
+
+int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args) {
+  const int64_t work = args->in_features * quire::kPanel * (1 + args->num_tokens / 16);
+  quire::split_over_threads(
+      context->openmp, args->threads, args->num_tokens > 0 ? quire::num_panels(*args) : 0,
+      1 + quire::kWorthReading / (work < 1 ? 1 : work),
+      [&](int64_t begin, int64_t end) { context->kernels.product(*args, begin, end); });
   return kOk;
 }

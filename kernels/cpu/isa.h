@@ -1,5 +1,5 @@
-// What every instruction set provides. decode.cpp, prefill.cpp, norms.cpp and rotary.cpp are compiled once for each, in a
-// namespace of its name, QUIRE_ISA. They use nothing of the standard library that the linker could share between
+// What every instruction set provides. decode.cpp, prefill.cpp, pointwise.cpp, product.cpp and rotary.cpp are compiled once for
+// each, in a namespace of its name, QUIRE_ISA. They use nothing of the standard library that the linker could share between
 // them: a processor without AVX-512 must never run what was compiled for it.
 #pragma once
 
@@ -19,6 +19,9 @@ inline constexpr int64_t kKeyTile = 64;
 // Rows of scratch memory are padded to this many elements, enough for any vector and matrix tile.
 inline constexpr int64_t kPad = 32;
 
+// Columns of a packed weight that lie together, and what its lines are padded to.
+inline constexpr int64_t kPanel = 32;
+
 // One piece of attention that a thread does at a time.
 struct Unit {
   int32_t row;
@@ -35,6 +38,15 @@ struct Unit {
 namespace {
 
 inline int64_t padded(int64_t size, int64_t multiple = kPad) { return (size + multiple - 1) / multiple * multiple; }
+
+inline bool is_gated(const ProductArgs& args) { return args.activation == kSiluAndMul; }
+
+// Panels of a product: a gated one has 16 gates and 16 of what they are multiplied with.
+inline int64_t num_panels(int64_t out_features, bool gated) {
+  return gated ? padded(out_features / 2, kPanel / 2) / (kPanel / 2) : padded(out_features, kPanel) / kPanel;
+}
+
+inline int64_t num_panels(const ProductArgs& args) { return num_panels(args.out_features, is_gated(args)); }
 
 inline int64_t state_size(const AttentionArgs& args) { return args.head_dim + 2; }
 
@@ -83,6 +95,8 @@ struct IsaKernels {
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> layer_norm;
   ByDtype<void (*)(const SiluArgs&, int64_t begin, int64_t end)> silu_and_mul;
   ByDtype<void (*)(const RotaryArgs&, int64_t begin, int64_t end)> rotary;
+  // Panels begin to end, for all tokens.
+  void (*product)(const ProductArgs&, int64_t begin, int64_t end);
 };
 
 struct Context {

@@ -17,7 +17,9 @@ ATTENTION_ARGS = struct.Struct("21q2d")
 NORM_ARGS = struct.Struct("11qd")
 SILU_ARGS = struct.Struct("7q")
 ROTARY_ARGS = struct.Struct("32q")
-_ARGS = (ATTENTION_ARGS, NORM_ARGS, SILU_ARGS, ROTARY_ARGS)
+PACK_ARGS = struct.Struct("6q")
+PRODUCT_ARGS = struct.Struct("12q")
+_ARGS = (ATTENTION_ARGS, NORM_ARGS, SILU_ARGS, ROTARY_ARGS, PACK_ARGS, PRODUCT_ARGS)
 
 _OPEN_MP = struct.Struct("3q")
 _OPEN_MP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -58,6 +60,8 @@ class Library:
         self.layer_norm = _operation(library, "quire_layer_norm")
         self.silu_and_mul = _operation(library, "quire_silu_and_mul")
         self.rotary = _operation(library, "quire_rotary")
+        self.pack_weight = _operation(library, "quire_pack_weight")
+        self.product = _operation(library, "quire_product")
         weakref.finalize(self, library.quire_close, context)
 
 

@@ -10,19 +10,27 @@ class MatrixUnit {
  public:
   MatrixUnit() {
     _tile_storeconfig(before_);
-    TileConfig config = {};
-    config.palette = 1;
-    for (int i = 0; i < 8; ++i) {
-      config.bytes_of_line[i] = 64;
-      config.lines[i] = 16;
-    }
-    _tile_loadconfig(&config);
+    set_lines(16, 16);
   }
   ~MatrixUnit() { _tile_loadconfig(before_); }
   MatrixUnit(const MatrixUnit&) = delete;
   MatrixUnit& operator=(const MatrixUnit&) = delete;
 
+  // Lines of the two tiles of A, 4 and 5, and of those of C that they lead to, 0 and 1, 2 and 3. All tiles become zero.
+  void set_lines(int first, int second) {
+    const uint8_t lines[8] = {u8(first), u8(first), u8(second), u8(second), u8(first), u8(second), 16, 16};
+    TileConfig config = {};
+    config.palette = 1;
+    for (int i = 0; i < 8; ++i) {
+      config.bytes_of_line[i] = 64;
+      config.lines[i] = lines[i];
+    }
+    _tile_loadconfig(&config);
+  }
+
  private:
+  static uint8_t u8(int x) { return static_cast<uint8_t>(x); }
+
   struct alignas(64) TileConfig {
     uint8_t palette;
     uint8_t start_line;

@@ -65,8 +65,22 @@ _FUSED: dict[str, FusedActivation] = {
 }
 
 
+_GATED = "gated "
+
+
+def gated(name: str) -> str:
+    """The name, for a linear layer, of `act(gate) * up`: gates are the first half of its outputs, ups the second."""
+    return _GATED + name
+
+
+def is_gated_silu(name: str) -> bool:
+    """Whether it is what `ops.silu_and_mul` computes."""
+    return name in (gated("silu"), gated("swish"))
+
+
 def check_activation(name: str) -> None:
     """Raises ConfigurationError for a name that is not known."""
+    name = name.removeprefix(_GATED)
     if name not in ACTIVATIONS:
         raise ConfigurationError(
             f"config.json: activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
@@ -76,12 +90,28 @@ def check_activation(name: str) -> None:
 def activation(name: str) -> Activation:
     """Raises ConfigurationError for a name that is not known."""
     check_activation(name)
-    return ACTIVATIONS[name]
+    return gated_activation(name.removeprefix(_GATED)) if name.startswith(_GATED) else ACTIVATIONS[name]
 
 
 def fused_activation(name: str) -> FusedActivation | None:
     """The same function where oneDNN can apply it to a product; None where it cannot."""
     return _FUSED.get(name)
+
+
+# In the words of `ops.product`.
+_OWN = {
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def own_activation(name: str) -> str | None:
+    """The same function where `ops.product` can apply it; None where it cannot."""
+    return _OWN.get(name)
 
 
 def gated_activation(name: str) -> Activation:

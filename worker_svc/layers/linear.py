@@ -10,7 +10,8 @@ import torch
 
 from worker_svc.layers.activation import check_activation
 from worker_svc.layers.loadable import Loadable, Placement
-from worker_svc.layers.product import Product, make_product
+from worker_svc.layers.product import Product
+from worker_svc.layers.quantized_product import make_linear_product
 from worker_svc.ranks import Shard
 from worker_svc.weights import TensorReader, TensorSpec
 
@@ -102,7 +103,7 @@ class Linear(Loadable):
 
     def install(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Takes merged weights, [out, in] and [out]."""
-        self._product = make_product(weight, bias, self._activation)
+        self._product = make_linear_product(weight, bias, self._activation, self._placement.quantization)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], of each the rank's part where the layer is split by it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from worker_svc.layers.quantization import Quantization
 from worker_svc.ranks import ALONE, Ranks
 from worker_svc.weights import TensorReader, TensorSpec
 
@@ -18,6 +19,8 @@ class Placement:
     device: torch.device
     dtype: torch.dtype
     ranks: Ranks = ALONE
+    quantization: Quantization = Quantization.NONE
+    """What linear layers keep of their weights."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)

@@ -1,9 +1,9 @@
-"""How a linear layer multiplies: from weights that oneDNN has packed once where that is faster, else as torch does.
+"""How a linear layer multiplies: by our own kernel where there is one, from weights that oneDNN has packed once where
+that is faster, else as torch does.
 
-Measured on two cores, the 12 layers and the head of a 160M LLaMA in bfloat16, all of whose weights come from memory:
-packed 14.5, 18.9 and 34.4 ms for 1, 16 and 64 tokens, plain 20.9, 25.3 and 45.5. For one token each of these products
-by itself reads 61 to 130 % of what a plain sum reads, 93 % all in all. In float32 one token takes up to a tenth longer
-packed, four and more take a quarter less.
+docs/adr/0007 has what our own kernel, for bfloat16, was measured at beside oneDNN's. Where it is missing, packed
+products of oneDNN take 0.69 to 0.76 of the time of plain ones in bfloat16. In float32 one token takes up to a tenth
+longer packed, four and more take a quarter less.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.layers.activation import Activation, FusedActivation, activation, fused_activation
+from kernels import ops
+from kernels.packed_weight import PackedWeight
+from worker_svc.layers.activation import (
+    Activation,
+    FusedActivation,
+    activation,
+    fused_activation,
+    is_gated_silu,
+    own_activation,
+)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [..., in] -> [..., out], bias and activation included."""
@@ -65,14 +74,42 @@ class PackedProduct:
         return product if self.activation is None else self.activation(product)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnProduct:
+    """The same by a kernel of ours."""
+
+    weight: PackedWeight
+    bias: torch.Tensor | None
+    fused: str
+    """Applied to the sums before they are rounded, a name of `ops.product`."""
+    activation: Activation | None
+    """Applied after that."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, activation_name: str | None) -> "OwnProduct":
+        """Packs the weights."""
+        if activation_name is None:
+            return cls(ops.pack_weight(weight), bias, "identity", None)
+        if is_gated_silu(activation_name):
+            return cls(ops.pack_weight(weight, gated=True), bias, "identity", None)
+        fused = own_activation(activation_name)
+        return cls(ops.pack_weight(weight), bias, fused or "identity", None if fused else activation(activation_name))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product = ops.product(x, self.weight, self.bias, activation=self.fused)
+        return product if self.activation is None else self.activation(product)
+
+
 def make_product(weight: torch.Tensor, bias: torch.Tensor | None = None, activation_name: str | None = None) -> Product:
     """The fastest way to `activation(x @ weight.T + bias)` for these weights.
 
     Args:
         weight: [out, in]; a plain product keeps it, a packed one does not.
         bias: [out].
-        activation_name: A name of `ACTIVATIONS`; none is the identity.
+        activation_name: A name of `ACTIVATIONS`, or `gated` of one, which halves the outputs; none is the identity.
     """
+    if weight.numel() and ops.has_packed_products(weight.device, weight.dtype):
+        return OwnProduct.of(weight, bias, activation_name)
     if pays_to_pack(weight):
         return PackedProduct.of(weight, bias, activation_name)
     return PlainProduct(weight, bias, None if activation_name is None else activation(activation_name))

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from quire.settings import ConfigurationError
 from worker_svc.layers.embedding import Embedding, TiedHead
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Placement
+from worker_svc.layers.quantization import Quantization
 from worker_svc.model_input import ModelInput
 
 
@@ -90,7 +91,8 @@ def make_head(embedding: Embedding, dim: int, vocab_size: int, *, tied: bool, pl
     """The output layer: the embedding itself, or `lm_head` of the checkpoint. Each rank has a part of the logits."""
     if tied:
         return TiedHead(embedding)
-    return Linear([LinearPart("lm_head", vocab_size)], dim, bias=False, placement=placement, split=Split.OUTPUTS)
+    precise = replace(placement, quantization=Quantization.NONE)
+    return Linear([LinearPart("lm_head", vocab_size)], dim, bias=False, placement=precise, split=Split.OUTPUTS)
 
 
 def head_dim_of(hidden_size: int, num_heads: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kernels import ops
-from worker_svc.layers.activation import gated_activation
+from worker_svc.layers.activation import gated
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
@@ -118,8 +118,8 @@ class LlamaLayer(nn.Module):
             bias=config.mlp_bias,
             placement=placement,
             split=Split.OUTPUTS,
+            activation=gated(config.activation),
         )
-        self.gate = gated_activation(config.activation)
         self.down = Linear(
             [LinearPart(f"{name}.mlp.down_proj", hidden)],
             inner,
@@ -145,7 +145,7 @@ class LlamaLayer(nn.Module):
         return self.attention_output(self.attention.attend(query, kv_cache, metadata))
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate(self.gate_up(x)))
+        return self.down(self.gate_up(x))
 
 
 class LlamaForCausalLM(NativeCausalLM):

@@ -9,6 +9,7 @@ import torch
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from worker_svc.layers.loadable import Loadable, Placement
+from worker_svc.layers.quantization import Quantization, check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.gpt2 import GPT2LMHeadModel
 from worker_svc.models.llama import LlamaForCausalLM
@@ -46,6 +47,7 @@ def load_model(
     ranks: Ranks = ALONE,
     progress: Progress | None = None,
     model_impl: str = "auto",
+    quantization: Quantization = Quantization.NONE,
 ) -> CausalLM:
     """Reads config.json and the safetensors files of `directory`.
 
@@ -53,6 +55,7 @@ def load_model(
         ranks: those that share the model; only the part of this one is read.
         model_impl: whose code runs the model: "native" is Quire's, "transformers" theirs, "auto" Quire's where it has a
             family for the model.
+        quantization: what linear layers keep of their weights; only Quire's own code has others than none.
 
     Raises:
         ConfigurationError: anything about the directory that keeps the model from being served.
@@ -60,13 +63,19 @@ def load_model(
     described = ModelDirectory.open(directory)
     if described.config.get("quantization_config"):
         raise ConfigurationError(f"{directory / 'config.json'}: quantized models are not supported")
-    placement = Placement(device, dtype, ranks)
+    check_quantization(quantization, device)
+    placement = Placement(device, dtype, ranks, quantization)
     family = FAMILIES.get(described.architecture)
     if model_impl == "transformers" or (model_impl == "auto" and family is None):
         if ranks.size > 1:
             raise ConfigurationError(
                 f"{described.architecture} runs through transformers' code, which is not split over ranks; "
                 "--tensor-parallel-size must be 1"
+            )
+        if quantization is not Quantization.NONE:
+            raise ConfigurationError(
+                f"{described.architecture} runs through transformers' code, whose layers are not quantized; "
+                f"--quantization is {quantization.value} and must be none"
             )
         return _load_by_transformers(described, placement, progress)
     if family is None:

@@ -137,9 +137,8 @@ class PagedLayer:
         inputs = self._step.inputs
         assert inputs is not None, "attention outside a step"
         kv_cache = inputs.kv_caches[self._index]
-        # Models may rotate in float32; the pool has one dtype.
-        query, key, value = (
-            tensor[0].transpose(0, 1).to(kv_cache.dtype) for tensor in (call.query, call.key, call.value)
-        )
+        # Models may rotate in float32; the pool has one dtype, and one of int8 takes any one.
+        dtype = kv_cache.dtype if kv_cache.is_floating_point() else call.value.dtype
+        query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in (call.query, call.key, call.value))
         attended = self._attention(query, key, value, kv_cache, inputs.attention)
         return attended.to(call.query.dtype).view(1, *query.shape)

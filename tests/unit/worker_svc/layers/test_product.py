@@ -8,8 +8,8 @@ import torch
 from tests.support.models import make_shape
 from tests.support.paged import PagedRunner, Span
 from worker_svc.layers import product
-from worker_svc.layers.activation import ACTIVATIONS
-from worker_svc.layers.product import PackedProduct, PlainProduct, make_product, pays_to_pack
+from worker_svc.layers.activation import ACTIVATIONS, activation, gated
+from worker_svc.layers.product import OwnProduct, PackedProduct, PlainProduct, make_product, pays_to_pack
 from worker_svc.models.registry import load_model
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -65,6 +65,32 @@ def test_nan_is_not_hidden_by_an_activation(activation: str | None) -> None:
 def test_a_packed_product_takes_tokens_that_are_not_contiguous() -> None:
     weight, bias = make_weights(48, 40, torch.float32)
     assert_as_plain(weight, bias, None, make_tokens(5, 80, torch.float32)[:, ::2])
+
+
+@pytest.mark.parametrize("name", [None, *ACTIVATIONS, *(gated(name) for name in ACTIVATIONS)])
+def test_every_activation_of_our_own_product_equals_torchs(name: str | None) -> None:
+    weight, bias = make_weights(48, 40, torch.bfloat16)
+    tokens = 4 * make_tokens(5, 40, torch.bfloat16)
+    function = None if name is None else activation(name)
+    exact = PlainProduct(weight.float(), bias.float(), function)(tokens.float())
+    own = OwnProduct.of(weight, bias, name)(tokens)
+    assert own.dtype == torch.bfloat16
+    torch.testing.assert_close(own.float(), exact, rtol=2e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_a_gated_product_of_float32_weights_halves_the_outputs(name: str) -> None:
+    weight, bias = make_weights(512, 512, torch.float32)
+    tokens = make_tokens(3, 512, torch.float32)
+    gate, up = torch.nn.functional.linear(tokens, weight, bias).chunk(2, dim=-1)
+    torch.testing.assert_close(make_product(weight, bias, gated(name))(tokens), ACTIVATIONS[name](gate) * up)
+
+
+def test_bfloat16_goes_to_our_own_kernel_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros((64, 64), dtype=torch.bfloat16)
+    assert isinstance(make_product(weight), OwnProduct)
+    monkeypatch.setattr(product.ops, "has_packed_products", lambda *_: False)
+    assert not isinstance(make_product(weight), OwnProduct)
 
 
 def test_the_weights_are_not_changed_by_packing() -> None:

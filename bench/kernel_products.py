@@ -1,0 +1,48 @@
+"""Products of the sizes of a 160-million-parameter LLaMA: our kernel, oneDNN with packed weights, plain torch.
+
+Every call runs over weights of 256 MB altogether where few tokens are multiplied, so that they come from memory as in a
+step; with many tokens over a part of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.cpu.bindings import CpuKernels
+
+_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One product of a layer, by its size."""
+
+    name: str
+    out_features: int
+    in_features: int
+
+
+LAYERS = (
+    Layer("query, key, value", 2304, 768),
+    Layer("attention output", 768, 768),
+    Layer("gate and up", 6144, 768),
+    Layer("down", 768, 3072),
+    Layer("head", 32_000, 768),
+)
+
+
+def make_products(kernels: CpuKernels, layer: Layer, tokens: int) -> tuple[int, dict[str, Callable[[], object]]]:
+    """How many products a call makes, and the contestants' calls; the kernels come first."""
+    of_one = layer.out_features * layer.in_features * 2
+    count = max(1, _BYTES // of_one * 64 // max(tokens, 64) // (1 if tokens <= 64 else 4))
+    weights = [torch.randn(layer.out_features, layer.in_features).bfloat16() for _ in range(count)]
+    ours = [kernels.pack_weight(weight, False) for weight in weights]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
+    x = torch.randn(tokens, layer.in_features).bfloat16()
+    one_dnn = torch.ops.mkldnn._linear_pointwise.default
+    return count, {
+        "kernels": lambda: [kernels.product(x, weight, None, "identity", torch.bfloat16) for weight in ours],
+        "oneDNN": lambda: [one_dnn(x, weight, None, "none", [], "") for weight in packed],
+        "plain torch": lambda: [torch.nn.functional.linear(x, weight) for weight in weights],
+    }

@@ -1,0 +1,56 @@
+// What a product does to its sums: bias, activation, rounding.
+#pragma once
+
+#include "isa.h"
+#include "vec.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+inline Vec silu(Vec x) { return x / (set1(1.0f) + exp(zero() - x)); }
+
+inline Vec activate(int64_t activation, Vec x) {
+  switch (activation) {
+    case kRelu:
+      return zero_below(x, x, zero());
+    case kSilu:
+      return silu(x);
+    case kGeluTanh: {
+      const Vec inner = set1(0.7978845608f) * fma(x * x * x, set1(0.044715f), x);
+      return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
+    }
+    default:
+      return x;
+  }
+}
+
+// Sums that end up in columns `column` on of a line of the weight, with its bias.
+inline Vec biased(const ProductArgs& args, const float* sums, int64_t column, int lanes) {
+  const BF16* bias = static_cast<const BF16*>(args.bias);
+  return bias == nullptr ? load(sums) : load(sums) + load(bias + column, lanes);
+}
+
+inline void store_line(const ProductArgs& args, int64_t token, int64_t column, Vec x, int lanes) {
+  const int64_t at = token * args.output_stride + column;
+  if (args.output_dtype == kFloat32)
+    store(static_cast<float*>(args.output) + at, x, lanes);
+  else
+    store(static_cast<BF16*>(args.output) + at, x, lanes);
+}
+
+// One panel of one token, from its kPanel sums.
+inline void finish_line(const ProductArgs& args, int64_t panel, int64_t token, const float* sums) {
+  const bool gated = is_gated(args);
+  const int64_t width = gated ? kPanel / 2 : kPanel, columns = gated ? args.out_features / 2 : args.out_features;
+  for (int64_t i = 0; i < width; i += kWidth) {
+    const int64_t column = panel * width + i;
+    if (column >= columns) return;
+    const int lanes = static_cast<int>(columns - column < kWidth ? columns - column : kWidth);
+    Vec x = biased(args, sums + i, column, lanes);
+    x = gated ? silu(x) * biased(args, sums + width + i, columns + column, lanes) : activate(args.activation, x);
+    store_line(args, token, column, x, lanes);
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,143 @@
+"""Products from packed weights in C++: odd sizes, any number of tokens, views, threads, activations."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import ops, reference
+from kernels.cpu.bindings import CpuKernels
+from kernels.packed_weight import ACTIVATIONS
+from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
+
+pytestmark = pytest.mark.parametrize("isa", ISAS)
+
+
+def make_kernels(isa: str) -> CpuKernels:
+    kernels = make_implementation(isa)
+    assert isinstance(kernels, CpuKernels)
+    return kernels
+
+
+def make_weight(out_features: int, in_features: int) -> torch.Tensor:
+    return (torch.randn(out_features, in_features) * in_features**-0.5).bfloat16()
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_tokens=st.one_of(st.integers(1, 34), st.integers(1, 130)),
+    out_features=st.integers(1, 150),
+    in_features=st.one_of(st.integers(1, 130), st.sampled_from([256, 768])),
+    gap=st.integers(0, 5),
+    gated=st.booleans(),
+    has_bias=st.booleans(),
+    threads=st.integers(1, 2),
+)
+def test_any_shape_equals_the_sums_of_float64(
+    isa: str,
+    num_tokens: int,
+    out_features: int,
+    in_features: int,
+    gap: int,
+    gated: bool,
+    has_bias: bool,
+    threads: int,
+) -> None:
+    kernels = make_kernels(isa)
+    out_features *= 2 if gated else 1
+    wide = torch.full((num_tokens, in_features + gap), torch.nan, dtype=torch.bfloat16)
+    x = wide[:, gap:].copy_(torch.randn(num_tokens, in_features))
+    weight = make_weight(out_features, in_features)
+    bias = torch.randn(out_features).bfloat16() if has_bias else None
+    with torch_threads(threads):
+        packed = kernels.pack_weight(weight, gated)
+        actual = kernels.product(x, packed, bias, "identity", torch.float32)
+        rounded = kernels.product(x, packed, bias, "identity", torch.bfloat16)
+    expected = exact(x, weight, bias)
+    if gated:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(rounded, actual.bfloat16()), "it is rounded once"
+
+
+def test_threads_that_share_the_panels_give_the_same_bits(isa: str) -> None:
+    kernels, x = make_kernels(isa), torch.randn(67, 768).bfloat16()
+    packed = kernels.pack_weight(make_weight(1100, 768), False)
+    with torch_threads(1):
+        alone = kernels.product(x, packed, None, "silu", torch.bfloat16)
+    with torch_threads(2):
+        assert torch.equal(kernels.product(x, packed, None, "silu", torch.bfloat16), alone)
+
+
+def test_tokens_beyond_what_the_second_cache_holds(isa: str) -> None:
+    kernels, x, weight = make_kernels(isa), torch.randn(300, 3072).bfloat16(), make_weight(70, 3072)
+    actual = kernels.product(x, kernels.pack_weight(weight, False), None, "identity", torch.float32)
+    torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_equals_torchs(activation: str, isa: str) -> None:
+    kernels, weight, bias = make_kernels(isa), make_weight(45, 64), torch.randn(45).bfloat16()
+    x = (8 * torch.randn(9, 64)).bfloat16()
+    actual = kernels.product(x, kernels.pack_weight(weight, False), bias, activation, torch.float32)
+    plain = reference.pack_weight(weight.double(), False)
+    expected = reference.product(x.double(), plain, bias.double(), activation, torch.float64)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_is_not_hidden_and_stays_with_its_token(activation: str, gated: bool, isa: str) -> None:
+    kernels, x = make_kernels(isa), torch.randn(20, 40).bfloat16()
+    x[3, 7], x[11, 39] = torch.nan, torch.inf
+    packed = kernels.pack_weight(make_weight(48, 40), gated)
+    actual = kernels.product(x, packed, None, "identity" if gated else activation, torch.bfloat16)
+    assert actual[3].isnan().all()
+    others = [token for token in range(20) if token not in (3, 11)]
+    assert actual[others].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 24), (2, 0, 24), (24,), (2, 3, 24)])
+def test_any_number_of_dimensions(shape: tuple[int, ...], isa: str) -> None:
+    kernels, weight, x = make_kernels(isa), make_weight(10, 24), torch.randn(shape).bfloat16()
+    actual = kernels.product(x, kernels.pack_weight(weight, False), None, "identity", torch.float32)
+    assert actual.shape == (*shape[:-1], 10)
+    torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_that_is_transposed_is_packed_as_it_reads(isa: str) -> None:
+    kernels, weight, x = make_kernels(isa), make_weight(40, 50).t(), torch.randn(3, 40).bfloat16()
+    actual = kernels.product(x, kernels.pack_weight(weight, False), None, "identity", torch.float32)
+    torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused_by_name(isa: str) -> None:
+    weight, x = make_weight(6, 8), torch.randn(2, 8).bfloat16()
+    packed = ops.pack_weight(weight, gated=True)
+    with pytest.raises(ValueError, match="weight has 3 rows; expected an even number"):
+        ops.pack_weight(weight[:3], gated=True)
+    with pytest.raises(ValueError, match=r"weight has shape \[8\]"):
+        ops.pack_weight(weight[0])
+    with pytest.raises(ValueError, match=r"x has shape \[2, 4\]; expected \[2, 8\]"):
+        ops.product(x[:, :4], packed)
+    with pytest.raises(ValueError, match=r"x has dtype torch\.float32"):
+        ops.product(x.float(), packed)
+    with pytest.raises(ValueError, match=r"bias has shape \[3\]; expected \[6\]"):
+        ops.product(x, packed, torch.zeros(3).bfloat16())
+    with pytest.raises(ValueError, match="activation is 'relu'"):
+        ops.product(x, packed, activation="relu")
+    with pytest.raises(ValueError, match=r"output_dtype is torch\.float16"):
+        ops.product(x, packed, output_dtype=torch.float16)
+
+
+def test_other_dtypes_are_multiplied_by_torch(isa: str) -> None:
+    weight, x = torch.randn(6, 8), torch.randn(2, 8)
+    assert not ops.has_packed_products(x.device, x.dtype)
+    assert torch.equal(ops.product(x, ops.pack_weight(weight)), torch.nn.functional.linear(x, weight))
+    gated = ops.product(x, ops.pack_weight(weight, gated=True))
+    assert torch.equal(gated, reference.silu_and_mul(torch.nn.functional.linear(x, weight)))
