@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from gateway.events import Chunk, Completed, Event, Finished, FinishReason, GeneratedSequence, PositionLogprobs, Usage
 from gateway.limits import MAX_LOGIT_BIAS, Limits
+from gateway.offsets import ClientOffset
 from gateway.request import (
     BeamSearchOptions,
     ChatMessage,
@@ -29,7 +30,12 @@ from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 GenerateMessage = generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest
 ChatRequestMessage = generation_pb2.ChatRequest | generation_pb2.ChatStreamRequest
 Response = TypeVar("Response", generation_pb2.GenerateResponse, generation_pb2.ChatResponse)
-StreamResponse = TypeVar("StreamResponse", generation_pb2.GenerateStreamResponse, generation_pb2.ChatStreamResponse)
+StreamResponse = TypeVar(
+    "StreamResponse",
+    generation_pb2.GenerateStreamResponse,
+    generation_pb2.ChatStreamResponse,
+    generation_pb2.ResumeStreamResponse,
+)
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -57,6 +63,12 @@ def options_of_generate(message: GenerateMessage) -> RequestOptions:
 
 def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
     return _options(message, chat_prompt(message.messages))
+
+
+def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOffset]:
+    return [
+        ClientOffset(each.sequence_index, each.offset, optional(each, "num_characters")) for each in message.offsets
+    ]
 
 
 def chat_prompt(messages: Sequence[generation_pb2.ChatMessage]) -> ChatPrompt:

@@ -28,8 +28,8 @@ from quire.gateway.v1.generation_pb2 import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from quire.rpc.errors import Unimplemented
 
+REQUEST_ID_HEADER = "quire-request-id"
 Context = grpc.aio.ServicerContext
 Response = TypeVar("Response", GenerateResponse, ChatResponse)
 StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse)
@@ -49,7 +49,9 @@ class GenerationServicer:
     async def GenerateStream(
         self, request: GenerateStreamRequest, context: Context
     ) -> AsyncIterator[GenerateStreamResponse]:
-        async with aclosing(self._stream(GenerateStreamResponse, convert.options_of_generate(request))) as responses:
+        async with aclosing(
+            self._stream(GenerateStreamResponse, convert.options_of_generate(request), context)
+        ) as responses:
             async for response in responses:
                 yield response
 
@@ -57,16 +59,17 @@ class GenerationServicer:
         return await self._respond(ChatResponse, convert.options_of_chat(request))
 
     async def ChatStream(self, request: ChatStreamRequest, context: Context) -> AsyncIterator[ChatStreamResponse]:
-        async with aclosing(self._stream(ChatStreamResponse, convert.options_of_chat(request))) as responses:
+        async with aclosing(self._stream(ChatStreamResponse, convert.options_of_chat(request), context)) as responses:
             async for response in responses:
                 yield response
 
     async def ResumeStream(self, request: ResumeStreamRequest, context: Context) -> AsyncIterator[ResumeStreamResponse]:
-        raise Unimplemented("ResumeStream is not supported by this version", reason="UNSUPPORTED_METHOD")
-        yield ResumeStreamResponse()
+        async with self._generator.resume(request.request_id, convert.client_offsets(request)) as live:
+            async for event in live.events():
+                yield convert.stream_response(ResumeStreamResponse, request.request_id, self._model_name, event)
 
     async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
-        self._generator.cancel(request.request_id)
+        await self._generator.cancel(request.request_id)
         return CancelResponse()
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
@@ -95,9 +98,11 @@ class GenerationServicer:
             )
 
     async def _stream(
-        self, kind: type[StreamResponse], options: RequestOptions
+        self, kind: type[StreamResponse], options: RequestOptions, context: Context
     ) -> AsyncGenerator[StreamResponse, None]:
         async with self._generator.run(options) as live:
             request_id = live.request.request_id
+            if options.durable:
+                await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
             async for event in live.events():
                 yield convert.stream_response(kind, request_id, self._model_name, event)

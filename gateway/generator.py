@@ -10,11 +10,13 @@ import numpy as np
 
 from gateway.auth.caller import Caller, current_caller
 from gateway.bad_words import bad_token_sequences
+from gateway.durable_client import cancel_durable, find_durable, no_such_request
 from gateway.ledger import Ledger
 from gateway.limits import MAX_N, Limits
 from gateway.live_request import LiveRequest
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
+from gateway.offsets import ClientOffset, check_offsets
 from gateway.replicas import Replicas
 from gateway.request import (
     BeamSearch,
@@ -34,7 +36,7 @@ from gateway.request import (
 from gateway.scheduler_events import Welcome
 from gateway.settings import GatewaySettings
 from gateway.validation import check_choice, check_request, resolve_max_tokens
-from quire.rpc.errors import Cancelled, FieldViolation, NotFound, Unavailable
+from quire.rpc.errors import Aborted, Cancelled, Unavailable
 
 T = TypeVar("T")
 
@@ -83,30 +85,70 @@ class Generator:
         caller = current_caller()
         caller.account.check()
         request = await self._prepare(options, caller)
-        tokenizer = self.model.tokenizer
-        live = self._ledger.open(
-            request, lambda: tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
-        )
+        live = self._open(request)
         try:
             admitted = caller.account.admitted(len(request.prompt_token_ids), lambda: _num_computed(live))
             with admitted, self._metrics.track(live):
                 self.replicas.place(live)
                 yield live
         finally:
-            self.replicas.release(live)
+            self.replicas.leave(live)
             self._ledger.close(live)
 
-    def cancel(self, request_id: str) -> None:
+    @asynccontextmanager
+    async def resume(self, request_id: str, offsets: Sequence[ClientOffset]) -> AsyncIterator[LiveRequest]:
+        """A durable request, whoever submitted it, without what its client has. Leaving does not end it.
+
+        Raises:
+            NotFound: the caller's tenant has none of that id.
+            InvalidArgument: an offset names what the request does not have.
+        """
+        self.check_accepting()
+        caller = current_caller()
+        caller.account.check()
+        await self.limits()
+        found = await find_durable(self.replicas.clients.values(), caller.tenant, request_id)
+        check_offsets(offsets, found.request)
+        self._take_from_earlier_call(caller.tenant, request_id)
+        live = self._open(found.request)
+        for offset in offsets:
+            live.skip(offset.sequence_index, offset.num_tokens, offset.num_characters)
+        try:
+            with caller.account.admitted(0):
+                self.replicas.resume(live, found.client)
+                yield live
+        finally:
+            self.replicas.leave(live)
+            self._ledger.close(live)
+
+    def _open(self, request: GenerationRequest) -> LiveRequest:
+        tokenizer = self.model.tokenizer
+        return self._ledger.open(
+            request, lambda: tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
+        )
+
+    def _take_from_earlier_call(self, tenant: str, request_id: str) -> None:
+        """A call of this gateway that reads the request ends; the scheduler tells those of other gateways."""
+        earlier = self._ledger.get(tenant, request_id)
+        if earlier is not None:
+            earlier.fail(Aborted(f'request "{request_id}" is read by another call now', reason="REQUEST_TAKEN_OVER"))
+            self.replicas.leave(earlier)
+            self._ledger.close(earlier)
+
+    async def cancel(self, request_id: str) -> None:
         """Ends a running request of the caller's tenant; its own call ends with CANCELLED.
 
         Raises:
             NotFound: the tenant has none of that id; another tenant's makes no difference.
         """
-        live = self._ledger.get(current_caller().tenant, request_id)
-        if live is None or live.is_over:
-            description = f'"{request_id[:128]}" names no running request'
-            violation = FieldViolation("request_id", description)
-            raise NotFound(f"request_id {description}", reason="REQUEST_NOT_FOUND", violations=[violation])
+        tenant = current_caller().tenant
+        live = self._ledger.get(tenant, request_id)
+        if live is None or live.request.durable:
+            await cancel_durable(self.replicas.clients.values(), tenant, request_id)
+        if live is None:
+            return
+        if live.is_over and not live.request.durable:
+            raise no_such_request(request_id)
         live.fail(Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
         self.replicas.release(live)
 
@@ -135,6 +177,7 @@ class Generator:
             ignore_eos=options.stopping.ignore_eos,
             num_sequences=options.sampling.n or 1,
             best_of=_num_candidates(options.sampling),
+            durable=options.durable,
         )
 
     def _resolve_stopping(self, asked: StoppingOptions, max_tokens: int) -> Stopping:

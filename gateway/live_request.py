@@ -53,6 +53,11 @@ class LiveRequest:
         return self._usage is not None or self._error is not None
 
     @property
+    def is_completed(self) -> bool:
+        """Whether all of it came, and it did not fail."""
+        return self._usage is not None
+
+    @property
     def num_generated_tokens(self) -> int:
         return sum(len(stream.token_ids) for stream in self.sequences)
 
@@ -124,6 +129,10 @@ class LiveRequest:
         for stream in self.sequences:
             stream.end_if_complete(self.request.stopping.max_tokens)
         self.end_if_all_ended()
+
+    def skip(self, index: int, num_tokens: int, num_characters: int | None = None) -> None:
+        """The client has so much of a sequence already. To be called before anything is delivered."""
+        self.sequences[index].skip(num_tokens, num_characters)
 
     def fail(self, error: QuireError) -> None:
         """Ends the request by an error, which its reader gets. No effect when it is over."""

@@ -118,6 +118,23 @@ class Replicas:
             self.clients[live.replica].abort(live.handle)
             live.replica = None
 
+    def resume(self, live: LiveRequest, client: SchedulerClient) -> None:
+        """Takes over a durable request that a replica has. Raises Unavailable where its stream is gone by now."""
+        if not client.is_connected:
+            raise Unavailable(f"scheduler {client.address} is not connected", reason="NO_SCHEDULER")
+        live.replica = client.address
+        live.submissions += 1
+        client.resume(live)
+
+    def leave(self, live: LiveRequest) -> None:
+        """Its client is gone: a durable request that is not completed runs on for a while, another ends. Idempotent."""
+        if not live.request.durable or live.is_completed or live.replica is None:
+            self.release(live)
+            return
+        self._cancel_timer(live)
+        self.clients[live.replica].detach(live.handle)
+        live.replica = None
+
     async def flush(self) -> None:
         """Waits until aborts are on their way."""
         await asyncio.gather(*(client.flush() for client in self.clients.values()))

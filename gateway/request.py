@@ -173,3 +173,5 @@ class GenerationRequest:
     num_sequences: int = 1
     best_of: int = 1
     prompt_logprobs: int | None = None
+    durable: bool = False
+    """It runs on without its reader for a while, and can be resumed."""

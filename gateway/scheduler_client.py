@@ -15,8 +15,10 @@ from gateway.live_request import LiveRequest
 from gateway.scheduler_convert import (
     abort_message,
     credit_message,
+    detach_message,
     event_batch_from,
     hello_message,
+    resume_message,
     submit_message,
     welcome_from,
 )
@@ -110,6 +112,15 @@ class SchedulerClient:
         """Asks to end a request, or one sequence of it, soon. Without a stream there is nothing to end."""
         if self.is_connected:
             self._send(abort_message(handle, sequence_index))
+
+    def resume(self, live: LiveRequest) -> None:
+        """Takes a durable request over, soon. Its stream must be open."""
+        self._send(resume_message(live))
+
+    def detach(self, handle: int) -> None:
+        """Leaves a durable request to whoever resumes it, soon. Without a stream it is so already."""
+        if self.is_connected:
+            self._send(detach_message(handle))
 
     async def flush(self) -> None:
         """Waits until everything that was sent before is written, or the stream is gone, or a second passed."""

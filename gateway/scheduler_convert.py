@@ -89,6 +89,7 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
             ),
             output=output,
             eos_token_ids=stopping.eos_token_ids,
+            durable=_durable_message(live) if request.durable else None,
             bad_token_sequences=[common_pb2.TokenIds(ids=sequence) for sequence in sampling.bad_token_sequences],
             emitted=[
                 scheduler_pb2.EmittedSequence(
@@ -100,6 +101,25 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
                 if stream.token_ids
             ],
         )
+    )
+
+
+def resume_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
+    """Takes a durable request over, from its first token on."""
+    request = live.request
+    resume = scheduler_pb2.Resume(handle=live.handle, tenant=request.tenant, request_id=request.request_id)
+    return scheduler_pb2.ConnectRequest(resume=resume)
+
+
+def detach_message(handle: int) -> scheduler_pb2.ConnectRequest:
+    """Nobody reads the durable request any more."""
+    return scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=handle))
+
+
+def _durable_message(live: LiveRequest) -> scheduler_pb2.Durable:
+    stopping = live.request.stopping
+    return scheduler_pb2.Durable(
+        stop=stopping.stop, include_stop_string=stopping.include_stop_string, resubmitted=live.submissions > 1
     )
 
 

@@ -40,6 +40,11 @@ class SequenceStream:
         # A token that ends the sequence has no text, but only the scheduler knows whether it did end it.
         self._withheld_token: int | None = None
         self._taken = 0
+        # What the client has already: tokens, and characters of their text where it counts these.
+        self._known_tokens = 0
+        self._known_characters: int | None = None
+        # Of tokens that the client has, text that it has not.
+        self._left_over_text = ""
         self._finish_taken = False
         self._pending_texts: list[str] = []
         self._pending_logprobs: list[PositionLogprobs] = []
@@ -95,13 +100,20 @@ class SequenceStream:
         elif len(self.token_ids) >= max_tokens:
             self.end(len(self.token_ids), FinishReason.LENGTH, None, self._cumulative_logprob)
 
+    def skip(self, num_tokens: int, num_characters: int | None = None) -> None:
+        """The client has so many tokens, and characters of text, or the text of those tokens. To be called first."""
+        self._known_tokens = num_tokens
+        self._known_characters = num_characters
+
     def take_chunk(self, max_tokens: int) -> Chunk | None:
         """The next undelivered tokens, `max_tokens` at most, or None."""
+        self._drop_known()
         offset, end = self._taken, min(self._taken + max_tokens, len(self.token_ids))
         count = end - offset
-        text = "".join(self._pending_texts[:count])
+        text = self._unknown_text("".join(self._pending_texts[:count]))
         if end == len(self.token_ids):
-            text, self._last_text = text + self._last_text, ""
+            text, self._last_text = text + self._unknown_text(self._last_text), ""
+        text, self._left_over_text = self._left_over_text + text, ""
         if not count and not text:
             return None
         chunk = Chunk(self.index, offset, self.token_ids[offset:end], text, self._pending_logprobs[:count])
@@ -116,6 +128,23 @@ class SequenceStream:
             return None
         self._finish_taken = self.finished is not None
         return self.finished
+
+    def _drop_known(self) -> None:
+        count = min(self._known_tokens, len(self.token_ids)) - self._taken
+        if count <= 0:
+            return
+        text = "".join(self._pending_texts[:count])
+        if self._known_characters is not None:
+            self._left_over_text += self._unknown_text(text)
+        self._taken += count
+        del self._pending_texts[:count]
+        del self._pending_logprobs[:count]
+
+    def _unknown_text(self, text: str) -> str:
+        known = self._known_characters or 0
+        if self._known_characters is not None:
+            self._known_characters = max(known - len(text), 0)
+        return text[known:]
 
     def _accept_token(self, token_id: int) -> None:
         text = ""

@@ -21,9 +21,8 @@ from gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.unsupported import unsupported_fields
-from gateway.violations import Violations, shortened, summary, utf8_size
-from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, Unimplemented
+from gateway.violations import Violations, shortened, utf8_size
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -78,9 +77,6 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
         violations.add("request_id", f'is "{shown}"; it must be 1 to 128 characters of [A-Za-z0-9._:-]')
     violations.check_range("priority", request.priority, -100, 100)
     violations.raise_if_any()
-    unsupported = unsupported_fields(request)
-    if unsupported:
-        raise Unimplemented(summary(unsupported), reason="UNSUPPORTED_PARAMETER", violations=unsupported)
 
 
 def check_prompt(

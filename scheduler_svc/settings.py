@@ -33,6 +33,17 @@ class SchedulerSettings:
     )
     pin_quota: float = setting(0.25, "share of the blocks that one tenant's pins may hold", minimum=0, maximum=1)
     max_pinned: float = setting(0.5, "share of the blocks that all pins may hold", minimum=0, maximum=1)
+    durable_grace: float = setting(
+        60.0,
+        "seconds that a durable request is kept without a reader, and after its end",
+        minimum=0,
+        maximum=3600,
+        metavar="SECONDS",
+    )
+    max_durable_requests: int = setting(1024, "most durable requests that are kept", minimum=0)
+    max_durable_tokens: int = setting(
+        2_000_000, "most tokens of durable requests, those that they may still generate included", minimum=0
+    )
     max_steps_in_flight: int = setting(2, "steps that workers have before the first is answered", minimum=1, maximum=4)
     step_timeout: float = setting(
         60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1, metavar="SECONDS"

@@ -8,6 +8,7 @@ import grpc
 
 from quire.client import convert
 from quire.client.credentials import show_key
+from quire.client.resumption import Resumption, make_resumption, new_request_id
 from quire.client.tls import ClientTls, connect
 from quire.client.types import (
     ChatMessage,
@@ -23,7 +24,7 @@ from quire.client.types import (
 )
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc, prefix_pb2_grpc
 from quire.rpc.channel import channel_options
-from quire.rpc.errors import from_rpc_error
+from quire.rpc.errors import QuireError, from_rpc_error
 
 Response = TypeVar("Response")
 
@@ -31,13 +32,19 @@ Response = TypeVar("Response")
 class AsyncStream:
     """The events of one streamed generation. Iterate over it, or over `text`; its `async with` cancels what is left.
 
+    A durable stream goes on by itself after a lost connection, through whatever gateway answers. Leaving it does not
+    end its request, the client's `cancel` does.
+
     Attributes:
+        request_id: Of a durable request, by which it can be cancelled.
         completed: The last event, once it has come.
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, resumption: Resumption | None = None) -> None:
         self.completed: RequestCompleted | None = None
+        self.request_id = None if resumption is None else resumption.request_id
         self._call = call
+        self._resumption = resumption
         self._responses = call.__aiter__()
         self._closed = False
 
@@ -51,20 +58,33 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> StreamEvent:
-        if self._closed:
-            raise StopAsyncIteration
-        try:
-            event = convert.from_stream_response(await anext(self._responses))
-        except asyncio.CancelledError:
-            # grpc.aio raises it also where `close` was called while this task waited.
-            if self._closed and not _is_cancelled():
-                raise StopAsyncIteration from None
-            raise
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        if isinstance(event, RequestCompleted):
-            self.completed = event
-        return event
+        while True:
+            if self._closed:
+                raise StopAsyncIteration
+            try:
+                event = convert.from_stream_response(await anext(self._responses))
+            except asyncio.CancelledError:
+                # grpc.aio raises it also where `close` was called while this task waited.
+                if self._closed and not _is_cancelled():
+                    raise StopAsyncIteration from None
+                raise
+            except grpc.RpcError as error:
+                await self._go_on_after(from_rpc_error(error))
+                continue
+            if self._resumption is not None and not self._resumption.accept(event):
+                continue
+            if isinstance(event, RequestCompleted):
+                self.completed = event
+            return event
+
+    async def _go_on_after(self, error: QuireError) -> None:
+        """Resumes a durable stream; raises the error where it cannot be."""
+        if self._resumption is None or self.completed is not None:
+            raise error from None
+        await asyncio.sleep(self._resumption.delay_after(error))
+        if not self._closed:
+            self._call = self._resumption.call()
+            self._responses = self._call.__aiter__()
 
     @property
     async def text(self) -> AsyncIterator[str]:
@@ -136,14 +156,16 @@ class AsyncClient:
         model: str | None = None,
         request_id: str | None = None,
         priority: int | None = None,
+        durable: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncStream:
-        """Continues a text or token ids; the stream gives tokens as they come."""
+        """Continues a text or token ids; the stream gives tokens as they come, and outlives gateways where
+        it is durable."""
         message = generation_pb2.GenerateStreamRequest()
         request = convert.to_generate_request(
             message, prompt, options, model=model, request_id=request_id, priority=priority
         )
-        return AsyncStream(self._generation.GenerateStream(request, timeout=timeout_s))
+        return self._stream(self._generation.GenerateStream, request, timeout_s, durable=durable)
 
     async def chat(
         self,
@@ -169,13 +191,25 @@ class AsyncClient:
         model: str | None = None,
         request_id: str | None = None,
         priority: int | None = None,
+        durable: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncStream:
-        """Answers a conversation; the stream gives tokens as they come."""
+        """Answers a conversation; the stream gives tokens as they come, and outlives gateways where
+        it is durable."""
         request = convert.to_chat_request(
             generation_pb2.ChatStreamRequest(), messages, options, model=model, request_id=request_id, priority=priority
         )
-        return AsyncStream(self._generation.ChatStream(request, timeout=timeout_s))
+        return self._stream(self._generation.ChatStream, request, timeout_s, durable=durable)
+
+    def _stream(
+        self, start: Callable[..., Any], request: Any, timeout_s: float | None, *, durable: bool
+    ) -> AsyncStream:
+        if not durable:
+            return AsyncStream(start(request, timeout=timeout_s))
+        request.durable = True
+        request.request_id = request.request_id or new_request_id()
+        resumption = make_resumption(start, self._generation.ResumeStream, request, timeout_s)
+        return AsyncStream(start(request, timeout=timeout_s), resumption)
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a running request by its id; NotFound when no such request runs."""

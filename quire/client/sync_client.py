@@ -1,5 +1,6 @@
 """The blocking client."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -7,6 +8,7 @@ import grpc
 
 from quire.client import convert
 from quire.client.credentials import show_key
+from quire.client.resumption import Resumption, make_resumption, new_request_id
 from quire.client.tls import ClientTls, connect
 from quire.client.types import (
     ChatMessage,
@@ -22,7 +24,7 @@ from quire.client.types import (
 )
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc, prefix_pb2_grpc
 from quire.rpc.channel import channel_options
-from quire.rpc.errors import from_rpc_error
+from quire.rpc.errors import QuireError, from_rpc_error
 
 Response = TypeVar("Response")
 
@@ -30,14 +32,21 @@ Response = TypeVar("Response")
 class Stream:
     """The events of one streamed generation. Iterate over it, or over `text`; its `with` cancels what is left.
 
+    A durable stream goes on by itself after a lost connection, through whatever gateway answers. Leaving it does not
+    end its request, the client's `cancel` does.
+
     Attributes:
+        request_id: Of a durable request, by which it can be cancelled.
         completed: The last event, once it has come.
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, resumption: Resumption | None = None) -> None:
         self.completed: RequestCompleted | None = None
+        self.request_id = None if resumption is None else resumption.request_id
         self._call = call
+        self._resumption = resumption
         self._closed = False
+        self._closing = threading.Event()
 
     def __enter__(self) -> Self:
         return self
@@ -49,17 +58,32 @@ class Stream:
         return self
 
     def __next__(self) -> StreamEvent:
-        if self._closed:
-            raise StopIteration
-        try:
-            event = convert.from_stream_response(next(self._call))
-        except grpc.RpcError as error:
+        while True:
             if self._closed:
-                raise StopIteration from None
-            raise from_rpc_error(error) from None
-        if isinstance(event, RequestCompleted):
-            self.completed = event
-        return event
+                raise StopIteration
+            try:
+                event = convert.from_stream_response(next(self._call))
+            except grpc.RpcError as error:
+                if self._closed:
+                    raise StopIteration from None
+                self._go_on_after(from_rpc_error(error))
+                continue
+            if self._resumption is not None and not self._resumption.accept(event):
+                continue
+            if isinstance(event, RequestCompleted):
+                self.completed = event
+            return event
+
+    def _go_on_after(self, error: QuireError) -> None:
+        """Resumes a durable stream; raises the error where it cannot be."""
+        if self._resumption is None or self.completed is not None:
+            raise error from None
+        # `close` ends the wait.
+        self._closing.wait(self._resumption.delay_after(error))
+        if not self._closed:
+            self._call = self._resumption.call()
+            if self._closed:
+                self._call.cancel()
 
     @property
     def text(self) -> Iterator[str]:
@@ -71,6 +95,7 @@ class Stream:
     def close(self) -> None:
         """Cancels the call if it still runs; the request's memory is freed within one step. Any thread may call it."""
         self._closed = True
+        self._closing.set()
         self._call.cancel()
 
 
@@ -131,14 +156,16 @@ class Client:
         model: str | None = None,
         request_id: str | None = None,
         priority: int | None = None,
+        durable: bool = False,
         timeout_s: float | None = None,
     ) -> Stream:
-        """Continues a text or token ids; the stream gives tokens as they come."""
+        """Continues a text or token ids; the stream gives tokens as they come, and outlives gateways where
+        it is durable."""
         message = generation_pb2.GenerateStreamRequest()
         request = convert.to_generate_request(
             message, prompt, options, model=model, request_id=request_id, priority=priority
         )
-        return Stream(self._generation.GenerateStream(request, timeout=timeout_s))
+        return self._stream(self._generation.GenerateStream, request, timeout_s, durable=durable)
 
     def chat(
         self,
@@ -164,13 +191,23 @@ class Client:
         model: str | None = None,
         request_id: str | None = None,
         priority: int | None = None,
+        durable: bool = False,
         timeout_s: float | None = None,
     ) -> Stream:
-        """Answers a conversation; the stream gives tokens as they come."""
+        """Answers a conversation; the stream gives tokens as they come, and outlives gateways where
+        it is durable."""
         request = convert.to_chat_request(
             generation_pb2.ChatStreamRequest(), messages, options, model=model, request_id=request_id, priority=priority
         )
-        return Stream(self._generation.ChatStream(request, timeout=timeout_s))
+        return self._stream(self._generation.ChatStream, request, timeout_s, durable=durable)
+
+    def _stream(self, start: Callable[..., Any], request: Any, timeout_s: float | None, *, durable: bool) -> Stream:
+        if not durable:
+            return Stream(start(request, timeout=timeout_s))
+        request.durable = True
+        request.request_id = request.request_id or new_request_id()
+        resumption = make_resumption(start, self._generation.ResumeStream, request, timeout_s)
+        return Stream(start(request, timeout=timeout_s), resumption)
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a running request by its id; NotFound when no such request runs."""

@@ -133,7 +133,24 @@ class ServeSettings:
     reconnect_grace: float = setting(
         10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0, metavar="SECONDS"
     )
+    durable_grace: float = setting(
+        60.0,
+        "seconds that a durable request is kept without a reader, and after its end",
+        minimum=0,
+        maximum=3600,
+        metavar="SECONDS",
+    )
+    max_durable_requests: int = setting(1024, "most durable requests that are kept", minimum=0)
+    max_durable_tokens: int = setting(
+        2_000_000, "most tokens of durable requests, those that they may still generate included", minimum=0
+    )
     drain_timeout: float = setting(30.0, "seconds that live requests get at shutdown", minimum=0, metavar="SECONDS")
+    niceness: int = setting(
+        5,
+        "how far gateways stand back for the other services on the same processors, see nice(1)",
+        minimum=0,
+        maximum=19,
+    )
 
     metrics_host: str = setting("127.0.0.1", "where scheduler and worker serve their metrics")
     scheduler_metrics_port: int | None = setting(None, "port of the scheduler's metrics", minimum=0, maximum=65535)

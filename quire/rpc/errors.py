@@ -4,6 +4,7 @@
     ├── InvalidArgument      a field is missing, contradictory or out of range
     ├── NotFound             no such model, request, prefix
     ├── AlreadyExists        the request id is in use
+    ├── Aborted              another caller took over
     ├── ResourceExhausted    a queue or a limit is full; come back later
     ├── FailedPrecondition   not in this state (stale epoch, no Hello yet)
     ├── Unimplemented        known to the contract, not supported by this version
@@ -92,6 +93,11 @@ class AlreadyExists(QuireError):
     default_reason = "ALREADY_EXISTS"
 
 
+class Aborted(QuireError):
+    code = grpc.StatusCode.ABORTED
+    default_reason = "ABORTED"
+
+
 class ResourceExhausted(QuireError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     default_reason = "RESOURCE_EXHAUSTED"
@@ -143,6 +149,7 @@ _CLASSES: dict[grpc.StatusCode, type[QuireError]] = {
         InvalidArgument,
         NotFound,
         AlreadyExists,
+        Aborted,
         ResourceExhausted,
         FailedPrecondition,
         Unimplemented,

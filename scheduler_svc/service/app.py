@@ -12,8 +12,12 @@ from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.telemetry import MetricsServer, configure_logging
+from scheduler_svc.core.request import ClientId
+from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.connections import Connections
-from scheduler_svc.service.metrics import SchedulerMetrics, StateCollector
+from scheduler_svc.service.durable import DURABLE_CLIENT, DurableLimits, DurableRequests
+from scheduler_svc.service.metrics import DurableCollector, SchedulerMetrics, StateCollector
+from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 from scheduler_svc.service.servicer import SchedulerServicer
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.settings import SchedulerSettings
@@ -28,21 +32,26 @@ async def serve(settings: SchedulerSettings) -> None:
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.SCHEDULER)
     metrics = SchedulerMetrics()
     connections = Connections(abort=lambda key: loop.abort(key))
+    limits = DurableLimits(settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace)
+    durable = DurableRequests(lambda key: loop.abort(key), limits)
 
     def report_attached(is_attached: bool) -> None:
         server.set_serving(is_attached)
         connections.report_readiness(is_attached)
 
-    loop = StepLoop(
-        settings,
-        metrics,
-        connections.deliver,
-        connections.deliver_prompt_logprobs,
-        report_attached,
-        identity,
-    )
-    servicer = SchedulerServicer(loop, connections, time.monotonic)
+    def deliver(step_id: int, events: dict[ClientId, ClientEvents]) -> None:
+        if DURABLE_CLIENT in events:
+            durable.deliver(step_id, events[DURABLE_CLIENT])
+        connections.deliver(step_id, events)
+
+    def deliver_prompt_logprobs(routed: dict[ClientId, list[PromptLogprobs]]) -> None:
+        durable.deliver_prompt_logprobs(routed.get(DURABLE_CLIENT, ()))
+        connections.deliver_prompt_logprobs(routed)
+
+    loop = StepLoop(settings, metrics, deliver, deliver_prompt_logprobs, report_attached, identity)
+    servicer = SchedulerServicer(loop, connections, durable, time.monotonic)
     metrics.watch(StateCollector(lambda: loop.scheduler))
+    metrics.watch(DurableCollector(durable))
 
     def register(grpc_server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, grpc_server)

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import ClientEvents, StepPlan
+from scheduler_svc.service.durable import DurableRequests
 
 _FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
@@ -41,7 +42,8 @@ class SchedulerMetrics:
             self._ended.labels("completed").inc(len(batch.completed))
             self._ended.labels("failed").inc(len(batch.failed))
 
-    def watch(self, state: "StateCollector") -> None:
+    def watch(self, state: Collector) -> None:
+        """Scrapes read these gauges, too."""
         self.registry.register(state)
 
 
@@ -74,3 +76,19 @@ class StateCollector(Collector):
         swapped = GaugeMetricFamily("quire_scheduler_swap_outs", "Preemptions by swap since the start.")
         swapped.add_metric([], scheduler.num_swap_outs)
         yield from (requests, blocks, host_blocks, preempted, swapped)
+
+
+class DurableCollector(Collector):
+    """Gauges of what is kept of durable requests, read at scrape time."""
+
+    def __init__(self, durable: DurableRequests) -> None:
+        self._durable = durable
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        requests = GaugeMetricFamily("quire_scheduler_durable_requests", "Durable requests that are kept.")
+        requests.add_metric([], len(self._durable))
+        tokens = GaugeMetricFamily(
+            "quire_scheduler_durable_tokens", "Tokens of durable requests, those that may still come included."
+        )
+        tokens.add_metric([], self._durable.num_tokens)
+        yield from (requests, tokens)

@@ -1,6 +1,7 @@
 """SchedulerService over gRPC: thin, every decision is elsewhere."""
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable
 
@@ -12,6 +13,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.core.request import Handle, Request, RequestKey
 from scheduler_svc.service.admission import refusals
 from scheduler_svc.service.connections import Connection, Connections
+from scheduler_svc.service.durable import DurableRequests, Reader
 from scheduler_svc.service.gateway_convert import gateway_messages, request_from_submit, welcome_message
 from scheduler_svc.service.pinning import PinFailedError
 from scheduler_svc.service.state_convert import blocks_message, state_message
@@ -25,9 +27,12 @@ _MAX_TIME_TO_LIVE_MS = 86_400_000
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """One instance serves all gateways."""
 
-    def __init__(self, loop: StepLoop, connections: Connections, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, loop: StepLoop, connections: Connections, durable: DurableRequests, clock: Callable[[], float]
+    ) -> None:
         self._loop = loop
         self._connections = connections
+        self._durable = durable
         self._clock = clock
         self._draining = False
 
@@ -51,6 +56,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await reader
         finally:
             reader.cancel()
+            self._durable.detach_all(connection)
             self._connections.close(connection)
 
     async def GetState(
@@ -94,6 +100,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if not self._loop.unpin(request.tenant, request.pin_id):
             raise NotFound(f'pin_id "{request.pin_id}" names no pin', reason="PIN_NOT_FOUND")
         return scheduler_pb2.UnpinPrefixResponse()
+
+    async def FindDurable(
+        self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.FindDurableResponse:
+        description = self._durable.find(request.tenant, request.request_id).description
+        return scheduler_pb2.FindDurableResponse(submit=scheduler_pb2.Submit.FromString(description))
+
+    async def CancelDurable(
+        self, request: scheduler_pb2.CancelDurableRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.CancelDurableResponse:
+        self._durable.cancel(request.tenant, request.request_id)
+        return scheduler_pb2.CancelDurableResponse()
 
     async def Drain(
         self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -141,6 +159,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     self._submit(message.submit, connection)
                 case "abort":
                     self._abort(message.abort, connection)
+                case "resume":
+                    self._resume(message.resume, connection)
+                case "detach":
+                    self._detach(Handle(message.detach.handle), connection)
                 case "credit":
                     if not message.credit.messages:
                         raise _invalid("credit.messages", "is 0; it must be at least 1")
@@ -150,30 +172,75 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _submit(self, submit: scheduler_pb2.Submit, connection: Connection) -> None:
         try:
-            request = self._accept(submit, connection)
+            self._accept(submit, connection)
         except QuireError as error:
             connection.outbox.put_refusal(Handle(submit.handle), error)
-        else:
-            connection.live.add(request.key)
 
-    def _accept(self, submit: scheduler_pb2.Submit, connection: Connection) -> Request:
+    def _accept(self, submit: scheduler_pb2.Submit, connection: Connection) -> None:
         """Queues the request. Raises what the gateway is told."""
         if self._draining:
             raise Unavailable("the scheduler drains", reason="DRAINING")
         replica = self._loop.replica
         assert replica is not None
         request = request_from_submit(submit, connection.client, replica.vocab_size)
+        if _can_be_replayed(submit):
+            self._accept_durable(request, submit, connection)
+            return
         with refusals(self._loop.retry, self._clock()):
             self._loop.submit(request)
-        return request
+        connection.live.add(request.key)
+
+    def _accept_durable(self, request: Request, submit: scheduler_pb2.Submit, connection: Connection) -> None:
+        reader = Reader(connection, request.key.handle)
+        if submit.durable.resubmitted:
+            known = self._durable.resubmitted(request, connection.gateway_id)
+            if known is not None:
+                self._durable.attach(known, reader, replays=True)
+                return
+        durable = self._durable.admit(request, submit.SerializeToString())
+        try:
+            with refusals(self._loop.retry, self._clock()):
+                self._loop.submit(dataclasses.replace(request, key=durable.key))
+        except QuireError:
+            self._durable.forget(durable)
+            raise
+        self._durable.attach(durable, reader, replays=False)
+
+    def _resume(self, resume: scheduler_pb2.Resume, connection: Connection) -> None:
+        handle = Handle(resume.handle)
+        try:
+            durable = self._durable.find(resume.tenant, resume.request_id)
+        except QuireError as error:
+            connection.outbox.put_refusal(handle, error)
+        else:
+            self._durable.attach(durable, Reader(connection, handle), replays=True)
+
+    def _detach(self, handle: Handle, connection: Connection) -> None:
+        durable = self._durable.read_by(connection, handle)
+        if durable is not None:
+            self._durable.detach(durable)
+        else:
+            self._abort(scheduler_pb2.Abort(handle=handle), connection)
 
     def _abort(self, abort: scheduler_pb2.Abort, connection: Connection) -> None:
         key = RequestKey(connection.client, Handle(abort.handle))
-        if abort.HasField("sequence_index"):
+        durable = self._durable.read_by(connection, key.handle)
+        if durable is not None and abort.HasField("sequence_index"):
+            self._loop.abort_sequence(durable.key, abort.sequence_index)
+        elif durable is not None:
+            self._durable.end(durable)
+        elif abort.HasField("sequence_index"):
             self._loop.abort_sequence(key, abort.sequence_index)
         else:
             connection.live.discard(key)
             self._loop.abort(key)
+
+
+def _can_be_replayed(submit: scheduler_pb2.Submit) -> bool:
+    """Whether it is durable and all that was ever said of it will be known here. Log probabilities that an earlier
+    scheduler reported are not."""
+    has_logprobs = submit.output.HasField("logprobs") or submit.output.HasField("prompt_logprobs")
+    return submit.HasField("durable") and not (has_logprobs and submit.emitted)
 
 
 def _invalid(field: str, description: str) -> InvalidArgument:

@@ -12,6 +12,7 @@ import grpc.aio
 
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
+from quire.rpc.errors import NotFound
 from quire.rpc.server import RpcServer
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_pins import FakePins
@@ -215,6 +216,17 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                 await reader
         await context.abort(self._broken_with, "the stream was broken by the test")
+
+    async def FindDurable(
+        self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.FindDurableResponse:
+        """It keeps nothing, so it knows no durable request."""
+        raise NotFound(f"{request.request_id} is not kept", reason="REQUEST_NOT_FOUND")
+
+    async def CancelDurable(
+        self, request: scheduler_pb2.CancelDurableRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.CancelDurableResponse:
+        raise NotFound(f"{request.request_id} is not kept", reason="REQUEST_NOT_FOUND")
 
     def _send_state(self, *, ready: bool) -> None:
         self._outgoing.append(scheduler_pb2.ConnectResponse(state=scheduler_pb2.ReplicaState(ready=ready)))

@@ -13,7 +13,6 @@ from quire.rpc.errors import (
     InvalidArgument,
     NotFound,
     ResourceExhausted,
-    Unimplemented,
     from_rpc_error,
 )
 from tests.support.gateway_process import collect, error_of, stream_request
@@ -123,9 +122,6 @@ BAD_PROMPTS = [
         "1,025; a sequence can have at most 1,024 tokens here",
     ),
 ]
-UNSUPPORTED = [
-    ({"durable": True}, "durable"),
-]
 
 
 @pytest.fixture
@@ -161,12 +157,6 @@ async def test_bad_parameters_are_named_with_value_and_limit(gateway):
 @pytest.mark.usefixtures("neighbour")
 async def test_bad_prompts_are_named_with_value_and_limit(gateway):
     await assert_all_refused(gateway, BAD_PROMPTS, InvalidArgument)
-
-
-@pytest.mark.usefixtures("neighbour")
-async def test_unsupported_parameters_are_refused_by_name(gateway):
-    cases = [({"text": "hello"} | fields, field, "not supported") for fields, field in UNSUPPORTED]
-    await assert_all_refused(gateway, cases, Unimplemented)
 
 
 async def test_values_that_change_nothing_are_fine(gateway):
@@ -288,12 +278,6 @@ async def test_request_id_in_use_already_exists(gateway, scheduler):
     scheduler.emits.set()
     await first
     await collect(gateway.generation.GenerateStream(stream_request(request_id="twin")))
-
-
-async def test_resume_is_refused_by_name(gateway):
-    error = await error_of(gateway.generation.ResumeStream(generation_pb2.ResumeStreamRequest(request_id="x")))
-    assert isinstance(error, Unimplemented)
-    assert "ResumeStream" in error.message
 
 
 async def test_every_error_carries_the_domain(gateway):

@@ -20,7 +20,7 @@ from gateway.request import (
     TokenPrompt,
 )
 from gateway.validation import check_choice, check_request, resolve_max_tokens
-from quire.rpc.errors import InvalidArgument, Unimplemented
+from quire.rpc.errors import InvalidArgument
 
 LIMITS = Limits(
     vocab_size=100,
@@ -83,12 +83,6 @@ def test_negative_numbers_that_only_json_can_bring_are_refused():
     sampling = SamplingOptions(top_k=-1, seed=-1, n=-1)
     assert fields_refused(sampling=sampling) == ["sampling.top_k", "sampling.n", "sampling.seed"]
     assert fields_refused(TokenPrompt([1, -5])) == ["token_ids.ids[1]"]
-
-
-def test_a_request_that_is_wrong_and_unsupported_is_wrong_first():
-    assert fields_refused(sampling=SamplingOptions(temperature=-1), durable=True) == ["sampling.temperature"]
-    with pytest.raises(Unimplemented):
-        check(durable=True)
 
 
 def test_a_long_model_name_is_shortened():

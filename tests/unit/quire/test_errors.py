@@ -60,7 +60,7 @@ def test_a_reason_that_is_not_given_is_that_of_the_code(cls: type[QuireError]) -
 
 
 def test_the_codes_are_all_different() -> None:
-    assert len({cls.code for cls in SUBCLASSES}) == len(SUBCLASSES) == 12
+    assert len({cls.code for cls in SUBCLASSES}) == len(SUBCLASSES) == 13
 
 
 def test_a_retry_of_zero_is_not_absent() -> None:

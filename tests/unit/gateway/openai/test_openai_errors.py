@@ -25,6 +25,7 @@ def short(field: str) -> str:
         (errors.PermissionDenied, 403, "permission_error"),
         (errors.NotFound, 404, "invalid_request_error"),
         (errors.AlreadyExists, 409, "invalid_request_error"),
+        (errors.Aborted, 409, "invalid_request_error"),
         (errors.ResourceExhausted, 429, "rate_limit_error"),
         (errors.Cancelled, 499, "invalid_request_error"),
         (errors.Internal, 500, "server_error"),

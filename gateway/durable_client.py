@@ -1,0 +1,80 @@
+"""The scheduler's methods about durable requests, asked of all replicas, since any of them may have one."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from gateway.request import GenerationRequest
+from gateway.scheduler_client import SchedulerClient
+from gateway.submitted_convert import request_from_submit
+from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable, from_rpc_error
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+Answer = TypeVar("Answer")
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRequest:
+    """A durable request, and the scheduler that has it."""
+
+    request: GenerationRequest
+    client: SchedulerClient
+
+
+async def find_durable(clients: Iterable[SchedulerClient], tenant: str, request_id: str) -> FoundRequest:
+    """Raises NotFound where no replica has it, Unavailable where one that might have it could not be asked."""
+    asked = scheduler_pb2.FindDurableRequest(tenant=tenant, request_id=request_id)
+    client, answer = await _first(clients, lambda stub: stub.FindDurable(asked, timeout=_TIMEOUT_S), request_id)
+    return FoundRequest(request_from_submit(answer.submit), client)
+
+
+async def cancel_durable(clients: Iterable[SchedulerClient], tenant: str, request_id: str) -> None:
+    """Raises as `find_durable` does."""
+    asked = scheduler_pb2.CancelDurableRequest(tenant=tenant, request_id=request_id)
+    await _first(clients, lambda stub: stub.CancelDurable(asked, timeout=_TIMEOUT_S), request_id)
+
+
+def no_such_request(request_id: str) -> NotFound:
+    """What a caller is told of a request that is not its tenant's, or not there (any more)."""
+    description = f'"{request_id[:128]}" names no running request'
+    violation = FieldViolation("request_id", description)
+    return NotFound(f"request_id {description}", reason="REQUEST_NOT_FOUND", violations=[violation])
+
+
+async def _first(
+    clients: Iterable[SchedulerClient],
+    call: Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Any]],
+    request_id: str,
+) -> tuple[SchedulerClient, Any]:
+    """The first replica, in their order, that does not answer with an error, and its answer."""
+    clients = list(clients)
+    answers = await asyncio.gather(*(_answer(client, call) for client in clients))
+    for client, answer in zip(clients, answers, strict=True):
+        if not isinstance(answer, QuireError):
+            return client, answer
+    for answer in answers:
+        if not isinstance(answer, NotFound):
+            raise answer
+    raise no_such_request(request_id)
+
+
+async def _answer(
+    client: SchedulerClient, call: Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Answer]]
+) -> Answer | QuireError:
+    unconnected = Unavailable(f"scheduler {client.address} is not connected", reason="NO_SCHEDULER")
+    if client.stub is None:
+        return unconnected
+    try:
+        return await call(client.stub)
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    except asyncio.CancelledError:
+        # gRPC raises it also in a call whose channel closes, which is no cancellation of ours.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return unconnected

@@ -1,0 +1,175 @@
+"""Durable streams are resumed through any gateway, from any offset: two gateways, a real scheduler, a fake worker."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from quire.client import AsyncClient, GenerationOptions, TokenChunk
+from quire.gateway.v1 import generation_pb2
+from quire.rpc.errors import Aborted, InvalidArgument, NotFound, Unavailable
+from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.gateway_process import RunningGateway, error_of, running_gateway, stream_request
+from tests.support.scheduler_process import running_scheduler, wait_attached, wait_nothing_in_use
+from worker_svc.info import WorkerInfo
+
+
+class _LlamaWorkerConfig(FakeWorkerConfig):
+    """Says that it serves the embedded model's architecture, as the gateways' tokenizer is that model's."""
+
+    def info(self) -> WorkerInfo:
+        info = FakeWorkerConfig.info(self)
+        return replace(info, model=replace(info.model, architecture="LlamaForCausalLM"))
+
+
+@dataclass(frozen=True)
+class _Address:
+    """What `running_gateway` asks of a scheduler."""
+
+    address: str
+    connections: int = 1
+
+    async def until(self, condition) -> None:
+        assert condition()
+
+
+@dataclass(frozen=True)
+class _Two:
+    first: RunningGateway
+    second: RunningGateway
+
+
+@pytest.fixture
+async def two(tmp_path) -> AsyncIterator[_Two]:
+    worker = FakeWorker(_LlamaWorkerConfig(step_seconds=0.002))
+    address = await worker.start()
+    socket = str(tmp_path / "s.sock")
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(worker.stop)
+        scheduler = await stack.enter_async_context(running_scheduler(socket, address, durable_grace=5.0))
+        await wait_attached(scheduler)
+        gateways = [await stack.enter_async_context(running_gateway(_Address(f"unix:{socket}"))) for _ in range(2)]
+        for gateway in gateways:
+            await gateway.generation.Generate(generation_pb2.GenerateRequest(text="x"), timeout=10)
+        yield _Two(*gateways)
+        for request_id in ("story", "other"):
+            with contextlib.suppress(Exception):
+                await gateways[0].generation.Cancel(generation_pb2.CancelRequest(request_id=request_id))
+        await wait_nothing_in_use(scheduler)
+
+
+def durable_request(**fields) -> generation_pb2.GenerateStreamRequest:
+    request = stream_request(max_tokens=24, request_id="story", durable=True, **fields)
+    request.sampling.seed = 5
+    request.sampling.temperature = 1.0
+    return request
+
+
+@dataclass
+class Parts:
+    """What a stream brought of each sequence."""
+
+    token_ids: dict[int, list[int]]
+    texts: dict[int, str]
+    logprobs: dict[int, list]
+    finished: dict[int, generation_pb2.SequenceFinished]
+
+
+async def parts_of(call) -> Parts:
+    parts = Parts({}, {}, {}, {})
+    async with asyncio.timeout(20):
+        async for response in call:
+            match response.WhichOneof("event"):
+                case "chunk":
+                    chunk = response.chunk
+                    index = chunk.sequence_index
+                    parts.token_ids[index] = parts.token_ids.get(index, []) + list(chunk.token_ids)
+                    parts.texts[index] = parts.texts.get(index, "") + chunk.text
+                    parts.logprobs[index] = parts.logprobs.get(index, []) + list(chunk.logprobs)
+                case "finished":
+                    parts.finished[response.finished.sequence_index] = response.finished
+    return parts
+
+
+def resume_request(**sequences) -> generation_pb2.ResumeStreamRequest:
+    return generation_pb2.ResumeStreamRequest(request_id="story", **sequences)
+
+
+@pytest.mark.parametrize("kind", ["plain", "stop string", "two sequences", "logprobs"])
+async def test_from_every_offset_the_rest_comes(two, kind):
+    request = durable_request()
+    if kind == "two sequences":
+        request.sampling.n = 2
+    if kind == "logprobs":
+        request.output.logprobs = 2
+    if kind == "stop string":
+        whole = await parts_of(two.first.generation.GenerateStream(request))
+        request.stopping.stop.append(whole.texts[0][12:15])
+    whole = await parts_of(two.first.generation.GenerateStream(request))
+    for index, token_ids in whole.token_ids.items():
+        text = whole.texts[index]
+        for offset in range(len(token_ids) + 1):
+            asked = resume_request()
+            num_characters = len(text) * offset // len(token_ids)
+            asked.offsets.add(sequence_index=index, offset=offset, num_characters=num_characters)
+            rest = await parts_of(two.second.generation.ResumeStream(asked))
+            assert rest.token_ids.get(index, []) == token_ids[offset:]
+            assert rest.texts.get(index, "") == text[num_characters:]
+            assert rest.logprobs.get(index, []) == whole.logprobs[index][offset:]
+            assert rest.finished == whole.finished
+
+
+async def test_another_call_takes_over_and_the_earlier_one_ends(two):
+    request = durable_request()
+    request.stopping.max_tokens = 600
+    request.stopping.ignore_eos = True
+    for gateway in (two.second, two.first):
+        earlier = two.first.generation.GenerateStream(request)
+        await earlier.initial_metadata()
+        later = gateway.generation.ResumeStream(resume_request())
+        error = await error_of(earlier)
+        assert isinstance(error, Aborted)
+        assert error.reason == "REQUEST_TAKEN_OVER"
+        assert len((await parts_of(later)).token_ids[0]) == 600
+
+
+async def test_the_id_is_known_at_once_and_cancel_works_through_any_gateway(two):
+    request = durable_request()
+    request.stopping.max_tokens = 900
+    request.stopping.ignore_eos = True
+    call = two.first.generation.GenerateStream(request)
+    assert dict(await call.initial_metadata())["quire-request-id"] == "story"
+    call.cancel()
+    await two.second.generation.Cancel(generation_pb2.CancelRequest(request_id="story"))
+    error = await error_of(two.second.generation.ResumeStream(resume_request()))
+    assert isinstance(error, NotFound)
+    again = two.first.generation.Cancel(generation_pb2.CancelRequest(request_id="story"))
+    assert isinstance(await error_of(again), NotFound)
+
+
+async def test_impossible_offsets_are_refused_by_name(two):
+    await parts_of(two.first.generation.GenerateStream(durable_request()))
+    for offset, field in (({"sequence_index": 1}, "sequence_index"), ({"offset": 25}, "offset")):
+        asked = resume_request(offsets=[generation_pb2.SequenceOffset(**offset)])
+        error = await error_of(two.second.generation.ResumeStream(asked))
+        assert isinstance(error, InvalidArgument)
+        assert error.violations[0].field == f"offsets[0].{field}"
+
+
+async def test_the_client_goes_on_after_its_gateway_breaks_the_stream(two):
+    options = GenerationOptions(seed=5, temperature=1.0, max_tokens=300, ignore_eos=True)
+    async with AsyncClient(two.first.gateway.grpc_address) as client:
+        whole = (await client.generate("hello", options)).sequences[0]
+        token_ids, text = [], ""
+        async with client.generate_stream("hello", options, request_id="story", durable=True) as stream:
+            async for event in stream:
+                if isinstance(event, TokenChunk):
+                    if token_ids and len(token_ids) < 20:
+                        for live in two.first.gateway._ledger:
+                            live.fail(Unavailable("the connection broke"))
+                    assert event.offset == len(token_ids)
+                    token_ids += event.token_ids
+                    text += event.text
+    assert (tuple(token_ids), text) == (tuple(whole.token_ids), whole.text)

@@ -1,0 +1,137 @@
+"""Durable requests outlive the gateway that submitted them: handover, replay, expiry, limits."""
+
+import grpc.aio
+import pytest
+from google.rpc import code_pb2
+
+from quire.rpc.errors import NotFound, from_rpc_error
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.scheduler_process import (
+    GatewayStream,
+    expected_tokens,
+    make_submit,
+    running_scheduler,
+    wait_attached,
+    wait_nothing_in_use,
+)
+
+
+def durable_submit(handle: int, **fields) -> scheduler_pb2.Submit:
+    return make_submit(handle, tenant="a", durable=scheduler_pb2.Durable(stop=["x"]), **fields)
+
+
+async def resume(stream: GatewayStream, handle: int, request_id: str, tenant: str = "a") -> None:
+    stream.outputs[handle] = []
+    message = scheduler_pb2.Resume(handle=handle, tenant=tenant, request_id=request_id)
+    await stream.call.write(scheduler_pb2.ConnectRequest(resume=message))
+
+
+async def test_another_gateway_gets_every_token_from_the_first_on(scheduler):
+    first, _ = await GatewayStream.open(scheduler, "gateway-a")
+    await first.submit(durable_submit(7, max_tokens=200))
+    await first.read()
+    first.close()
+    second, _ = await GatewayStream.open(scheduler, "gateway-b")
+    await resume(second, 99, "request-7")
+    await second.read_until_over(99)
+    assert second.outputs[99] == expected_tokens(7, max_tokens=200)
+    assert second.completed[99].usage.generated_tokens == 200
+    second.close()
+
+
+async def test_a_request_that_is_over_can_be_replayed_and_again(scheduler):
+    stream, _ = await GatewayStream.open(scheduler)
+    await stream.submit(durable_submit(7))
+    await stream.read_until_over(7)
+    for handle in (8, 9):
+        await resume(stream, handle, "request-7")
+        await stream.read_until_over(handle)
+        assert stream.outputs[handle] == expected_tokens(7)
+    stream.close()
+
+
+async def test_the_newer_reader_wins_and_the_older_is_told(scheduler, worker):
+    first, _ = await GatewayStream.open(scheduler, "gateway-a")
+    second, _ = await GatewayStream.open(scheduler, "gateway-b")
+    await first.submit(durable_submit(7, max_tokens=800))
+    await first.read()
+    await resume(second, 7, "request-7")
+    await first.read_until_over(7)
+    assert (first.failed[7].code, first.failed[7].reason) == (code_pb2.ABORTED, "REQUEST_TAKEN_OVER")
+    await second.read_until_over(7)
+    assert second.outputs[7] == expected_tokens(7, max_tokens=800)
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(("tenant", "request_id"), [("b", "request-7"), ("a", "request-8")])
+async def test_a_request_that_is_not_the_tenants_is_not_found(scheduler, tenant, request_id):
+    stream, _ = await GatewayStream.open(scheduler)
+    await stream.submit(durable_submit(7))
+    await stream.read_until_over(7)
+    await resume(stream, 1, request_id, tenant)
+    await stream.read_until_over(1)
+    assert (stream.failed[1].code, stream.failed[1].reason) == (code_pb2.NOT_FOUND, "REQUEST_NOT_FOUND")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await scheduler.FindDurable(scheduler_pb2.FindDurableRequest(tenant=tenant, request_id=request_id))
+    assert isinstance(from_rpc_error(caught.value), NotFound)
+    stream.close()
+
+
+async def test_without_a_reader_it_ends_after_the_grace_period(worker, tmp_path):
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, durable_grace=0.0) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(durable_submit(7, max_tokens=900))
+        await stream.read()
+        await stream.call.write(scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=7)))
+        await wait_nothing_in_use(stub)
+        await resume(stream, 8, "request-7")
+        await stream.read_until_over(8)
+        assert stream.failed[8].code == code_pb2.NOT_FOUND
+        stream.close()
+
+
+async def test_a_cancelled_request_is_forgotten_and_its_reader_told(scheduler):
+    stream, _ = await GatewayStream.open(scheduler)
+    await stream.submit(durable_submit(7, max_tokens=900))
+    await stream.read()
+    asked = scheduler_pb2.CancelDurableRequest(tenant="a", request_id="request-7")
+    await scheduler.CancelDurable(asked)
+    await stream.read_until_over(7)
+    assert stream.failed[7].code == code_pb2.CANCELLED
+    await wait_nothing_in_use(scheduler)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await scheduler.CancelDurable(asked)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    stream.close()
+
+
+async def test_what_is_over_makes_room_and_what_runs_does_not(worker, tmp_path):
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, max_durable_requests=1) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(durable_submit(1))
+        await stream.read_until_over(1)
+        await stream.submit(durable_submit(2, max_tokens=900))
+        await stream.submit(durable_submit(3))
+        await stream.read_until_over(3)
+        assert (stream.failed[3].code, stream.failed[3].reason) == (code_pb2.RESOURCE_EXHAUSTED, "DURABLE_LIMIT")
+        await resume(stream, 4, "request-1")
+        await stream.read_until_over(4)
+        assert stream.failed[4].code == code_pb2.NOT_FOUND
+        stream.close()
+
+
+async def test_a_gateway_that_connects_again_goes_on_by_submitting_again(scheduler):
+    first, _ = await GatewayStream.open(scheduler, "gateway-a")
+    await first.submit(durable_submit(7, max_tokens=300))
+    await first.read()
+    first.close()
+    again, _ = await GatewayStream.open(scheduler, "gateway-a")
+    submit = durable_submit(7, max_tokens=300)
+    submit.durable.resubmitted = True
+    await again.submit(submit)
+    await again.read_until_over(7)
+    assert again.outputs[7] == expected_tokens(7, max_tokens=300)
+    again.close()
