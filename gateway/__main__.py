@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def start() -> None:
         settings = load_settings(GatewaySettings, arguments, os.environ, program=_PROGRAM)
         configure_logging("gateway", settings.log_level)
+        # Delivering tokens can wait a moment; a step that is planned late leaves the device idle.
+        os.nice(settings.niceness)
         await serve(settings)
 
     return run_service(start, program=_PROGRAM)

@@ -63,6 +63,12 @@ class GatewaySettings:
     )
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
     drain_timeout: float = setting(30.0, "seconds to finish live requests after SIGTERM", minimum=0, metavar="SECONDS")
+    niceness: int = setting(
+        5,
+        "how far gateways stand back for the other services on the same processors, see nice(1)",
+        minimum=0,
+        maximum=19,
+    )
     log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
