@@ -14,6 +14,7 @@ from gateway.auth.interceptor import AuthInterceptor
 from gateway.generation_servicer import GenerationServicer
 from gateway.generator import Generator
 from gateway.http import HttpServer, make_http_app
+from gateway.kserve.servicer import KServeServicer
 from gateway.ledger import Ledger
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
@@ -26,6 +27,7 @@ from gateway.slow_clients import SlowClientInterceptor
 from gateway.text_service import TextService
 from gateway.wire import add_service
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+from quire.inference import open_inference_pb2
 from quire.model_directory import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
@@ -36,6 +38,7 @@ _SERVICES = {
     "generation": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
     "model": model_pb2.DESCRIPTOR.services_by_name["ModelService"],
     "prefix": prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
+    "kserve": open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
 }
 _SERVICE_NAMES = [service.full_name for service in _SERVICES.values()]
 # For calls that are over but whose last message is still on its way.
@@ -202,6 +205,7 @@ async def _start_rpc(
         "generation": GenerationServicer(generator, TextService(generator)),
         "model": ModelServicer(generator, gateway_id),
         "prefix": PrefixServicer(Prefixes(generator)),
+        "kserve": KServeServicer(generator),
     }
 
     def register(server: grpc.aio.Server) -> None:

@@ -25,7 +25,8 @@ _MAX_FIELDS_LOOKED_AT = 256
 def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
     """Registers the servicer's methods, which have the names of the service's, under the service's full name.
 
-    Methods that answer a stream are async generator functions, the others coroutine functions.
+    Methods that answer a stream are async generator functions, the others coroutine functions. One that takes a stream
+    answers a stream, too.
     """
     handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
@@ -53,6 +54,17 @@ def parse(kind: type[Message], data: bytes) -> Message:
 def _handler(method: MethodDescriptor, behavior: Callable[[Any, Any], Any]) -> grpc.RpcMethodHandler:
     request_class = GetMessageClass(method.input_type)
     response_class = GetMessageClass(method.output_type)
+    if method.client_streaming:
+
+        async def exchange(data: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
+            responses = behavior(_parsed(request_class, data), context)
+            try:
+                async for response in responses:
+                    yield response
+            finally:
+                await responses.aclose()
+
+        return grpc.stream_stream_rpc_method_handler(exchange, response_serializer=response_class.SerializeToString)
     if inspect.isasyncgenfunction(behavior):
 
         async def stream(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
@@ -69,6 +81,11 @@ def _handler(method: MethodDescriptor, behavior: Callable[[Any, Any], Any]) -> g
         return await behavior(parse(request_class, data), context)
 
     return grpc.unary_unary_rpc_method_handler(unary, response_serializer=response_class.SerializeToString)
+
+
+async def _parsed(kind: type[Message], messages: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+    async for data in messages:
+        yield parse(kind, data)
 
 
 def _check_alternatives(kind: type[Message], data: bytes) -> None:

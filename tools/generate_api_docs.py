@@ -29,7 +29,7 @@ API_DOCS = ROOT / "docs" / "api.md"
 NOTICE = "<!-- Made by tools/generate_api_docs.py (make api-docs) from docs/api_head.md and protos/. Do not edit. -->"
 
 # What a reader wants first: the public contract, then what it speaks of, then the inside.
-PACKAGES = ("quire.gateway.v1", "quire.common.v1", "quire.scheduler.v1", "quire.worker.v1")
+PACKAGES = ("quire.gateway.v1", "inference", "quire.common.v1", "quire.scheduler.v1", "quire.worker.v1")
 
 
 def render(head: str, protos: Iterable[ProtoFile]) -> str:

@@ -4,6 +4,7 @@ usage: generate_stubs.py [OUT_DIR]   (default: the repository root, where git ig
 """
 
 import sys
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,22 +16,32 @@ ROOT = Path(__file__).resolve().parent.parent
 def generate(protos: Path, out: Path) -> list[Path]:
     """Writes the stubs of every file below `protos` into `out`, in the folder of its package; returns the files.
 
+    Those of packages that are not ours come below `out`/quire.
+
     Raises RuntimeError when protoc refuses a file.
     """
     sources = sorted(protos.rglob("*.proto"))
+    ours = [source for source in sources if source.relative_to(protos).parts[0] == "quire"]
+    _run_protoc(protos, ours, out, "--grpc_python_out")
+    # Packages of public standards have no top-level module of ours. Their services are registered by descriptor:
+    # generated gRPC code would import the messages from where the standard has them.
+    _run_protoc(protos, [source for source in sources if source not in ours], out / "quire")
+    return sources
+
+
+def _run_protoc(protos: Path, sources: Sequence[Path], out: Path, *further_outputs: str) -> None:
+    if not sources:
+        return
     out.mkdir(parents=True, exist_ok=True)
     arguments = [
         "protoc",
         f"--proto_path={protos}",
         f"--proto_path={files('grpc_tools') / '_proto'}",
-        f"--python_out={out}",
-        f"--pyi_out={out}",
-        f"--grpc_python_out={out}",
+        *(f"{output}={out}" for output in ("--python_out", "--pyi_out", *further_outputs)),
         *map(str, sources),
     ]
     if protoc.main(arguments) != 0:
         raise RuntimeError(f"protoc failed on {protos}")
-    return sources
 
 
 if __name__ == "__main__":

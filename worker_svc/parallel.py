@@ -90,8 +90,9 @@ def meet(settings: WorkerSettings, device: torch.device) -> Ranks:
         raise ConfigurationError(
             f"the {size} ranks did not meet at --tensor-parallel-address {settings.tensor_parallel_address}: {error}"
         ) from error
-    thread = threading.Thread(target=_watch, args=(watch, rank, size, leave_process), name="ranks", daemon=True)
-    thread.start()
+    # Not a daemon, as the device thread that calls this is: the interpreter would end it on its way out of the store,
+    # inside C++, and that aborts the process.
+    threading.Thread(target=_watch, args=(watch, rank, size, leave_process), name="ranks", daemon=False).start()
     return MeetingRanks(rank, size, device, leave_process)
 
 
@@ -128,11 +129,15 @@ def _enter(address: TcpAddress, rank: int, size: int) -> TCPStore:
 
 
 def _watch(store: TCPStore, rank: int, size: int, leave: Callable[[str], NoReturn]) -> None:
-    """Leaves when another rank died, was started again or is silent. The store goes with rank 0."""
+    """Leaves when another rank died, was started again or is silent. The store goes with rank 0.
+
+    Returns when the main thread has ended.
+    """
+    main = threading.main_thread()
     others = [other for other in range(size) if other != rank]
     beats = dict.fromkeys(others, -1)
     heard_at = dict.fromkeys(others, time.monotonic())
-    while True:
+    while main.is_alive():
         try:
             store.add(_beat(rank), 1)
             now = time.monotonic()
@@ -145,7 +150,7 @@ def _watch(store: TCPStore, rank: int, size: int, leave: Callable[[str], NoRetur
                     leave(f"rank {other} has been silent for {_SILENCE_S:.0f} s")
         except RuntimeError as error:
             leave(f"rank 0 and its store are gone: {error}")
-        time.sleep(_BEAT_S)
+        main.join(_BEAT_S)
 
 
 def _entered(rank: int) -> str:

@@ -51,7 +51,7 @@ async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(name: s
     model = make(tmp_path, name)
     prompts = make_prompts(seed=3)
     expected = generate_greedily(model, prompts, MAX_TOKENS)
-    settings = {"dtype": "float32", "num_gpu_blocks": 48, "max_num_batched_tokens": 256, "preemption_mode": "swap"}
+    settings = {"dtype": "float32", "num_gpu_blocks": 16, "max_num_batched_tokens": 256, "preemption_mode": "swap"}
     async with serving(model=str(tmp_path), tensor_parallel_size=2, num_threads=1, **settings) as served:
         assert await ask(served, prompts, temperature=0.0) == expected
         state = await served.state()

@@ -1,0 +1,1 @@
+"""The Open Inference Protocol over the same generator and validator as GenerationService."""
