@@ -217,6 +217,7 @@ async def _start_rpc(
         register,
         _SERVICE_NAMES,
         max_message_bytes=settings.max_message_bytes,
+        admin_port=settings.admin_port,
         tls=tls,
         interceptors=(
             auth,

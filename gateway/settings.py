@@ -62,6 +62,12 @@ class GatewaySettings:
         10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0, metavar="SECONDS"
     )
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
+    admin_port: int | None = setting(
+        None,
+        "port of channelz on 127.0.0.1, which shows connections and calls; none shows nothing",
+        minimum=0,
+        maximum=65535,
+    )
     drain_timeout: float = setting(30.0, "seconds to finish live requests after SIGTERM", minimum=0, metavar="SECONDS")
     niceness: int = setting(
         5,

@@ -52,6 +52,12 @@ class SchedulerSettings:
     trace_steps: str | None = setting(
         None, "file to write what happens in each step to, for Chrome's tracing page; none writes none", metavar="FILE"
     )
+    admin_port: int | None = setting(
+        None,
+        "port of channelz on 127.0.0.1, which shows connections and calls; none shows nothing",
+        minimum=0,
+        maximum=65535,
+    )
     metrics_host: str = setting("127.0.0.1", "where to serve Prometheus metrics")
     metrics_port: int | None = setting(
         None, "port of the Prometheus metrics; none serves none", minimum=0, maximum=65535

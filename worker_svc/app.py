@@ -34,6 +34,7 @@ async def serve(settings: WorkerSettings) -> None:
         lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server),
         [SERVICE_NAME],
         tls=_tls(settings),
+        admin_port=settings.admin_port,
     )
     device_loop.start()
     metrics_server = None

@@ -65,6 +65,12 @@ class WorkerSettings:
         "127.0.0.1:50063", "where the ranks meet: HOST:PORT, on which rank 0 listens for the others"
     )
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
+    admin_port: int | None = setting(
+        None,
+        "port of channelz on 127.0.0.1, which shows connections and calls; none shows nothing",
+        minimum=0,
+        maximum=65535,
+    )
     metrics_host: str = setting("127.0.0.1", "where the Prometheus metrics listen", metavar="HOST")
     metrics_port: int | None = setting(
         None, "port of the Prometheus metrics; without it, none", minimum=0, maximum=65535

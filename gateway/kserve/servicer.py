@@ -9,8 +9,8 @@ import grpc.aio
 from gateway.auth.caller import current_caller
 from gateway.events import Chunk, Completed, Finished
 from gateway.generator import Generator
-from gateway.kserve.inference import INPUTS, OUTPUTS, Inference, read_inference
-from gateway.kserve.responses import MODEL_VERSION, error_response, in_stream, piece_response, whole_response
+from gateway.kserve.inference_convert import INPUTS, OUTPUTS, Inference, read_inference
+from gateway.kserve.response_convert import MODEL_VERSION, error_response, in_stream, piece_response, whole_response
 from gateway.kserve.stream import answer_all
 from gateway.validation import find_model, wrong_model
 from quire.inference import open_inference_pb2 as pb

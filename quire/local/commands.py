@@ -48,6 +48,7 @@ class Commands:
         values = self._values(
             listen=self.worker_address(rank),
             metrics_port=self.settings.worker_metrics_port if rank == 0 else None,
+            admin_port=None,
             num_threads=self._num_threads(),
             tensor_parallel_rank=rank,
             tensor_parallel_address=f"127.0.0.1:{self.meeting_port}",
@@ -59,6 +60,7 @@ class Commands:
             listen=self.scheduler_address,
             workers=tuple(self.worker_address(rank) for rank in self.ranks),
             metrics_port=self.settings.scheduler_metrics_port,
+            admin_port=None,
         )
         return [*self.programs.scheduler, *to_argv(SchedulerSettings, values)]
 

@@ -152,6 +152,12 @@ class ServeSettings:
         maximum=19,
     )
 
+    admin_port: int | None = setting(
+        None,
+        "port of the gateway's channelz on 127.0.0.1, which shows connections and calls; none shows nothing",
+        minimum=0,
+        maximum=65535,
+    )
     metrics_host: str = setting("127.0.0.1", "where scheduler and worker serve their metrics")
     scheduler_metrics_port: int | None = setting(None, "port of the scheduler's metrics", minimum=0, maximum=65535)
     worker_metrics_port: int | None = setting(None, "port of the worker's metrics", minimum=0, maximum=65535)

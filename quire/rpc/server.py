@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quire.rpc.address import AddressInUse, TcpAddress, UnixAddress, check_bindable, parse_address
+from quire.rpc.admin import AdminServer
 from quire.rpc.health_servicer import SERVICE_NAME as HEALTH_SERVICE_NAME
 from quire.rpc.health_servicer import HealthServicer
 from quire.rpc.interceptors import ErrorInterceptor
@@ -24,8 +25,11 @@ _MAX_METADATA_BYTES = 64 * 1024
 class RpcServer:
     """A running server, made by `start`. It serves at once; health says NOT_SERVING until `set_serving(True)`."""
 
-    def __init__(self, server: grpc.aio.Server, address: str, health: HealthServicer) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, address: str, health: HealthServicer, admin: AdminServer | None
+    ) -> None:
         self.address = address
+        self.admin = admin
         self._server = server
         self._health = health
 
@@ -40,6 +44,7 @@ class RpcServer:
         reuse_port: bool = False,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: ServerTls | None = None,
+        admin_port: int | None = None,
     ) -> Self:
         """Listens and serves.
 
@@ -49,6 +54,7 @@ class RpcServer:
             service_names: Full names of those services, for health and reflection.
             max_message_bytes: Larger requests are refused with RESOURCE_EXHAUSTED. Answers have no limit.
             reuse_port: Several processes share the port, and the kernel spreads connections over them.
+            admin_port: Where to show this process's connections by channelz, on loopback; 0 picks a free port.
             tls: How to encrypt a TCP address, and who may call; a unix socket is never encrypted.
             interceptors: See calls of all services before their handlers do, health included; the first one first.
 
@@ -60,7 +66,7 @@ class RpcServer:
         check_bindable(wanted, reuse_port=reuse_port)
         server = grpc.aio.server(
             interceptors=(ErrorInterceptor(), *_role_interceptors(wanted, tls), *interceptors),
-            options=_options(max_message_bytes, reuse_port=reuse_port),
+            options=_options(max_message_bytes, reuse_port=reuse_port, is_watched=admin_port is not None),
         )
         register(server)
         health = HealthServicer(service_names)
@@ -75,8 +81,9 @@ class RpcServer:
         except RuntimeError as error:
             raise AddressInUse(f"cannot listen on {wanted}: the port is in use") from error
         await server.start()
+        admin = None if admin_port is None else await AdminServer.start(admin_port)
         bound = TcpAddress(wanted.host, port) if isinstance(wanted, TcpAddress) else wanted
-        return cls(server, str(bound), health)
+        return cls(server, str(bound), health, admin)
 
     def set_serving(self, serving: bool) -> None:
         """What health answers from now on, for the server as a whole and for each service."""
@@ -86,6 +93,8 @@ class RpcServer:
         """Refuses new calls, gives running ones `grace_s` seconds, cancels the rest. Idempotent."""
         self._health.close()
         await self._server.stop(grace_s)
+        if self.admin is not None:
+            await self.admin.stop()
 
 
 def _role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None) -> list[RoleInterceptor]:
@@ -94,8 +103,9 @@ def _role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None)
     return [RoleInterceptor(tls.roles)]
 
 
-def _options(max_message_bytes: int, *, reuse_port: bool) -> list[tuple[str, int]]:
+def _options(max_message_bytes: int, *, reuse_port: bool, is_watched: bool) -> list[tuple[str, int]]:
     return [
+        ("grpc.enable_channelz", int(is_watched)),
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),

@@ -56,7 +56,9 @@ async def serve(settings: SchedulerSettings) -> None:
     def register(grpc_server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, grpc_server)
 
-    server = await RpcServer.start(settings.listen, register, [_SERVICE_NAME], tls=_server_tls(identity))
+    server = await RpcServer.start(
+        settings.listen, register, [_SERVICE_NAME], tls=_server_tls(identity), admin_port=settings.admin_port
+    )
     try:
         with _metrics_server(settings, metrics):
             _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.worker_group import StepLink, attach_workers
-from scheduler_svc.service.worker_link import WorkerLostError
+from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
+from tests.support.core_driver import make_config, make_request
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_server import running_worker
 from worker_svc.ranks import Ranks
@@ -58,6 +61,51 @@ async def test_ranks_of_one_group_are_attached_as_one(tmp_path: Path) -> None:
         assert link.info.worker_generation == 5
         # Nothing was sent, so what comes is a sign of life.
         assert await link.receive() is None
+
+
+def make_plan() -> StepPlan:
+    scheduler = Scheduler(make_config(num_blocks=40))
+    scheduler.submit(make_request(1), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    return plan
+
+
+async def next_answer(link: StepLink) -> int:
+    async with asyncio.timeout(10):
+        while (answer := await link.receive()) is None:
+            pass
+    return answer.result.step_id
+
+
+async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: dict[str, bytes] = {}
+    late = asyncio.Event()
+    write = WorkerLink.write
+    async with (
+        running_rank(tmp_path, 0) as first,
+        running_rank(tmp_path, 1) as second,
+        attached(first, second) as link,
+    ):
+
+        async def write_late_to_the_second(self: WorkerLink, message: bytes) -> None:
+            written[self.address] = message
+            if self.address == second:
+                await late.wait()
+            await write(self, message)
+
+        monkeypatch.setattr(WorkerLink, "write", write_late_to_the_second)
+        plan = make_plan()
+        sending = asyncio.create_task(link.send(plan))
+        # The first rank has answered long before, as its signs of life go by.
+        assert [await link.receive() for _ in range(6)] == [None] * 6
+        late.set()
+        await sending
+        assert await next_answer(link) == plan.step_id
+        assert set(written) == {first, second}
+        assert written[first] is written[second]
 
 
 async def test_ranks_in_the_wrong_order_are_refused(tmp_path: Path) -> None:

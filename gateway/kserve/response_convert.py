@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from gateway.events import Finished, GeneratedSequence, Usage
-from gateway.kserve.inference import OUTPUTS, Inference
-from gateway.kserve.tensors import add_output
+from gateway.kserve.inference_convert import OUTPUTS, Inference
+from gateway.kserve.tensor_convert import add_output
 from quire.inference import open_inference_pb2 as pb
 
 MODEL_VERSION = "1"

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.kserve.tensors import Value, read_inputs
+from gateway.kserve.tensor_convert import Value, read_inputs
 from gateway.openai.body import parse_body
 from gateway.openai.options import completion_options
 from gateway.openai.schemas import CompletionBody

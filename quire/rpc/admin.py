@@ -1,0 +1,37 @@
+"""A port for people who look into a running service: gRPC's own channelz, on loopback alone."""
+
+from typing import Self
+
+import grpc.aio
+from grpc_channelz.v1 import channelz, channelz_pb2
+from grpc_reflection.v1alpha import reflection
+
+from quire.rpc.address import TcpAddress, check_bindable
+
+HOST = "127.0.0.1"
+SERVICE_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
+
+
+class AdminServer:
+    """Servers, channels and sockets of this process and what they have done, to any channelz client.
+
+    Without authentication: who may log in on the machine may look.
+    """
+
+    def __init__(self, server: grpc.aio.Server, address: str) -> None:
+        self.address = address
+        self._server = server
+
+    @classmethod
+    async def start(cls, port: int) -> Self:
+        """Listens on a port of 127.0.0.1, 0 for a free one. AddressInUse when another process listens there."""
+        check_bindable(TcpAddress(HOST, port))
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        channelz.add_channelz_servicer(server)
+        reflection.enable_server_reflection((SERVICE_NAME, reflection.SERVICE_NAME), server)
+        bound = server.add_insecure_port(str(TcpAddress(HOST, port)))
+        await server.start()
+        return cls(server, str(TcpAddress(HOST, bound)))
+
+    async def stop(self) -> None:
+        await self._server.stop(0)

@@ -1,0 +1,27 @@
+"""The admin port shows what a server's connections have done."""
+
+import grpc.aio
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire.rpc.channel import open_channel
+from quire.rpc.server import RpcServer
+
+
+async def test_channelz_counts_the_calls_of_the_server() -> None:
+    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [], admin_port=0)
+    assert server.admin is not None
+    async with open_channel(server.address) as channel:
+        for _ in range(3):
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        async with grpc.aio.insecure_channel(server.admin.address) as admin:
+            stub = channelz_pb2_grpc.ChannelzStub(admin)
+            servers = await stub.GetServers(channelz_pb2.GetServersRequest(), timeout=10)
+    assert 3 in [each.data.calls_succeeded for each in servers.server]
+    await server.stop(0)
+
+
+async def test_without_an_admin_port_there_is_none() -> None:
+    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [])
+    assert server.admin is None
+    await server.stop(0)
