@@ -18,6 +18,7 @@ from tools.proto_descriptors import (
     FILE_MESSAGES,
     FILE_SERVICES,
     MESSAGE_FIELDS,
+    MESSAGE_MESSAGES,
     MESSAGE_ONEOFS,
     SERVICE_METHODS,
     ProtoFile,
@@ -53,7 +54,7 @@ def _render_file(file: ProtoFile) -> Iterator[str]:
     yield f"Source: `protos/{file.descriptor.name}`"
     yield from _render_services(file)
     for index, message in enumerate(file.descriptor.message_type):
-        yield from _render_message(file, index, message)
+        yield from _render_message(file, (FILE_MESSAGES, index), message.name, message)
     for index, enum in enumerate(file.descriptor.enum_type):
         yield from _render_enum(file, index, enum)
 
@@ -72,10 +73,18 @@ def _render_services(file: ProtoFile) -> Iterator[str]:
                 yield _paragraphs(comment)
 
 
-def _render_message(file: ProtoFile, index: int, message: DescriptorProto) -> Iterator[str]:
-    yield _heading(file, message.name, "message")
-    if comment := file.comment_of(FILE_MESSAGES, index):
+def _render_message(file: ProtoFile, path: tuple[int, ...], name: str, message: DescriptorProto) -> Iterator[str]:
+    """The message at `path`, whose name is that of the messages that it is in and its own, and the messages in it."""
+    yield _heading(file, name, "message")
+    if comment := file.comment_of(*path):
         yield _paragraphs(comment)
+    yield from _render_fields(file, path, message)
+    for index, nested in enumerate(message.nested_type):
+        if not nested.options.map_entry:
+            yield from _render_message(file, (*path, MESSAGE_MESSAGES, index), f"{name}.{nested.name}", nested)
+
+
+def _render_fields(file: ProtoFile, path: tuple[int, ...], message: DescriptorProto) -> Iterator[str]:
     if not message.field:
         yield "No fields."
         return
@@ -84,13 +93,13 @@ def _render_message(file: ProtoFile, index: int, message: DescriptorProto) -> It
             str(field.number),
             f"`{field.name}`",
             _field_type(message, field),
-            _cell(file.comment_of(FILE_MESSAGES, index, MESSAGE_FIELDS, number)),
+            _cell(file.comment_of(*path, MESSAGE_FIELDS, number)),
         )
         for number, field in enumerate(message.field)
     ]
     yield _table(("no.", "field", "type", "meaning"), rows)
     for number, oneof in enumerate(message.oneof_decl):
-        if comment := file.comment_of(FILE_MESSAGES, index, MESSAGE_ONEOFS, number):
+        if comment := file.comment_of(*path, MESSAGE_ONEOFS, number):
             yield f"`{oneof.name}`: {_cell(comment)}"
 
 

@@ -11,7 +11,7 @@ from grpc_tools import protoc
 
 # Field numbers of FileDescriptorProto, DescriptorProto, ... that make up the paths of SourceCodeInfo.
 FILE_SYNTAX, FILE_MESSAGES, FILE_ENUMS, FILE_SERVICES = 12, 4, 5, 6
-MESSAGE_FIELDS, MESSAGE_ONEOFS, ENUM_VALUES, SERVICE_METHODS = 2, 8, 2, 2
+MESSAGE_FIELDS, MESSAGE_MESSAGES, MESSAGE_ONEOFS, ENUM_VALUES, SERVICE_METHODS = 2, 3, 8, 2, 2
 
 
 @dataclass(frozen=True, slots=True)
