@@ -64,24 +64,23 @@ class RpcServer:
         """
         wanted = parse_address(address)
         check_bindable(wanted, reuse_port=reuse_port)
-        server = grpc.aio.server(
-            interceptors=(ErrorInterceptor(), *_role_interceptors(wanted, tls), *interceptors),
-            options=_options(max_message_bytes, reuse_port=reuse_port, is_watched=admin_port is not None),
-        )
-        register(server)
-        health = HealthServicer(service_names)
-        health_pb2_grpc.add_HealthServicer_to_server(health, server)
-        reflected = (*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(reflected, server)
-        try:
-            if tls is None or not isinstance(wanted, TcpAddress):
-                port = server.add_insecure_port(str(wanted))
-            else:
-                port = server.add_secure_port(str(wanted), tls.credentials())
-        except RuntimeError as error:
-            raise AddressInUse(f"cannot listen on {wanted}: the port is in use") from error
-        await server.start()
         admin = None if admin_port is None else await AdminServer.start(admin_port)
+        try:
+            server = grpc.aio.server(
+                interceptors=(ErrorInterceptor(), *_role_interceptors(wanted, tls), *interceptors),
+                options=_options(max_message_bytes, reuse_port=reuse_port, is_watched=admin_port is not None),
+            )
+            register(server)
+            health = HealthServicer(service_names)
+            health_pb2_grpc.add_HealthServicer_to_server(health, server)
+            reflected = (*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(reflected, server)
+            port = _bind(server, wanted, tls)
+            await server.start()
+        except BaseException:
+            if admin is not None:
+                await admin.stop()
+            raise
         bound = TcpAddress(wanted.host, port) if isinstance(wanted, TcpAddress) else wanted
         return cls(server, str(bound), health, admin)
 
@@ -95,6 +94,16 @@ class RpcServer:
         await self._server.stop(grace_s)
         if self.admin is not None:
             await self.admin.stop()
+
+
+def _bind(server: grpc.aio.Server, address: TcpAddress | UnixAddress, tls: ServerTls | None) -> int:
+    """The port that the server has then."""
+    try:
+        if tls is None or not isinstance(address, TcpAddress):
+            return server.add_insecure_port(str(address))
+        return server.add_secure_port(str(address), tls.credentials())
+    except RuntimeError as error:
+        raise AddressInUse(f"cannot listen on {address}: the port is in use") from error
 
 
 def _role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None) -> list[RoleInterceptor]:

@@ -1,9 +1,13 @@
 """The admin port shows what a server's connections have done."""
 
+import socket
+
 import grpc.aio
+import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quire.rpc.address import AddressInUse, TcpAddress, check_bindable, free_port
 from quire.rpc.channel import open_channel
 from quire.rpc.server import RpcServer
 
@@ -18,6 +22,17 @@ async def test_channelz_counts_the_calls_of_the_server() -> None:
             stub = channelz_pb2_grpc.ChannelzStub(admin)
             servers = await stub.GetServers(channelz_pb2.GetServersRequest(), timeout=10)
     assert 3 in [each.data.calls_succeeded for each in servers.server]
+    await server.stop(0)
+
+
+async def test_an_admin_port_in_use_leaves_no_server_behind() -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken: int = holder.getsockname()[1]
+        with pytest.raises(AddressInUse, match=str(taken)):
+            await RpcServer.start(f"127.0.0.1:{port}", lambda _: None, [], admin_port=taken)
+    check_bindable(TcpAddress("127.0.0.1", port))
+    server = await RpcServer.start(f"127.0.0.1:{port}", lambda _: None, [])
     await server.stop(0)
 
 
