@@ -31,6 +31,7 @@ from quire.inference import open_inference_pb2
 from quire.model_directory import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
+from quire.rpc.limits import ConnectionLimits
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
 
@@ -91,13 +92,7 @@ class Gateway:
         metrics.watch_schedulers(lambda: replicas.num_connected)
         generator = Generator(model, replicas, ledger, settings, metrics)
         app = make_http_app(generator, metrics, authenticator, settings, started_at_s=int(time.time()))
-        http = HttpServer.bind(
-            app,
-            settings.http_host,
-            settings.http_port,
-            reader_timeout_s=settings.slow_reader_timeout,
-            tls=_server_tls(settings, tls),
-        )
+        http = HttpServer.bind(app, settings, metrics.count_refused_connection, _server_tls(settings, tls))
         auth = AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller)
         try:
             rpc = await _start_rpc(settings, generator, gateway_id, auth, _server_tls(settings, tls))
@@ -219,6 +214,9 @@ async def _start_rpc(
         max_message_bytes=settings.max_message_bytes,
         admin_port=settings.admin_port,
         tls=tls,
+        limits=ConnectionLimits(
+            settings.max_connections, settings.max_streams_per_connection, settings.handshake_timeout
+        ),
         interceptors=(
             auth,
             SlowClientInterceptor(

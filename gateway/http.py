@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import socket
-import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -15,18 +14,19 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.http_middleware import AuthMiddleware
 from gateway.generator import Generator
+from gateway.http_protocol import HttpLimits, http_protocol
+from gateway.https import HttpsFiles
 from gateway.metrics import GatewayMetrics
 from gateway.openai.body import BodyLimits
 from gateway.openai.request_ids import RequestIdMiddleware
 from gateway.openai.routes import answer_errors, make_router
 from gateway.settings import GatewaySettings
-from gateway.slow_clients import http_protocol
 from quire.rpc.address import TcpAddress, check_bindable
-from quire.rpc.tls import FileWatch, ServerTls
+from quire.rpc.tls import ServerTls
 from quire.version import VERSION
 
 _GRACE_S = 2
-_RELOAD_INTERVAL_S = 1.0
+_MAX_HEADER_BYTES = 64 * 1024
 
 
 def make_http_app(
@@ -84,22 +84,16 @@ def _reason_not_ready(generator: Generator) -> str:
     return "no scheduler is connected"
 
 
-def _tls_options(tls: ServerTls | None) -> dict[str, Any]:
-    if tls is None:
-        return {}
-    return {
-        "ssl_certfile": tls.identity.certificate,
-        "ssl_keyfile": tls.identity.key,
-        "ssl_ca_certs": str(tls.identity.authority),
-        "ssl_cert_reqs": ssl.CERT_REQUIRED if tls.asks_for_certificates else ssl.CERT_NONE,
-    }
-
-
 class HttpServer(uvicorn.Server):
     """Serves an application in the running event loop, on a socket that is bound at once."""
 
     def __init__(
-        self, app: FastAPI, listener: socket.socket, protocol: type[asyncio.Protocol], tls: ServerTls | None
+        self,
+        app: FastAPI,
+        listener: socket.socket,
+        protocol: type[asyncio.Protocol],
+        https: HttpsFiles | None,
+        handshake_timeout_s: float,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -111,39 +105,50 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_S,
-                **_tls_options(tls),
+                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             )
         )
-        self._tls = tls
         self._listener = listener
+        self._https = https
+        self._handshake_timeout_s = handshake_timeout_s
         self.address = str(TcpAddress(*listener.getsockname()[:2]))
 
     @classmethod
     def bind(
-        cls, app: FastAPI, host: str, port: int, *, reader_timeout_s: float, tls: ServerTls | None = None
+        cls, app: FastAPI, settings: GatewaySettings, on_refusal: Callable[[], None], tls: ServerTls | None
     ) -> "HttpServer":
-        """Raises AddressInUse or ConfigurationError when it cannot listen there."""
+        """Listens where the settings say; `on_refusal` is told of each connection that is too many.
+
+        Raises:
+            ConfigurationError: it cannot listen there, or the files of `tls` are no good.
+        """
+        limits = HttpLimits(settings.max_connections, settings.slow_sender_timeout, settings.slow_reader_timeout)
+        protocol = http_protocol(limits, on_refusal)
+        https = None if tls is None else HttpsFiles(tls)
+        host, port = settings.http_host, settings.http_port
         check_bindable(TcpAddress(host, port))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024)
-        return cls(app, listener, http_protocol(reader_timeout_s), tls)
+        return cls(app, listener, protocol, https, settings.handshake_timeout)
 
     async def run_until_stopped(self) -> None:
-        reloading = None if self._tls is None else asyncio.create_task(self._reload(self._tls), name="TLS files")
-        try:
-            await self.serve(sockets=[self._listener])
-        finally:
-            if reloading is not None:
-                reloading.cancel()
+        await self.serve(sockets=[self._listener])
 
-    async def _reload(self, tls: ServerTls) -> None:
-        """New connections get the certificate that the files hold then."""
-        watch = FileWatch(tls.identity)
-        while True:
-            await asyncio.sleep(_RELOAD_INTERVAL_S)
-            if watch.changed() is not None and self.config.ssl is not None:
-                self.config.ssl.load_cert_chain(tls.identity.certificate, tls.identity.key)
-                self.config.ssl.load_verify_locations(tls.identity.authority)
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """In the place of uvicorn's, which knows neither a time for handshakes nor certificates that change."""
+        tls: dict[str, Any] = {}
+        if self._https is not None:
+            tls = {"ssl": self._https.context(), "ssl_handshake_timeout": self._handshake_timeout_s}
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(self._make_protocol, sock=each, backlog=self.config.backlog, **tls)
+            for each in sockets or []
+        ]
+        self.started = True
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        return make(config=self.config, server_state=self.server_state, app_state={})
 
     def close(self) -> None:
         """Lets go of the socket of a server that never ran."""

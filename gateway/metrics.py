@@ -51,6 +51,16 @@ class GatewayMetrics:
             registry=self.registry,
         )
 
+        self._refused_connections = Counter(
+            "quire_gateway_refused_http_connections",
+            "HTTP connections that were closed because there were too many.",
+            registry=self.registry,
+        )
+
+    def count_refused_connection(self) -> None:
+        """Counts an HTTP connection that was one too many."""
+        self._refused_connections.inc()
+
     def count_refused_caller(self, reason: str) -> None:
         """Counts a call that authentication refused."""
         self._refusals.labels(reason).inc()

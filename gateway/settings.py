@@ -42,6 +42,15 @@ class GatewaySettings:
         metavar="FILE",
     )
     open_metrics: bool = setting(False, "show /metrics without an API key")
+    max_connections: int = setting(
+        4096, "most connections to each of the two ports; further ones are closed", minimum=1, maximum=1 << 20
+    )
+    max_streams_per_connection: int = setting(
+        4096, "most calls at once in one gRPC connection; further ones wait in the client", minimum=1, maximum=1 << 20
+    )
+    handshake_timeout: float = setting(
+        10.0, "seconds that a client may take to set a connection up", minimum=0.1, maximum=3600, metavar="SECONDS"
+    )
     slow_reader_timeout: float = setting(
         60.0, "seconds that a client may take nothing while output waits for it", minimum=0.1, metavar="SECONDS"
     )
@@ -78,6 +87,8 @@ class GatewaySettings:
     log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        if self.tls_client_auth and self.tls_dir is None:
+            raise ValueError("--tls-client-auth asks for certificates, which needs TLS; give --tls-dir")
         if not self.schedulers:
             raise ValueError("--schedulers is empty; give the address of at least one scheduler")
         for address in self.schedulers:

@@ -1,7 +1,7 @@
 """Clients that do not send what they began, or do not take what they asked for, do not hold anything for long.
 
 Where a client does not read, gRPC and the connection buffer some tens of kilobytes; then writing blocks, and what comes
-meanwhile is kept once, as tokens. This module limits for how long.
+meanwhile is kept once, as tokens. This module limits for how long, over gRPC; http_protocol.py does over HTTP.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument
 
@@ -144,36 +143,3 @@ class _WriteWatch:
         else:
             self.has_expired = True
             self._task.cancel()
-
-
-def http_protocol(reader_timeout_s: float) -> type[asyncio.Protocol]:
-    """The protocol of HTTP connections, which cuts a connection whose client takes nothing for that long."""
-    base: Any = AutoHTTPProtocol
-
-    class ImpatientProtocol(base):
-        """Starts a clock whenever more waits to be sent than is to be kept, and stops it when that has gone."""
-
-        _cutting: asyncio.TimerHandle | None = None
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._stop_clock()
-            self._cutting = asyncio.get_running_loop().call_later(reader_timeout_s, self._cut)
-
-        def resume_writing(self) -> None:
-            self._stop_clock()
-            super().resume_writing()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_clock()
-            super().connection_lost(exc)
-
-        def _stop_clock(self) -> None:
-            if self._cutting is not None:
-                self._cutting.cancel()
-
-        def _cut(self) -> None:
-            _logger.info("an HTTP client took nothing for %g s; its connection is cut", reader_timeout_s)
-            self.transport.abort()
-
-    return ImpatientProtocol

@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from quire.rpc.server import RpcServer
-from quire.rpc.tls import Role, ServerTls, TlsIdentity
+from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.telemetry import MetricsServer, configure_logging
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker_svc.device_loop import DeviceLoop
@@ -29,13 +29,15 @@ async def serve(settings: WorkerSettings) -> None:
     metrics = WorkerMetrics()
     servicer = WorkerServicer(metrics)
     device_loop = DeviceLoop()
+    tls = _tls(settings)
     server = await RpcServer.start(
         settings.listen,
         lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server),
         [SERVICE_NAME],
-        tls=_tls(settings),
+        tls=tls,
         admin_port=settings.admin_port,
     )
+    warn_if_open(server.address, tls)
     device_loop.start()
     metrics_server = None
     try:

@@ -24,12 +24,14 @@ class ConnectionFlags:
     tls_ca_file: Path | None = setting(None, "the gateway speaks TLS, and this authority has signed its certificate")
     tls_cert_file: Path | None = setting(None, "certificate of the caller, where the gateway asks for one")
     tls_key_file: Path | None = setting(None, "key of that certificate")
+    tls_server_name: str | None = setting(
+        None, "what the gateway's certificate is made out to, where that is not the host of --address", metavar="NAME"
+    )
 
     def client_tls(self) -> ClientTls | None:
         """How to speak TLS, where it is asked for."""
-        if not self.tls and (self.tls_ca_file, self.tls_cert_file, self.tls_key_file) == (None, None, None):
-            return None
-        return ClientTls(self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
+        tls = ClientTls(self.tls_ca_file, self.tls_cert_file, self.tls_key_file, self.tls_server_name)
+        return tls if self.tls or tls != ClientTls() else None
 
 
 @dataclass(frozen=True, slots=True)

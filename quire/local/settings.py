@@ -114,6 +114,15 @@ class ServeSettings:
         metavar="FILE",
     )
     open_metrics: bool = setting(False, "show the gateway's /metrics without an API key")
+    max_connections: int = setting(
+        4096, "most connections to each port of the gateway; further ones are closed", minimum=1, maximum=1 << 20
+    )
+    max_streams_per_connection: int = setting(
+        4096, "most calls at once in one gRPC connection; further ones wait in the client", minimum=1, maximum=1 << 20
+    )
+    handshake_timeout: float = setting(
+        10.0, "seconds that a client may take to set a connection up", minimum=0.1, maximum=3600, metavar="SECONDS"
+    )
     slow_reader_timeout: float = setting(
         60.0, "seconds that a client may take nothing while output waits for it", minimum=0.1, metavar="SECONDS"
     )
@@ -168,3 +177,7 @@ class ServeSettings:
         metavar="SECONDS",
     )
     log_level: str = setting("warning", "least level of the services' log records", choices=LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        if self.tls_client_auth and self.tls_dir is None:
+            raise ValueError("--tls-client-auth asks for certificates, which needs TLS; give --tls-dir")

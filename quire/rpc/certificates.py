@@ -3,6 +3,7 @@
 import datetime as dt
 import ipaddress
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +32,13 @@ class Authority:
     def make(cls, days: int, now: dt.datetime) -> "Authority":
         """A new one, which nobody knows yet."""
         key = ec.generate_private_key(ec.SECP256R1())
-        name = _name("Quire certificate authority")
+        # A name of its own: in a file with two authorities, the issuer of a certificate is found by it.
+        name = _name(f"Quire certificate authority {secrets.token_hex(4)}")
         builder = (
             _builder(name, name, key.public_key(), days, now)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_key_usage(signs_certificates=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         )
         return cls(builder.sign(key, hashes.SHA256()), key)
 
@@ -67,6 +70,8 @@ class Authority:
             .add_extension(_key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(_signed_by(self.key), critical=False)
         )
         certificate = builder.sign(self.key, hashes.SHA256())
         _write_key(directory / f"{role}.key", key)
@@ -105,6 +110,10 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def _signed_by(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
 
 
 def _name(common_name: str) -> x509.Name:

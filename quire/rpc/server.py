@@ -13,13 +13,14 @@ from quire.rpc.admin import AdminServer
 from quire.rpc.health_servicer import SERVICE_NAME as HEALTH_SERVICE_NAME
 from quire.rpc.health_servicer import HealthServicer
 from quire.rpc.interceptors import ErrorInterceptor
+from quire.rpc.limits import ConnectionLimits
 from quire.rpc.roles import RoleInterceptor
 from quire.rpc.tls import ServerTls
 
 __all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "AddressInUse", "RpcServer"]
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-_MAX_METADATA_BYTES = 64 * 1024
+_NO_LIMITS = ConnectionLimits()
 
 
 class RpcServer:
@@ -44,6 +45,7 @@ class RpcServer:
         reuse_port: bool = False,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: ServerTls | None = None,
+        limits: ConnectionLimits = _NO_LIMITS,
         admin_port: int | None = None,
     ) -> Self:
         """Listens and serves.
@@ -56,6 +58,7 @@ class RpcServer:
             reuse_port: Several processes share the port, and the kernel spreads connections over them.
             admin_port: Where to show this process's connections by channelz, on loopback; 0 picks a free port.
             tls: How to encrypt a TCP address, and who may call; a unix socket is never encrypted.
+            limits: How much connections may take.
             interceptors: See calls of all services before their handlers do, health included; the first one first.
 
         Raises:
@@ -68,7 +71,10 @@ class RpcServer:
         try:
             server = grpc.aio.server(
                 interceptors=(ErrorInterceptor(), *_role_interceptors(wanted, tls), *interceptors),
-                options=_options(max_message_bytes, reuse_port=reuse_port, is_watched=admin_port is not None),
+                options=[
+                    *_options(max_message_bytes, reuse_port=reuse_port, is_watched=admin_port is not None),
+                    *limits.options(),
+                ],
             )
             register(server)
             health = HealthServicer(service_names)
@@ -118,8 +124,6 @@ def _options(max_message_bytes: int, *, reuse_port: bool, is_watched: bool) -> l
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
         # A client may ping every 5 s while a long unary call or an idle channel has nothing to say.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

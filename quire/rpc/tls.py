@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from quire.rpc.address import is_local
 from quire.settings import ConfigurationError
 
 AUTHORITY_FILE = "ca.pem"
@@ -97,6 +98,15 @@ class ServerTls:
         reload: Any = _Reload(self.identity)
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self.identity.read()), reload, self.asks_for_certificates
+        )
+
+
+def warn_if_open(address: str, tls: ServerTls | None) -> None:
+    """For services that know their callers by certificates alone."""
+    if tls is None and not is_local(address):
+        _logger.warning(
+            "everyone who reaches %s from other machines may command this service; --tls-dir asks for certificates",
+            address,
         )
 
 

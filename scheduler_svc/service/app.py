@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import grpc.aio
 
 from quire.rpc.server import RpcServer
-from quire.rpc.tls import Role, ServerTls, TlsIdentity
+from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.telemetry import MetricsServer, configure_logging
 from scheduler_svc.core.request import ClientId
@@ -56,9 +56,9 @@ async def serve(settings: SchedulerSettings) -> None:
     def register(grpc_server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, grpc_server)
 
-    server = await RpcServer.start(
-        settings.listen, register, [_SERVICE_NAME], tls=_server_tls(identity), admin_port=settings.admin_port
-    )
+    tls = _server_tls(identity)
+    server = await RpcServer.start(settings.listen, register, [_SERVICE_NAME], tls=tls, admin_port=settings.admin_port)
+    warn_if_open(server.address, tls)
     try:
         with _metrics_server(settings, metrics):
             _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))

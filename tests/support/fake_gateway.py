@@ -26,6 +26,7 @@ from quire.gateway.v1 import (
 )
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, ResourceExhausted
 from quire.rpc.server import RpcServer
+from quire.rpc.tls import ServerTls
 
 SERVICES = tuple(f"quire.gateway.v1.{name}Service" for name in ("Generation", "Model", "Prefix"))
 
@@ -187,14 +188,14 @@ class FakeGatewayThread:
 
 
 @contextmanager
-def running_fake_gateway() -> Iterator[FakeGatewayThread]:
+def running_fake_gateway(tls: ServerTls | None = None) -> Iterator[FakeGatewayThread]:
     """Serves on a free port until the block ends."""
     started: list[FakeGatewayThread] = []
     is_started, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
         generation = FakeGeneration()
-        server = await start_fake_gateway("127.0.0.1:0", generation)
+        server = await start_fake_gateway("127.0.0.1:0", generation, tls)
         started.append(FakeGatewayThread(server.address, generation, asyncio.get_running_loop()))
         is_started.set()
         await stop.wait()
@@ -211,7 +212,7 @@ def running_fake_gateway() -> Iterator[FakeGatewayThread]:
     assert not thread.is_alive()
 
 
-async def start_fake_gateway(address: str, generation: FakeGeneration) -> RpcServer:
+async def start_fake_gateway(address: str, generation: FakeGeneration, tls: ServerTls | None = None) -> RpcServer:
     """Serves, and says so by health."""
 
     def register(server: grpc.aio.Server) -> None:
@@ -219,7 +220,7 @@ async def start_fake_gateway(address: str, generation: FakeGeneration) -> RpcSer
         model_pb2_grpc.add_ModelServiceServicer_to_server(FakeModels(), server)
         prefix_pb2_grpc.add_PrefixServiceServicer_to_server(FakePrefixes(generation.requests), server)
 
-    server = await RpcServer.start(address, register, SERVICES)
+    server = await RpcServer.start(address, register, SERVICES, tls=tls)
     server.set_serving(True)
     return server
 

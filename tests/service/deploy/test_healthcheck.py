@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 
 from quire.rpc.server import RpcServer
+from quire.rpc.tls import Role, ServerTls, TlsIdentity
+from tests.support.certificates import make_certificates
 
 SCRIPT = Path(__file__).resolve().parents[3] / "deploy" / "healthcheck.py"
 
@@ -40,3 +42,19 @@ async def test_healthcheck_follows_what_the_server_says(
 
 async def test_healthcheck_fails_in_time_where_nobody_listens(healthcheck: ModuleType, tmp_path: Path) -> None:
     assert await asyncio.to_thread(healthcheck.main, [f"unix:{tmp_path / 'nobody'}"]) == 1
+
+
+@pytest.mark.parametrize("role", [Role.WORKER, Role.SCHEDULER])
+async def test_healthcheck_shows_a_service_its_own_certificate(
+    healthcheck: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Role
+) -> None:
+    make_certificates(tmp_path)
+    for other in set(Role) - {role}:
+        (tmp_path / f"{other}.key").unlink()
+    tls = ServerTls(TlsIdentity.of(tmp_path, role), roles=frozenset({Role.OPERATOR}))
+    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [], tls=tls)
+    server.set_serving(True)
+    assert await asyncio.to_thread(healthcheck.main, [server.address]) == 1
+    monkeypatch.setenv("QUIRE_TLS_DIR", str(tmp_path))
+    assert await asyncio.to_thread(healthcheck.main, [server.address]) == 0
+    await server.stop(grace_s=0)

@@ -15,7 +15,7 @@ from quire.rpc.certificates import Authority
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import PermissionDenied, QuireError, Unavailable, from_rpc_error
 from quire.rpc.server import RpcServer
-from quire.rpc.tls import Role, ServerTls, TlsIdentity
+from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.settings import ConfigurationError
 from tests.support.certificates import make_certificates
 
@@ -123,6 +123,18 @@ async def test_new_files_hold_for_new_connections_and_running_ones_go_on(worker:
         assert await reflect(running)
 
 
+async def test_callers_of_both_authorities_get_through_while_one_replaces_the_other(
+    worker: RpcServer, tmp_path: Path
+) -> None:
+    make_certificates(tmp_path / "next")
+    both = (tmp_path / "ca.pem").read_bytes() + (tmp_path / "next" / "ca.pem").read_bytes()
+    for directory in (tmp_path, tmp_path / "next"):
+        (directory / "ca.pem").write_bytes(both)
+    for directory in (tmp_path, tmp_path / "next"):
+        async with open_channel(worker.address, tls=TlsIdentity.of(directory, Role.SCHEDULER)) as channel:
+            assert await reflect(channel)
+
+
 async def test_damaged_new_files_leave_the_old_ones_in_force(worker: RpcServer, tmp_path: Path) -> None:
     scheduler = TlsIdentity.of(tmp_path, Role.SCHEDULER)
     (tmp_path / "worker.pem").write_text("damaged")
@@ -146,3 +158,26 @@ def test_a_key_of_another_certificate_is_refused_at_start(authority: Authority, 
     (tmp_path / "worker.key").write_bytes((tmp_path / "gateway.key").read_bytes())
     with pytest.raises(ConfigurationError, match=r"worker\.key"):
         TlsIdentity.of(tmp_path, Role.WORKER)
+
+
+@pytest.mark.parametrize(
+    ("address", "is_encrypted", "warns"),
+    [
+        ("0.0.0.0:1", False, True),
+        ("[::]:1", False, True),
+        ("0.0.0.0:1", True, False),
+        ("127.0.0.1:1", False, False),
+        ("unix:/run/quire/worker.sock", False, False),
+    ],
+)
+def test_a_service_that_others_reach_without_certificates_says_so(
+    authority: Authority,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    address: str,
+    is_encrypted: bool,
+    warns: bool,
+) -> None:
+    tls = ServerTls(TlsIdentity.of(tmp_path, Role.WORKER)) if is_encrypted else None
+    warn_if_open(address, tls)
+    assert ("--tls-dir" in caplog.text) == warns

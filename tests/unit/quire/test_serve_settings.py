@@ -105,3 +105,10 @@ def test_the_services_inherit_the_environment_but_for_our_variables() -> None:
     code, _, rest = environ["PYTHONPATH"].partition(os.pathsep)
     assert (Path(code) / "quire" / "local").is_dir()
     assert rest == "/p"
+
+
+@pytest.mark.parametrize("cls", [GatewaySettings, ServeSettings])
+def test_asking_clients_for_certificates_without_any_of_ones_own_is_refused(cls: type) -> None:
+    with pytest.raises(ConfigurationError, match="--tls-dir"):
+        load_settings(cls, ["--tls-client-auth"], {}, program="q")
+    assert load_settings(cls, ["--tls-client-auth", "--tls-dir=certs"], {}, program="q").tls_client_auth

@@ -1,0 +1,164 @@
+"""How many connections and calls a gateway takes, and how long it waits for a client to say what it wants."""
+
+import asyncio
+import socket
+import time
+
+import grpc.aio
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire.rpc.errors import ResourceExhausted, Unavailable
+from tests.support.gateway_process import error_of, running_gateway
+
+CHECK = health_pb2.HealthCheckRequest()
+SHORT_S = 0.3
+REQUEST = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+# Connections of one process to one address share one otherwise.
+APART = [("grpc.use_local_subchannel_pool", 1)]
+
+
+async def connection_to(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    connection = socket.socket()
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+    return connection
+
+
+async def read_to_end(connection: socket.socket) -> bytes:
+    loop, answer = asyncio.get_running_loop(), b""
+    async with asyncio.timeout(10):
+        try:
+            while piece := await loop.sock_recv(connection, 65536):
+                answer += piece
+        except ConnectionResetError:
+            pass
+    return answer
+
+
+async def test_a_grpc_connection_too_many_is_closed_until_another_one_ends(scheduler):
+    # The channel that `running_gateway` has is only connected when it is used.
+    async with running_gateway(scheduler, max_connections=2) as gateway:
+        address = gateway.gateway.grpc_address
+        async with grpc.aio.insecure_channel(address, APART) as second:
+            async with grpc.aio.insecure_channel(address, APART) as first:
+                for channel in (first, second):
+                    assert await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=10)
+                third = grpc.aio.insecure_channel(address, APART)
+                assert isinstance(await error_of(health_pb2_grpc.HealthStub(third).Check(CHECK)), Unavailable)
+            assert await health_pb2_grpc.HealthStub(third).Check(CHECK, wait_for_ready=True, timeout=10)
+            await third.close()
+
+
+async def test_calls_beyond_those_of_one_connection_wait_in_the_client(scheduler):
+    async with running_gateway(scheduler, max_streams_per_connection=2) as gateway:
+        health = health_pb2_grpc.HealthStub(gateway.channel)
+        watches = [health.Watch(CHECK) for _ in range(2)]
+        for watch in watches:
+            assert await asyncio.wait_for(watch.read(), 10)
+        late = asyncio.ensure_future(health.Check(CHECK, timeout=30))
+        done, _ = await asyncio.wait([late], timeout=SHORT_S)
+        assert not done
+        watches[0].cancel()
+        assert await asyncio.wait_for(late, 10)
+        watches[1].cancel()
+
+
+async def test_metadata_beyond_the_limit_is_refused_and_below_it_is_not(scheduler):
+    async with running_gateway(scheduler) as gateway:
+        health = health_pb2_grpc.HealthStub(gateway.channel)
+        assert await health.Check(CHECK, metadata=[("x", "y" * 60_000)], timeout=10)
+        error = await error_of(health.Check(CHECK, metadata=[("x", "y" * 131_072)], timeout=10))
+        assert isinstance(error, ResourceExhausted)
+        assert await health.Check(CHECK, timeout=10)
+
+
+async def test_an_http_connection_too_many_is_closed_and_counted_until_another_one_ends(scheduler):
+    async with running_gateway(scheduler, max_connections=2) as gateway:
+        address = gateway.gateway.http_address
+        held = [await connection_to(address) for _ in range(2)]
+        # Answered, and so accepted.
+        await asyncio.get_running_loop().sock_sendall(held[0], REQUEST + b"\r\n")
+        assert b" 200 " in await asyncio.wait_for(asyncio.get_running_loop().sock_recv(held[0], 65536), 10)
+        surplus = await connection_to(address)
+        assert await read_to_end(surplus) == b""
+        held[1].close()
+        async with httpx.AsyncClient(base_url=gateway.http_url) as client:
+            async with asyncio.timeout(10):
+                metrics = await answered(client, "/metrics")
+        assert "quire_gateway_refused_http_connections_total" in metrics
+        assert "quire_gateway_refused_http_connections_total 0.0" not in metrics
+        surplus.close()
+        held[0].close()
+
+
+async def answered(client: httpx.AsyncClient, path: str) -> str:
+    """What a gateway says once it has noticed that a connection ended."""
+    while True:
+        try:
+            return (await client.get(path)).text
+        except httpx.TransportError:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET", REQUEST])
+async def test_an_http_client_that_does_not_end_its_headers_is_cut_off(scheduler, sent):
+    async with running_gateway(scheduler, slow_sender_timeout=SHORT_S) as gateway:
+        connection = await connection_to(gateway.gateway.http_address)
+        await asyncio.get_running_loop().sock_sendall(connection, sent)
+        assert await read_to_end(connection) == b""
+        connection.close()
+
+
+async def test_headers_that_come_byte_by_byte_have_no_longer_than_those_that_stop(scheduler):
+    async with running_gateway(scheduler, slow_sender_timeout=SHORT_S) as gateway:
+        loop = asyncio.get_running_loop()
+        connection = await connection_to(gateway.gateway.http_address)
+        # The clock starts anew with the second request.
+        await loop.sock_sendall(connection, REQUEST + b"\r\n")
+        assert b" 200 " in await asyncio.wait_for(loop.sock_recv(connection, 65536), 10)
+        reading = asyncio.ensure_future(read_to_end(connection))
+        began = time.monotonic()
+        while not reading.done():
+            try:
+                await loop.sock_sendall(connection, b"G")
+            except (BrokenPipeError, ConnectionResetError):
+                break
+            await asyncio.wait([reading], timeout=SHORT_S / 10)
+        assert await reading == b""
+        assert time.monotonic() - began >= SHORT_S * 0.9
+        connection.close()
+
+
+async def test_an_answer_may_take_longer_than_its_request_may(scheduler):
+    scheduler.step_delay_s = SHORT_S / 10
+    async with running_gateway(scheduler, slow_sender_timeout=SHORT_S) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as client:
+            response = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 20})
+        assert response.status_code == 200
+
+
+async def test_headers_that_never_end_are_refused_before_they_fill_the_memory(scheduler):
+    async with running_gateway(scheduler) as gateway:
+        loop = asyncio.get_running_loop()
+        connection = await connection_to(gateway.gateway.http_address)
+        reading = asyncio.ensure_future(read_to_end(connection))
+        num_sent = 0
+        while not reading.done() and num_sent < 10_000_000:
+            try:
+                await loop.sock_sendall(connection, b"x" * 10_000)
+            except (BrokenPipeError, ConnectionResetError):
+                break
+            num_sent += 10_000
+        assert num_sent < 10_000_000
+        assert (await reading)[:12] in (b"", b"HTTP/1.1 400")
+        connection.close()
+
+
+async def test_a_connection_that_is_not_set_up_in_time_is_closed(scheduler):
+    async with running_gateway(scheduler, handshake_timeout=SHORT_S) as gateway:
+        connection = await connection_to(gateway.gateway.grpc_address)
+        await read_to_end(connection)
+        connection.close()
