@@ -13,9 +13,13 @@ def _one_text(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFlags:
-    """Where the gateway is, and what to show it."""
+    """Where the gateway is, or several are, and what to show it."""
 
-    address: str = setting("127.0.0.1:50051", "gRPC address of the gateway", metavar="HOST:PORT")
+    address: str = setting(
+        "127.0.0.1:50051",
+        "gRPC address of the gateway; of several, with commas, calls go to each in turn",
+        metavar="HOST:PORT",
+    )
     # The command line of a process can be seen by everyone on its machine.
     api_key: str | None = setting(
         None, "API key, where the gateway asks for one; better in the variable", metavar="KEY"
@@ -25,7 +29,9 @@ class ConnectionFlags:
     tls_cert_file: Path | None = setting(None, "certificate of the caller, where the gateway asks for one")
     tls_key_file: Path | None = setting(None, "key of that certificate")
     tls_server_name: str | None = setting(
-        None, "what the gateway's certificate is made out to, where that is not the host of --address", metavar="NAME"
+        None,
+        "what the gateway's certificate is made out to, where that is not the one host of --address",
+        metavar="NAME",
     )
 
     def client_tls(self) -> ClientTls | None:

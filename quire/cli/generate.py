@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.flags import GenerationFlags
-from quire.client import AsyncClient, Client, Generation, QuireError, SequenceFinished, Stream, TokenChunk
-from quire.rpc.errors import ResourceExhausted
+from quire.client import AsyncClient, Client, Generation, QuireError, RetryPolicy, SequenceFinished, Stream, TokenChunk
 from quire.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire generate"
@@ -86,8 +85,10 @@ async def _run_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
     """Runs all prompts at once and prints each answer as soon as those before it are printed."""
     slots = asyncio.Semaphore(flags.concurrency)
     failed = False
+    # A full queue empties, however long it takes.
+    retry = RetryPolicy(attempts=None)
     async with (
-        AsyncClient(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client,
+        AsyncClient(flags.address, api_key=flags.api_key, tls=flags.client_tls(), retry=retry) as client,
         asyncio.TaskGroup() as tasks,
     ):
         answers = [tasks.create_task(_run_one(client, slots, prompt, flags)) for prompt in prompts]
@@ -101,17 +102,12 @@ async def _run_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
 async def _run_one(
     client: AsyncClient, slots: asyncio.Semaphore, prompt: str, flags: GenerateFlags
 ) -> Generation | QuireError:
-    """The answer, or why there is none. Where the server says when to come back, it does."""
+    """The answer, or why there is none."""
     async with slots:
-        while True:
-            try:
-                return await client.generate(prompt, flags.options(), model=flags.model)
-            except ResourceExhausted as error:
-                if error.retry_after_ms is None:
-                    return error
-                await asyncio.sleep(error.retry_after_ms / 1000)
-            except QuireError as error:
-                return error
+        try:
+            return await client.generate(prompt, flags.options(), model=flags.model)
+        except QuireError as error:
+            return error
 
 
 def _print_outcome(prompt: str, outcome: Generation | QuireError, output_format: str) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.cli.flags import ConnectionFlags
-from quire.client import Client, Model, Replica
-from quire.client.tls import connect
-from quire.rpc.channel import channel_options
+from quire.cli.main import explain
+from quire.client import Client, Model, QuireError, Replica
+from quire.client.addresses import split_addresses
+from quire.client.connection import open_channel
 from quire.rpc.errors import from_rpc_error
 from quire.settings import load_settings, setting
 
@@ -22,37 +24,56 @@ PROGRAM = "quire status"
 
 @dataclass(frozen=True, slots=True)
 class StatusFlags(ConnectionFlags):
-    """Shows health, models and replicas of a gateway; the exit status is 0 when it serves."""
+    """Shows health, models and replicas of gateways; the exit status is 0 when all serve."""
 
     format: str = setting("text", "how to print", choices=("text", "json"))
     timeout: float = setting(5.0, "seconds to wait for an answer", minimum=0.1, metavar="SECONDS")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the status; 0 when requests are served."""
+    """Prints the status of each gateway; 0 when all serve requests."""
     flags = load_settings(StatusFlags, argv, os.environ, program=PROGRAM)
-    serving = _is_serving(flags)
-    with Client(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client:
+    addresses = split_addresses(flags.address)
+    if len(addresses) == 1:
+        return 0 if _show(addresses[0], flags) else 1
+    serving = [_show_or_explain(address, flags) for address in addresses]
+    return 0 if all(serving) else 1
+
+
+def _show_or_explain(address: str, flags: StatusFlags) -> bool:
+    """Of one of several gateways, so that one that does not answer hides none of the others."""
+    try:
+        return _show(address, flags)
+    except QuireError as error:
+        print(f"{PROGRAM}: error: {address}: {explain(error)}", file=sys.stderr, flush=True)
+        return False
+
+
+def _show(address: str, flags: StatusFlags) -> bool:
+    """Prints the status of a gateway; returns whether it serves, raises QuireError when it does not answer."""
+    serving = _is_serving(address, flags)
+    with Client(address, api_key=flags.api_key, tls=flags.client_tls()) as client:
         info = client.server_info(timeout_s=flags.timeout)
         models = client.list_models(timeout_s=flags.timeout) if serving else ()
     if flags.format == "json":
         status = {
+            "address": address,
             "serving": serving,
             **dataclasses.asdict(info),
             "models": [dataclasses.asdict(model) for model in models],
         }
         print(json.dumps(status, ensure_ascii=False))
     else:
-        print(f"{'serving' if serving else 'not serving'} at {flags.address} (quire {info.version})")
+        print(f"{'serving' if serving else 'not serving'} at {address} (quire {info.version})")
         for model in models:
             print(_model_line(model))
         for replica in info.replicas:
             print(_replica_line(replica))
-    return 0 if serving else 1
+    return serving
 
 
-def _is_serving(flags: StatusFlags) -> bool:
-    with connect(grpc, flags.address, channel_options(flags.address), flags.client_tls()) as channel:
+def _is_serving(address: str, flags: StatusFlags) -> bool:
+    with open_channel(grpc, address, flags.client_tls()) as channel:
         try:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             response = stub.Check(health_pb2.HealthCheckRequest(), timeout=flags.timeout)

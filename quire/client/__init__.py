@@ -12,6 +12,7 @@
 """
 
 from quire.client.async_client import AsyncClient, AsyncStream
+from quire.client.retries import RetryPolicy
 from quire.client.sync_client import Client, Stream
 from quire.client.tls import ClientTls
 from quire.client.types import (
@@ -58,6 +59,7 @@ __all__ = [
     "QuireError",
     "Replica",
     "RequestCompleted",
+    "RetryPolicy",
     "SequenceFinished",
     "ServerInfo",
     "Stream",

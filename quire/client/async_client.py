@@ -1,35 +1,35 @@
 """The client for asyncio."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import Self
 
 import grpc
 
-from quire.client import convert
-from quire.client.credentials import show_key
-from quire.client.resumption import Resumption, make_resumption, new_request_id
-from quire.client.tls import ClientTls, connect
+from quire.client import calls
+from quire.client.addresses import split_addresses
+from quire.client.calls import Answer, Streaming, Unary
+from quire.client.connection import make_stubs, open_channel
+from quire.client.events import EventStream, first_text
+from quire.client.resumption import Recovery, make_recovery
+from quire.client.retries import Attempts, RetryPolicy
+from quire.client.timing import CallTime
+from quire.client.tls import ClientTls
 from quire.client.types import (
     ChatMessage,
     Generation,
     GenerationOptions,
     Model,
     PinnedPrefix,
-    RequestCompleted,
     ServerInfo,
     StreamEvent,
-    TokenChunk,
     Tokenization,
 )
-from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc, prefix_pb2_grpc
-from quire.rpc.channel import channel_options
-from quire.rpc.errors import QuireError, from_rpc_error
-
-Response = TypeVar("Response")
+from quire.rpc.errors import from_rpc_error
 
 
-class AsyncStream:
+class AsyncStream(EventStream):
     """The events of one streamed generation. Iterate over it, or over `text`; its `async with` cancels what is left.
 
     A durable stream goes on by itself after a lost connection, through whatever gateway answers. Leaving it does not
@@ -40,13 +40,10 @@ class AsyncStream:
         completed: The last event, once it has come.
     """
 
-    def __init__(self, call: Any, resumption: Resumption | None = None) -> None:
-        self.completed: RequestCompleted | None = None
-        self.request_id = None if resumption is None else resumption.request_id
-        self._call = call
-        self._resumption = resumption
-        self._responses = call.__aiter__()
-        self._closed = False
+    def __init__(self, recovery: Recovery) -> None:
+        super().__init__(recovery)
+        self._closing = asyncio.Event()
+        self._responses = self._call.__aiter__()
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,69 +55,74 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> StreamEvent:
-        while True:
-            if self._closed:
-                raise StopAsyncIteration
+        while not self._closed:
             try:
-                event = convert.from_stream_response(await anext(self._responses))
+                event = self._accept(await anext(self._responses))
             except asyncio.CancelledError:
                 # grpc.aio raises it also where `close` was called while this task waited.
                 if self._closed and not _is_cancelled():
-                    raise StopAsyncIteration from None
+                    break
                 raise
             except grpc.RpcError as error:
-                await self._go_on_after(from_rpc_error(error))
+                await self._go_on_after(error)
                 continue
-            if self._resumption is not None and not self._resumption.accept(event):
-                continue
-            if isinstance(event, RequestCompleted):
-                self.completed = event
-            return event
+            if event is not None:
+                return event
+        raise StopAsyncIteration
 
-    async def _go_on_after(self, error: QuireError) -> None:
-        """Resumes a durable stream; raises the error where it cannot be."""
-        if self._resumption is None or self.completed is not None:
-            raise error from None
-        await asyncio.sleep(self._resumption.delay_after(error))
+    async def _go_on_after(self, error: grpc.RpcError) -> None:
+        """Makes the next call; raises the error where there is none."""
+        with suppress(TimeoutError):
+            # `close` ends the wait.
+            async with asyncio.timeout(self._delay_after(error)):
+                await self._closing.wait()
         if not self._closed:
-            self._call = self._resumption.call()
+            self._call = self._recovery.call()
             self._responses = self._call.__aiter__()
 
     @property
     async def text(self) -> AsyncIterator[str]:
         """The text of the first sequence as it comes, piece by piece."""
         async for event in self:
-            if isinstance(event, TokenChunk) and event.sequence_index == 0 and event.text:
-                yield event.text
+            if text := first_text(event):
+                yield text
 
     async def close(self) -> None:
         """Cancels the call if it still runs; the request's memory is freed within one step."""
         self._closed = True
+        self._closing.set()
         self._call.cancel()
 
 
 class AsyncClient:
-    """A connection to a gateway, to be used from any number of tasks of one event loop.
+    """A connection to a gateway, or to several in turn, to be used from any number of tasks of one event loop.
 
     Every method takes `timeout_s` and raises an error of `quire.rpc.errors` when the call fails: for example
-    InvalidArgument, ResourceExhausted (with `retry_after_ms`), Unavailable, DeadlineExceeded.
+    InvalidArgument, ResourceExhausted (with `retry_after_ms`), Unavailable, DeadlineExceeded. Calls that may be made
+    twice, which generations are not, are made again a few times where the connection was lost.
 
     Args:
-        address: "HOST:PORT" or "unix:PATH".
+        address: "HOST:PORT" or "unix:PATH"; several with commas, or as a sequence. Calls go in turn to all gateways
+            that can be reached, and so they do to all addresses of one name. Names in a list are looked up once, here.
+            ConfigurationError when one of several is malformed, Unavailable when of several names none is known.
         api_key: What the gateway knows the caller by, where it asks for one. Without TLS everyone between can read it.
         tls: Whom to believe, where the gateway speaks TLS; without it nothing is encrypted. ConfigurationError when its
-            files cannot be read.
+            files cannot be read, and when gateways on several hosts come without its `server_name`.
+        retry: When to call again after a refusal, and what; None never does.
     """
 
     def __init__(
-        self, address: str = "127.0.0.1:50051", *, api_key: str | None = None, tls: ClientTls | None = None
+        self,
+        address: str | Sequence[str] = "127.0.0.1:50051",
+        *,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
+        retry: RetryPolicy | None = None,
     ) -> None:
-        self.address = address
-        self._channel: grpc.aio.Channel = connect(grpc.aio, address, channel_options(address), tls)
-        calls = show_key(self._channel, api_key)
-        self._generation = generation_pb2_grpc.GenerationServiceStub(calls)
-        self._models = model_pb2_grpc.ModelServiceStub(calls)
-        self._prefixes = prefix_pb2_grpc.PrefixServiceStub(calls)
+        self.address = ",".join(split_addresses(address))
+        self._retry = retry
+        self._channel: grpc.aio.Channel = open_channel(grpc.aio, address, tls)
+        self._stubs = make_stubs(self._channel, api_key)
 
     async def __aenter__(self) -> Self:
         return self
@@ -143,10 +145,8 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> Generation:
         """Continues a text or token ids; answers when all sequences are finished."""
-        request = convert.to_generate_request(
-            generation_pb2.GenerateRequest(), prompt, options, model=model, request_id=request_id, priority=priority
-        )
-        return convert.from_generate_response(await _call(self._generation.Generate, request, timeout_s))
+        call = calls.generate(prompt, options, model=model, request_id=request_id, priority=priority)
+        return await self._ask(call, timeout_s)
 
     def generate_stream(
         self,
@@ -161,11 +161,8 @@ class AsyncClient:
     ) -> AsyncStream:
         """Continues a text or token ids; the stream gives tokens as they come, and outlives gateways where
         it is durable."""
-        message = generation_pb2.GenerateStreamRequest()
-        request = convert.to_generate_request(
-            message, prompt, options, model=model, request_id=request_id, priority=priority
-        )
-        return self._stream(self._generation.GenerateStream, request, timeout_s, durable=durable)
+        call = calls.generate_stream(prompt, options, model=model, request_id=request_id, priority=priority)
+        return self._stream(call, timeout_s, durable=durable)
 
     async def chat(
         self,
@@ -178,10 +175,8 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> Generation:
         """Answers a conversation by the model's chat template."""
-        request = convert.to_chat_request(
-            generation_pb2.ChatRequest(), messages, options, model=model, request_id=request_id, priority=priority
-        )
-        return convert.from_generate_response(await _call(self._generation.Chat, request, timeout_s))
+        call = calls.chat(messages, options, model=model, request_id=request_id, priority=priority)
+        return await self._ask(call, timeout_s)
 
     def chat_stream(
         self,
@@ -196,26 +191,12 @@ class AsyncClient:
     ) -> AsyncStream:
         """Answers a conversation; the stream gives tokens as they come, and outlives gateways where
         it is durable."""
-        request = convert.to_chat_request(
-            generation_pb2.ChatStreamRequest(), messages, options, model=model, request_id=request_id, priority=priority
-        )
-        return self._stream(self._generation.ChatStream, request, timeout_s, durable=durable)
-
-    def _stream(
-        self, start: Callable[..., Any], request: Any, timeout_s: float | None, *, durable: bool
-    ) -> AsyncStream:
-        if not durable:
-            return AsyncStream(start(request, timeout=timeout_s))
-        request.durable = True
-        request.request_id = request.request_id or new_request_id()
-        resumption = make_resumption(start, self._generation.ResumeStream, request, timeout_s)
-        return AsyncStream(start(request, timeout=timeout_s), resumption)
+        call = calls.chat_stream(messages, options, model=model, request_id=request_id, priority=priority)
+        return self._stream(call, timeout_s, durable=durable)
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a running request by its id; NotFound when no such request runs."""
-        request = generation_pb2.CancelRequest()
-        convert.fill(request, request_id=request_id)
-        await _call(self._generation.Cancel, request, timeout_s)
+        await self._ask(calls.cancel(request_id), timeout_s)
 
     async def tokenize(
         self,
@@ -226,8 +207,8 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> Tokenization:
         """The token ids of a text or a conversation, as `generate` and `chat` would see them."""
-        request = convert.to_tokenize_request(text_or_messages, add_special_tokens=add_special_tokens, model=model)
-        return convert.from_tokenize_response(await _call(self._generation.Tokenize, request, timeout_s))
+        call = calls.tokenize(text_or_messages, add_special_tokens=add_special_tokens, model=model)
+        return await self._ask(call, timeout_s)
 
     async def detokenize(
         self,
@@ -238,8 +219,8 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> str:
         """The text of token ids."""
-        request = convert.to_detokenize_request(token_ids, include_special_tokens=include_special_tokens, model=model)
-        return (await _call(self._generation.Detokenize, request, timeout_s)).text
+        call = calls.detokenize(token_ids, include_special_tokens=include_special_tokens, model=model)
+        return await self._ask(call, timeout_s)
 
     async def pin_prefix(
         self,
@@ -250,35 +231,37 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> PinnedPrefix:
         """Keeps a text, token ids or the start of a conversation cached for a while; again starts its time anew."""
-        request = convert.to_pin_request(prefix, time_to_live_ms=time_to_live_ms, model=model)
-        return convert.from_pin_response(await _call(self._prefixes.PinPrefix, request, timeout_s))
+        call = calls.pin_prefix(prefix, time_to_live_ms=time_to_live_ms, model=model)
+        return await self._ask(call, timeout_s)
 
     async def unpin_prefix(self, pin_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a pin; NotFound when no scheduler has it (any more)."""
-        await _call(self._prefixes.UnpinPrefix, convert.to_unpin_request(pin_id), timeout_s)
+        await self._ask(calls.unpin_prefix(pin_id), timeout_s)
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """All models served here."""
-        response = await _call(self._models.ListModels, model_pb2.ListModelsRequest(), timeout_s)
-        return tuple(convert.from_model(model) for model in response.models)
+        return await self._ask(calls.list_models(), timeout_s)
 
     async def get_model(self, name: str, *, timeout_s: float | None = None) -> Model:
         """One model; NotFound when it is not served here."""
-        request = model_pb2.GetModelRequest()
-        convert.fill(request, model=name)
-        return convert.from_model((await _call(self._models.GetModel, request, timeout_s)).model)
+        return await self._ask(calls.get_model(name), timeout_s)
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The gateway's version, limits and replicas."""
-        response = await _call(self._models.GetServerInfo, model_pb2.GetServerInfoRequest(), timeout_s)
-        return convert.from_server_info(response)
+        return await self._ask(calls.server_info(), timeout_s)
 
+    async def _ask(self, call: Unary[Answer], timeout_s: float | None) -> Answer:
+        method = call.method(self._stubs)
+        attempts = Attempts(self._retry, CallTime.of(timeout_s), call.is_idempotent)
+        while True:
+            try:
+                return call.read(await method(call.request, timeout=attempts.time.left_s()))
+            except grpc.RpcError as error:
+                delay_s = attempts.delay_after(from_rpc_error(error))
+            await asyncio.sleep(delay_s)
 
-async def _call(method: Callable[..., Awaitable[Response]], request: Any, timeout_s: float | None) -> Response:
-    try:
-        return await method(request, timeout=timeout_s)
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from None
+    def _stream(self, call: Streaming, timeout_s: float | None, *, durable: bool) -> AsyncStream:
+        return AsyncStream(make_recovery(call, self._stubs, self._retry, timeout_s, durable=durable))
 
 
 def _is_cancelled() -> bool:

@@ -1,7 +1,7 @@
 """Between the client's values and the messages of quire.gateway.v1."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from google.protobuf.message import Message
 
@@ -32,6 +32,15 @@ from quire.rpc.errors import FieldViolation, Internal, InvalidArgument
 
 GenerateMessage = TypeVar("GenerateMessage", generation_pb2.GenerateRequest, generation_pb2.GenerateStreamRequest)
 ChatMessageT = TypeVar("ChatMessageT", generation_pb2.ChatRequest, generation_pb2.ChatStreamRequest)
+
+
+class GenerationFields(TypedDict):
+    """What a request to generate says besides its prompt and how to continue it."""
+
+    model: str | None
+    request_id: str | None
+    priority: int | None
+
 
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -67,10 +76,7 @@ def to_generate_request(
     message: GenerateMessage,
     prompt: str | Sequence[int],
     options: GenerationOptions | None,
-    *,
-    model: str | None,
-    request_id: str | None,
-    priority: int | None,
+    **fields: Unpack[GenerationFields],
 ) -> GenerateMessage:
     """Fills `message`, a new request of either kind, and returns it.
 
@@ -85,7 +91,7 @@ def to_generate_request(
     else:
         message.token_ids.SetInParent()
         fill(message.token_ids, ids=prompt)
-    fill(message, model=model, request_id=request_id, priority=priority)
+    fill(message, **fields)
     _fill_options(message, options)
     return message
 
@@ -94,14 +100,11 @@ def to_chat_request(
     message: ChatMessageT,
     messages: Sequence[ChatMessage],
     options: GenerationOptions | None,
-    *,
-    model: str | None,
-    request_id: str | None,
-    priority: int | None,
+    **fields: Unpack[GenerationFields],
 ) -> ChatMessageT:
     """Fills `message`, a new request of either kind, and returns it; raises as `to_generate_request`."""
     _add_messages(message, messages)
-    fill(message, model=model, request_id=request_id, priority=priority)
+    fill(message, **fields)
     _fill_options(message, options)
     return message
 
@@ -237,6 +240,10 @@ def from_model(message: model_pb2.Model) -> Model:
         eos_token_ids=tuple(message.eos_token_ids),
         has_chat_template=message.has_chat_template,
     )
+
+
+def from_models(message: model_pb2.ListModelsResponse) -> tuple[Model, ...]:
+    return tuple(from_model(model) for model in message.models)
 
 
 def from_server_info(message: model_pb2.GetServerInfoResponse) -> ServerInfo:

@@ -1,25 +1,68 @@
-"""How a durable stream goes on after its connection was lost. Streams do the waiting and calling."""
+"""How a stream goes on after its call failed. Streams do the waiting and calling."""
 
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from quire.client.calls import Streaming
+from quire.client.connection import Stubs
+from quire.client.retries import Attempts, RetryPolicy
+from quire.client.timing import CallTime
 from quire.client.types import RequestCompleted, SequenceFinished, StreamEvent, TokenChunk
 from quire.gateway.v1 import generation_pb2
-from quire.rpc.errors import NotFound, QuireError, Unavailable
+from quire.rpc.errors import NotFound, QuireError, ResourceExhausted, Unavailable
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.05, 1.0
 _GIVE_UP_AFTER_S = 30.0
 
-Calls = Callable[[float | None], Any]
-"""Makes a call with that many seconds of time."""
+Start = Callable[[float | None], Any]
+"""Makes the call that submits the request, with that many seconds of time."""
+
+Resume = Callable[[generation_pb2.ResumeStreamRequest, float | None], Any]
+"""Makes the call that resumes it, given a request and seconds of time."""
 
 
-def new_request_id() -> str:
-    """An id that nobody guesses, made here so that it is known also where no answer came."""
-    return f"req-{secrets.token_hex(16)}"
+class Recovery(Protocol):
+    """What came of one stream, and how to get the rest."""
+
+    def accept(self, event: StreamEvent) -> bool:
+        """Notes what came; returns whether it is new to the caller."""
+        ...
+
+    def delay_after(self, error: QuireError) -> float:
+        """Seconds to wait before `call`. Raises the error where going on makes no sense."""
+        ...
+
+    def call(self) -> Any:
+        """The call that brings what has not come yet; the first one brings all."""
+        ...
+
+
+@dataclass(slots=True)
+class Restart:
+    """A stream that can only be started again, while nothing of it has come.
+
+    Attributes:
+        start: Submits the request.
+        attempts: How often.
+    """
+
+    start: Start
+    attempts: Attempts
+    _has_begun: bool = field(default=False, init=False)
+
+    def accept(self, event: StreamEvent) -> bool:
+        self._has_begun = True
+        return True
+
+    def delay_after(self, error: QuireError) -> float:
+        if self._has_begun:
+            raise error from None
+        return self.attempts.delay_after(error)
+
+    def call(self) -> Any:
+        return self.start(self.attempts.time.left_s())
 
 
 @dataclass(slots=True)
@@ -31,27 +74,26 @@ class _Progress:
 
 @dataclass(slots=True)
 class Resumption:
-    """What came of one durable stream, and how to get the rest.
+    """A durable stream, which goes on from where it was.
 
     Attributes:
         request_id: The request's id.
         start: Submits the request.
-        resume: Makes the call that resumes it, given a request and seconds of time.
-        deadline: When the caller's time is over, on `clock`; None where it never is.
+        resume: Resumes it.
+        attempts: How often it is submitted where it is refused.
     """
 
     request_id: str
-    start: Calls
-    resume: Callable[[generation_pb2.ResumeStreamRequest, float | None], Any]
-    deadline: float | None
-    clock: Callable[[], float] = time.monotonic
-    _sequences: dict[int, _Progress] = field(default_factory=dict)
-    _lost_at: float | None = None
-    _delay_s: float = _FIRST_DELAY_S
-    _is_unknown: bool = False
+    start: Start
+    resume: Resume
+    attempts: Attempts
+    _sequences: dict[int, _Progress] = field(default_factory=dict, init=False)
+    _lost_at: float | None = field(default=None, init=False)
+    _delay_s: float = field(default=_FIRST_DELAY_S, init=False)
+    # Whether a gateway may know the request.
+    _is_submitted: bool = field(default=False, init=False)
 
     def accept(self, event: StreamEvent) -> bool:
-        """Notes what came; returns whether it is new to the caller."""
         self._lost_at = None
         self._delay_s = _FIRST_DELAY_S
         if isinstance(event, RequestCompleted):
@@ -66,24 +108,28 @@ class Resumption:
         return is_new
 
     def delay_after(self, error: QuireError) -> float:
-        """Seconds to wait before `call`. Raises the error where going on makes no sense."""
-        now = self.clock()
+        if isinstance(error, ResourceExhausted):
+            return self.attempts.delay_after(error)
+        self._is_submitted = isinstance(error, Unavailable)
         # A request that broke on its way in is not known to anyone.
-        self._is_unknown = isinstance(error, NotFound) and not self._sequences
-        if not (isinstance(error, Unavailable) or (self._is_unknown and self._lost_at is not None)):
-            raise error
+        was_never_in = isinstance(error, NotFound) and not self._sequences and self._lost_at is not None
+        if not (self._is_submitted or was_never_in):
+            raise error from None
+        return self._delay_of_loss(error)
+
+    def _delay_of_loss(self, error: QuireError) -> float:
+        time = self.attempts.time
+        now = time.clock()
         self._lost_at = now if self._lost_at is None else self._lost_at
         delay_s = self._delay_s if error.retry_after_ms is None else error.retry_after_ms / 1000
         self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
-        end = self._lost_at + _GIVE_UP_AFTER_S
-        if now + delay_s > (end if self.deadline is None else min(end, self.deadline)):
-            raise error
+        if now + delay_s > self._lost_at + _GIVE_UP_AFTER_S or not time.allows(delay_s):
+            raise error from None
         return delay_s
 
     def call(self) -> Any:
-        """The call that brings what has not come yet."""
-        timeout_s = None if self.deadline is None else max(self.deadline - self.clock(), 0.0)
-        if self._is_unknown:
+        timeout_s = self.attempts.time.left_s()
+        if not self._is_submitted:
             return self.start(timeout_s)
         request = generation_pb2.ResumeStreamRequest(request_id=self.request_id)
         for index, progress in self._sequences.items():
@@ -93,13 +139,20 @@ class Resumption:
         return self.resume(request, timeout_s)
 
 
-def make_resumption(
-    start: Callable[..., Any], resume: Callable[..., Any], request: Any, timeout_s: float | None
-) -> Resumption:
-    """For a request with an id, and the stub's methods that submit and resume it."""
-    return Resumption(
-        request.request_id,
-        lambda left_s: start(request, timeout=left_s),
-        lambda again, left_s: resume(again, timeout=left_s),
-        None if timeout_s is None else time.monotonic() + timeout_s,
-    )
+def make_recovery(
+    call: Streaming, stubs: Stubs, policy: RetryPolicy | None, timeout_s: float | None, *, durable: bool
+) -> Recovery:
+    """How a stream recovers; the request of a durable one is marked so, and has an id from here on."""
+    attempts = Attempts(policy, CallTime.of(timeout_s), is_idempotent=False)
+    method = call.method(stubs)
+
+    def start(left_s: float | None) -> Any:
+        return method(call.request, timeout=left_s)
+
+    if not durable:
+        return Restart(start, attempts)
+    call.request.durable = True
+    # Nobody guesses it, and it is known also where no answer came.
+    call.request.request_id = call.request.request_id or f"req-{secrets.token_hex(16)}"
+    resume = stubs.generation.ResumeStream
+    return Resumption(call.request.request_id, start, lambda again, left_s: resume(again, timeout=left_s), attempts)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -16,7 +15,8 @@ class ClientTls:
     Attributes:
         authority: certificates of those who sign gateways' certificates; None takes gRPC's list of public ones.
         certificate: of this client, and its `key`, where the gateway asks for one.
-        server_name: what the gateway's certificate is made out to, where that is not the host of its address.
+        server_name: what the gateway's certificate is made out to, where that is not the host of its address, or there
+            are gateways on several hosts.
     """
 
     authority: Path | None = None
@@ -33,13 +33,6 @@ class ClientTls:
     def options(self) -> list[tuple[str, str]]:
         """Of the channel."""
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
-
-
-def connect(api: Any, address: str, options: list[tuple[str, Any]], tls: ClientTls | None) -> Any:
-    """A channel of either gRPC API: `api` is the module `grpc` or `grpc.aio`."""
-    if tls is None:
-        return api.insecure_channel(address, options=options)
-    return api.secure_channel(address, tls.credentials(), options=[*options, *tls.options()])
 
 
 def _read(path: Path | None) -> bytes | None:

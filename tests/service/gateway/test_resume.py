@@ -3,61 +3,26 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import Aborted, InvalidArgument, NotFound, Unavailable
-from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
-from tests.support.gateway_process import RunningGateway, error_of, running_gateway, stream_request
-from tests.support.scheduler_process import running_scheduler, wait_attached, wait_nothing_in_use
-from worker_svc.info import WorkerInfo
-
-
-class _LlamaWorkerConfig(FakeWorkerConfig):
-    """Says that it serves the embedded model's architecture, as the gateways' tokenizer is that model's."""
-
-    def info(self) -> WorkerInfo:
-        info = FakeWorkerConfig.info(self)
-        return replace(info, model=replace(info.model, architecture="LlamaForCausalLM"))
-
-
-@dataclass(frozen=True)
-class _Address:
-    """What `running_gateway` asks of a scheduler."""
-
-    address: str
-    connections: int = 1
-
-    async def until(self, condition) -> None:
-        assert condition()
-
-
-@dataclass(frozen=True)
-class _Two:
-    first: RunningGateway
-    second: RunningGateway
+from tests.support.gateway_process import error_of, stream_request
+from tests.support.scheduler_process import wait_nothing_in_use
+from tests.support.two_gateways import TwoGateways, two_gateways
 
 
 @pytest.fixture
-async def two(tmp_path) -> AsyncIterator[_Two]:
-    worker = FakeWorker(_LlamaWorkerConfig(step_seconds=0.002))
-    address = await worker.start()
-    socket = str(tmp_path / "s.sock")
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(worker.stop)
-        scheduler = await stack.enter_async_context(running_scheduler(socket, address, durable_grace=5.0))
-        await wait_attached(scheduler)
-        gateways = [await stack.enter_async_context(running_gateway(_Address(f"unix:{socket}"))) for _ in range(2)]
-        for gateway in gateways:
-            await gateway.generation.Generate(generation_pb2.GenerateRequest(text="x"), timeout=10)
-        yield _Two(*gateways)
+async def two(tmp_path) -> AsyncIterator[TwoGateways]:
+    async with two_gateways(tmp_path) as gateways:
+        yield gateways
         for request_id in ("story", "other"):
             with contextlib.suppress(Exception):
-                await gateways[0].generation.Cancel(generation_pb2.CancelRequest(request_id=request_id))
-        await wait_nothing_in_use(scheduler)
+                await gateways.first.generation.Cancel(generation_pb2.CancelRequest(request_id=request_id))
+        await wait_nothing_in_use(gateways.scheduler)
 
 
 def durable_request(**fields) -> generation_pb2.GenerateStreamRequest:

@@ -1,0 +1,125 @@
+"""When a client calls again by itself: what gRPC does for every client, and what a RetryPolicy adds to it."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+
+from quire.client.timing import CallTime
+from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
+
+_GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+_IDEMPOTENT: tuple[ServiceDescriptor | MethodDescriptor, ...] = (
+    model_pb2.DESCRIPTOR.services_by_name["ModelService"],
+    prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
+    *(_GENERATION.methods_by_name[name] for name in ("Cancel", "Tokenize", "Detokenize")),
+)
+"""Services and methods that may be called twice, as the protos say."""
+
+# Of waits that grow, those who were refused together come back apart.
+_JITTER = 0.25
+
+
+def service_config() -> dict[str, Any]:
+    """How gRPC spreads calls over addresses, and which calls it makes again where the connection was lost.
+
+    The gateways' health is left out of it: one whose worker restarts is not healthy, and takes requests all the same.
+    """
+    return {
+        "loadBalancingConfig": [{"round_robin": {}}],
+        "methodConfig": [
+            {
+                "name": [_name(each) for each in _IDEMPOTENT],
+                "retryPolicy": {
+                    "maxAttempts": 4,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "1s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ],
+        # Gateways that fail most calls are not called four times as often.
+        "retryThrottling": {"maxTokens": 20, "tokenRatio": 0.1},
+    }
+
+
+def _name(each: ServiceDescriptor | MethodDescriptor) -> dict[str, str]:
+    if isinstance(each, ServiceDescriptor):
+        return {"service": each.full_name}
+    return {"service": each.containing_service.full_name, "method": each.name}
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """When a client calls again: where a gateway refuses and says when to come back (RESOURCE_EXHAUSTED with
+    RetryInfo), and where UNAVAILABLE ends a call that may be made twice. A stream is started again only while nothing
+    of it has come.
+
+    Between two calls it waits as long as the gateway says, or else `first_delay_s`, twice as long each time up to
+    `last_delay_s`, and up to a quarter more. It never waits beyond the call's `timeout_s`.
+
+    Attributes:
+        attempts: Most calls in all; None is as many as the call's time allows.
+        first_delay_s: Before the second call.
+        last_delay_s: The longest that it waits of its own accord.
+        lost_generations: Whether generations are made again after UNAVAILABLE. It leaves open whether a gateway was at
+            one: the model may then work twice, and without a seed the two differ; the caller sees one. Durable streams
+            do without it.
+    """
+
+    attempts: int | None = 5
+    first_delay_s: float = 0.1
+    last_delay_s: float = 5.0
+    lost_generations: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no policy."""
+        if self.attempts is not None and self.attempts < 1:
+            raise ValueError(f"attempts is {self.attempts}; the least value is 1")
+        if not 0 < self.first_delay_s <= self.last_delay_s:
+            raise ValueError(
+                f"first_delay_s is {self.first_delay_s} and last_delay_s {self.last_delay_s}; "
+                "expected seconds above 0, the last one not below the first"
+            )
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The calls made for one call of a client's method.
+
+    Attributes:
+        policy: None never calls again.
+        time: Of all of them together.
+        is_idempotent: Whether the call may be made again where the first one may have been served.
+        draw: A number in [0, 1).
+    """
+
+    policy: RetryPolicy | None
+    time: CallTime
+    is_idempotent: bool
+    draw: Callable[[], float] = random.random
+    _made: int = field(default=1, init=False)
+
+    def delay_after(self, error: QuireError) -> float:
+        """Seconds to wait before the next call. Raises the error where there is none."""
+        policy = self.policy
+        if policy is None or not self._may_follow(error, policy):
+            raise error from None
+        own_s = min(policy.first_delay_s * 2.0 ** min(self._made - 1, 60), policy.last_delay_s)
+        delay_s = own_s if error.retry_after_ms is None else error.retry_after_ms / 1000
+        delay_s *= 1 + _JITTER * self.draw()
+        if not self.time.allows(delay_s):
+            raise error from None
+        self._made += 1
+        return delay_s
+
+    def _may_follow(self, error: QuireError, policy: RetryPolicy) -> bool:
+        if policy.attempts is not None and self._made >= policy.attempts:
+            return False
+        if isinstance(error, ResourceExhausted):
+            return error.retry_after_ms is not None
+        return isinstance(error, Unavailable) and (self.is_idempotent or policy.lost_generations)

@@ -1,0 +1,145 @@
+"""Both clients with several gateways: who is called, and what happens when one is gone."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from quire.client import AsyncClient, Client, ClientTls
+from quire.rpc.errors import Unavailable
+from quire.rpc.server import RpcServer
+from quire.rpc.tls import Role, ServerTls, TlsIdentity
+from quire.settings import ConfigurationError
+from tests.support.certificates import make_certificates
+from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
+from tests.support.flaky_gateway import EitherClient
+
+NOBODY = "127.0.0.1:1"
+
+pytestmark = pytest.mark.parametrize("kind", [Client, AsyncClient])
+Kind = type[Client] | type[AsyncClient]
+
+
+@contextlib.asynccontextmanager
+async def two_gateways(*addresses: str, tls: ServerTls | None = None) -> AsyncIterator[tuple[RpcServer, RpcServer]]:
+    """Two that call themselves "first" and "second"."""
+    wanted = addresses or ("127.0.0.1:0", "127.0.0.1:0")
+    first, second = [
+        await start_fake_gateway(address, FakeGeneration(), tls, gateway_id=gateway_id)
+        for address, gateway_id in zip(wanted, ("first", "second"), strict=True)
+    ]
+    try:
+        yield first, second
+    finally:
+        await first.stop(0)
+        await second.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def client_of(kind: Kind, *addresses: str, tls: ClientTls | None = None) -> AsyncIterator[EitherClient]:
+    client = EitherClient(kind(addresses, tls=tls))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def who_answers(client: EitherClient) -> str:
+    return (await client.call("server_info", timeout_s=10)).gateway_id
+
+
+async def until_answered_by(client: EitherClient, *gateway_ids: str) -> None:
+    """Calls until each of them has answered, which takes a connection to each."""
+    missing = set(gateway_ids)
+    async with asyncio.timeout(10):
+        while missing:
+            missing.discard(await who_answers(client))
+
+
+async def test_calls_go_to_each_in_turn(kind: Kind) -> None:
+    async with two_gateways() as (first, second), client_of(kind, first.address, second.address) as client:
+        await until_answered_by(client, "first", "second")
+        assert Counter([await who_answers(client) for _ in range(6)]) == {"first": 3, "second": 3}
+        assert client.client.address == f"{first.address},{second.address}"
+
+
+async def test_a_text_with_commas_is_the_same(kind: Kind) -> None:
+    async with two_gateways() as (first, second):
+        client = EitherClient(kind(f"{first.address}, {second.address}"))
+        await until_answered_by(client, "first", "second")
+        await client.close()
+
+
+async def test_who_is_not_there_is_not_called(kind: Kind) -> None:
+    async with two_gateways() as (first, _), client_of(kind, NOBODY, first.address) as client:
+        assert [await who_answers(client) for _ in range(4)] == ["first"] * 4
+        assert (await client.call("generate", "hi", timeout_s=10)).text == "hi!"
+
+
+async def test_calls_go_to_the_others_when_one_dies_and_to_it_when_it_is_back(kind: Kind) -> None:
+    async with two_gateways() as (first, second), client_of(kind, first.address, second.address) as client:
+        await until_answered_by(client, "first", "second")
+        await first.stop(0)
+        assert [await who_answers(client) for _ in range(6)] == ["second"] * 6
+        again = await start_fake_gateway(first.address, FakeGeneration(), gateway_id="first")
+        await until_answered_by(client, "first")
+        await again.stop(0)
+
+
+async def test_when_all_are_gone_it_is_unavailable(kind: Kind) -> None:
+    async with client_of(kind, NOBODY, "127.0.0.1:2") as client:
+        with pytest.raises(Unavailable):
+            await client.call("generate", "hi", timeout_s=10)
+        with pytest.raises(Unavailable):
+            await client.call("list_models", timeout_s=10)
+
+
+async def test_addresses_of_both_families_are_called(kind: Kind) -> None:
+    # There may be no IPv6 here; then those that are mapped go by IPv4.
+    async with two_gateways() as (first, second), client_of(kind, "[::1]:1", first.address, second.address) as client:
+        await until_answered_by(client, "first", "second")
+
+
+async def test_names_are_looked_up(kind: Kind) -> None:
+    async with two_gateways() as (first, second):
+        names = [server.address.replace("127.0.0.1", "localhost") for server in (first, second)]
+        async with client_of(kind, *names) as client:
+            await until_answered_by(client, "first", "second")
+
+
+async def test_unix_sockets_are_called_in_turn(kind: Kind, tmp_path: Path) -> None:
+    sockets = [f"unix:{tmp_path / name}" for name in ("a", "b")]
+    async with two_gateways(*sockets), client_of(kind, *sockets) as client:
+        await until_answered_by(client, "first", "second")
+
+
+async def test_gateways_of_one_host_are_believed_by_its_name(kind: Kind, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    identity = TlsIdentity.of(tmp_path, Role.CLIENT)
+    tls = ClientTls(identity.authority, identity.certificate, identity.key)
+    async with (
+        two_gateways(tls=ServerTls(TlsIdentity.of(tmp_path, Role.GATEWAY))) as (first, second),
+        client_of(kind, first.address, second.address, tls=tls) as client,
+    ):
+        await until_answered_by(client, "first", "second")
+
+
+async def test_gateways_of_several_hosts_are_believed_by_the_name_that_is_given(kind: Kind, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    identity = TlsIdentity.of(tmp_path, Role.CLIENT)
+
+    def believing(server_name: str | None) -> ClientTls:
+        return ClientTls(identity.authority, identity.certificate, identity.key, server_name)
+
+    async with two_gateways(tls=ServerTls(TlsIdentity.of(tmp_path, Role.GATEWAY))) as (first, second):
+        addresses = first.address, second.address.replace("127.0.0.1", "localhost")
+        async with client_of(kind, *addresses, tls=believing("localhost")) as client:
+            await until_answered_by(client, "first", "second")
+        async with client_of(kind, *addresses, tls=believing("elsewhere.example")) as client:
+            with pytest.raises(Unavailable):
+                await who_answers(client)
+        with pytest.raises(ConfigurationError, match="server_name"):
+            kind(addresses, tls=believing(None))

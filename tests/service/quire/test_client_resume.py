@@ -1,0 +1,144 @@
+"""Durable streams of both clients go on after their gateway is lost, through another one."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from quire.client import AsyncClient, AsyncStream, Client, GenerationOptions, Stream, StreamEvent, TokenChunk
+from quire.rpc.errors import Unavailable
+from tests.support.cut_link import CutLink, cut_link
+from tests.support.flaky_gateway import EitherClient
+from tests.support.scheduler_process import wait_nothing_in_use
+from tests.support.two_gateways import TwoGateways, two_gateways
+
+Kind = type[Client] | type[AsyncClient]
+OPTIONS = GenerationOptions(seed=5, temperature=1.0, max_tokens=300, ignore_eos=True)
+TWO_SEQUENCES = GenerationOptions(seed=5, temperature=1.0, max_tokens=150, ignore_eos=True, n=2)
+
+both_clients = pytest.mark.parametrize("kind", [Client, AsyncClient])
+
+
+@dataclass(frozen=True)
+class Linked:
+    """Two gateways, each behind a link that can be cut."""
+
+    gateways: TwoGateways
+    links: tuple[CutLink, CutLink]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [link.address for link in self.links]
+
+    def cut_busy_one(self) -> None:
+        """The link of the gateway that has live requests."""
+        (busy,) = (i for i, gateway in enumerate(self.gateways.both) if len(gateway.gateway._ledger))
+        self.links[busy].cut()
+
+    def break_streams(self) -> None:
+        """Ends them at the gateway that has them, which stays."""
+        for gateway in self.gateways.both:
+            for live in gateway.gateway._ledger:
+                live.fail(Unavailable("the connection broke"))
+
+
+@pytest.fixture
+async def linked(tmp_path: Path) -> AsyncIterator[Linked]:
+    async with two_gateways(tmp_path) as gateways, contextlib.AsyncExitStack() as stack:
+        first, second = [
+            await stack.enter_async_context(cut_link(running.gateway.grpc_address)) for running in gateways.both
+        ]
+        yield Linked(gateways, (first, second))
+        await wait_nothing_in_use(gateways.scheduler)
+
+
+@contextlib.asynccontextmanager
+async def client_of(kind: Kind, addresses: list[str]) -> AsyncIterator[EitherClient]:
+    client = EitherClient(kind(addresses))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@dataclass
+class Sequence:
+    """What came of one."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+
+
+@dataclass
+class Reader:
+    """Puts a stream's sequences together; checks that nothing is missing or twice, and disturbs it once in between."""
+
+    disturb: Callable[[], None]
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    num_chunks: int = 0
+
+    def read(self, stream: Stream) -> None:
+        for event in stream:
+            if self._accept(event):
+                asyncio.run_coroutine_threadsafe(self._disturb_in_loop(), self.loop).result(10)
+
+    async def read_async(self, stream: AsyncStream) -> None:
+        async for event in stream:
+            if self._accept(event):
+                self.disturb()
+
+    async def _disturb_in_loop(self) -> None:
+        self.disturb()
+
+    def _accept(self, event: StreamEvent) -> bool:
+        """Whether it is the moment to disturb."""
+        if not isinstance(event, TokenChunk):
+            return False
+        sequence = self.sequences.setdefault(event.sequence_index, Sequence())
+        assert event.offset == len(sequence.token_ids)
+        sequence.token_ids += event.token_ids
+        sequence.text += event.text
+        self.num_chunks += 1
+        return self.num_chunks == 5
+
+
+async def read_disturbed(
+    client: EitherClient, options: GenerationOptions, disturb: Callable[[], None]
+) -> dict[int, Sequence]:
+    """What a durable stream brought whose fifth chunk was followed by `disturb`."""
+    reader = Reader(disturb)
+    stream = client.client.generate_stream("hello", options, durable=True, timeout_s=30)
+    if isinstance(stream, AsyncStream):
+        await reader.read_async(stream)
+    else:
+        await asyncio.to_thread(reader.read, stream)
+    await client.close_stream(stream)
+    assert stream.completed is not None
+    assert reader.num_chunks > 5
+    return reader.sequences
+
+
+async def whole_answer(client: EitherClient, options: GenerationOptions) -> dict[int, Sequence]:
+    answer = await client.call("generate", "hello", options)
+    return {each.index: Sequence(list(each.token_ids), each.text) for each in answer.sequences}
+
+
+@both_clients
+@pytest.mark.parametrize("options", [OPTIONS, TWO_SEQUENCES], ids=["one sequence", "two sequences"])
+async def test_a_stream_goes_on_through_the_other_gateway(
+    kind: Kind, linked: Linked, options: GenerationOptions
+) -> None:
+    async with client_of(kind, linked.addresses) as client:
+        whole = await whole_answer(client, options)
+        assert await read_disturbed(client, options, linked.cut_busy_one) == whole
+
+
+@both_clients
+async def test_a_stream_that_breaks_goes_on_through_the_same_gateway(kind: Kind, linked: Linked) -> None:
+    async with client_of(kind, linked.addresses[:1]) as client:
+        whole = await whole_answer(client, OPTIONS)
+        assert await read_disturbed(client, OPTIONS, linked.break_streams) == whole

@@ -1,0 +1,139 @@
+"""Both clients against a gateway that fails the first calls: what is called again, and what is the caller's error."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from quire.client import AsyncClient, Client, RequestCompleted, RetryPolicy, TokenChunk
+from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unavailable
+from tests.support.fake_gateway import start_fake_gateway
+from tests.support.flaky_gateway import EitherClient, FlakyGeneration
+
+FULL = ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_ms=20)
+GONE = Unavailable("about to stop", reason="DRAINING")
+PATIENT = RetryPolicy(first_delay_s=0.01, last_delay_s=0.02)
+GENERATES_AGAIN = RetryPolicy(first_delay_s=0.01, last_delay_s=0.02, lost_generations=True)
+
+pytestmark = pytest.mark.parametrize("kind", [Client, AsyncClient])
+
+
+@contextlib.asynccontextmanager
+async def calling(
+    kind: type[Client] | type[AsyncClient], *errors: QuireError, retry: RetryPolicy | None = None
+) -> AsyncIterator[tuple[EitherClient, FlakyGeneration]]:
+    """A client of a gateway that raises these errors first."""
+    generation = FlakyGeneration(*errors)
+    server = await start_fake_gateway("127.0.0.1:0", generation)
+    client = EitherClient(kind(server.address, retry=retry))
+    try:
+        yield client, generation
+    finally:
+        await client.close()
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("num_failures", [1, 3])
+async def test_an_idempotent_call_is_made_again_until_a_gateway_answers(kind, num_failures: int) -> None:
+    async with calling(kind, *[GONE] * num_failures) as (client, generation):
+        assert (await client.call("tokenize", "hi", timeout_s=10)).token_ids == (104, 105)
+    assert generation.num_calls == num_failures + 1
+
+
+async def test_an_idempotent_call_is_given_up_after_four(kind) -> None:
+    async with calling(kind, *[GONE] * 5) as (client, generation):
+        with pytest.raises(Unavailable, match="about to stop") as caught:
+            await client.call("tokenize", "hi", timeout_s=10)
+    assert caught.value.reason == "DRAINING"
+    assert generation.num_calls == 4
+
+
+async def test_a_policy_goes_on_where_grpc_gives_up(kind) -> None:
+    async with calling(kind, *[GONE] * 5, retry=PATIENT) as (client, generation):
+        assert (await client.call("tokenize", "hi", timeout_s=10)).token_ids == (104, 105)
+    assert generation.num_calls == 6
+
+
+@pytest.mark.parametrize("retry", [None, PATIENT], ids=["no policy", "a policy"])
+async def test_a_generation_that_may_have_been_served_is_not_made_again(kind, retry: RetryPolicy | None) -> None:
+    async with calling(kind, GONE, GONE, retry=retry) as (client, generation):
+        with pytest.raises(Unavailable):
+            await client.call("generate", "hi", timeout_s=10)
+        with pytest.raises(Unavailable):
+            await client.events("hi", timeout_s=10)
+    assert generation.num_calls == 2
+
+
+async def test_a_lost_generation_is_made_again_where_the_policy_says_so(kind) -> None:
+    async with calling(kind, GONE, GONE, GONE, retry=GENERATES_AGAIN) as (client, generation):
+        assert (await client.call("generate", "hi", timeout_s=10)).text == "hi!"
+        assert generation.num_calls == 3 + 1
+    async with calling(kind, GONE, GONE, retry=GENERATES_AGAIN) as (client, generation):
+        assert isinstance((await client.events("hi", timeout_s=10))[-1], RequestCompleted)
+        assert generation.num_calls == 2 + 1
+
+
+async def test_a_stream_that_has_begun_is_not_started_again(kind) -> None:
+    for error in (GONE, FULL):
+        async with calling(kind, error, retry=GENERATES_AGAIN) as (client, generation):
+            with pytest.raises(type(error)):
+                await client.events("halfway", timeout_s=10)
+            assert generation.num_calls == 1
+
+
+async def test_a_refusal_says_when_to_come_back(kind) -> None:
+    async with calling(kind, FULL, FULL, FULL) as (client, generation):
+        for call in (client.call("generate", "hi"), client.call("tokenize", "hi"), client.events("hi")):
+            with pytest.raises(ResourceExhausted, match="the queue is full") as caught:
+                await call
+            assert caught.value.retry_after_ms == 20
+    assert generation.num_calls == 3
+
+
+async def test_with_a_policy_a_refused_call_comes_back(kind) -> None:
+    async with calling(kind, FULL, FULL, retry=PATIENT) as (client, generation):
+        assert (await client.call("generate", "hi", timeout_s=10)).text == "hi!"
+        assert generation.num_calls == 3
+    for durable in (False, True):
+        async with calling(kind, FULL, FULL, retry=PATIENT) as (client, generation):
+            events = await client.events("one two", durable=durable, timeout_s=10)
+            assert [event.text for event in events if isinstance(event, TokenChunk)] == ["one ", "two!"]
+            assert generation.num_calls == 3
+
+
+async def test_the_last_refusal_is_the_callers(kind) -> None:
+    async with calling(kind, *[FULL] * 6, retry=RetryPolicy(attempts=2)) as (client, generation):
+        with pytest.raises(ResourceExhausted):
+            await client.call("generate", "hi", timeout_s=10)
+        assert generation.num_calls == 2
+        with pytest.raises(ResourceExhausted):
+            await client.events("hi", timeout_s=10)
+        assert generation.num_calls == 4
+
+
+async def test_a_wait_beyond_the_time_of_the_call_is_not_begun(kind) -> None:
+    late = ResourceExhausted("the queue is full", retry_after_ms=60_000)
+    async with calling(kind, late, late, retry=RetryPolicy(attempts=None)) as (client, _):
+        with pytest.raises(ResourceExhausted):
+            await client.call("generate", "hi", timeout_s=5)
+        with pytest.raises(ResourceExhausted):
+            await client.events("hi", timeout_s=5)
+
+
+async def test_a_bad_request_is_never_made_again(kind) -> None:
+    async with calling(kind, InvalidArgument("bad"), retry=GENERATES_AGAIN) as (client, generation):
+        with pytest.raises(InvalidArgument):
+            await client.call("tokenize", "hi", timeout_s=10)
+    assert generation.num_calls == 1
+
+
+async def test_closing_a_stream_ends_its_wait(kind) -> None:
+    late = ResourceExhausted("the queue is full", retry_after_ms=60_000)
+    async with calling(kind, late, retry=RetryPolicy()) as (client, generation):
+        stream = client.client.generate_stream("hi")
+        reading = asyncio.create_task(client.read(stream))
+        async with asyncio.timeout(10):
+            await generation.called.wait()
+            await client.close_stream(stream)
+            assert await reading == []

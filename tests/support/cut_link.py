@@ -1,0 +1,55 @@
+"""A TCP port in front of a service, which can be cut as the death of its machine cuts it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+_CHUNK_BYTES = 64 * 1024
+
+
+class CutLink:
+    """Passes bytes on in both directions until it is cut: then its connections are reset and its port is closed."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, self._port = target.rpartition(":")
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._is_cut = False
+        self.address = ""
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        """For good. May be called again."""
+        assert self._server is not None
+        self._is_cut = True
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._host, int(self._port))
+        self._writers |= {writer, back}
+        if self._is_cut:
+            self.cut()
+        with contextlib.suppress(OSError):
+            await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            while data := await reader.read(_CHUNK_BYTES):
+                writer.write(data)
+                await writer.drain()
+
+
+@contextlib.asynccontextmanager
+async def cut_link(target: str) -> AsyncIterator[CutLink]:
+    """A link to "HOST:PORT" that is cut when the block ends, if not before."""
+    link = CutLink(target)
+    await link.start()
+    try:
+        yield link
+    finally:
+        link.cut()

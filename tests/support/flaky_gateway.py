@@ -1,0 +1,84 @@
+"""A fake gateway that fails the first calls, and either client to call it."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from quire.client import AsyncClient, AsyncStream, Client, Stream, StreamEvent
+from quire.gateway.v1 import generation_pb2
+from quire.rpc.errors import QuireError
+from tests.support.fake_gateway import FakeGeneration
+
+
+class FlakyGeneration(FakeGeneration):
+    """Raises the given errors, one a call, and then answers; `num_calls` counts both.
+
+    A stream raises before its first event, or after it where the prompt is "halfway".
+    """
+
+    def __init__(self, *errors: QuireError) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.called = asyncio.Event()
+        self._errors = deque(errors)
+
+    def _fail(self) -> None:
+        self.num_calls += 1
+        self.called.set()
+        if self._errors:
+            raise self._errors.popleft()
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: object
+    ) -> generation_pb2.GenerateResponse:
+        self._fail()
+        return await super().Generate(request, context)
+
+    async def Tokenize(
+        self, request: generation_pb2.TokenizeRequest, context: object
+    ) -> generation_pb2.TokenizeResponse:
+        self._fail()
+        return await super().Tokenize(request, context)
+
+    async def GenerateStream(
+        self, request: generation_pb2.GenerateStreamRequest, context: object
+    ) -> AsyncIterator[generation_pb2.GenerateStreamResponse]:
+        if request.text != "halfway":
+            self._fail()
+        async for response in super().GenerateStream(request, context):
+            yield response
+            if request.text == "halfway":
+                self._fail()
+
+
+class EitherClient:
+    """The blocking client, called from threads, or the one for asyncio: the same calls and answers."""
+
+    def __init__(self, client: Client | AsyncClient) -> None:
+        self.client = client
+
+    async def call(self, method: str, *args: object, **options: object):
+        """The answer of a method."""
+        if isinstance(self.client, AsyncClient):
+            return await getattr(self.client, method)(*args, **options)
+        return await asyncio.to_thread(getattr(self.client, method), *args, **options)
+
+    async def events(self, prompt: str, *args: object, **options: object) -> list[StreamEvent]:
+        """All events of a generation."""
+        stream = self.client.generate_stream(prompt, *args, **options)
+        try:
+            return await self.read(stream)
+        finally:
+            await self.close_stream(stream)
+
+    async def read(self, stream: Stream | AsyncStream) -> list[StreamEvent]:
+        """The events that are left of a stream."""
+        if isinstance(stream, Stream):
+            return await asyncio.to_thread(list, stream)
+        return [event async for event in stream]
+
+    async def close_stream(self, stream: Stream | AsyncStream) -> None:
+        await stream.close() if isinstance(stream, AsyncStream) else stream.close()
+
+    async def close(self) -> None:
+        await self.client.close() if isinstance(self.client, AsyncClient) else self.client.close()

@@ -1,0 +1,135 @@
+"""How a stream goes on after its call failed: what is called next, and when it is given up."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from quire.client import FinishReason, RetryPolicy, SequenceFinished, TokenChunk
+from quire.client.resumption import Restart, Resumption
+from quire.client.retries import Attempts
+from quire.client.timing import CallTime
+from quire.gateway.v1 import generation_pb2
+from quire.rpc.errors import AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
+
+FULL = ResourceExhausted("full", retry_after_ms=2000)
+LOST = Unavailable("the connection broke")
+UNKNOWN = NotFound("no such request")
+FINISHED = SequenceFinished(0, 2, FinishReason.LENGTH, None, None, None)
+
+
+@dataclass
+class Gateway:
+    """Notes what is called, and is the clock too."""
+
+    calls: list[object] = field(default_factory=list)
+    now: float = 0.0
+
+    def start(self, left_s: float | None) -> None:
+        self.calls.append("start")
+
+    def resume(self, request: generation_pb2.ResumeStreamRequest, left_s: float | None) -> None:
+        self.calls.append([(each.sequence_index, each.offset, each.num_characters) for each in request.offsets])
+
+    def attempts(self, policy: RetryPolicy | None = None, *, end: float | None = None) -> Attempts:
+        return Attempts(policy, CallTime(end, lambda: self.now), False, lambda: 0.0)
+
+    def resumption(self, policy: RetryPolicy | None = None, *, end: float | None = None) -> Resumption:
+        resumption = Resumption("story", self.start, self.resume, self.attempts(policy, end=end))
+        resumption.call()
+        return resumption
+
+
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+def chunk(text: str, *, index: int = 0) -> TokenChunk:
+    return TokenChunk(index, 0, (1, 2), text, ())
+
+
+def go_on(recovery: Resumption | Restart, error: QuireError) -> float:
+    delay_s = recovery.delay_after(error)
+    recovery.call()
+    return delay_s
+
+
+def test_a_lost_stream_is_resumed_behind_what_came(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    assert resumption.accept(chunk("añ"))
+    assert resumption.accept(chunk("b", index=1))
+    go_on(resumption, LOST)
+    assert gateway.calls == ["start", [(0, 2, 2), (1, 2, 1)]]
+
+
+def test_the_end_of_a_sequence_is_told_once(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    assert resumption.accept(FINISHED)
+    assert not resumption.accept(FINISHED)
+
+
+def test_a_request_that_broke_on_its_way_in_is_submitted_again(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    go_on(resumption, LOST)
+    go_on(resumption, UNKNOWN)
+    go_on(resumption, LOST)
+    assert gateway.calls == ["start", [], "start", []]
+
+
+def test_a_request_that_is_known_no_more_is_the_callers_error(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    resumption.accept(chunk("a"))
+    go_on(resumption, LOST)
+    with pytest.raises(NotFound):
+        resumption.delay_after(UNKNOWN)
+
+
+@pytest.mark.parametrize("error", [FULL, UNKNOWN, AlreadyExists("twin")])
+def test_a_refused_request_is_the_callers_error(gateway: Gateway, error: QuireError) -> None:
+    with pytest.raises(type(error)):
+        gateway.resumption().delay_after(error)
+
+
+def test_with_a_policy_a_refused_request_is_submitted_again_and_a_refused_resumption_resumed(gateway: Gateway) -> None:
+    resumption = gateway.resumption(RetryPolicy())
+    assert go_on(resumption, FULL) == 2.0
+    resumption.accept(chunk("ab"))
+    go_on(resumption, LOST)
+    assert go_on(resumption, FULL) == 2.0
+    assert gateway.calls == ["start", "start", [(0, 2, 2)], [(0, 2, 2)]]
+
+
+def test_waits_grow_and_what_comes_forgives_them(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    assert [go_on(resumption, LOST) for _ in range(7)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    resumption.accept(chunk("a"))
+    assert go_on(resumption, LOST) == 0.05
+
+
+def test_it_is_given_up_when_nobody_answers_for_long(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    go_on(resumption, LOST)
+    gateway.now = 29.0
+    go_on(resumption, LOST)
+    gateway.now = 30.0
+    with pytest.raises(Unavailable):
+        resumption.delay_after(LOST)
+
+
+def test_it_is_given_up_when_the_time_of_the_call_is_over(gateway: Gateway) -> None:
+    resumption = gateway.resumption(end=1.0)
+    go_on(resumption, LOST)
+    gateway.now = 0.95
+    with pytest.raises(Unavailable):
+        resumption.delay_after(LOST)
+
+
+def test_a_plain_stream_is_started_again_only_while_nothing_came(gateway: Gateway) -> None:
+    restart = Restart(gateway.start, gateway.attempts(RetryPolicy(lost_generations=True)))
+    go_on(restart, FULL)
+    go_on(restart, LOST)
+    assert gateway.calls == ["start", "start"]
+    restart.accept(chunk("a"))
+    for error in (FULL, LOST):
+        with pytest.raises(type(error)):
+            restart.delay_after(error)

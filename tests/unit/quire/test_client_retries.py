@@ -1,0 +1,123 @@
+"""When a client calls again by itself."""
+
+from typing import Any
+
+import pytest
+
+from quire.client import RetryPolicy
+from quire.client.retries import Attempts, service_config
+from quire.client.timing import CallTime
+from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unavailable
+
+FULL = ResourceExhausted("full", retry_after_ms=2000)
+GONE = Unavailable("gone")
+
+
+class Clock:
+    """Time that tests control."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_attempts(
+    policy: RetryPolicy | None, *, is_idempotent: bool = False, end: float | None = None, draw: float = 0.0
+) -> Attempts:
+    return Attempts(policy, CallTime(end, Clock()), is_idempotent, lambda: draw)
+
+
+def assert_raises(attempts: Attempts, error: QuireError) -> None:
+    with pytest.raises(type(error)) as caught:
+        attempts.delay_after(error)
+    assert caught.value is error
+
+
+def names_of(service: Any) -> set[tuple[str, str]]:
+    return {(service.full_name, method.name) for method in service.methods}
+
+
+def test_grpc_repeats_what_the_protos_call_idempotent_and_no_generation() -> None:
+    (config,) = service_config()["methodConfig"]
+    repeated: set[tuple[str, str]] = set()
+    services = [
+        model_pb2.DESCRIPTOR.services_by_name["ModelService"],
+        prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
+        generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+    ]
+    for service in services:
+        for name in config["name"]:
+            if name["service"] == service.full_name:
+                repeated |= {each for each in names_of(service) if name.get("method", each[1]) == each[1]}
+    generation = services[2].full_name
+    left_out = set().union(*map(names_of, services)) - repeated
+    generating = ("Generate", "GenerateStream", "Chat", "ChatStream", "ResumeStream")
+    assert left_out == {(generation, method) for method in generating}
+    assert config["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
+
+
+@pytest.mark.parametrize("error", [FULL, GONE, InvalidArgument("bad")])
+def test_without_a_policy_every_error_is_the_callers(error: QuireError) -> None:
+    assert_raises(make_attempts(None, is_idempotent=True), error)
+
+
+def test_a_refusal_is_followed_after_the_time_that_it_names_and_up_to_a_quarter_more() -> None:
+    assert make_attempts(RetryPolicy()).delay_after(FULL) == 2.0
+    assert make_attempts(RetryPolicy(), draw=1.0).delay_after(FULL) == 2.5
+
+
+def test_a_refusal_that_names_no_time_is_the_callers() -> None:
+    assert_raises(make_attempts(RetryPolicy(), is_idempotent=True), ResourceExhausted("too large"))
+
+
+def test_waits_double_up_to_the_longest() -> None:
+    attempts = make_attempts(RetryPolicy(attempts=None, first_delay_s=0.5, last_delay_s=3), is_idempotent=True)
+    assert [attempts.delay_after(GONE) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert all(attempts.delay_after(GONE) == 3.0 for _ in range(2000))
+
+
+def test_a_lost_generation_is_made_again_only_where_that_is_asked_for() -> None:
+    assert_raises(make_attempts(RetryPolicy()), GONE)
+    assert make_attempts(RetryPolicy(lost_generations=True)).delay_after(GONE) == 0.1
+    assert make_attempts(RetryPolicy(), is_idempotent=True).delay_after(GONE) == 0.1
+
+
+def test_other_errors_are_the_callers() -> None:
+    policy = RetryPolicy(attempts=None, lost_generations=True)
+    assert_raises(make_attempts(policy, is_idempotent=True), InvalidArgument("bad"))
+
+
+def test_the_last_attempt_raises() -> None:
+    attempts = make_attempts(RetryPolicy(attempts=3))
+    attempts.delay_after(FULL)
+    attempts.delay_after(FULL)
+    assert_raises(attempts, FULL)
+    assert_raises(make_attempts(RetryPolicy(attempts=1)), FULL)
+
+
+def test_no_wait_goes_beyond_the_time_of_the_call() -> None:
+    assert make_attempts(RetryPolicy(), end=102.0).delay_after(FULL) == 2.0
+    assert_raises(make_attempts(RetryPolicy(), end=101.9), FULL)
+
+
+def test_time_that_is_left_is_never_negative() -> None:
+    assert CallTime(90.0, Clock()).left_s() == 0.0
+    assert CallTime(101.5, Clock()).left_s() == 1.5
+    assert CallTime(None, Clock()).left_s() is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attempts": 0}, "attempts is 0; the least value is 1"),
+        ({"first_delay_s": 0.0}, "first_delay_s is 0.0"),
+        ({"first_delay_s": 2.0, "last_delay_s": 1.0}, "last_delay_s 1.0"),
+        ({"last_delay_s": float("nan")}, "last_delay_s nan"),
+    ],
+)
+def test_what_is_no_policy_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RetryPolicy(**fields)
