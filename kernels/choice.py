@@ -3,7 +3,9 @@
 import functools
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
@@ -15,6 +17,7 @@ from kernels.packed_weight import PackedWeight
 from kernels.reference_attention import ScoreRule
 
 logger = logging.getLogger(__name__)
+_recording_kernels: ContextVar[CpuKernels | None] = ContextVar("recording_kernels", default=None)
 
 
 class Implementation(Protocol):
@@ -111,8 +114,23 @@ class _GpuOperations(Implementation, BlockMoves, Protocol):
     pass
 
 
-@functools.cache
 def implementation_for(device: torch.device) -> Implementation:
+    """What the operations on such a device run on: the fastest that this machine has, or what records them now."""
+    return _recording_kernels.get() or fastest_for(device)
+
+
+@contextmanager
+def recording_with(kernels: CpuKernels) -> Iterator[None]:
+    """While it is open, operations of this thread run on these kernels, which record them."""
+    token = _recording_kernels.set(kernels)
+    try:
+        yield
+    finally:
+        _recording_kernels.reset(token)
+
+
+@functools.cache
+def fastest_for(device: torch.device) -> Implementation:
     """The fastest implementation that this machine has for tensors on such a device.
 
     Where the CPU library is missing, the first call says so in the log, and the reference takes its place.

@@ -25,6 +25,7 @@ from worker_svc.prompt_logprobs import (
     plan_prompt_logprobs,
     report_prompt_logprobs,
 )
+from worker_svc.recorded_forward import make_forward
 from worker_svc.rows import Rows
 from worker_svc.sampler import draw
 from worker_svc.sampling_table import SamplingColumns
@@ -122,6 +123,7 @@ class ModelRunner:
             model.device,
         )
         self._seals = SealInventory(pool.geometry.num_gpu_blocks)
+        self._forward = make_forward(model, pool, geometry.max_model_len, limits)
         self._num_launched = 0
 
     @property
@@ -153,7 +155,7 @@ class ModelRunner:
             stopwatch.mark()
             return _Computed.of(self._nothing_sampled(), None)
         inputs = build_model_input(batch, self._rows, self._pool.gpu, self._pool.geometry.block_size)
-        hidden = self._model(inputs)
+        hidden = self._forward(inputs)
         prompt_plan = plan_prompt_logprobs(batch, self._rows)
         prompts = prompt_plan and compute_prompt_logprobs(self._model, hidden, prompt_plan, self._rows)
         if not len(batch.samples):

@@ -58,7 +58,7 @@ struct AttentionArgs {
 
 struct NormArgs {
   void* output;        // [rows, hidden] contiguous
-  const void* x;       // [rows, hidden]
+  const void* x;       // [rows / x_group, x_group, hidden]
   void* residual;      // [rows, hidden] to add x to, in place; null for a plain norm
   const void* weight;  // [hidden]; null for 1
   const void* bias;    // [hidden]; null for 0
@@ -67,6 +67,8 @@ struct NormArgs {
   int64_t rows;
   int64_t hidden;
   int64_t x_stride;
+  int64_t x_group;         // rows of x that lie x_stride apart: the heads of a token
+  int64_t x_group_stride;  // from the first of them to the first of the next
   int64_t residual_stride;
   double eps;
 };
@@ -149,6 +151,31 @@ struct RotaryArgs {
   int64_t head_dim;
 };
 
+enum Operation : int64_t {
+  kPagedAttention = 0,
+  kRmsNorm = 1,
+  kLayerNorm = 2,
+  kGate = 3,
+  kRotary = 4,
+  kProduct = 5,
+};
+
+// One operation of a recording. Its tensors have room for the most tokens that it will be run with.
+struct RecordedOperation {
+  int64_t operation;        // an Operation
+  const void* args;         // as for the operation by itself; its numbers of tokens, lines and rows are not read
+  int64_t lines_per_token;  // 1, or the heads of a norm of each head
+};
+
+// Operations one after the other, in one go of all threads.
+struct RunArgs {
+  const RecordedOperation* operations;
+  int64_t num_operations;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t num_rows;
+};
+
 struct Context;
 
 }  // namespace quire
@@ -158,9 +185,9 @@ QUIRE_API const char* quire_isas();
 // A context for one of them, or null where it is not among them. To be closed by quire_close.
 QUIRE_API quire::Context* quire_open(const char* isa, const quire::OpenMp* openmp);
 QUIRE_API void quire_close(quire::Context* context);
-// The sizes of AttentionArgs, NormArgs, SiluArgs, RotaryArgs, PackArgs and ProductArgs: a library that was built from
-// another api.h is told by them.
-QUIRE_API void quire_argument_sizes(int64_t sizes[6]);
+// The sizes of AttentionArgs, NormArgs, SiluArgs, RotaryArgs, PackArgs, ProductArgs, RecordedOperation and RunArgs: a
+// library that was built from another api.h is told by them.
+QUIRE_API void quire_argument_sizes(int64_t sizes[8]);
 
 QUIRE_API int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args);
 QUIRE_API int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args);
@@ -170,3 +197,4 @@ QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire:
 QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args);
 QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args);
 QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);
+QUIRE_API int32_t quire_run(const quire::Context* context, const quire::RunArgs* args);

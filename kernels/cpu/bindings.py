@@ -1,6 +1,6 @@
 """Calls the CPU library: the functions of `kernels.reference`, for tensors in host memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,8 +12,8 @@ from kernels.cpu.library import (
     PRODUCT_ARGS,
     ROTARY_ARGS,
     SILU_ARGS,
-    Library,
     Operation,
+    Operations,
 )
 from kernels.packed_weight import ACTIVATIONS, PackedWeight
 from kernels.reference_attention import ScoreRule
@@ -30,19 +30,31 @@ _NO_HEADS = (0, 0, 0, 0, 0, 0, 0)
 _NO_CACHE = (0, 0, 0, 0)
 
 
+# A contiguous tensor of this shape, whatever is in it.
+Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
 class CpuKernels:
     """The operations on one library. Arguments are those of `kernels.ops`, checked there.
 
     What the library has no code for (float64, weights of another dtype than x) is left to the reference. Tensors may be
     views whose last dimension is contiguous; others are copied first.
 
+    Args:
+        empty: makes the tensors that operations return.
+
     Raises:
         IndexError: of any operation, where a block id, slot, position or length is out of range. Nothing was written.
     """
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Operations, empty: Empty = _empty) -> None:
         self._library = library
         self._context = library.context
+        self._empty = empty
 
     def paged_attention(
         self,
@@ -62,7 +74,7 @@ class CpuKernels:
         num_tokens, num_heads, head_dim = query.shape
         _, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
         token_stride, head_stride, _ = query.stride()
-        output = _empty_like(query)
+        output = self._empty(query.shape, query.dtype)
         arguments = ATTENTION_ARGS.pack(
             output.data_ptr(),
             query.data_ptr(),
@@ -88,7 +100,7 @@ class CpuKernels:
             scores.scale,
             0.0 if scores.soft_cap is None else scores.soft_cap,
         )
-        _check(self._library.paged_attention(self._context, arguments))
+        check_status(self._library.paged_attention(self._context, arguments))
         return output
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -116,7 +128,7 @@ class CpuKernels:
         if not _same_dtype(x):
             return reference.silu_and_mul(x)
         *leading, doubled = x.shape
-        output = torch.empty((*leading, doubled // 2), dtype=x.dtype)
+        output = self._empty((*leading, doubled // 2), x.dtype)
         lines = _lines(x)
         arguments = SILU_ARGS.pack(
             output.data_ptr(),
@@ -127,7 +139,7 @@ class CpuKernels:
             doubled // 2,
             lines.stride(0),
         )
-        _check(self._library.silu_and_mul(self._context, arguments))
+        check_status(self._library.silu_and_mul(self._context, arguments))
         return output
 
     def pack_weight(self, weight: torch.Tensor, gated: bool) -> PackedWeight:
@@ -139,7 +151,7 @@ class CpuKernels:
         arguments = PACK_ARGS.pack(
             data.data_ptr(), weight.data_ptr(), out_features, in_features, weight.stride(0), int(gated)
         )
-        _check(self._library.pack_weight(self._context, arguments))
+        check_status(self._library.pack_weight(self._context, arguments))
         return PackedWeight(data, out_features, in_features, gated)
 
     def product(
@@ -154,7 +166,7 @@ class CpuKernels:
         lines = _lines(x)
         if padded_in != weight.in_features:
             lines = torch.nn.functional.pad(lines, (0, padded_in - weight.in_features))
-        output = torch.empty((*x.shape[:-1], weight.width), dtype=output_dtype)
+        output = self._empty((*x.shape[:-1], weight.width), output_dtype)
         arguments = PRODUCT_ARGS.pack(
             output.data_ptr(),
             lines.data_ptr(),
@@ -169,7 +181,7 @@ class CpuKernels:
             lines.stride(0),
             weight.width,
         )
-        _check(self._library.product(self._context, arguments))
+        check_status(self._library.product(self._context, arguments))
         return output
 
     def rotary(
@@ -177,7 +189,7 @@ class CpuKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not _same_dtype(query, key):
             return reference.rotary(query, key, positions, cos_sin_cache)
-        outputs = _empty_like(query), _empty_like(key)
+        outputs = self._empty(query.shape, query.dtype), self._empty(key.shape, key.dtype)
         query, key = _dense(query), _dense(key)
         heads = (*_heads(query, outputs[0]), *_heads(key, outputs[1]), *_NO_HEADS)
         self._rotary(heads, _NO_CACHE, positions, cos_sin_cache, key)
@@ -227,7 +239,7 @@ class CpuKernels:
             key.shape[0],
             key.shape[2],
         )
-        _check(self._library.rotary(self._context, arguments))
+        check_status(self._library.rotary(self._context, arguments))
 
     def _norm(
         self,
@@ -238,9 +250,10 @@ class CpuKernels:
         bias: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        output = _empty_like(x)
-        lines = _lines(x)
-        num_lines, hidden = lines.shape
+        output = self._empty(x.shape, x.dtype)
+        lines = x if x.dim() == 3 and x.stride(-1) == 1 else _lines(x).unsqueeze(1)
+        num_groups, group_size, hidden = lines.shape
+        group_stride, line_stride, _ = lines.stride()
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         arguments = NORM_ARGS.pack(
@@ -251,23 +264,20 @@ class CpuKernels:
             0 if bias is None else bias.data_ptr(),
             _DTYPES[x.dtype],
             torch.get_num_threads(),
-            num_lines,
+            num_groups * group_size,
             hidden,
-            lines.stride(0),
+            line_stride,
+            group_size,
+            group_stride,
             hidden,
             eps,
         )
-        _check(function(self._context, arguments))
+        check_status(function(self._context, arguments))
         return output
 
 
 def _same_dtype(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return x.dtype in _DTYPES and all(other is None or other.dtype == x.dtype for other in others)
-
-
-def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, whatever x is. Takes half the time of `torch.empty`."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -313,7 +323,8 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
 }
 
 
-def _check(status: int) -> None:
+def check_status(status: int) -> None:
+    """Raises what a status of api.h means, unless it is kOk."""
     if status:
         error, message = _ERRORS[status]
         raise error(message)

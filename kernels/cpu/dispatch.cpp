@@ -1,4 +1,4 @@
-// The doors of the library: what they check, on how many threads they run, and for which instruction set.
+// The doors of the library, and for which instruction set they open.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -7,10 +7,9 @@
 #include <new>
 
 #include "api.h"
-#include "attention.h"
 #include "isa.h"
 #include "isas.h"
-#include "threads.h"
+#include "operations.h"
 
 namespace quire {
 
@@ -22,9 +21,6 @@ namespace quire {
 QUIRE_FOR_ISAS(QUIRE_DECLARE)
 
 namespace {
-
-// Elements below which a second thread takes longer to wake than it saves.
-constexpr int64_t kWorthThreads = 1 << 15;
 
 struct Registers {
   unsigned a, b, c, d;
@@ -64,20 +60,51 @@ struct Isa {
 #define QUIRE_LIST(isa) {#isa, has_##isa, isa::kernels},
 constexpr Isa kIsas[] = {QUIRE_FOR_ISAS(QUIRE_LIST)};
 
-// Elements of weights below which the same holds for the reading of them.
-constexpr int64_t kWorthReading = 1 << 17;
-
-int64_t grain(int64_t elements_of_line) { return 1 + kWorthThreads / (elements_of_line < 1 ? 1 : elements_of_line); }
-
-Status check_tokens(const RotaryArgs& args) {
-  const int64_t num_slots = args.cache.num_blocks * args.cache.block_size;
-  for (int64_t token = 0; token < args.num_tokens; ++token) {
-    if (args.positions != nullptr && (args.positions[token] < 0 || args.positions[token] >= args.max_position))
-      return kBadPosition;
-    if (args.cache.kv_cache == nullptr) continue;
-    if (args.cache.slot_mapping[token] < 0 || args.cache.slot_mapping[token] >= num_slots) return kBadSlot;
+// Runs what add(operations) adds.
+template <class Add>
+int32_t run_added(const Context& context, int64_t threads, const Add& add) {
+  try {
+    Operations operations(context);
+    const Status status = add(operations);
+    if (status == kOk) operations.run(threads);
+    return status;
+  } catch (...) {  // Only allocations throw.
+    return kNoMemory;
   }
-  return kOk;
+}
+
+// A part of a recording, for as many tokens and rows as there are now.
+Status add(Operations& operations, const RecordedOperation& recorded, const RunArgs& run) {
+  const int64_t lines = run.num_tokens * recorded.lines_per_token;
+  switch (recorded.operation) {
+    case kPagedAttention: {
+      AttentionArgs args = *static_cast<const AttentionArgs*>(recorded.args);
+      args.num_tokens = lines;
+      args.num_rows = run.num_rows;
+      return operations.add_paged_attention(args);
+    }
+    case kRmsNorm:
+    case kLayerNorm: {
+      NormArgs args = *static_cast<const NormArgs*>(recorded.args);
+      args.rows = lines;
+      return recorded.operation == kRmsNorm ? operations.add_rms_norm(args) : operations.add_layer_norm(args);
+    }
+    case kGate: {
+      SiluArgs args = *static_cast<const SiluArgs*>(recorded.args);
+      args.rows = lines;
+      return operations.add_silu_and_mul(args);
+    }
+    case kRotary: {
+      RotaryArgs args = *static_cast<const RotaryArgs*>(recorded.args);
+      args.num_tokens = lines;
+      return operations.add_rotary(args);
+    }
+    default: {
+      ProductArgs args = *static_cast<const ProductArgs*>(recorded.args);
+      args.num_tokens = lines;
+      return operations.add_product(args);
+    }
+  }
 }
 
 }  // namespace
@@ -109,58 +136,45 @@ quire::Context* quire_open(const char* name, const quire::OpenMp* openmp) {
 
 void quire_close(quire::Context* context) { delete context; }
 
-void quire_argument_sizes(int64_t sizes[6]) {
+void quire_argument_sizes(int64_t sizes[8]) {
   sizes[0] = sizeof(quire::AttentionArgs);
   sizes[1] = sizeof(quire::NormArgs);
   sizes[2] = sizeof(quire::SiluArgs);
   sizes[3] = sizeof(quire::RotaryArgs);
   sizes[4] = sizeof(quire::PackArgs);
   sizes[5] = sizeof(quire::ProductArgs);
+  sizes[6] = sizeof(quire::RecordedOperation);
+  sizes[7] = sizeof(quire::RunArgs);
 }
 
 int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args) {
-  try {
-    return quire::paged_attention(*context, *args);
-  } catch (...) {  // Only allocations throw.
-    return quire::kNoMemory;
-  }
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_paged_attention(*args); });
 }
 
 int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args) {
-  quire::split_over_threads(
-      context->openmp, args->threads, args->rows, quire::grain(args->hidden),
-      [&](int64_t begin, int64_t end) { context->kernels.rms_norm.of[args->dtype](*args, begin, end); });
-  return kOk;
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_rms_norm(*args); });
 }
 
 int32_t quire_layer_norm(const quire::Context* context, const quire::NormArgs* args) {
-  quire::split_over_threads(
-      context->openmp, args->threads, args->rows, quire::grain(args->hidden),
-      [&](int64_t begin, int64_t end) { context->kernels.layer_norm.of[args->dtype](*args, begin, end); });
-  return kOk;
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_layer_norm(*args); });
 }
 
 int32_t quire_silu_and_mul(const quire::Context* context, const quire::SiluArgs* args) {
-  quire::split_over_threads(
-      context->openmp, args->threads, args->rows, quire::grain(args->n),
-      [&](int64_t begin, int64_t end) { context->kernels.silu_and_mul.of[args->dtype](*args, begin, end); });
-  return kOk;
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_silu_and_mul(*args); });
 }
 
 int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args) {
-  if (const quire::Status status = quire::check_tokens(*args); status != kOk) return status;
-  const int64_t elements = (args->query.count + 2 * args->key.count) * args->head_dim;
-  quire::split_over_threads(
-      context->openmp, args->threads, args->num_tokens, quire::grain(elements),
-      [&](int64_t begin, int64_t end) { context->kernels.rotary.of[args->dtype](*args, begin, end); });
-  return kOk;
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_rotary(*args); });
 }
 
 int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args) {
-  const int64_t work = args->in_features * quire::kPanel * (1 + args->num_tokens / 16);
-  quire::split_over_threads(
-      context->openmp, args->threads, args->num_tokens > 0 ? quire::num_panels(*args) : 0,
-      1 + quire::kWorthReading / (work < 1 ? 1 : work),
-      [&](int64_t begin, int64_t end) { context->kernels.product(*args, begin, end); });
-  return kOk;
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_product(*args); });
+}
+
+int32_t quire_run(const quire::Context* context, const quire::RunArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) {
+    for (int64_t i = 0; i < args->num_operations; ++i)
+      if (const quire::Status status = quire::add(all, args->operations[i], *args); status != kOk) return status;
+    return kOk;
+  });
 }

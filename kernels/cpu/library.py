@@ -5,7 +5,9 @@ import re
 import struct
 import weakref
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -14,12 +16,23 @@ LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 # Fields of 8 bytes each: q is an address or a whole number, d a double. The structs of api.h, in the order of
 # `quire_argument_sizes`.
 ATTENTION_ARGS = struct.Struct("21q2d")
-NORM_ARGS = struct.Struct("11qd")
+NORM_ARGS = struct.Struct("13qd")
 SILU_ARGS = struct.Struct("7q")
 ROTARY_ARGS = struct.Struct("32q")
 PACK_ARGS = struct.Struct("6q")
 PRODUCT_ARGS = struct.Struct("12q")
-_ARGS = (ATTENTION_ARGS, NORM_ARGS, SILU_ARGS, ROTARY_ARGS, PACK_ARGS, PRODUCT_ARGS)
+RECORDED_OPERATION = struct.Struct("3q")
+RUN_ARGS = struct.Struct("5q")
+_ARGS = (
+    ATTENTION_ARGS,
+    NORM_ARGS,
+    SILU_ARGS,
+    ROTARY_ARGS,
+    PACK_ARGS,
+    PRODUCT_ARGS,
+    RECORDED_OPERATION,
+    RUN_ARGS,
+)
 
 _OPEN_MP = struct.Struct("3q")
 _OPEN_MP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -27,6 +40,39 @@ _OPEN_MP_FILE = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
 # Takes a context and packed arguments; returns a status of api.h.
 Operation = Callable[[int, bytes], int]
+
+
+class OperationKind(Enum):
+    """The enum Operation of api.h, with the arguments of each and which of their fields counts lines."""
+
+    PAGED_ATTENTION = (0, ATTENTION_ARGS, 9)
+    RMS_NORM = (1, NORM_ARGS, 7)
+    LAYER_NORM = (2, NORM_ARGS, 7)
+    SILU_AND_MUL = (3, SILU_ARGS, 4)
+    ROTARY = (4, ROTARY_ARGS, 30)
+    PRODUCT = (5, PRODUCT_ARGS, 7)
+
+    def __init__(self, number: int, arguments: struct.Struct, lines_field: int) -> None:
+        self.number = number
+        self._arguments = arguments
+        self._lines_field = lines_field
+
+    def lines(self, arguments: bytes) -> int:
+        """Tokens, or lines of tokens, in packed arguments of this kind."""
+        return self._arguments.unpack(arguments)[self._lines_field]
+
+
+class Operations(Protocol):
+    """What `Library` offers, or something that stands for it."""
+
+    context: int
+    paged_attention: Operation
+    rms_norm: Operation
+    layer_norm: Operation
+    silu_and_mul: Operation
+    rotary: Operation
+    product: Operation
+    pack_weight: Operation
 
 
 class LibraryUnavailableError(Exception):
@@ -62,6 +108,7 @@ class Library:
         self.rotary = _operation(library, "quire_rotary")
         self.pack_weight = _operation(library, "quire_pack_weight")
         self.product = _operation(library, "quire_product")
+        self.run = _operation(library, "quire_run")
         weakref.finalize(self, library.quire_close, context)
 
 

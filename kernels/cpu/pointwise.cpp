@@ -23,6 +23,12 @@ inline const T* line_of(const void* start, int64_t line, int64_t stride) {
   return static_cast<const T*>(start) + line * stride;
 }
 
+template <class T>
+inline const T* x_line(const NormArgs& args, int64_t line) {
+  const int64_t group = line / args.x_group;
+  return static_cast<const T*>(args.x) + group * args.x_group_stride + (line - group * args.x_group) * args.x_stride;
+}
+
 // x + residual to residual; returns the sum of squares of what was written, after rounding.
 template <class T>
 inline float add_to(T* residual, const T* x, int64_t n) {
@@ -49,7 +55,7 @@ template <class T>
 void rms_norm(const NormArgs& args, int64_t begin, int64_t end) {
   const T* weight = static_cast<const T*>(args.weight);
   for (int64_t line = begin; line < end; ++line) {
-    const T* x = line_of<T>(args.x, line, args.x_stride);
+    const T* x = x_line<T>(args, line);
     float squares;
     if (args.residual == nullptr) {
       squares = sum_of_squares(x, args.hidden);
@@ -91,7 +97,7 @@ void layer_norm(const NormArgs& args, int64_t begin, int64_t end) {
   const T* weight = static_cast<const T*>(args.weight);
   const T* bias = static_cast<const T*>(args.bias);
   for (int64_t line = begin; line < end; ++line) {
-    const T* x = line_of<T>(args.x, line, args.x_stride);
+    const T* x = x_line<T>(args, line);
     const float mean = mean_of(x, args.hidden);
     const float variance = variance_of(x, args.hidden, mean);
     const Vec factor = set1(1.0f / __builtin_sqrtf(variance + static_cast<float>(args.eps)));

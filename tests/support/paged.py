@@ -1,6 +1,6 @@
 """A model over a small paged pool, driven by hand: what the worker does, without the worker."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ class PagedRunner:
 
     def __init__(self, model: CausalLM, sequences: Sequence[Sequence[int]], *, block_size: int, seed: int = 0) -> None:
         self.model = model
+        self.forward: Callable[[ModelInput], torch.Tensor] = model
         self.sequences = [list(sequence) for sequence in sequences]
         self._block_size = block_size
         blocks_per_row = -(-max(len(sequence) for sequence in sequences) // block_size) + 8
@@ -31,7 +32,7 @@ class PagedRunner:
         scrambled = torch.randperm(num_blocks, generator=generator)[: blocks_per_row * len(sequences)]
         self._tables = scrambled.view(len(sequences), blocks_per_row)
         shape = (2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
-        self._pools = [torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(model.num_layers)]
+        self.pools = [torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(model.num_layers)]
 
     @torch.inference_mode()
     def step(self, *spans: Span) -> torch.Tensor:
@@ -53,5 +54,5 @@ class PagedRunner:
             max_seq_len=max(span.end for span in spans),
         )
         return self.model.logits(
-            self.model(ModelInput(torch.tensor(tokens), torch.cat(positions), metadata, self._pools))
+            self.forward(ModelInput(torch.tensor(tokens), torch.cat(positions), metadata, self.pools))
         )

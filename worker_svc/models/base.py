@@ -83,6 +83,17 @@ class NativeCausalLM(CausalLM):
     def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "NativeCausalLM":
         """Raises ConfigurationError for a configuration that this family cannot serve."""
 
+    @abstractmethod
+    def embed(self, inputs: ModelInput) -> torch.Tensor:
+        """What the first layer takes, [T, hidden]."""
+
+    @abstractmethod
+    def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        """The rest of `forward`, from what `embed` returned, which may be overwritten."""
+
+    def forward(self, inputs: ModelInput) -> torch.Tensor:
+        return self.run_layers(self.embed(inputs), inputs)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.ranks.gather_columns(self.head(hidden), self.vocab_size).float()
 

@@ -125,8 +125,10 @@ class GPT2LMHeadModel(NativeCausalLM):
     def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "GPT2LMHeadModel":
         return cls(GPT2Config.read(config), placement)
 
-    def forward(self, inputs: ModelInput) -> torch.Tensor:
-        x = self.embedding(inputs.token_ids) + self.position_embedding(inputs.positions)
+    def embed(self, inputs: ModelInput) -> torch.Tensor:
+        return self.embedding(inputs.token_ids) + self.position_embedding(inputs.positions)
+
+    def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         for layer, kv_cache in zip(self.layers, inputs.kv_caches, strict=True):
             x = layer(x, kv_cache, inputs.attention)
         return self.norm(x)

@@ -177,9 +177,11 @@ class LlamaForCausalLM(NativeCausalLM):
     def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "LlamaForCausalLM":
         return cls(LlamaConfig.read(config), placement)
 
-    def forward(self, inputs: ModelInput) -> torch.Tensor:
-        residual = self.embedding(inputs.token_ids)
-        x = self._norms[0](residual)
+    def embed(self, inputs: ModelInput) -> torch.Tensor:
+        return self.embedding(inputs.token_ids)
+
+    def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        x, residual = self._norms[0](x), x
         # The sum at the end of a layer is taken by the norm after it: the next layer's, or the final one.
         for layer, next_norm, kv_cache in zip(self.layers, self._norms[1:], inputs.kv_caches, strict=True):
             assert isinstance(layer, LlamaLayer)

@@ -145,10 +145,12 @@ class OPTForCausalLM(NativeCausalLM):
     def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "OPTForCausalLM":
         return cls(OPTConfig.read(config), placement)
 
-    def forward(self, inputs: ModelInput) -> torch.Tensor:
-        """Returns what the head takes, [T, word_embed_proj_dim]."""
+    def embed(self, inputs: ModelInput) -> torch.Tensor:
         x = self.project_in(self.embedding(inputs.token_ids))
-        x = x + self.position_embedding(inputs.positions + POSITION_OFFSET)
+        return x + self.position_embedding(inputs.positions + POSITION_OFFSET)
+
+    def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        """Returns what the head takes, [T, word_embed_proj_dim]."""
         for layer, kv_cache in zip(self.layers, inputs.kv_caches, strict=True):
             x = layer(x, kv_cache, inputs.attention)
         return self.project_out(self.final_norm(x))

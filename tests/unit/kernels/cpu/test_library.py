@@ -52,7 +52,7 @@ def test_the_runtime_is_the_one_that_came_with_torch() -> None:
 def test_without_a_library_the_reference_runs_and_one_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    choice.implementation_for.cache_clear()
+    choice.fastest_for.cache_clear()
     monkeypatch.setattr(choice, "Library", lambda: Library(tmp_path / "libquire_cpu.so"))
     try:
         with caplog.at_level(logging.WARNING, logger="kernels"):
@@ -60,7 +60,7 @@ def test_without_a_library_the_reference_runs_and_one_warning_says_so(
             for _ in range(3):
                 assert torch.equal(ops.silu_and_mul(x), reference.silu_and_mul(x))
     finally:
-        choice.implementation_for.cache_clear()
+        choice.fastest_for.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
         "no CPU kernels, the operations run in plain torch: libquire_cpu.so was not built (it takes a C++20 compiler "
         "at "

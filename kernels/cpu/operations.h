@@ -1,0 +1,39 @@
+// What the operations of api.h are as work for threads, once their arguments are checked.
+#pragma once
+
+#include <memory>
+
+#include "api.h"
+#include "attention.h"
+#include "isa.h"
+#include "work.h"
+
+namespace quire {
+
+// Operations that are to run one after the other.
+class Operations {
+ public:
+  explicit Operations(const Context& context) : context_(context) {}
+
+  // Checks the arguments, and copies them; where they are wrong nothing is added. Throws std::bad_alloc.
+  Status add_paged_attention(const AttentionArgs& args);
+  Status add_rms_norm(const NormArgs& args);
+  Status add_layer_norm(const NormArgs& args);
+  Status add_silu_and_mul(const SiluArgs& args);
+  Status add_rotary(const RotaryArgs& args);
+  Status add_product(const ProductArgs& args);
+
+  // Throws std::bad_alloc.
+  void run(int64_t threads) const { run_in_turn(context_.openmp, works_, threads); }
+
+ private:
+  // Function(begin, end) does these units.
+  template <class Function>
+  Status add(int64_t units, int64_t grain, Function function);
+
+  const Context& context_;
+  Works works_;
+  std::shared_ptr<const SharedPlan> plan_;
+};
+
+}  // namespace quire

@@ -1,0 +1,71 @@
+#include "work.h"
+
+#include <immintrin.h>
+
+#include <cstdlib>
+#include <new>
+
+#include "threads.h"
+
+namespace quire {
+namespace {
+
+// Where the threads of a region meet after each operation. The next one is microseconds away as a rule, so a thread spins
+// that long; if its partner has lost its core to another process it sleeps, for the partner to have this one.
+class Barrier {
+ public:
+  // To be called by each of so many threads.
+  void meet(int64_t threads) {
+    const uint32_t turn = turn_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      arrived_.store(0, std::memory_order_relaxed);
+      turn_.store(turn + 1, std::memory_order_release);
+      turn_.notify_all();
+      return;
+    }
+    for (int i = 0; i < kSpins; ++i) {
+      if (turn_.load(std::memory_order_acquire) != turn) return;
+      _mm_pause();
+    }
+    turn_.wait(turn, std::memory_order_acquire);
+  }
+
+ private:
+  static constexpr int kSpins = 2000;  // about a tenth of a millisecond
+
+  alignas(64) std::atomic<int64_t> arrived_{0};
+  alignas(64) std::atomic<uint32_t> turn_{0};
+};
+
+struct Free {
+  void operator()(std::byte* memory) const { std::free(memory); }
+};
+using Scratch = std::unique_ptr<std::byte, Free>;
+
+Scratch allocate(int64_t bytes) {
+  Scratch scratch(bytes > 0 ? static_cast<std::byte*>(std::aligned_alloc(64, bytes)) : nullptr);
+  if (bytes > 0 && scratch == nullptr) throw std::bad_alloc();
+  return scratch;
+}
+
+}  // namespace
+
+void run_in_turn(const OpenMp& openmp, const Works& works, int64_t threads) {
+  auto pays = [](const std::unique_ptr<Work>& work) { return work->pays_for_threads(); };
+  if (std::none_of(works.begin(), works.end(), pays)) threads = 1;
+  int64_t bytes = 0;
+  for (const auto& work : works) bytes = std::max(bytes, (work->scratch_bytes + 63) / 64 * 64);
+  const Scratch scratch = allocate(bytes * threads);
+  Barrier barrier;
+  run_on_threads(openmp, threads, [&] {
+    // The runtime may have given fewer than were asked for.
+    const int64_t team = threads > 1 ? openmp.num_threads() : 1;
+    std::byte* own = bytes > 0 && team > 1 ? scratch.get() + bytes * openmp.thread_num() : scratch.get();
+    for (size_t i = 0; i < works.size(); ++i) {
+      if (i > 0 && team > 1) barrier.meet(team);
+      works[i]->take_part(team, own);
+    }
+  });
+}
+
+}  // namespace quire

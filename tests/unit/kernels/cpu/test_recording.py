@@ -1,0 +1,161 @@
+"""Operations recorded once and run as one call: equal to the same operations one by one, bit for bit."""
+
+import gc
+
+import pytest
+import torch
+
+from kernels import ops
+from kernels.choice import recording_with
+from kernels.cpu.bindings import CpuKernels
+from kernels.cpu.library import Library
+from kernels.cpu.recording import NotRecordableError, Recorder, Recording
+from tests.support.cpu_kernels import ISAS, torch_threads
+
+MOST_TOKENS, MOST_ROWS, BLOCK = 40, 8, 4
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 96, 160, 6, 2, 16
+NUM_BLOCKS, MOST_BLOCKS = 64, 8
+QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+
+
+class Layer:
+    """All operations of the library at work, over inputs that have room for more than a run takes."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.qkv = ops.pack_weight((torch.randn(QKV, HIDDEN) / 8).bfloat16())
+        self.out = ops.pack_weight((torch.randn(HIDDEN, HEADS * HEAD_DIM) / 8).bfloat16())
+        self.gate_up = ops.pack_weight((torch.randn(2 * INNER, HIDDEN) / 8).bfloat16(), gated=True)
+        self.down = ops.pack_weight((torch.randn(2 * HIDDEN, INNER) / 8).bfloat16())
+        self.norm, self.bias = torch.randn(2, HIDDEN).bfloat16()
+        self.head_norm = torch.randn(HEAD_DIM).bfloat16()
+        self.cos_sin = torch.randn(100, HEAD_DIM)
+        self.kv_cache = torch.randn(2, NUM_BLOCKS, KV_HEADS, BLOCK, HEAD_DIM).bfloat16()
+        self.x = torch.randn(MOST_TOKENS, HIDDEN).bfloat16()
+        self.positions = torch.randint(0, 100, (MOST_TOKENS,))
+        self.slots = torch.randperm(NUM_BLOCKS * BLOCK)[:MOST_TOKENS]
+        self.tables = torch.randint(0, NUM_BLOCKS, (MOST_ROWS, MOST_BLOCKS), dtype=torch.int32)
+        self.starts = torch.zeros(MOST_ROWS + 1, dtype=torch.int32)
+        self.lengths = torch.ones(MOST_ROWS, dtype=torch.int32)
+
+    def set_rows(self, new_tokens: list[int], lengths: list[int]) -> None:
+        self.starts[1 : len(new_tokens) + 1] = torch.tensor(new_tokens).cumsum(0)
+        self.lengths[: len(lengths)] = torch.tensor(lengths)
+
+    def run(self, tokens: int = MOST_TOKENS, rows: int = MOST_ROWS) -> torch.Tensor:
+        x = self.x[:tokens]
+        normed = ops.layer_norm(x, self.norm, self.bias, 1e-5)
+        qkv = ops.product(normed, self.qkv).view(tokens, -1, HEAD_DIM)
+        query, key, value = qkv.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), 1)
+        key = ops.rms_norm(key, self.head_norm, 1e-6)
+        query = ops.rotary_and_cache(
+            query, key, value, self.positions[:tokens], self.cos_sin, self.kv_cache, self.slots[:tokens]
+        )
+        attended = ops.paged_attention(
+            query,
+            self.kv_cache,
+            self.tables[:rows],
+            self.starts[: rows + 1],
+            self.lengths[:rows],
+            scale=0.25,
+            max_query_len=MOST_BLOCKS * BLOCK,
+            max_seq_len=MOST_BLOCKS * BLOCK,
+            sliding_window=20,
+        )
+        normed, residual = ops.add_rms_norm(ops.product(attended.view(tokens, -1), self.out), x, self.norm, 1e-6)
+        assert residual.data_ptr() == self.x.data_ptr()
+        return ops.silu_and_mul(ops.product(ops.product(normed, self.gate_up), self.down))
+
+
+@pytest.fixture(params=ISAS)
+def library(request: pytest.FixtureRequest) -> Library:
+    return Library(isa=request.param)
+
+
+def record(library: Library, layer: Layer) -> tuple[Recording, torch.Tensor]:
+    recorder = Recorder(library, MOST_TOKENS)
+    with recorder, recording_with(recorder.kernels):
+        output = layer.run()
+    return recorder.recording(), output
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_every_run_gives_what_the_operations_give_one_by_one(library: Library, threads: int) -> None:
+    one_by_one, recorded = Layer(), Layer()
+    before = recorded.x.clone(), recorded.kv_cache.clone()
+    recording, output = record(library, recorded)
+    for tensor, unchanged in zip((recorded.x, recorded.kv_cache), before, strict=True):
+        assert torch.equal(tensor, unchanged), "recording computes"
+    with torch_threads(threads):
+        for new_tokens, lengths in (
+            ([1], [1]),
+            ([1, 1, 1], [32, 7, 20]),
+            ([30], [32]),
+            ([5, 1, 9, 1, 1, 1, 21, 1], [5, 30, 12, 1, 32, 2, 21, 8]),
+            ([1], [31]),
+        ):
+            for layer in (one_by_one, recorded):
+                layer.set_rows(new_tokens, lengths)
+            with recording_with(CpuKernels(library)):
+                expected = one_by_one.run(sum(new_tokens), len(new_tokens))
+            recording.run(sum(new_tokens), len(new_tokens))
+            assert torch.equal(output[: sum(new_tokens)], expected)
+            assert torch.equal(recorded.x, one_by_one.x)
+            assert torch.equal(recorded.kv_cache, one_by_one.kv_cache)
+
+
+def test_a_block_that_is_not_there_stops_a_run_before_anything_is_written(library: Library) -> None:
+    layer = Layer()
+    recording, _ = record(library, layer)
+    before = layer.kv_cache.clone()
+    layer.set_rows([1], [30])
+    layer.tables[0, 5] = NUM_BLOCKS
+    with pytest.raises(IndexError, match="block_tables names a block that is not in kv_cache"):
+        recording.run(1, 1)
+    layer.tables[0, 5] = 0
+    layer.slots[0] = -1
+    with pytest.raises(IndexError, match="slot_mapping names a slot"):
+        recording.run(1, 1)
+    assert torch.equal(layer.kv_cache, before)
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it(library: Library) -> None:
+    x, weight = torch.randn(MOST_TOKENS, HIDDEN).bfloat16(), torch.randn(HIDDEN).bfloat16()
+    expected = x
+    for _ in range(6):
+        expected = ops.rms_norm(expected, weight, 1e-6)
+    recorder = Recorder(library, MOST_TOKENS)
+    with recorder, recording_with(recorder.kernels):
+        y, places = x, set[int]()
+        for _ in range(6):
+            y = ops.rms_norm(y, weight, 1e-6)
+            places.add(y.data_ptr())
+    assert len(places) == 2
+    gc.collect()
+    recorder.recording().run(MOST_TOKENS, 1)
+    assert torch.equal(y, expected)
+
+
+def test_what_torch_computes_is_refused(library: Library) -> None:
+    x = torch.randn(MOST_TOKENS, HIDDEN).bfloat16()
+    recorder = Recorder(library, MOST_TOKENS)
+    with pytest.raises(NotRecordableError, match=r"aten\.add\.Tensor is computed by torch"), recorder:
+        _ = x.view(-1, 8)[:2] + 1
+    assert torch.equal(x + 0, x), "afterwards torch computes as ever"
+
+
+def test_lines_that_are_not_those_of_the_tokens_are_refused(library: Library) -> None:
+    x, weight = torch.randn(MOST_TOKENS - 1, HIDDEN).bfloat16(), torch.randn(HIDDEN).bfloat16()
+    recorder = Recorder(library, MOST_TOKENS)
+    with (
+        pytest.raises(NotRecordableError, match="rms_norm over 39 lines, which are not those of 40 tokens"),
+        recorder,
+        recording_with(recorder.kernels),
+    ):
+        ops.rms_norm(x, weight, 1e-6)
+
+
+def test_weights_are_not_packed_in_a_recording(library: Library) -> None:
+    recorder = Recorder(library, MOST_TOKENS)
+    with pytest.raises(NotRecordableError), recorder, recording_with(recorder.kernels):
+        ops.pack_weight(torch.ones(32, 32, dtype=torch.bfloat16))

@@ -1,0 +1,83 @@
+"""A forward pass from a recording gives what the model gives, bit for bit, however tokens and rows vary."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.record import NotRecordableError
+from tests.support.cpu_kernels import ISAS, torch_threads
+from tests.support.models import VOCAB_SIZE, make_shape
+from tests.support.more_models import NATIVE, make_family
+from tests.support.paged import PagedRunner, Span
+from worker_svc.info import PoolGeometry, WorkerLimits
+from worker_svc.kv_pool import KvPool
+from worker_svc.models.base import CausalLM, NativeCausalLM
+from worker_svc.models.registry import load_model
+from worker_svc.recorded_forward import RecordedForward, make_forward, room_for_largest_step
+
+BLOCK_SIZE, MAX_MODEL_LEN = 5, 64
+LIMITS = WorkerLimits(max_num_rows=4, max_num_batched_tokens=90, max_steps_in_flight=2, max_logprobs=0)
+STEPS = (
+    (Span(0, 0, 30), Span(1, 0, 1), Span(2, 0, 16)),
+    (Span(2, 16, 17), Span(0, 30, 59), Span(3, 0, 60)),
+    (Span(0, 59, 60),),
+    (Span(1, 1, 2), Span(2, 17, 18), Span(3, 60, 61)),
+)
+
+needs_library = pytest.mark.parametrize("threads", [1, 2] if ISAS else [])
+
+
+def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
+    return load_model(directory, device=torch.device("cpu"), dtype=dtype)
+
+
+def make_runner(model: CausalLM) -> PagedRunner:
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(3, VOCAB_SIZE, (64,), generator=generator).tolist() for _ in range(4)]
+    return PagedRunner(model, sequences, block_size=BLOCK_SIZE)
+
+
+def pool_of(runner: PagedRunner) -> KvPool:
+    _, num_blocks, num_kv_heads, _, head_dim = runner.pools[0].shape
+    geometry = PoolGeometry(
+        BLOCK_SIZE, num_blocks, 0, len(runner.pools), num_kv_heads, head_dim, "bfloat16", block_bytes=0
+    )
+    return KvPool(geometry, tuple(runner.pools), ())
+
+
+def record(runner: PagedRunner) -> RecordedForward:
+    assert isinstance(runner.model, NativeCausalLM)
+    # Twice what a sequence needs: `PagedRunner` gives each row blocks to spare.
+    return RecordedForward(runner.model, room_for_largest_step(pool_of(runner), 2 * MAX_MODEL_LEN, LIMITS))
+
+
+@needs_library
+@pytest.mark.parametrize("family", [*NATIVE, "llama-gqa-untied-32", "llama-gqa-explicit-128"])
+def test_hidden_states_are_those_of_the_model(family: str, threads: int, tmp_path: Path) -> None:
+    _ = make_family(tmp_path, NATIVE[family]) if family in NATIVE else make_shape(tmp_path, family)
+    model = load(tmp_path)
+    plain, recorded = make_runner(model), make_runner(model)
+    recorded.forward = record(recorded)
+    with torch_threads(threads):
+        for spans in STEPS:
+            assert torch.equal(recorded.step(*spans), plain.step(*spans))
+    for mine, theirs in zip(recorded.pools, plain.pools, strict=True):
+        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [("llama-gqa-untied-32", torch.float32), ("opt-post-norm-projected-64", torch.bfloat16)]
+)
+def test_a_model_of_other_operations_runs_as_it_is(
+    shape: str, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_shape(tmp_path, shape)
+    model = load(tmp_path, dtype)
+    runner = make_runner(model)
+    with caplog.at_level(logging.DEBUG, "worker_svc"):
+        assert make_forward(model, pool_of(runner), MAX_MODEL_LEN, LIMITS) is model
+    assert "operations of the model run one by one" in caplog.text
+    with pytest.raises(NotRecordableError):
+        record(runner)
