@@ -146,6 +146,11 @@ def fastest_for(device: torch.device) -> Implementation:
         return reference
 
 
+def knows_int8_pools(implementation: Implementation) -> bool:
+    """Whether it reads and writes pools of int8 by itself."""
+    return isinstance(implementation, CpuKernels)
+
+
 def packed_products_for(device: torch.device, dtype: torch.dtype) -> Products | None:
     """Products from packed weights of this dtype, if such a device has a kernel of ours for them."""
     if device.type != "cpu" or dtype != torch.bfloat16:

@@ -16,7 +16,7 @@ import torch
 
 from kernels import host_copy, int8_cache, reference
 from kernels.checks import FLOATING, check_device, check_dtype, check_kv_cache, check_pairs, check_shape
-from kernels.choice import block_moves_for, implementation_for, packed_products_for
+from kernels.choice import block_moves_for, implementation_for, knows_int8_pools, packed_products_for
 from kernels.packed_weight import ACTIVATIONS, PackedWeight
 
 
@@ -31,9 +31,10 @@ def reshape_and_cache(
         slot_mapping: [T] int64, all different.
     """
     _check_write(key, value, kv_cache, slot_mapping)
-    if kv_cache.dtype == torch.int8:
+    implementation = implementation_for(kv_cache.device)
+    if kv_cache.dtype == torch.int8 and not knows_int8_pools(implementation):
         key, value, kv_cache = _as_lines(key, value, kv_cache)
-    implementation_for(kv_cache.device).reshape_and_cache(key, value, kv_cache, slot_mapping)
+    implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
 
 
 def paged_attention(
@@ -106,9 +107,10 @@ def paged_attention(
         check_shape("alibi_slopes", alibi_slopes, (num_heads,))
         check_dtype("alibi_slopes", alibi_slopes, torch.float32)
         check_device("alibi_slopes", alibi_slopes, kv_cache.device)
-    if kv_cache.dtype == torch.int8:
+    implementation = implementation_for(device)
+    if kv_cache.dtype == torch.int8 and not knows_int8_pools(implementation):
         kv_cache, block_tables = int8_cache.floating_blocks(kv_cache, block_tables, seq_lens, query)
-    return implementation_for(kv_cache.device).paged_attention(
+    return implementation.paged_attention(
         query,
         kv_cache,
         block_tables,
@@ -217,19 +219,18 @@ def rotary_and_cache(
     The arguments are those of the two, and may be views of one tensor (the output of a merged linear layer).
 
     Returns:
-        The rotated query, [T, Hq, D]. It may be `query` itself, rotated in place: the query as it was is lost.
+        The rotated query, [T, Hq, D]. It may be `query` itself, rotated in place: query and key as they were are lost.
     """
     _check_rotary(query, key, positions, cos_sin_cache)
     _check_write(key, value, kv_cache, slot_mapping)
     check_dtype("query", query, key.dtype)
-    if kv_cache.dtype == torch.int8:
-        query, key = implementation_for(kv_cache.device).rotary(query, key, positions, cos_sin_cache)
+    implementation = implementation_for(kv_cache.device)
+    if kv_cache.dtype == torch.int8 and not knows_int8_pools(implementation):
+        query, key = implementation.rotary(query, key, positions, cos_sin_cache)
         key, value, kv_cache = _as_lines(key, value, kv_cache)
-        implementation_for(kv_cache.device).reshape_and_cache(key, value, kv_cache, slot_mapping)
+        implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
         return query
-    return implementation_for(kv_cache.device).rotary_and_cache(
-        query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping
-    )
+    return implementation.rotary_and_cache(query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

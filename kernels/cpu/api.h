@@ -33,7 +33,7 @@ struct OpenMp {
 struct AttentionArgs {
   void* output;        // [T, Hq, D] contiguous
   const void* query;   // [T, Hq, D]
-  const void* kv_cache;  // [2, num_blocks, Hkv, B, D] contiguous
+  const void* kv_cache;  // [2, num_blocks, Hkv, B, D] contiguous, or lines of int8 instead of D
   const int32_t* block_tables;     // [R, table_width]
   const int32_t* query_start_loc;  // [R + 1]
   const int32_t* seq_lens;         // [R]
@@ -51,6 +51,7 @@ struct AttentionArgs {
   int64_t query_head_stride;
   int64_t table_stride;
   int64_t table_width;
+  int64_t quantized_line;  // bytes of a line of int8 codes and their scale, where the pool holds such; else 0
   int64_t sliding_window;  // tokens that one sees, itself included; the longest context where there is no window
   double scale;
   double soft_cap;  // 0 where scores are not capped
@@ -131,15 +132,16 @@ struct Heads {
 
 // Where the keys and values of new tokens go.
 struct CacheSlots {
-  void* kv_cache;               // [2, num_blocks, Hkv, B, D] contiguous
+  void* kv_cache;               // [2, num_blocks, Hkv, B, D] contiguous, or lines of int8 instead of D
   const int64_t* slot_mapping;  // [T]
   int64_t num_blocks;
   int64_t block_size;
+  int64_t quantized_line;  // as in AttentionArgs
 };
 
 struct RotaryArgs {
   Heads query;
-  Heads key;                 // its target is not used where there is a cache
+  Heads key;                 // its target is used where there is no cache, and for rotated keys on their way to int8
   Heads value;               // only its source is used, and only where there is a cache
   CacheSlots cache;          // kv_cache null: none
   const int64_t* positions;  // [T]; null: nothing is rotated, keys and values only go to the cache

@@ -27,7 +27,7 @@ _SILU_AND_MUL = len(ACTIVATIONS)
 _PANEL = 32
 
 _NO_HEADS = (0, 0, 0, 0, 0, 0, 0)
-_NO_CACHE = (0, 0, 0, 0)
+_NO_CACHE = (0, 0, 0, 0, 0)
 
 
 # A contiguous tensor of this shape, whatever is in it.
@@ -96,6 +96,7 @@ class CpuKernels:
             head_stride,
             block_tables.stride(0),
             block_tables.shape[1],
+            _quantized_line(kv_cache),
             max_seq_len if scores.sliding_window is None else scores.sliding_window,
             scores.scale,
             0.0 if scores.soft_cap is None else scores.soft_cap,
@@ -207,7 +208,9 @@ class CpuKernels:
     ) -> torch.Tensor:
         query, key, value = _dense(query), _dense(key), _dense(value)
         slot_mapping = slot_mapping.contiguous()
-        heads = (*_heads(query, query), *_heads(key, None), *_heads(value, None))
+        # Rotated keys on their way to int8 take the place of those that were there.
+        rotated = key if kv_cache.dtype == torch.int8 else None
+        heads = (*_heads(query, query), *_heads(key, rotated), *_heads(value, None))
         self._rotary(heads, _cache(kv_cache, slot_mapping), positions, cos_sin_cache, key)
         return query
 
@@ -221,7 +224,7 @@ class CpuKernels:
     def _rotary(
         self,
         heads: Sequence[int],
-        cache: tuple[int, int, int, int],
+        cache: tuple[int, int, int, int, int],
         positions: torch.Tensor | None,
         cos_sin_cache: torch.Tensor | None,
         key: torch.Tensor,
@@ -309,9 +312,15 @@ def _heads(source: torch.Tensor, target: torch.Tensor | None) -> tuple[int, int,
     )
 
 
-def _cache(kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[int, int, int, int]:
+def _cache(kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[int, int, int, int, int]:
     """The struct CacheSlots."""
-    return kv_cache.data_ptr(), slot_mapping.data_ptr(), kv_cache.shape[1], kv_cache.shape[3]
+    _, num_blocks, _, block_size, _ = kv_cache.shape
+    return kv_cache.data_ptr(), slot_mapping.data_ptr(), num_blocks, block_size, _quantized_line(kv_cache)
+
+
+def _quantized_line(kv_cache: torch.Tensor) -> int:
+    """Bytes of a line of a pool of int8, else 0."""
+    return kv_cache.shape[4] if kv_cache.dtype == torch.int8 else 0
 
 
 _ERRORS: dict[int, tuple[type[Exception], str]] = {

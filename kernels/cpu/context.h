@@ -1,10 +1,18 @@
 // The tokens of a row's context, wherever in the pool they lie.
 #pragma once
 
+#include <type_traits>
+
 #include "api.h"
 #include "vec.h"
 
 namespace quire::QUIRE_ISA {
+
+// Elements of one token and head in a pool of T; int8_t stands for lines of codes.
+template <class T>
+inline int64_t line_size(const AttentionArgs& args) {
+  return std::is_same_v<T, int8_t> ? args.quantized_line : args.head_dim;
+}
 
 // Where the keys of some tokens of one row and head are; the values lie `value_offset` elements behind.
 template <class T, int kCapacity>
@@ -15,20 +23,30 @@ struct Span {
   // The next tokens from `token` up to `end`, at most kCapacity. Places after the last repeat it: reading them is safe.
   void fill(const AttentionArgs& args, int64_t row, int64_t head, int64_t token, int64_t end) {
     const int32_t* table = args.block_tables + row * args.table_stride;
-    const int64_t tile = args.block_size * args.head_dim;
+    const int64_t line = line_size<T>(args), tile = args.block_size * line;
     int64_t column = token / args.block_size, offset = token - column * args.block_size;
     count = 0;
     for (const int64_t total = end - token < kCapacity ? end - token : kCapacity; count < total; ++column, offset = 0) {
       const T* key = static_cast<const T*>(args.kv_cache) + (table[column] * args.num_kv_heads + head) * tile;
-      key += offset * args.head_dim;
-      for (; count < total && offset < args.block_size; ++offset, key += args.head_dim) keys[count++] = key;
+      key += offset * line;
+      for (; count < total && offset < args.block_size; ++offset, key += line) keys[count++] = key;
     }
     for (int i = count; i < kCapacity; ++i) keys[i] = keys[count - 1];
   }
 };
 
+template <class T>
 inline int64_t value_offset(const AttentionArgs& args) {
-  return args.num_blocks * args.num_kv_heads * args.block_size * args.head_dim;
+  return args.num_blocks * args.num_kv_heads * args.block_size * line_size<T>(args);
+}
+
+inline constexpr int kCacheLine = 64;
+
+template <class T>
+inline void prefetch(const T* from, int64_t elements) {
+  const char* line = reinterpret_cast<const char*>(from);
+  const char* end = reinterpret_cast<const char*>(from + elements);
+  for (; line < end; line += kCacheLine) _mm_prefetch(line, _MM_HINT_T0);
 }
 
 template <class T>

@@ -12,7 +12,6 @@ namespace {
 // Tokens between two corrections of the softmax.
 constexpr int kSpan = 32;
 constexpr int kTokensAtOnce = 4;
-constexpr int kCacheLine = 64;
 
 // A span of one head, all kSpan tokens of which can be read: its keys lie `offset` elements after those that the span names, its values `values` elements after
 // its keys.
@@ -69,13 +68,6 @@ struct Group {
     return group;
   }
 };
-
-template <class T>
-inline void prefetch(const T* from, int64_t elements) {
-  const char* line = reinterpret_cast<const char*>(from);
-  const char* end = reinterpret_cast<const char*>(from + elements);
-  for (; line < end; line += kCacheLine) _mm_prefetch(line, _MM_HINT_T0);
-}
 
 // Products of heads h to h + kHeads - 1 with the keys of four tokens, to column t of the weights.
 template <class T, int kHeads>

@@ -15,10 +15,10 @@ LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 
 # Fields of 8 bytes each: q is an address or a whole number, d a double. The structs of api.h, in the order of
 # `quire_argument_sizes`.
-ATTENTION_ARGS = struct.Struct("21q2d")
+ATTENTION_ARGS = struct.Struct("22q2d")
 NORM_ARGS = struct.Struct("13qd")
 SILU_ARGS = struct.Struct("7q")
-ROTARY_ARGS = struct.Struct("32q")
+ROTARY_ARGS = struct.Struct("33q")
 PACK_ARGS = struct.Struct("6q")
 PRODUCT_ARGS = struct.Struct("12q")
 RECORDED_OPERATION = struct.Struct("3q")
@@ -49,7 +49,7 @@ class OperationKind(Enum):
     RMS_NORM = (1, NORM_ARGS, 7)
     LAYER_NORM = (2, NORM_ARGS, 7)
     SILU_AND_MUL = (3, SILU_ARGS, 4)
-    ROTARY = (4, ROTARY_ARGS, 30)
+    ROTARY = (4, ROTARY_ARGS, 31)
     PRODUCT = (5, PRODUCT_ARGS, 7)
 
     def __init__(self, number: int, arguments: struct.Struct, lines_field: int) -> None:

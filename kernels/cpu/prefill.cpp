@@ -1,5 +1,6 @@
 // Attention of several new tokens of a row: tiles of queries against tiles of the context, as products of small matrices.
 // All query heads of a key/value head are lines of the same tile, so keys and values are read and packed once for them.
+#include "codes.h"
 #include "isa.h"
 #include "pack.h"
 #include "scores.h"
@@ -24,6 +25,7 @@ struct Tile {
   float* values;     // [kKeyTile words, stride]
   float* most;       // [lines]
   Softmax* softmax;  // [lines]
+  T* floating;       // [2, kKeyTile, D] of codes
 
   Tile(const AttentionArgs& args, Arena& arena)
       : tokens(query_tokens(args)),
@@ -38,6 +40,7 @@ struct Tile {
     values = arena.take<float>(kKeyTile * stride);
     most = arena.take<float>(lines);
     softmax = arena.take<Softmax>(lines);
+    floating = arena.take<T>(args.quantized_line > 0 ? 2 * kKeyTile * args.head_dim : 0);
   }
 
   Matrix query_words() const { return {reinterpret_cast<float*>(query), stride / Words<T>::kPair}; }
@@ -111,15 +114,28 @@ void weigh_lines(Tile<T>& tile, const Work<T>& work, int64_t at, int64_t count) 
   }
 }
 
+// The next keys from position `at` on. Returns how far behind them their values lie.
 template <class T>
-void attend(Tile<T>& tile, const Work<T>& work, const Span<T, kKeyTile>& tokens, int64_t at) {
+int64_t read(const Tile<T>& tile, const Work<T>& work, int64_t at, int64_t end, Span<T, kKeyTile>& tokens) {
+  if (work.args.quantized_line == 0) {
+    tokens.fill(work.args, work.row, work.kv_head, at, end);
+    return value_offset<T>(work.args);
+  }
+  Span<int8_t, kKeyTile> codes;
+  codes.fill(work.args, work.row, work.kv_head, at, end);
+  make_floating(work.args, codes, 0, codes, 0, tile.floating, tokens);
+  return kKeyTile * work.args.head_dim;
+}
+
+template <class T>
+void attend(Tile<T>& tile, const Work<T>& work, const Span<T, kKeyTile>& tokens, int64_t value_offset, int64_t at) {
   const int64_t lines = padded(work.num_tokens * tile.group, kLinesAtOnce), head_dim = work.args.head_dim;
   const Matrix keys{tile.keys, kKeyTile}, values{tile.values, tile.stride};
   const int64_t words = padded(head_dim, 16 * Words<T>::kPair) / Words<T>::kPair;
   pack_keys(keys, tokens, head_dim);
   multiply<T>({tile.scores, kKeyTile}, tile.query_words(), keys, lines, kKeyTile, words, false);
   weigh_lines(tile, work, at, tokens.count);
-  pack_values(values, tokens, head_dim, value_offset(work.args));
+  pack_values(values, tokens, head_dim, value_offset);
   multiply<T>({tile.sums, tile.stride}, tile.weight_words(), values, lines, tile.stride, kKeyTile / Words<T>::kPair,
               true);
 }
@@ -134,8 +150,8 @@ void prefill(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
   const int64_t end = work.first_position + work.num_tokens;
   Span<T, kKeyTile> tokens;
   for (int64_t at = work.window_begin(work.first_position); at < end; at += kKeyTile) {
-    tokens.fill(args, work.row, work.kv_head, at, end);
-    attend(tile, work, tokens, at);
+    const int64_t value_offset = read(tile, work, at, end, tokens);
+    attend(tile, work, tokens, value_offset, at);
   }
   for (int64_t line = 0; line < work.num_tokens * tile.group; ++line) {
     T* output = output_of<T>(args, work.first_token + line / tile.group, work.kv_head * tile.group + line % tile.group);

@@ -29,6 +29,10 @@ inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
 inline Vec load(const BF16* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline Vec load(const F16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 
+inline Vec load(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+
 // There are no masked loads of 16 bits: the elements go through a buffer.
 template <class T>
 inline Vec load(const T* p, int n) {
@@ -52,6 +56,12 @@ inline __m128i narrow_f16(Vec x) { return _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEA
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x.v); }
 inline void store(BF16* p, Vec x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_bf16(x)); }
 inline void store(F16* p, Vec x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_f16(x)); }
+// Whole numbers from -128 to 127.
+inline void store(int8_t* p, Vec x) {
+  const __m256i words = _mm256_cvtps_epi32(x.v);
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
+}
 
 template <class T>
 inline void store(T* p, Vec x, int n) {

@@ -31,9 +31,17 @@ inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Vec load(const BF16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Vec load(const F16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 
+inline Vec load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+
 inline Vec load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 inline Vec load(const BF16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
 inline Vec load(const F16* p, int n) { return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p))}; }
+
+inline Vec load(const int8_t* p, int n) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p)))};
+}
 
 inline __m256i narrow_bf16(Vec x) {
 #if defined(__AVX512BF16__)
@@ -54,6 +62,14 @@ inline __m256i narrow_f16(Vec x) { return _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEA
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 inline void store(BF16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(x)); }
 inline void store(F16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_f16(x)); }
+
+// Whole numbers from -128 to 127.
+inline void store(int8_t* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
+inline void store(int8_t* p, Vec x, int n) {
+  _mm_mask_storeu_epi8(p, first_lanes(n), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
 
 inline void store(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
 inline void store(BF16* p, Vec x, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_bf16(x)); }

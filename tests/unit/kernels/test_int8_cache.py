@@ -58,7 +58,7 @@ def test_a_line_that_is_not_finite_stays_so_and_its_neighbours_finite(bad: float
 @pytest.mark.parametrize("head_dim", [1, 6, 16, 33, 80])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [[(1, 1)], [(1, 9), (7, 7), (1, 23), (4, 12)]])
+@pytest.mark.parametrize("rows", [[(1, 1)], [(1, 9), (7, 7), (1, 23), (4, 12)], [(1, 600), (150, 270)]])
 def test_attention_is_that_over_the_rounded_keys_and_values(
     head_dim: int, heads: tuple[int, int], dtype: torch.dtype, rows: list[tuple[int, int]]
 ) -> None:
@@ -106,6 +106,22 @@ def test_rotated_keys_are_rounded_after_the_rotation() -> None:
     got_query = ops.rotary_and_cache(query, key, value, positions, table, pools[1], slots)
     torch.testing.assert_close(got_query, expected_query)
     torch.testing.assert_close(pools[0], pools[1], rtol=0, atol=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [1, 6, 16, 33, 80])
+def test_every_implementation_writes_the_same_codes(head_dim: int, dtype: torch.dtype) -> None:
+    key, value = noise(9, 3, head_dim, dtype=dtype), noise(9, 3, head_dim, seed=1, dtype=dtype) * 40
+    value[2, 1], key[4, 0, 0] = 0.0, float("nan")
+    value[5, 2, -1], key[6, 0] = float("inf"), -1e-7
+    pool, slots = make_pool(3, 3, head_dim), torch.tensor([14, 2, 3, 7, 0, 9, 11, 1, 5])
+    ops.reshape_and_cache(key, value, pool, slots)
+    written = pool[:, slots // BLOCK_SIZE, :, slots % BLOCK_SIZE].transpose(0, 1)
+    expected = torch.stack((quantized_lines(key), quantized_lines(value)))
+    read, wanted = (dequantized(lines.contiguous(), head_dim, torch.float32) for lines in (written, expected))
+    torch.testing.assert_close(read.nan_to_num(9.0, 9.0), wanted.nan_to_num(9.0, 9.0), rtol=0, atol=0)
+    untouched = make_pool(1, 3, head_dim)[0, 0, :, 0]
+    assert torch.equal(pool[0, 0, :, 4], untouched), "a slot beside them"
 
 
 def test_blocks_move_with_their_scales() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.int8_cache import line_bytes
 from kernels.record import NotRecordableError
 from tests.support.cpu_kernels import ISAS, torch_threads
 from tests.support.models import VOCAB_SIZE, make_shape
@@ -40,9 +41,9 @@ def make_runner(model: CausalLM) -> PagedRunner:
 
 
 def pool_of(runner: PagedRunner) -> KvPool:
-    _, num_blocks, num_kv_heads, _, head_dim = runner.pools[0].shape
+    pool, model = runner.pools[0], runner.model
     geometry = PoolGeometry(
-        BLOCK_SIZE, num_blocks, 0, len(runner.pools), num_kv_heads, head_dim, "bfloat16", block_bytes=0
+        BLOCK_SIZE, pool.shape[1], 0, model.num_layers, model.num_kv_heads, model.head_dim, str(pool.dtype), 0
     )
     return KvPool(geometry, tuple(runner.pools), ())
 
@@ -51,6 +52,21 @@ def record(runner: PagedRunner) -> RecordedForward:
     assert isinstance(runner.model, NativeCausalLM)
     # Twice what a sequence needs: `PagedRunner` gives each row blocks to spare.
     return RecordedForward(runner.model, room_for_largest_step(pool_of(runner), 2 * MAX_MODEL_LEN, LIMITS))
+
+
+@needs_library
+def test_a_pool_of_int8_is_recorded_too(threads: int, tmp_path: Path) -> None:
+    make_family(tmp_path, NATIVE["qwen3"])
+    model = load(tmp_path)
+    plain, recorded = make_runner(model), make_runner(model)
+    for runner in (plain, recorded):
+        shape = (*runner.pools[0].shape[:-1], line_bytes(model.head_dim))
+        runner.pools = [torch.zeros(shape, dtype=torch.int8) for _ in runner.pools]
+    recorded.forward = record(recorded)
+    with torch_threads(threads):
+        for spans in STEPS:
+            assert torch.equal(recorded.step(*spans), plain.step(*spans))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(recorded.pools, plain.pools, strict=True))
 
 
 @needs_library

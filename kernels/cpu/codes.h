@@ -1,0 +1,69 @@
+// Lines of a pool of int8 (kernels/int8_cache.py): the codes of one token and head, padded, then their scale, a float.
+#pragma once
+
+#include "context.h"
+#include "vec.h"
+
+namespace quire::QUIRE_ISA {
+
+inline constexpr float kMostCode = 127.0f;
+
+inline float scale_of(const int8_t* line, int64_t line_bytes) {
+  float scale;
+  std::memcpy(&scale, line + line_bytes - sizeof(scale), sizeof(scale));
+  return scale;
+}
+
+template <class T>
+inline void make_floating(T* to, const int8_t* line, int64_t head_dim, int64_t line_bytes) {
+  const Vec scale = set1(scale_of(line, line_bytes));
+  int64_t d = 0;
+  for (; d + kWidth <= head_dim; d += kWidth) store(to + d, load(line + d) * scale);
+  if (d < head_dim) store(to + d, load(line + d, static_cast<int>(head_dim - d)) * scale, static_cast<int>(head_dim - d));
+}
+
+// Keys and values of a span as numbers in scratch memory, [2, kCapacity, D]; `offset` is that of the head in the codes.
+// Asks for the lines of `next` meanwhile.
+template <class T, int kCapacity>
+void make_floating(const AttentionArgs& args, const Span<int8_t, kCapacity>& codes, int64_t offset,
+                   const Span<int8_t, kCapacity>& next, int64_t next_offset, T* memory, Span<T, kCapacity>& span) {
+  const int64_t bytes = args.quantized_line, values = value_offset<int8_t>(args), half = kCapacity * args.head_dim;
+  for (int t = 0; t < codes.count; ++t) {
+    const int8_t* line = codes.keys[t] + offset;
+    T* to = memory + t * args.head_dim;
+    prefetch(next.keys[t] + next_offset, bytes);
+    prefetch(next.keys[t] + next_offset + values, bytes);
+    make_floating(to, line, args.head_dim, bytes);
+    make_floating(to + half, line + values, args.head_dim, bytes);
+  }
+  span.count = codes.count;
+  for (int t = 0; t < kCapacity; ++t) span.keys[t] = memory + (t < codes.count ? t : codes.count - 1) * args.head_dim;
+}
+
+// Rounds a line as kernels/int8.py does. One that is not finite gets a scale of NaN, so it is not when it is read.
+template <class T>
+inline void quantize(int8_t* line, const T* from, int64_t head_dim, int64_t line_bytes) {
+  Vec most = zero(), rest = zero();
+  auto look = [&](int64_t d, auto... lanes) {
+    const Vec x = load(from + d, lanes...);
+    most = max(most, max(x, zero() - x));
+    rest = rest + (x - x);  // NaN where x is not finite
+  };
+  int64_t d = 0;
+  for (; d + kWidth <= head_dim; d += kWidth) look(d);
+  if (d < head_dim) look(d, static_cast<int>(head_dim - d));
+  const bool finite = reduce_add(rest) == 0.0f;
+  const float scale = finite ? reduce_max(most) / kMostCode : std::numeric_limits<float>::quiet_NaN();
+  std::memset(line, 0, line_bytes - sizeof(scale));
+  std::memcpy(line + line_bytes - sizeof(scale), &scale, sizeof(scale));
+  if (!(scale > 0.0f)) return;
+  const Vec limit = set1(kMostCode);
+  auto round_off = [&](int64_t at, auto... lanes) {
+    const Vec code = round(load(from + at, lanes...) / set1(scale));
+    store(line + at, max(zero() - limit, min(limit, code)), lanes...);
+  };
+  for (d = 0; d + kWidth <= head_dim; d += kWidth) round_off(d);
+  if (d < head_dim) round_off(d, static_cast<int>(head_dim - d));
+}
+
+}  // namespace quire::QUIRE_ISA
