@@ -18,12 +18,15 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 
 INSTALLED := $(VENV)/.quire-installed
 STUBS := $(VENV)/.quire-stubs
+# An environment of its own below the first: Triton's client and the product pin different versions.
+TRITON_CLIENT := $(VENV)/triton-client
+TRITON_CLIENT_INSTALLED := $(TRITON_CLIENT)/.quire-installed
 PROTOS := $(shell find protos -name '*.proto')
 CPU_KERNELS := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/CMakeLists.txt)
 
-CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-compose
+CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-compose check-kubernetes
 
-.PHONY: help setup protos serve test check $(CHECKS) bench tiny api-docs clean
+.PHONY: help setup protos serve test triton-client check $(CHECKS) bench tiny api-docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -37,8 +40,10 @@ protos: $(INSTALLED) ## generate the protobuf and gRPC stubs
 serve: setup ## serve a model on this machine
 	$(BIN)/quire serve $(ARGS)
 
-test: setup ## run all tests
+test: setup triton-client ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+triton-client: $(TRITON_CLIENT_INSTALLED) ## install the client of Triton that tests call the server with
 
 check: setup ## all checks below; each runs, even where one before it failed
 	@$(MAKE) --no-print-directory --keep-going $(CHECKS)
@@ -61,8 +66,11 @@ check-protos: setup ## lint of the contracts
 check-api-docs: setup ## docs/api.md is what the protos say
 	$(BIN)/python -m tools.generate_api_docs --check
 
-check-compose: setup ## compose.yaml is one that a compose parser takes
+check-compose: setup ## the compose files are what a compose parser takes
 	$(BIN)/python -m tools.check_compose
+
+check-kubernetes: setup ## the manifests use flags, ports and files that there are
+	$(BIN)/python -m tools.check_kubernetes
 
 bench: setup ## measure the served system against one process
 	$(BIN)/python -m bench $(ARGS)
@@ -86,6 +94,12 @@ $(BIN)/python:
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) | $(BIN)/python
 	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 		$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+$(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv --without-pip $(TRITON_CLIENT)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip --python $(TRITON_CLIENT)/bin/python install $(PIP_FLAGS) \
+		--no-deps --requirement $<
 	@touch $@
 
 $(STUBS): $(PROTOS) tools/generate_stubs.py $(INSTALLED)

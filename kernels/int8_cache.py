@@ -4,7 +4,8 @@ So whatever moves blocks moves their scales with them and needs not know of them
 not of a tensor of its own for another reason too: attention reads a tile as one stream.
 
 The CPU library makes lines floating where it reads them, a few at a time. For other implementations the blocks of a
-batch are made floating in scratch memory first, each once however many rows share it. A line that was not finite when it was written is not finite when it is read.
+batch are made floating in scratch memory first, each once however many rows share it. A line that was not finite when
+it was written is not finite when it is read.
 """
 
 import torch

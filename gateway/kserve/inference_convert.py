@@ -1,13 +1,12 @@
 """A ModelInferRequest as what it asks for: its prompts, how they are sampled, what comes back."""
 
 import dataclasses
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from gateway.kserve.tensor_convert import Value, read_inputs
-from gateway.openai.body import parse_body
-from gateway.openai.options import completion_options
+from gateway.kserve.parameter_convert import INPUT_NAME, SamplingFields, read_sampling_fields
+from gateway.kserve.tensor_convert import Tensor, check_tensor_parameters, read_inputs
+from gateway.openai.options import completion_options, param_name
 from gateway.openai.schemas import CompletionBody
 from gateway.request import RequestOptions, TextPrompt
 from gateway.violations import Violations, shortened
@@ -19,25 +18,25 @@ MAX_PROMPTS = 1024
 INPUTS = {
     "text_input": "BYTES",
     "stream": "BOOL",
-    "sampling_parameters": "BYTES",
+    INPUT_NAME: "BYTES",
     "exclude_input_in_output": "BOOL",
     "return_finish_reason": "BOOL",
+    "return_cumulative_logprob": "BOOL",
+    "return_logprobs": "BOOL",
     "return_num_input_tokens": "BOOL",
     "return_num_output_tokens": "BOOL",
 }
 OUTPUTS = {
     "text_output": "BYTES",
     "finish_reason": "BYTES",
+    "cumulative_logprob": "FP32",
+    "logprobs": "BYTES",
     "num_input_tokens": "UINT32",
     "num_output_tokens": "UINT32",
 }
 # What is asked for by a BOOL input and comes back as an output of its own.
 _OPTIONAL_OUTPUTS = tuple(name for name in OUTPUTS if name != "text_output")
-# Clients of Triton send what is about the server, not about sampling, by such names.
-_SERVER_PREFIX = "triton_"
-# These have a place of their own in the request.
-_ELSEWHERE = frozenset({"model", "prompt", "echo", "stream", "stream_options", "request_id", "add_special_tokens"})
-_TEXTS = frozenset({"stop", "early_stopping"})
+_OF_LOGPROBS = ("cumulative_logprob", "logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,9 @@ class Inference:
         streams: Whether the text comes in pieces.
         includes_input: Whether each text begins with its prompt.
         outputs: The outputs that are wanted.
+        num_top: How many of the most likely tokens log probabilities tell besides the chosen one.
         raw: Whether tensors come and go as raw bytes.
+        fields: What says where in the request things are.
     """
 
     id: str
@@ -60,7 +61,23 @@ class Inference:
     streams: bool
     includes_input: bool
     outputs: frozenset[str]
+    num_top: int
     raw: bool
+    fields: "RequestFields"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """Where in a request things are."""
+
+    body: CompletionBody
+    sampling: SamplingFields
+    text_input: Tensor
+
+    def path(self, position: int, field: str) -> str:
+        """Where a field of the validator is, for the prompt at `position`."""
+        name = param_name(self.body, field)
+        return self.text_input.element(position) if name == "prompt" else self.sampling.path(name)
 
 
 def read_inference(request: pb.ModelInferRequest, *, in_stream: bool) -> Inference:
@@ -74,15 +91,17 @@ def read_inference(request: pb.ModelInferRequest, *, in_stream: bool) -> Inferen
     prompts = _prompts(violations, inputs)
     flags = {name: _flag(violations, inputs, name) for name, datatype in INPUTS.items() if datatype == "BOOL"}
     streams = bool(flags["stream"])
-    _check_streaming(violations, streams, len(prompts), flags["exclude_input_in_output"], in_stream=in_stream)
+    if streams:
+        _check_streaming(violations, inputs, in_stream=in_stream)
     outputs = _outputs(violations, request, flags)
     violations.raise_if_any()
-    body = parse_body(CompletionBody, json.dumps(_sampling_fields(request, inputs)).encode())
+    sampling = read_sampling_fields(request, inputs.get(INPUT_NAME))
+    body = sampling.body()
     if streams and (body.n or 1) > 1:
-        violations.add("n", f"is {body.n}; a streamed request has one text")
-        violations.raise_if_any()
-    model = {"model": request.model_name} if request.model_name else {}
-    body = body.model_copy(update=model)
+        violations.add(sampling.path("n"), f"is {body.n}; a streamed request has one text")
+    logprobs = _logprobs(violations, body, sampling, outputs)
+    violations.raise_if_any()
+    body = body.model_copy(update={"model": request.model_name, "logprobs": logprobs})
     return Inference(
         id=request.id,
         prompts=prompts,
@@ -90,8 +109,19 @@ def read_inference(request: pb.ModelInferRequest, *, in_stream: bool) -> Inferen
         streams=streams,
         includes_input=not streams and not flags["exclude_input_in_output"],
         outputs=outputs,
+        num_top=logprobs or 0,
         raw=bool(request.raw_input_contents),
+        fields=RequestFields(body, sampling, inputs["text_input"]),
     )
+
+
+def _logprobs(
+    violations: Violations, body: CompletionBody, sampling: SamplingFields, outputs: frozenset[str]
+) -> int | None:
+    """How many of the most likely tokens the generator is to report; None for no log probabilities at all."""
+    if body.logprobs is not None and "logprobs" not in outputs:
+        violations.add(sampling.path("logprobs"), "is set; the input return_logprobs brings what it asks for")
+    return body.logprobs if outputs.isdisjoint(_OF_LOGPROBS) else body.logprobs or 0
 
 
 def _options(body: CompletionBody, prompt: str) -> RequestOptions:
@@ -99,94 +129,51 @@ def _options(body: CompletionBody, prompt: str) -> RequestOptions:
     return dataclasses.replace(completion_options(body, TextPrompt(prompt), ""), request_id=None)
 
 
-def _prompts(violations: Violations, inputs: dict[str, list[Value]]) -> tuple[str, ...]:
-    values = inputs.get("text_input")
-    if values is None:
+def _prompts(violations: Violations, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+    tensor = inputs.get("text_input")
+    if tensor is None:
         violations.add("inputs", "has no text_input")
         return ()
-    violations.check_count("text_input", values, MAX_PROMPTS)
-    return tuple(_text(violations, "text_input", value) for value in values)
+    violations.check_count(tensor.contents, tensor.values, MAX_PROMPTS)
+    return tuple(_text(violations, tensor, position) for position in range(len(tensor.values)))
 
 
-def _text(violations: Violations, field: str, value: Value) -> str:
+def _text(violations: Violations, tensor: Tensor, position: int) -> str:
     try:
-        return bytes(value).decode()
+        return bytes(tensor.values[position]).decode()
     except UnicodeDecodeError:
-        violations.add(field, "is not valid UTF-8")
+        violations.add(tensor.element(position), "is not valid UTF-8")
         return ""
 
 
-def _flag(violations: Violations, inputs: dict[str, list[Value]], name: str) -> bool | None:
+def _flag(violations: Violations, inputs: Mapping[str, Tensor], name: str) -> bool | None:
     """The one element of a BOOL input; None where it is absent."""
-    values = inputs.get(name)
-    if values is None:
+    tensor = inputs.get(name)
+    if tensor is None:
         return None
-    if len(values) != 1:
-        violations.add(name, f"has {len(values):,} elements; it must have 1")
-    return bool(values[0])
+    if len(tensor.values) != 1:
+        violations.add(tensor.field, f"has {len(tensor.values):,} elements; {name} must have 1")
+    return bool(tensor.values[0])
 
 
-def _check_streaming(
-    violations: Violations, streams: bool, num_prompts: int, excludes_input: bool | None, *, in_stream: bool
-) -> None:
-    if not streams:
-        return
+def _check_streaming(violations: Violations, inputs: Mapping[str, Tensor], *, in_stream: bool) -> None:
     if not in_stream:
-        violations.add("stream", "is true; ModelInfer answers once, use ModelStreamInfer")
-    if num_prompts > 1:
-        violations.add("text_input", f"has {num_prompts:,} prompts; a streamed request has 1")
-    if excludes_input is False:
-        violations.add("exclude_input_in_output", "is false; a streamed text never has its prompt")
+        violations.add(inputs["stream"].element(0), "is true; ModelInfer answers once, use ModelStreamInfer")
+    prompts = inputs.get("text_input")
+    if prompts is not None and len(prompts.values) > 1:
+        violations.add(prompts.field, f"has {len(prompts.values):,} prompts; a streamed request has 1")
+    excluding = inputs.get("exclude_input_in_output")
+    if excluding is not None and not excluding.values[0]:
+        violations.add(excluding.element(0), "is false; a streamed text never has its prompt")
 
 
 def _outputs(violations: Violations, request: pb.ModelInferRequest, flags: dict[str, bool | None]) -> frozenset[str]:
     for position, output in enumerate(request.outputs):
+        field = f"outputs[{position}]"
+        check_tensor_parameters(violations, field, output)
         if output.name not in OUTPUTS:
             known = ", ".join(OUTPUTS)
-            violations.add(
-                f"outputs[{position}].name", f'is "{shortened(output.name)}"; the outputs of this model are {known}'
-            )
+            violations.add(f"{field}.name", f'is "{shortened(output.name)}"; the outputs of this model are {known}')
     asked = {name for name in _OPTIONAL_OUTPUTS if flags[f"return_{name}"]}
-    return frozenset(output.name for output in request.outputs) | asked or frozenset({"text_output"}) | asked
-
-
-def _sampling_fields(request: pb.ModelInferRequest, inputs: dict[str, list[Value]]) -> dict[str, Any]:
-    """Sampling parameters by the names of completions; those of the input win over those of the request."""
-    violations = Violations()
-    fields: dict[str, Any] = {}
-    for name, parameter in request.parameters.items():
-        choice = parameter.WhichOneof("parameter_choice")
-        if choice is not None and not name.startswith(_SERVER_PREFIX):
-            fields[name] = getattr(parameter, choice)
-    fields |= _json_fields(violations, inputs.get("sampling_parameters"))
-    for name in sorted(_ELSEWHERE & fields.keys()):
-        violations.add(name, "is no sampling parameter")
-    violations.raise_if_any()
-    return {name: _value(name, value) for name, value in fields.items()}
-
-
-def _json_fields(violations: Violations, values: list[Value] | None) -> dict[str, Any]:
-    if values is None:
-        return {}
-    if len(values) != 1:
-        violations.add("sampling_parameters", f"has {len(values):,} elements; it must have 1")
-        return {}
-    try:
-        fields = json.loads(bytes(values[0]))
-    except (ValueError, RecursionError):
-        violations.add("sampling_parameters", "is not valid JSON")
-        return {}
-    if not isinstance(fields, dict):
-        violations.add("sampling_parameters", "is no JSON object")
-        return {}
-    return fields
-
-
-def _value(name: str, value: Any) -> Any:
-    """Triton's clients write numbers as texts, too."""
-    if not isinstance(value, str) or name in _TEXTS:
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    named = {output.name for output in request.outputs} or {"text_output"}
+    return frozenset(named | asked)

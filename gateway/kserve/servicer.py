@@ -3,16 +3,21 @@
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 
 import grpc.aio
 
 from gateway.auth.caller import current_caller
 from gateway.events import Chunk, Completed, Finished
 from gateway.generator import Generator
+from gateway.kserve.field_names import renamed
 from gateway.kserve.inference_convert import INPUTS, OUTPUTS, Inference, read_inference
-from gateway.kserve.response_convert import MODEL_VERSION, error_response, in_stream, piece_response, whole_response
+from gateway.kserve.response_convert import MODEL_VERSION, Responder, error_response, in_stream
 from gateway.kserve.stream import answer_all
-from gateway.validation import find_model, wrong_model
+from gateway.live_request import LiveRequest
+from gateway.openai.token_text import TokenTexts
+from gateway.validation import wrong_model
+from gateway.violations import shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import NotFound, QuireError
 from quire.version import VERSION
@@ -27,6 +32,7 @@ class KServeServicer:
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self._model_name = generator.model.name
+        self._token_texts: TokenTexts | None = None
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -42,8 +48,8 @@ class KServeServicer:
         return pb.ServerMetadataResponse(name="quire", version=VERSION)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        find_model(request.name, self._visible_name())
-        _check_version(request.version)
+        self._check_model("name", request.name)
+        _check_version("version", request.version)
         return pb.ModelMetadataResponse(
             name=self._model_name,
             versions=[MODEL_VERSION],
@@ -52,28 +58,48 @@ class KServeServicer:
             outputs=_tensors(OUTPUTS),
         )
 
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        if request.repository_name:
+            shown = shortened(request.repository_name)
+            raise NotFound(f'repository_name is "{shown}"; the one repository has no name')
+        is_ready = self._generator.is_ready
+        response = pb.RepositoryIndexResponse()
+        if self._visible_name() is not None and (is_ready or not request.ready):
+            state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "no request would run at once")
+            response.models.add(name=self._model_name, version=MODEL_VERSION, state=state, reason=reason)
+        return response
+
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        self._check_model(request)
+        self._check_target(request)
         return await self._whole(read_inference(request, in_stream=False))
 
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        async with aclosing(answer_all(requests, self._answer)) as responses:
+        answer = self._answer if _wants_status(context) else self._answer_with_errors
+        async with aclosing(answer_all(requests, answer)) as responses:
             async for response in responses:
                 yield response
 
     async def _answer(self, request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
+        """All responses to one request of a stream. Raises QuireError."""
+        self._check_target(request)
+        inference = read_inference(request, in_stream=True)
+        if not inference.streams:
+            yield in_stream(await self._whole(inference), is_final=True)
+            return
+        async with aclosing(self._pieces(inference)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _answer_with_errors(
+        self, request: pb.ModelInferRequest
+    ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """All responses to one request of a stream, the last of which may be an error."""
         try:
-            self._check_model(request)
-            inference = read_inference(request, in_stream=True)
-            if not inference.streams:
-                yield in_stream(await self._whole(inference), is_final=True)
-                return
-            async with aclosing(self._pieces(inference)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            async with aclosing(self._answer(request)) as responses:
+                async for response in responses:
+                    yield response
         except QuireError as error:
             yield error_response(self._model_name, request.id, error.message)
         except Exception:
@@ -83,43 +109,71 @@ class KServeServicer:
 
     async def _whole(self, inference: Inference) -> pb.ModelInferResponse:
         """Runs all prompts at once; where one fails, the others are aborted."""
+        responder = await self._responder(inference)
         async with AsyncExitStack() as running:
-            live = [await running.enter_async_context(self._generator.run(options)) for options in inference.options]
+            live = [await self._start(running, inference, position) for position in range(len(inference.prompts))]
             results = [await each.result() for each in live]
-        return whole_response(self._model_name, inference, results)
+        return responder.whole(results)
 
     async def _pieces(self, inference: Inference) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """The text as it comes, then a last response without text that says how it ended."""
+        responder = await self._responder(inference)
         finished: Finished | None = None
-        async with self._generator.run(inference.options[0]) as live:
+        async with AsyncExitStack() as running:
+            live = await self._start(running, inference, 0)
             async for event in live.events():
                 match event:
-                    case Chunk(text=text, token_ids=token_ids):
-                        piece = piece_response(self._model_name, inference, text, len(token_ids), None, None)
-                        yield in_stream(piece, is_final=False)
+                    case Chunk():
+                        yield responder.piece(event)
                     case Finished():
                         finished = event
                     case Completed(usage=usage):
-                        piece = piece_response(self._model_name, inference, "", 0, usage, finished)
-                        yield in_stream(piece, is_final=True)
+                        assert finished is not None, "a request completes when its sequences have finished"
+                        yield responder.last(finished, usage)
 
-    def _check_model(self, request: pb.ModelInferRequest) -> None:
+    async def _responder(self, inference: Inference) -> Responder:
+        texts = None
+        if "logprobs" in inference.outputs:
+            # The texts of all tokens, made when they are needed for the first time.
+            if self._token_texts is None:
+                self._token_texts = await TokenTexts.load(self._generator.model.tokenizer)
+            texts = self._token_texts
+        return Responder(self._model_name, inference, texts)
+
+    async def _start(self, running: AsyncExitStack, inference: Inference, position: int) -> LiveRequest:
+        """Runs one prompt until `running` is left. Raises QuireError, in which fields are those of the protocol."""
+        try:
+            return await running.enter_async_context(self._generator.run(inference.options[position]))
+        except QuireError as error:
+            raise renamed(error, partial(inference.fields.path, position)) from error
+
+    def _check_target(self, request: pb.ModelInferRequest) -> None:
         """Raises NotFound: clients of this protocol look the model up by every request."""
-        find_model(request.model_name, self._visible_name())
-        _check_version(request.model_version)
+        self._check_model("model_name", request.model_name)
+        _check_version("model_version", request.model_version)
+
+    def _check_model(self, field: str, name: str) -> None:
+        """Raises NotFound when the field names another model than the served one."""
+        if (violation := wrong_model(name, self._visible_name())) is not None:
+            raise NotFound(f"{field} {violation.description}", reason="MODEL_NOT_FOUND")
 
     def _visible_name(self) -> str | None:
         return current_caller().visible(self._model_name)
+
+
+def _wants_status(context: Context) -> bool:
+    """Whether an error is to be the status of a stream, as clients of Triton ask for it."""
+    return ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
 
 
 def _is_version(version: str) -> bool:
     return version in ("", MODEL_VERSION)
 
 
-def _check_version(version: str) -> None:
+def _check_version(field: str, version: str) -> None:
     if not _is_version(version):
         raise NotFound(
-            f'model version is "{version[:80]}"; the model has version {MODEL_VERSION}', reason="MODEL_NOT_FOUND"
+            f'{field} is "{shortened(version)}"; the model has version {MODEL_VERSION}', reason="MODEL_NOT_FOUND"
         )
 
 

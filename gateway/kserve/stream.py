@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -20,38 +20,12 @@ async def answer_all(
     A slow reader holds back all answers: each waits until its response is taken. Closing this generator ends them all.
 
     Raises:
-        Exception: what reading the requests raised; the answers that run are given up.
+        Exception: what reading the requests or an answer raised; the answers that run are given up.
     """
-    responses: asyncio.Queue[Response | None] = asyncio.Queue(maxsize=1)
-    places = asyncio.Semaphore(MAX_RUNNING)
-
-    async def run(request: Request) -> None:
-        try:
-            async with aclosing(answer(request)) as answers:
-                async for response in answers:
-                    await responses.put(response)
-        finally:
-            places.release()
-
-    async def read() -> None:
-        async with asyncio.TaskGroup() as running:
-            await places.acquire()
-            async for request in requests:
-                running.create_task(run(request))
-                await places.acquire()
-
-    async def read_to_the_end() -> None:
-        # Nobody takes the end any more where this is cancelled, so nothing may wait for that.
-        try:
-            await read()
-        except Exception:
-            await responses.put(None)
-            raise
-        await responses.put(None)
-
-    reading = asyncio.create_task(read_to_the_end())
+    answers = _Answers(answer)
+    reading = asyncio.create_task(answers.read_to_the_end(requests))
     try:
-        while (response := await responses.get()) is not None:
+        while (response := await answers.responses.get()) is not None:
             yield response
         await reading
     except ExceptionGroup as group:
@@ -59,3 +33,36 @@ async def answer_all(
     finally:
         reading.cancel()
         await asyncio.wait([reading])
+
+
+class _Answers(Generic[Request, Response]):
+    """The answers that run. `responses` has what they give, one at a time, and None after the last."""
+
+    def __init__(self, answer: Callable[[Request], AsyncGenerator[Response, None]]) -> None:
+        self.responses: asyncio.Queue[Response | None] = asyncio.Queue(maxsize=1)
+        self._answer = answer
+        self._places = asyncio.Semaphore(MAX_RUNNING)
+
+    async def read_to_the_end(self, requests: AsyncIterator[Request]) -> None:
+        # Nobody takes the end any more where this is cancelled, so nothing may wait for that.
+        try:
+            await self._read(requests)
+        except Exception:
+            await self.responses.put(None)
+            raise
+        await self.responses.put(None)
+
+    async def _read(self, requests: AsyncIterator[Request]) -> None:
+        async with asyncio.TaskGroup() as running:
+            await self._places.acquire()
+            async for request in requests:
+                running.create_task(self._run(request))
+                await self._places.acquire()
+
+    async def _run(self, request: Request) -> None:
+        try:
+            async with aclosing(self._answer(request)) as responses:
+                async for response in responses:
+                    await self.responses.put(response)
+        finally:
+            self._places.release()

@@ -1,20 +1,53 @@
-"""Tensors of the protocol to values and back: BYTES and BOOL, as contents or raw."""
+"""Tensors of the protocol to values and back, as contents or raw: BYTES and BOOL come, BYTES, UINT32 and FP32 go."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from gateway.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 
 Value = bytes | bool
+Element = bytes | int | float
 InputTensor = pb.ModelInferRequest.InferInputTensor
+OutputTensor = pb.ModelInferRequest.InferRequestedOutputTensor
 
 _SIZE = struct.Struct("<I")
-_CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents"}
+_CONTENTS = {
+    "BYTES": "bytes_contents",
+    "BOOL": "bool_contents",
+    "UINT32": "uint_contents",
+    "FP32": "fp32_contents",
+}
+# Parameters of a tensor that would change what it holds. Others only describe it.
+_REFUSED = {
+    "shared_memory_region": "is set; shared memory is not supported, elements come and go in the messages",
+    "classification": "is set; this model's outputs are no classes",
+}
 
 
-def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> dict[str, list[Value]]:
-    """The elements of each input by its name. `datatypes` has all inputs that there are.
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An input as it came.
+
+    Attributes:
+        field: Where it is in the request.
+        contents: The list that holds its elements.
+        values: Its elements, of the Python type of its datatype.
+    """
+
+    field: str
+    contents: str
+    values: Sequence[Value]
+
+    def element(self, position: int) -> str:
+        """Where one of its elements is in the request."""
+        return f"{self.contents}[{position}]"
+
+
+def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> dict[str, Tensor]:
+    """The inputs by their names. `datatypes` has all inputs that there are.
 
     Raises:
         InvalidArgument: an input is unknown, twice there, of another datatype, or has not what its shape says.
@@ -24,33 +57,39 @@ def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> 
     if raw and len(raw) != len(request.inputs):
         violations.add("raw_input_contents", f"has {len(raw)} entries for {len(request.inputs)} inputs")
         violations.raise_if_any()
-    found: dict[str, list[Value]] = {}
+    found: dict[str, Tensor] = {}
     for position, tensor in enumerate(request.inputs):
         field = f"inputs[{position}]"
         if tensor.name in found:
             violations.add(f"{field}.name", f'is "{shortened(tensor.name)}" a second time')
         elif _check_head(violations, field, tensor, datatypes):
+            contents = f"raw_input_contents[{position}]" if raw else f"{field}.contents.{_CONTENTS[tensor.datatype]}"
             values = _raw_values(tensor.datatype, raw[position]) if raw else _typed_values(tensor)
-            _check_shape(violations, field, tensor, values)
-            found[tensor.name] = values or []
+            _check_shape(violations, field, tensor, values, contents)
+            found[tensor.name] = Tensor(field, contents, values or [])
     violations.raise_if_any()
     return found
 
 
+def check_tensor_parameters(violations: Violations, field: str, tensor: InputTensor | OutputTensor) -> None:
+    for name, description in _REFUSED.items():
+        if name in tensor.parameters:
+            violations.add(f'{field}.parameters["{name}"]', description)
+
+
 def add_output(
-    response: pb.ModelInferResponse, name: str, datatype: str, values: Sequence[bytes | int], *, raw: bool
+    response: pb.ModelInferResponse, name: str, datatype: str, values: Sequence[Element], *, raw: bool
 ) -> None:
-    """Adds a tensor of shape [number of values] and datatype BYTES or UINT32."""
+    """Adds a tensor of shape [number of values] and datatype BYTES, UINT32 or FP32."""
     tensor = response.outputs.add(name=name, datatype=datatype, shape=[len(values)])
     if raw:
-        response.raw_output_contents.append(b"".join(map(_raw_element, values)))
-    elif datatype == "BYTES":
-        tensor.contents.bytes_contents.extend(value for value in values if isinstance(value, bytes))
+        response.raw_output_contents.append(b"".join(map(_RAW_ELEMENTS[datatype], values)))
     else:
-        tensor.contents.uint_contents.extend(value for value in values if isinstance(value, int))
+        getattr(tensor.contents, _CONTENTS[datatype]).extend(values)
 
 
 def _check_head(violations: Violations, field: str, tensor: InputTensor, datatypes: Mapping[str, str]) -> bool:
+    check_tensor_parameters(violations, field, tensor)
     expected = datatypes.get(tensor.name)
     if expected is None:
         known = ", ".join(datatypes)
@@ -64,15 +103,17 @@ def _check_head(violations: Violations, field: str, tensor: InputTensor, datatyp
     return False
 
 
-def _check_shape(violations: Violations, field: str, tensor: InputTensor, values: Sequence[Value] | None) -> None:
+def _check_shape(
+    violations: Violations, field: str, tensor: InputTensor, values: Sequence[Value] | None, contents: str
+) -> None:
     """The shape is [N] or [N, 1], and there are N values; `values` is None where they cannot be read."""
     shape = list(tensor.shape)
     if len(shape) not in (1, 2) or shape[0] < 1 or shape[1:] not in ([], [1]):
         violations.add(f"{field}.shape", f"is {shortened(str(shape))}; it must be [N] or [N, 1] with N of at least 1")
     elif values is None:
-        violations.add(f"{field}", f"has raw contents that are no elements of {tensor.datatype}")
+        violations.add(contents, f"is no sequence of elements of {tensor.datatype}")
     elif len(values) != shape[0]:
-        violations.add(f"{field}.shape", f"is {shape}, of {shape[0]:,} elements; {len(values):,} came")
+        violations.add(f"{field}.shape", f"is {shape}, of {shape[0]:,} elements; {len(values):,} came in {contents}")
 
 
 def _typed_values(tensor: InputTensor) -> list[Value]:
@@ -97,5 +138,12 @@ def _raw_values(datatype: str, data: bytes) -> list[Value] | None:
     return values
 
 
-def _raw_element(value: bytes | int) -> bytes:
-    return _SIZE.pack(value) if isinstance(value, int) else _SIZE.pack(len(value)) + value
+def _raw_bytes(value: bytes) -> bytes:
+    return _SIZE.pack(len(value)) + value
+
+
+_RAW_ELEMENTS: Mapping[str, Callable[[Any], bytes]] = {
+    "BYTES": _raw_bytes,
+    "UINT32": struct.Struct("<I").pack,
+    "FP32": struct.Struct("<f").pack,
+}

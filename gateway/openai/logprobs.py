@@ -52,10 +52,15 @@ def chat_logprobs(texts: TokenTexts, logprobs: Sequence[PositionLogprobs]) -> di
 
 def prompt_logprobs(texts: TokenTexts, logprobs: Sequence[PositionLogprobs], num_top: int) -> list[Any]:
     """One entry a prompt token, by token id; the first token has none."""
-    return [None, *(_prompt_entry(texts, entry, num_top) for entry in logprobs)]
+    return [None, *logprobs_by_token_id(texts, logprobs, num_top)]
 
 
-def _prompt_entry(texts: TokenTexts, entry: PositionLogprobs, num_top: int) -> dict[str, Any]:
+def logprobs_by_token_id(texts: TokenTexts, logprobs: Sequence[PositionLogprobs], num_top: int) -> list[dict[str, Any]]:
+    """One entry a token: the chosen token and the most likely ones by their ids, as vLLM shows them."""
+    return [_entry_by_token_id(texts, entry, num_top) for entry in logprobs]
+
+
+def _entry_by_token_id(texts: TokenTexts, entry: PositionLogprobs, num_top: int) -> dict[str, Any]:
     return {
         str(each.token_id): {
             "logprob": _finite(each.logprob),

@@ -55,6 +55,11 @@ async def infer_stream(gateway, *requests):
     return [response async for response in call(iter(requests), timeout=20)]
 
 
+async def read_to_the_end(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 async def expected_text(gateway, prompt):
     request = generation_pb2.GenerateRequest(text=prompt)
     request.stopping.max_tokens = 8
@@ -116,31 +121,84 @@ async def test_metadata_and_readiness_tell_what_is_served(gateway):
     assert ready == [True, False]
 
 
+async def test_an_output_that_an_input_asks_for_comes_besides_the_text(gateway):
+    request = make_request("hello")
+    request.inputs.add(name="return_finish_reason", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+    response = await infer(gateway, request)
+    assert [output.name for output in response.outputs] == ["text_output", "finish_reason"]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+async def test_the_cumulative_log_probability_is_a_float(gateway, raw):
+    request = make_request("hello", "good morning", raw=raw)
+    request.outputs.add(name="cumulative_logprob")
+    response = await infer(gateway, request)
+    (output,) = response.outputs
+    assert (output.name, output.datatype, list(output.shape)) == ("cumulative_logprob", "FP32", [2])
+    if raw:
+        assert response.raw_output_contents == [struct.pack("<ff", -4.0, -4.0)]
+    else:
+        assert list(output.contents.fp32_contents) == [-4.0, -4.0]
+
+
+async def test_repository_index_lists_the_model_and_its_state(gateway):
+    for request in (pb.RepositoryIndexRequest(), pb.RepositoryIndexRequest(ready=True)):
+        (model,) = (await unary(gateway, "RepositoryIndex", request, pb.RepositoryIndexResponse)).models
+        assert (model.name, model.version, model.state, model.reason) == ("quire-tiny", "1", "READY", "")
+    gateway.gateway._generator.is_draining = True
+    (model,) = (await unary(gateway, "RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse)).models
+    assert (model.state, model.reason) == ("UNAVAILABLE", "no request would run at once")
+    ready = await unary(gateway, "RepositoryIndex", pb.RepositoryIndexRequest(ready=True), pb.RepositoryIndexResponse)
+    assert not ready.models
+
+
+async def test_repository_index_knows_no_repository_by_a_name(gateway):
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await unary(
+            gateway, "RepositoryIndex", pb.RepositoryIndexRequest(repository_name="mine"), pb.RepositoryIndexResponse
+        )
+    assert refused.value.code().name == "NOT_FOUND"
+    assert 'repository_name is "mine"' in (refused.value.details() or "")
+
+
 @pytest.mark.parametrize(
-    ("change", "code", "words"),
+    ("method", "words"),
     [
-        (lambda r: r.inputs.__delitem__(0), "INVALID_ARGUMENT", "text_input"),
-        (lambda r: r.inputs[0].shape.append(2), "INVALID_ARGUMENT", "inputs[0].shape"),
-        (lambda r: r.inputs[0].shape.__setitem__(0, 2), "INVALID_ARGUMENT", "1 came"),
-        (lambda r: setattr(r.inputs[0], "datatype", "FP32"), "INVALID_ARGUMENT", "BYTES"),
-        (lambda r: setattr(r.inputs[0], "name", "other"), "INVALID_ARGUMENT", "other"),
-        (lambda r: r.raw_input_contents.append(b"\x05"), "INVALID_ARGUMENT", "raw_input_contents"),
-        (lambda r: r.raw_input_contents.extend([b"\x05", b"\x01", b""]), "INVALID_ARGUMENT", "inputs[0]"),
-        (lambda r: r.inputs[0].contents.bytes_contents.__setitem__(0, b"\xff"), "INVALID_ARGUMENT", "UTF-8"),
-        (lambda r: r.inputs[2].contents.bytes_contents.__setitem__(0, b"[]"), "INVALID_ARGUMENT", "JSON object"),
-        (lambda r: r.parameters["no_such"].MergeFromString(b"\x10\x01"), "INVALID_ARGUMENT", "no_such"),
-        (lambda r: setattr(r, "model_name", "other"), "NOT_FOUND", "other"),
-        (lambda r: setattr(r, "model_version", "7"), "NOT_FOUND", "7"),
-        (lambda r: r.outputs.add(name="other"), "INVALID_ARGUMENT", "other"),
+        ("ModelConfig", "ModelMetadata"),
+        ("ModelStatistics", "/metrics"),
+        ("CudaSharedMemoryRegister", "in the messages"),
+        ("NoSuchMethod", "ModelStreamInfer"),
     ],
 )
-async def test_bad_requests_name_what_is_at_fault(gateway, change, code, words):
-    request = make_request("hello")
-    change(request)
+async def test_a_method_that_is_not_served_is_refused_with_a_way_out(gateway, method, words):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await infer(gateway, request)
-    assert refused.value.code().name == code
+        await unary(gateway, method, pb.ServerLiveRequest(), pb.ServerLiveResponse)
+    assert refused.value.code().name == "UNIMPLEMENTED"
+    assert f"{method} is not served here" in (refused.value.details() or "")
     assert words in (refused.value.details() or "")
+
+
+async def test_an_unknown_method_of_another_service_stays_what_grpc_makes_of_it(gateway):
+    call = gateway.channel.unary_unary("/quire.gateway.v1.GenerationService/NoSuchMethod")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call(b"", timeout=10)
+    assert (refused.value.code().name, refused.value.details()) == ("UNIMPLEMENTED", "Method not found!")
+
+
+async def test_an_error_is_the_status_of_a_stream_that_asks_for_it(gateway):
+    call = gateway.channel.stream_stream(
+        SERVICE + "ModelStreamInfer",
+        request_serializer=pb.ModelInferRequest.SerializeToString,
+        response_deserializer=pb.ModelStreamInferResponse.FromString,
+    )(timeout=20, metadata=[("triton_grpc_error", "true")])
+    await call.write(make_request("hello", stream=True, sampling={"max_tokens": 500, "ignore_eos": True}))
+    await call.read()
+    await call.write(make_request("hello", stream=True, sampling={"temperature": -1}))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await read_to_the_end(call)
+    assert refused.value.code().name == "INVALID_ARGUMENT"
+    async with asyncio.timeout(10):
+        await gateway.gateway._ledger.wait_until_empty()
 
 
 async def test_leaving_a_stream_ends_its_requests(gateway):

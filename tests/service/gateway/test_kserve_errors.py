@@ -1,0 +1,214 @@
+"""What is wrong with a request of the Open Inference Protocol is told by the protocol's own fields."""
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from quire.inference import open_inference_pb2 as pb
+from quire.rpc.errors import QuireError, from_rpc_error
+from tests.service.gateway.test_kserve import SERVICE, infer, make_request
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import running_gateway
+
+JSON = "inputs[2].contents.bytes_contents[0]"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def scheduler():
+    fake = FakeScheduler()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(scheduler):
+    async with running_gateway(scheduler) as running:
+        yield running
+
+
+async def refusal(gateway, request) -> QuireError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await infer(gateway, request)
+    return from_rpc_error(refused.value)
+
+
+def with_parameter(name, **value):
+    request = make_request("hello", sampling={"top_k": 0})
+    request.parameters[name].CopyFrom(pb.InferParameter(**value))
+    return request
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        (lambda r: r.inputs.__delitem__(0), "inputs", "has no text_input"),
+        (lambda r: r.inputs[0].shape.append(2), "inputs[0].shape", "[N, 1]"),
+        (lambda r: r.inputs[0].shape.__setitem__(0, 2), "inputs[0].shape", "1 came in inputs[0].contents"),
+        (lambda r: setattr(r.inputs[0], "datatype", "FP32"), "inputs[0].datatype", "BYTES"),
+        (lambda r: setattr(r.inputs[0], "name", "other"), "inputs[0].name", "text_input"),
+        (lambda r: setattr(r.inputs[1], "name", "text_input"), "inputs[1].name", "second time"),
+        (lambda r: r.inputs[1].contents.bool_contents.append(True), "inputs[1].shape", "2 came"),
+        (lambda r: r.raw_input_contents.append(b"\x05"), "raw_input_contents", "1 entries for 3 inputs"),
+        (lambda r: r.raw_input_contents.extend([b"\x05", b"\x01", b""]), "raw_input_contents[0]", "elements of BYTES"),
+        (
+            lambda r: r.inputs[0].contents.bytes_contents.__setitem__(0, b"\xff"),
+            "inputs[0].contents.bytes_contents[0]",
+            "UTF-8",
+        ),
+        (
+            lambda r: r.inputs[0].contents.bytes_contents.__setitem__(0, b""),
+            "inputs[0].contents.bytes_contents[0]",
+            "is empty",
+        ),
+        (lambda r: r.inputs[2].contents.bytes_contents.__setitem__(0, b"[]"), JSON, "JSON object"),
+        (lambda r: r.inputs[2].contents.bytes_contents.__setitem__(0, b'{"stop": "\\ud800"}'), JSON, "valid JSON"),
+        (lambda r: r.outputs.add(name="other"), "outputs[0].name", "num_output_tokens"),
+        (
+            lambda r: r.inputs[0].parameters["shared_memory_region"].MergeFromString(b"\x10\x01"),
+            'inputs[0].parameters["shared_memory_region"]',
+            "not supported",
+        ),
+        (
+            lambda r: r.outputs.add(name="text_output").parameters["classification"].MergeFromString(b"\x10\x01"),
+            'outputs[0].parameters["classification"]',
+            "no classes",
+        ),
+    ],
+)
+async def test_a_tensor_at_fault_is_named(gateway, change, field, words):
+    request = make_request("hello")
+    change(request)
+    error = await refusal(gateway, request)
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.violations[0].field == field
+    assert words in error.violations[0].description
+    assert error.message.startswith(f"{field} ")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"max_tokens": 0}, "is 0; it must be in"),
+        ({"temperature": "warm"}, "must be a number"),
+        ({"top_p": 1.5}, "is 1.5"),
+        ({"no_such": 1}, "is not a field"),
+        ({"best_of": 2, "use_beam_search": True, "n": 3}, None),
+        ({"stop_token_ids": [99999999]}, "is 99999999"),
+        ({"ignore_eos": "perhaps"}, 'is "perhaps"; it must be true or false'),
+        ({"prompt": "hello"}, "is no sampling parameter; set the input text_input"),
+        ({"stream": True}, "set the input stream"),
+        ({"logprobs": 3}, "return_logprobs"),
+        ({"prompt_logprobs": 3}, "no output"),
+        ({"x" * 200: 3}, "is not a field"),
+    ],
+)
+async def test_a_sampling_parameter_in_the_tensor_is_named_by_its_place(gateway, value, words):
+    error = await refusal(gateway, make_request("hello", sampling=value))
+    (violation,) = error.violations
+    assert violation.field.startswith(f"{JSON}[")
+    assert next(iter(value))[:50] in violation.field or words is None
+    assert (words or "") in violation.description
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("max_tokens", {"int64_param": 0}, "is 0; it must be in"),
+        ("temperature", {"double_param": float("nan")}, "finite"),
+        ("temperature", {"string_param": "warm"}, "must be a number"),
+        ("skip_special_tokens", {"string_param": "yes"}, 'is "yes"; it must be true or false'),
+        ("ignore_eos", {"int64_param": 1}, "must be true or false"),
+        ("sequence_id", {"int64_param": 7}, "no state"),
+        ("timeout", {"int64_param": 1000}, "deadline"),
+        ("no_such", {"bool_param": True}, "is not a field"),
+        ("seed", {}, "has no value"),
+    ],
+)
+async def test_a_parameter_of_the_request_is_named_by_its_key(gateway, name, value, words):
+    error = await refusal(gateway, with_parameter(name, **value))
+    (violation,) = error.violations
+    assert violation.field == f'parameters["{name}"]'
+    assert words in violation.description
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"), [(False, "inputs[0].contents.bytes_contents[1]"), (True, "raw_input_contents[0][1]")]
+)
+async def test_the_prompt_at_fault_is_named_among_several(gateway, raw, field):
+    error = await refusal(gateway, make_request("hello", "fox " * 2000, raw=raw))
+    assert error.violations[0].field == field
+
+
+async def test_a_sum_that_cannot_fit_names_the_parameter_that_would_set_it(gateway):
+    request = make_request("hello", sampling={"temperature": 0})
+    request.parameters["max_tokens"].int64_param = 1023
+    error = await refusal(gateway, request)
+    assert [violation.field for violation in error.violations] == ['parameters["max_tokens"]']
+
+
+@pytest.mark.parametrize("text", ["true", "True", "TRUE"])
+async def test_flags_may_come_as_texts(gateway, scheduler, text):
+    request = make_request("hello", sampling={"max_tokens": 2, "skip_special_tokens": "False"})
+    request.parameters["ignore_eos"].string_param = text
+    await infer(gateway, request)
+    submit = scheduler.submits[-1]
+    assert submit.output.include_special_tokens
+    assert not submit.eos_token_ids
+
+
+async def test_parameters_that_are_null_are_as_good_as_absent(gateway):
+    absent = {"max_tokens": 2, "logprobs": None, "stream": None, "temperature": None, "no_such": None}
+    assert (await infer(gateway, make_request("hello", sampling=absent))).outputs
+
+
+async def test_numbers_and_lists_may_come_as_texts(gateway, scheduler):
+    request = make_request("hello", sampling={"max_tokens": "2"})
+    request.parameters["temperature"].string_param = "0.5"
+    request.parameters["stop_token_ids"].string_param = "[7, 9]"
+    request.parameters["early_stopping"].string_param = "False"
+    await infer(gateway, request)
+    submit = scheduler.submits[-1]
+    assert submit.sampling.temperature == 0.5
+    assert list(submit.stopping.stop_token_ids) == [7, 9]
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("model_name", "other"), ("model_name", ""), ("model_version", "7")])
+async def test_a_model_that_is_not_served_is_not_found(gateway, attribute, value):
+    request = make_request("hello")
+    setattr(request, attribute, value)
+    error = await refusal(gateway, request)
+    assert error.code is grpc.StatusCode.NOT_FOUND
+    assert error.message.startswith(f'{attribute} is "{value}"; ')
+
+
+async def test_what_streams_only_cannot_be_asked_of_one_answer(gateway):
+    error = await refusal(gateway, make_request("hello", stream=True))
+    assert error.violations[0].field == "inputs[1].contents.bool_contents[0]"
+    assert "ModelStreamInfer" in error.message
+
+
+async def test_a_stream_refuses_several_prompts_texts_and_the_input(gateway):
+    several = make_request("hello", "hello", stream=True, request_id="several")
+    including = make_request("hello", stream=True, request_id="including")
+    flag = including.inputs.add(name="exclude_input_in_output", datatype="BOOL", shape=[1])
+    flag.contents.bool_contents.append(False)
+    texts = make_request("hello", stream=True, request_id="texts", sampling={"n": 2})
+    call = gateway.channel.stream_stream(
+        SERVICE + "ModelStreamInfer",
+        request_serializer=pb.ModelInferRequest.SerializeToString,
+        response_deserializer=pb.ModelStreamInferResponse.FromString,
+    )
+    responses = [response async for response in call(iter([several, including, texts]), timeout=20)]
+    errors = {response.infer_response.id: response.error_message for response in responses}
+    assert errors == {
+        "several": "inputs[0] has 2 prompts; a streamed request has 1",
+        "including": "inputs[3].contents.bool_contents[0] is false; a streamed text never has its prompt",
+        "texts": f'{JSON}["n"] is 2; a streamed request has one text',
+    }
+
+
+async def test_a_deeply_nested_parameter_is_refused(gateway):
+    request = make_request("hello")
+    request.inputs[2].contents.bytes_contents[0] = b"[" * 100_000
+    assert "is not valid JSON" in (await refusal(gateway, request)).message

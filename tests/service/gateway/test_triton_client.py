@@ -1,0 +1,214 @@
+"""Triton's own Python client against the gateway: what its users call works, and errors reach them as errors."""
+
+import asyncio
+import json
+
+import pytest
+import pytest_asyncio
+
+from quire.gateway.v1 import generation_pb2
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import RunningGateway, running_gateway
+from tests.support.triton_client import TritonClient, TritonError, triton_client
+
+MODEL = "quire-tiny"
+INPUTS = {"text_input": ["hello"], "exclude_input_in_output": [True]}
+EIGHT = {"max_tokens": 8}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway():
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    async with running_gateway(scheduler) as running:
+        yield running
+    await scheduler.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(gateway: RunningGateway):
+    async with triton_client(gateway.gateway.grpc_address) as running:
+        yield running
+
+
+async def expected_text(gateway: RunningGateway, prompt: str) -> str:
+    request = generation_pb2.GenerateRequest(text=prompt)
+    request.stopping.max_tokens = 8
+    return (await gateway.generation.Generate(request)).sequences[0].text
+
+
+def streamed(prompt: str, request_id: str, **parameters) -> dict:
+    return {
+        "inputs": {"text_input": [prompt], "stream": [True]},
+        "request_id": request_id,
+        "parameters": EIGHT | parameters,
+    }
+
+
+async def test_server_and_model_are_live_and_ready(client: TritonClient):
+    assert await client.simple("is_server_live")
+    assert await client.simple("is_server_ready")
+    assert await client.simple("is_model_ready", model_name=MODEL)
+    assert await client.simple("is_model_ready", model_name=MODEL, model_version="1")
+    assert not await client.simple("is_model_ready", model_name="other")
+
+
+async def test_metadata_names_tensors_with_datatypes_and_shapes(client: TritonClient):
+    assert (await client.simple("get_server_metadata", as_json=True))["name"] == "quire"
+    metadata = await client.simple("get_model_metadata", model_name=MODEL, as_json=True)
+    assert metadata["name"] == MODEL
+    assert {"name": "text_input", "datatype": "BYTES", "shape": ["-1"]} in metadata["inputs"]
+    assert {"name": "text_output", "datatype": "BYTES", "shape": ["-1"]} in metadata["outputs"]
+
+
+async def test_infer_answers_with_the_request_id_and_every_output_that_is_wanted(gateway, client: TritonClient):
+    outputs = ["num_output_tokens", "text_output", "finish_reason", "num_input_tokens"]
+    answer = await client.infer(INPUTS, request_id="mine", parameters=EIGHT, outputs=outputs)
+    assert (answer["id"], answer["model_name"]) == ("mine", MODEL)
+    assert answer["outputs"].keys() == set(outputs)
+    assert answer["outputs"]["text_output"] == [await expected_text(gateway, "hello")]
+    assert answer["outputs"]["num_output_tokens"] == [8]
+    assert answer["outputs"]["finish_reason"] == ["length"]
+
+
+async def test_infer_answers_a_batch_of_prompts_in_order(gateway, client: TritonClient):
+    prompts = ["good morning", "hello", "good night"]
+    answer = await client.infer(INPUTS | {"text_input": prompts}, parameters=EIGHT)
+    assert answer["outputs"] == {"text_output": [await expected_text(gateway, prompt) for prompt in prompts]}
+
+
+async def test_sampling_parameters_as_a_json_tensor(client: TritonClient):
+    inputs = INPUTS | {"sampling_parameters": ['{"max_tokens": 3}'], "return_num_output_tokens": [True]}
+    assert (await client.infer(inputs))["outputs"]["num_output_tokens"] == [3]
+
+
+async def test_log_probabilities_come_as_json_by_token_id_and_summed(client: TritonClient):
+    wanted = {"return_logprobs": [True], "return_cumulative_logprob": [True]}
+    answer = await client.infer(INPUTS | wanted, parameters={"max_tokens": 3, "logprobs": 2})
+    assert answer["outputs"]["cumulative_logprob"] == [-1.5]
+    (text,) = answer["outputs"]["logprobs"]
+    positions = json.loads(text)
+    assert len(positions) == 3
+    for position in positions:
+        assert {"logprob", "rank", "decoded_token"} == set(next(iter(position.values())))
+        assert [(entry["logprob"], entry["rank"]) for entry in position.values()] == [(-0.5, 1), (-1.5, 2)]
+
+
+async def test_pieces_of_a_stream_have_the_log_probabilities_of_their_tokens(client: TritonClient):
+    request = streamed("hello", "mine", logprobs=1)
+    request["inputs"] |= {"return_logprobs": [True], "return_cumulative_logprob": [True]}
+    pieces = [piece["outputs"] for piece in await client.stream(request)]
+    assert sum(len(json.loads(piece["logprobs"][0])) for piece in pieces) == 8
+    sums = [piece["cumulative_logprob"][0] for piece in pieces]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[-2:] == [-4.0, -4.0]
+
+
+async def test_the_chosen_token_alone_has_a_log_probability_where_no_number_is_asked(client: TritonClient):
+    answer = await client.infer(INPUTS | {"return_logprobs": [True]}, parameters={"max_tokens": 2})
+    assert [len(position) for position in json.loads(answer["outputs"]["logprobs"][0])] == [1, 1]
+
+
+async def test_the_text_has_its_prompt_unless_that_is_excluded(client: TritonClient):
+    (text,) = (await client.infer({"text_input": ["hello"]}, parameters=EIGHT))["outputs"]["text_output"]
+    (alone,) = (await client.infer(INPUTS, parameters=EIGHT))["outputs"]["text_output"]
+    assert text == "hello" + alone
+
+
+@pytest.mark.parametrize("empty_final", [False, True])
+async def test_stream_pieces_are_the_text_and_the_last_is_marked_final(gateway, client: TritonClient, empty_final):
+    pieces = await client.stream(streamed("hello", "mine"), empty_final=empty_final)
+    assert "".join(piece["outputs"]["text_output"][0] for piece in pieces) == await expected_text(gateway, "hello")
+    assert len(pieces) > 2
+    assert {piece["id"] for piece in pieces} == {"mine"}
+    finals = [piece["parameters"]["triton_final_response"] for piece in pieces]
+    assert finals == [False] * (len(pieces) - 1) + [True]
+
+
+async def test_a_stream_carries_several_requests_and_one_that_fails_ends_no_other(gateway, client: TritonClient):
+    requests = [streamed("hello", "a"), streamed("hello", "bad", temperature=-1.0), streamed("good morning", "b")]
+    responses = await client.stream(*requests)
+    (error,) = [response["error"] for response in responses if "error" in response]
+    assert 'parameters["temperature"] is -1' in error["message"]
+    for request_id, prompt in (("a", "hello"), ("b", "good morning")):
+        pieces = [response["outputs"]["text_output"][0] for response in responses if response.get("id") == request_id]
+        assert "".join(pieces) == await expected_text(gateway, prompt)
+
+
+async def test_the_client_for_asyncio_streams_as_well(gateway, client: TritonClient):
+    pieces = await client.aio_stream(streamed("hello", "a"), streamed("hello", "bad", temperature=-1.0))
+    (error,) = [piece["error"] for piece in pieces if "error" in piece]
+    assert 'parameters["temperature"]' in error["message"]
+    text = "".join(piece["outputs"]["text_output"][0] for piece in pieces if "error" not in piece)
+    assert text == await expected_text(gateway, "hello")
+
+
+async def test_a_stream_that_is_cancelled_ends_its_requests(gateway, client: TritonClient):
+    pieces = await client.stream(streamed("hello", "mine", max_tokens=900, ignore_eos=True), cancels=True)
+    assert pieces[0]["outputs"]["text_output"]
+    async with asyncio.timeout(10):
+        await gateway.gateway._ledger.wait_until_empty()
+
+
+async def test_a_call_whose_time_is_over_ends_its_request(gateway, client: TritonClient):
+    with pytest.raises(TritonError) as late:
+        await client.infer(INPUTS, parameters={"max_tokens": 900, "ignore_eos": True}, timeout_s=0.1)
+    assert late.value.status == "StatusCode.DEADLINE_EXCEEDED"
+    async with asyncio.timeout(10):
+        await gateway.gateway._ledger.wait_until_empty()
+
+
+async def test_a_request_without_stream_gets_one_final_response_in_a_stream(gateway, client: TritonClient):
+    (response,) = await client.stream({"inputs": INPUTS, "parameters": EIGHT, "request_id": "whole"})
+    assert response["outputs"] == {"text_output": [await expected_text(gateway, "hello")]}
+    assert response["parameters"] == {"triton_final_response": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"model_name": "other"}, "NOT_FOUND", '"other"'),
+        ({"model_version": "7"}, "NOT_FOUND", '"7"'),
+        ({"outputs": ["other"]}, "INVALID_ARGUMENT", 'outputs[0].name is "other"'),
+        ({"inputs": {"prompt": ["hello"]}}, "INVALID_ARGUMENT", 'inputs[0].name is "prompt"'),
+        ({"inputs": {"text_input": [1]}}, "INVALID_ARGUMENT", "inputs[0].datatype"),
+        ({"parameters": {"max_tokens": 0}}, "INVALID_ARGUMENT", 'parameters["max_tokens"] is 0'),
+        ({"parameters": {"no_such": 1}}, "INVALID_ARGUMENT", 'parameters["no_such"]'),
+    ],
+)
+async def test_errors_of_infer_have_a_status_and_name_what_is_at_fault(client: TritonClient, change, status, words):
+    with pytest.raises(TritonError) as refused:
+        await client.infer(**({"inputs": INPUTS} | change))
+    assert refused.value.status == f"StatusCode.{status}"
+    assert words in refused.value.message
+
+
+async def test_a_call_after_an_error_works(client: TritonClient):
+    with pytest.raises(TritonError):
+        await client.infer({"text_input": ["hello"]}, parameters={"temperature": -1.0})
+    assert (await client.infer(INPUTS, parameters=EIGHT))["outputs"]["text_output"]
+
+
+async def test_an_error_ends_a_stream_that_asks_for_statuses(client: TritonClient):
+    responses = await client.stream(streamed("hello", "bad", temperature=-1.0), headers={"triton_grpc_error": "true"})
+    assert [response["error"]["status"] for response in responses] == ["StatusCode.INVALID_ARGUMENT"]
+
+
+async def test_the_repository_has_the_one_model(client: TritonClient):
+    index = await client.simple("get_model_repository_index", as_json=True)
+    assert index == {"models": [{"name": MODEL, "version": "1", "state": "READY"}]}
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("get_model_config", "ModelMetadata tells the tensors"),
+        ("get_inference_statistics", "/metrics of the HTTP port"),
+        ("load_model", "the model is the one that the server was started with"),
+    ],
+)
+async def test_what_is_not_served_says_where_else_to_look(client: TritonClient, method, words):
+    with pytest.raises(TritonError) as refused:
+        await client.simple(method, model_name=MODEL)
+    assert refused.value.status == "StatusCode.UNIMPLEMENTED"
+    assert words in refused.value.message
