@@ -1,8 +1,10 @@
 """Asks a server of this container by gRPC health whether it serves. Exit status 0: it does; 1: it does not.
 
-usage: healthcheck.py HOST:PORT
+usage: healthcheck.py [--alive] HOST:PORT|unix:PATH
 
-Where QUIRE_TLS_DIR names a directory, it speaks TLS with a certificate from there. Health is open to all roles.
+With --alive it is enough that the server answers at all: one that waits for another service is not to be restarted.
+Where QUIRE_TLS_DIR names a directory, it speaks TLS with a certificate from there, except to a unix socket. Health is
+open to all roles.
 """
 
 import os
@@ -18,7 +20,7 @@ TIMEOUT_S = 3.0
 
 def main(argv: list[str]) -> int:
     """Prints the status in one line, where people see it: in the container's health log."""
-    (address,) = argv
+    *flags, address = argv
     with open_channel(address, os.environ.get("QUIRE_TLS_DIR")) as channel:
         check = channel.unary_unary(
             METHOD,
@@ -31,14 +33,17 @@ def main(argv: list[str]) -> int:
             print(f"{address}: {error}")
             return 1
     print(f"{address}: {HealthCheckResponse.ServingStatus.Name(status)}")
-    return 0 if status == HealthCheckResponse.SERVING else 1
+    return 0 if flags == ["--alive"] or status == HealthCheckResponse.SERVING else 1
 
 
 def open_channel(address: str, tls_dir: str | None) -> grpc.Channel:
-    """Encrypted by the files in a directory, if there is one."""
-    if not tls_dir:
+    """Encrypted by the files in a directory, if there is one, where it is not a file of this machine."""
+    if not tls_dir or address.startswith("unix:"):
         return grpc.insecure_channel(address)
-    key = next(path for path in sorted(Path(tls_dir).glob("*.key")) if path.name != "ca.key")
+    keys = [path for path in sorted(Path(tls_dir).glob("*.key")) if path.name != "ca.key"]
+    if not keys:
+        sys.exit(f"{tls_dir} has no key of a service")
+    key = keys[0]
     files = (Path(tls_dir) / "ca.pem", key, key.with_suffix(".pem"))
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(*(path.read_bytes() for path in files)))
 

@@ -1,9 +1,11 @@
 """The gateway as a whole: starts, says when it is ready, drains."""
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
@@ -15,6 +17,7 @@ from gateway.generation_servicer import GenerationServicer
 from gateway.generator import Generator
 from gateway.http import HttpServer, make_http_app
 from gateway.kserve.servicer import KServeServicer
+from gateway.kserve.unserved import UnservedMethods
 from gateway.ledger import Ledger
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
@@ -25,15 +28,17 @@ from gateway.replicas import Replicas
 from gateway.settings import GatewaySettings
 from gateway.slow_clients import SlowClientInterceptor
 from gateway.text_service import TextService
+from gateway.tls import GatewayTls
 from gateway.wire import add_service
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
+from quire.metrics_server import MetricsServer
 from quire.model_directory import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
 from quire.rpc.limits import ConnectionLimits
 from quire.rpc.server import RpcServer
-from quire.rpc.tls import Role, ServerTls, TlsIdentity
+from quire.rpc.tls import TlsIdentity
 
 _SERVICES = {
     "generation": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
@@ -53,6 +58,7 @@ class Gateway:
     Attributes:
         grpc_address: Where it serves gRPC, as HOST:PORT.
         http_address: Where it serves HTTP, as HOST:PORT.
+        admin_address: Where it shows its connections, as HOST:PORT; None where it does not.
         authenticator: What says who calls.
     """
 
@@ -61,6 +67,7 @@ class Gateway:
     ) -> None:
         self.grpc_address = rpc.address
         self.http_address = http.address
+        self.admin_address = None if rpc.admin is None else rpc.admin.address
         self.authenticator = authenticator
         self._generator = generator
         self._ledger = ledger
@@ -75,8 +82,8 @@ class Gateway:
         self._background.append(asyncio.create_task(authenticator.watch(), name="API keys"))
 
     @classmethod
-    async def start(cls, settings: GatewaySettings) -> Self:
-        """Listens on both ports; schedulers are connected to in the background.
+    async def start(cls, settings: GatewaySettings, metrics: GatewayMetrics | None = None) -> Self:
+        """Listens on both ports; schedulers are connected to in the background. Counts in `metrics`, where given.
 
         Raises:
             ConfigurationError: the model directory, a file of keys or an address cannot be used, in one line.
@@ -85,22 +92,22 @@ class Gateway:
         executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="text")
         model = ServedModel.open(resolve_model(settings.model), settings.served_model_name, executor)
         ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
-        metrics = GatewayMetrics()
+        metrics = metrics or GatewayMetrics()
         authenticator = _authenticator(settings, metrics)
-        tls = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.GATEWAY)
-        replicas = _replicas(settings, ledger, model, gateway_id, tls)
+        tls = GatewayTls.of(settings)
+        replicas = _replicas(settings, ledger, model, gateway_id, tls.inner)
         metrics.watch_schedulers(lambda: replicas.num_connected)
         generator = Generator(model, replicas, ledger, settings, metrics)
         app = make_http_app(generator, metrics, authenticator, settings, started_at_s=int(time.time()))
-        http = HttpServer.bind(app, settings, metrics.count_refused_connection, _server_tls(settings, tls))
+        http = HttpServer.bind(app, settings, metrics.count_refused_connection, tls.public)
         auth = AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller)
         try:
-            rpc = await _start_rpc(settings, generator, gateway_id, auth, _server_tls(settings, tls))
+            rpc = await _start_rpc(settings, generator, gateway_id, auth, tls)
         except BaseException:
             http.close()
             raise
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', model.name, rpc.address, http.address)
-        _warn_if_open(settings, rpc.address, http.address)
+        _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
         return cls(generator, ledger, authenticator, rpc, http)
 
     async def run(self) -> None:
@@ -147,13 +154,30 @@ async def serve(settings: GatewaySettings) -> None:
     Raises:
         ConfigurationError: it cannot start, in one line.
     """
-    gateway = await Gateway.start(settings)
-    # The one line on stdout: whoever starts a gateway with port 0 learns here what it got.
-    print(f"quire-gateway: listening grpc={gateway.grpc_address} http={gateway.http_address}", flush=True)
+    metrics = GatewayMetrics()
+    with _metrics_server(settings, metrics):
+        gateway = await Gateway.start(settings, metrics)
+        # The one line on stdout: whoever starts a gateway with port 0 learns here what it got.
+        print(f"quire-gateway: listening grpc={gateway.grpc_address} http={gateway.http_address}", flush=True)
+        try:
+            await gateway.run()
+        finally:
+            await gateway.stop(settings.drain_timeout)
+
+
+@contextlib.contextmanager
+def _metrics_server(settings: GatewaySettings, metrics: GatewayMetrics) -> Iterator[None]:
+    """The port of this gateway's own metrics, if it is to have one."""
+    if settings.metrics_port is None:
+        yield
+        return
+    tls = GatewayTls.of(settings).operators
+    server = MetricsServer.start(settings.metrics_host, settings.metrics_port, metrics.registry, tls)
+    _logger.info("metrics on port %d", server.port)
     try:
-        await gateway.run()
+        yield
     finally:
-        await gateway.stop(settings.drain_timeout)
+        server.stop()
 
 
 def _replicas(
@@ -180,21 +204,19 @@ def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authen
     return keys
 
 
-def _warn_if_open(settings: GatewaySettings, *addresses: str) -> None:
+def _warn_if_open(settings: GatewaySettings, *addresses: str, is_encrypted: bool) -> None:
     if all(map(is_local, addresses)):
         return
     if not settings.keys_files:
         _logger.warning("everyone who reaches this gateway from other machines may use it; --keys-file asks for keys")
-    if settings.tls_dir is None:
-        _logger.warning("what other machines send to this gateway can be read on the way; --tls-dir encrypts it")
-
-
-def _server_tls(settings: GatewaySettings, identity: TlsIdentity | None) -> ServerTls | None:
-    return None if identity is None else ServerTls(identity, asks_for_certificates=settings.tls_client_auth)
+    if not is_encrypted:
+        _logger.warning(
+            "what other machines send to this gateway can be read on the way; --tls-dir or --public-cert encrypts it"
+        )
 
 
 async def _start_rpc(
-    settings: GatewaySettings, generator: Generator, gateway_id: str, auth: AuthInterceptor, tls: ServerTls | None
+    settings: GatewaySettings, generator: Generator, gateway_id: str, auth: AuthInterceptor, tls: GatewayTls
 ) -> RpcServer:
     servicers = {
         "generation": GenerationServicer(generator, TextService(generator)),
@@ -206,14 +228,18 @@ async def _start_rpc(
     def register(server: grpc.aio.Server) -> None:
         for name, service in _SERVICES.items():
             add_service(server, service, servicers[name])
+        server.add_generic_rpc_handlers((UnservedMethods(_SERVICES["kserve"]),))
 
     return await RpcServer.start(
         str(TcpAddress(settings.grpc_host, settings.grpc_port)),
         register,
         _SERVICE_NAMES,
         max_message_bytes=settings.max_message_bytes,
+        reuse_port=settings.reuse_port,
+        local_socket=settings.local_socket,
         admin_port=settings.admin_port,
-        tls=tls,
+        admin_tls=tls.operators,
+        tls=tls.public,
         limits=ConnectionLimits(
             settings.max_connections, settings.max_streams_per_connection, settings.handshake_timeout
         ),

@@ -15,13 +15,13 @@ from gateway.auth.authenticator import Authenticator
 from gateway.auth.http_middleware import AuthMiddleware
 from gateway.generator import Generator
 from gateway.http_protocol import HttpLimits, http_protocol
-from gateway.https import HttpsFiles
 from gateway.metrics import GatewayMetrics
 from gateway.openai.body import BodyLimits
 from gateway.openai.request_ids import RequestIdMiddleware
 from gateway.openai.routes import answer_errors, make_router
 from gateway.settings import GatewaySettings
 from quire.rpc.address import TcpAddress, check_bindable
+from quire.rpc.https import HttpsFiles
 from quire.rpc.tls import ServerTls
 from quire.version import VERSION
 
@@ -126,9 +126,9 @@ class HttpServer(uvicorn.Server):
         protocol = http_protocol(limits, on_refusal)
         https = None if tls is None else HttpsFiles(tls)
         host, port = settings.http_host, settings.http_port
-        check_bindable(TcpAddress(host, port))
+        check_bindable(TcpAddress(host, port), reuse_port=settings.reuse_port)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024)
+        listener = socket.create_server((host, port), family=family, backlog=1024, reuse_port=settings.reuse_port)
         return cls(app, listener, protocol, https, settings.handshake_timeout)
 
     async def run_until_stopped(self) -> None:

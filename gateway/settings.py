@@ -15,10 +15,20 @@ class GatewaySettings:
     grpc_port: int = setting(50051, "port for gRPC; 0 picks a free one", minimum=0, maximum=65535)
     http_host: str = setting("127.0.0.1", "where to listen for HTTP")
     http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535)
+    reuse_port: bool = setting(False, "share both ports with other gateways of the same user on this machine")
+    local_socket: Path | None = setting(
+        None, "unix socket on which to serve gRPC too, to reach this gateway where ports are shared", metavar="PATH"
+    )
     tls_dir: Path | None = setting(
         None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
     )
     tls_client_auth: bool = setting(False, "callers must show a certificate that ca.pem of --tls-dir has signed")
+    public_cert: Path | None = setting(
+        None,
+        "certificate of both ports, the chain after it, in the place of the gateway's in --tls-dir",
+        metavar="FILE",
+    )
+    public_key: Path | None = setting(None, "key of --public-cert, not encrypted", metavar="FILE")
     schedulers: tuple[str, ...] = setting(("127.0.0.1:50052",), "addresses of the schedulers, one per replica")
     model: str | None = setting(None, "model directory, for tokenizer and defaults; the embedded model if absent")
     served_model_name: str | None = setting(None, "name that clients use; the directory's name if absent")
@@ -77,6 +87,14 @@ class GatewaySettings:
         minimum=0,
         maximum=65535,
     )
+    metrics_host: str = setting("127.0.0.1", "where to serve metrics apart from the HTTP API")
+    metrics_port: int | None = setting(
+        None,
+        "port of this gateway's own metrics, without API keys, to find it where the HTTP port is shared; none serves "
+        "them on the HTTP port alone",
+        minimum=0,
+        maximum=65535,
+    )
     drain_timeout: float = setting(30.0, "seconds to finish live requests after SIGTERM", minimum=0, metavar="SECONDS")
     niceness: int = setting(
         5,
@@ -89,6 +107,8 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         if self.tls_client_auth and self.tls_dir is None:
             raise ValueError("--tls-client-auth asks for certificates, which needs TLS; give --tls-dir")
+        if (self.public_cert is None) != (self.public_key is None):
+            raise ValueError("--public-cert and --public-key go together; one of them is not given")
         if not self.schedulers:
             raise ValueError("--schedulers is empty; give the address of at least one scheduler")
         for address in self.schedulers:

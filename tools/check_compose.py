@@ -1,16 +1,21 @@
-"""Checks that a compose parser takes compose.yaml. Without one on this machine, says so and checks that it is YAML.
+"""Checks that a compose parser takes the compose files. Without one here, says so and checks that they are YAML.
 
-usage: python -m tools.check_compose [FILE]   (default: compose.yaml)
+usage: python -m tools.check_compose [FILE ...]   (later files change earlier ones)
+
+Without files: compose.yaml alone, then with deploy/compose.tls.yaml.
 """
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+COMPOSE = ROOT / "compose.yaml"
+WITH_TLS = ROOT / "deploy" / "compose.tls.yaml"
 
 
 def compose_command() -> list[str] | None:
@@ -23,15 +28,23 @@ def compose_command() -> list[str] | None:
 
 
 def main(argv: list[str]) -> int:
-    """Checks the file; 1 when it is not accepted."""
-    file = Path(argv[0]) if argv else ROOT / "compose.yaml"
-    services = yaml.safe_load(file.read_text(encoding="utf-8"))["services"]
-    print(f"{file.name}: {len(services)} services: {', '.join(services)}")
+    """Checks the files; not 0 when they are not accepted."""
+    if argv:
+        return check([Path(name) for name in argv])
+    return max(check([COMPOSE]), check([COMPOSE, WITH_TLS]))
+
+
+def check(files: Sequence[Path]) -> int:
+    """The exit status of the parser for all files together."""
+    for file in files:
+        services = yaml.safe_load(file.read_text(encoding="utf-8"))["services"]
+        print(f"{file.name}: {len(services)} services: {', '.join(services)}")
     command = compose_command()
     if command is None:
         print("compose config: NOT RUN, since this machine has neither docker compose nor docker-compose")
         return 0
-    status = subprocess.run([*command, "--file", str(file), "config", "--quiet"]).returncode
+    flags = [word for file in files for word in ("--file", str(file))]
+    status = subprocess.run([*command, *flags, "config", "--quiet"]).returncode
     print(f"{' '.join(command)} config: " + ("passed" if status == 0 else "failed"))
     return status
 

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 
+from quire.metrics_server import MetricsServer
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
-from quire.telemetry import MetricsServer, configure_logging
+from quire.telemetry import configure_logging
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker_svc.device_loop import DeviceLoop
 from worker_svc.metrics import WorkerMetrics
@@ -29,20 +30,26 @@ async def serve(settings: WorkerSettings) -> None:
     metrics = WorkerMetrics()
     servicer = WorkerServicer(metrics)
     device_loop = DeviceLoop()
-    tls = _tls(settings)
+    identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER)
+    # Only a scheduler commands a worker.
+    tls = None if identity is None else ServerTls(identity, roles=frozenset({Role.SCHEDULER}))
+    operators = None if identity is None else ServerTls.for_operators(identity)
     server = await RpcServer.start(
         settings.listen,
         lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server),
         [SERVICE_NAME],
         tls=tls,
         admin_port=settings.admin_port,
+        admin_tls=operators,
     )
     warn_if_open(server.address, tls)
     device_loop.start()
     metrics_server = None
     try:
         if settings.metrics_port is not None:
-            metrics_server = MetricsServer.start(settings.metrics_host, settings.metrics_port, metrics.registry)
+            metrics_server = MetricsServer.start(
+                settings.metrics_host, settings.metrics_port, metrics.registry, operators
+            )
         worker = await asyncio.wrap_future(device_loop.call(lambda: build_worker(settings, device_loop)))
         metrics.describe(worker.info, worker.busy_ms)
         servicer.open(worker)
@@ -54,13 +61,6 @@ async def serve(settings: WorkerSettings) -> None:
         if metrics_server is not None:
             metrics_server.stop()
         await _stop_device(device_loop)
-
-
-def _tls(settings: WorkerSettings) -> ServerTls | None:
-    """Only a scheduler commands a worker."""
-    if settings.tls_dir is None:
-        return None
-    return ServerTls(TlsIdentity.of(settings.tls_dir, Role.WORKER), roles=frozenset({Role.SCHEDULER}))
 
 
 async def _stop_device(device_loop: DeviceLoop) -> None:

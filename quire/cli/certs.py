@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.rpc.certificates import Authority, has_authority
+from quire.rpc.certificates import Authority, has_authority, share_authority
 from quire.rpc.tls import Role
 from quire.settings import ConfigurationError, load_settings, setting
 
@@ -20,6 +20,9 @@ class CertsFlags:
     authority, and services that run read the new files at the next handshake."""
 
     tls_dir: Path = setting(Path("certs"), "where to put the files", metavar="DIR")
+    by_role: bool = setting(
+        False, "give each role a directory of its own, DIR/ROLE, with its two files and ca.pem, to hand to a container"
+    )
     host: tuple[str, ...] = setting((), "name or address of a service, besides localhost; with commas", metavar="HOST")
     days: int = setting(365, "days that the certificates are good for", minimum=1, maximum=36500)
     authority_days: int = setting(3650, "days that a new authority is good for", minimum=1, maximum=36500)
@@ -39,8 +42,17 @@ def main(argv: Sequence[str]) -> int:
             authority.write(directory)
             print(f"{directory}: a new authority; keep ca.key away from the services")
         for role in Role:
-            certificate = authority.issue(directory, role, (*LOCAL_HOSTS, *flags.host), flags.days, now)
-            print(f"{directory / f'{role}.pem'}: good until {certificate.not_valid_after_utc:%Y-%m-%d}")
+            target = _directory_of(role, flags)
+            certificate = authority.issue(target, role, (*LOCAL_HOSTS, *flags.host), flags.days, now)
+            print(f"{target / f'{role}.pem'}: good until {certificate.not_valid_after_utc:%Y-%m-%d}")
     except OSError as error:
         raise ConfigurationError(f"{directory} cannot be used: {error}") from error
     return 0
+
+
+def _directory_of(role: Role, flags: CertsFlags) -> Path:
+    """Where its files go."""
+    if not flags.by_role:
+        return flags.tls_dir
+    share_authority(flags.tls_dir, flags.tls_dir / role)
+    return flags.tls_dir / role

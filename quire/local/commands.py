@@ -64,13 +64,17 @@ class Commands:
         )
         return [*self.programs.scheduler, *to_argv(SchedulerSettings, values)]
 
-    def gateway(self, grpc_port: int, http_port: int) -> list[str]:
-        """Port 0 picks a free one."""
+    def gateway(self, number: int, grpc_port: int, http_port: int) -> list[str]:
+        """All gateways share the two ports; the ports of metrics and channelz follow each other, one for each."""
         own_keys = () if self.probe_keys is None else (self.probe_keys,)
         values = self._values(
             schedulers=(self.scheduler_address,),
             grpc_port=grpc_port,
             http_port=http_port,
+            reuse_port=True,
+            local_socket=self._socket(gateway_name(number)),
+            metrics_port=_own_port(self.settings.gateway_metrics_port, number),
+            admin_port=_own_port(self.settings.admin_port, number),
             keys_files=(*self.settings.keys_files, *own_keys),
         )
         return [*self.programs.gateway, *to_argv(GatewaySettings, values)]
@@ -91,19 +95,41 @@ class Commands:
         """The workers that share the model."""
         return range(self.settings.tensor_parallel_size)
 
+    @property
+    def gateways(self) -> range:
+        """The gateways, which share their ports."""
+        return range(self.settings.gateways)
+
     def worker_address(self, rank: int) -> str:
         """Where a worker listens."""
-        return f"unix:{self.directory / f'{worker_name(rank)}.sock'}"
+        return f"unix:{self._socket(worker_name(rank))}"
+
+    def gateway_address(self, number: int) -> str:
+        """Where one gateway listens alone, besides the ports that it shares."""
+        return f"unix:{self._socket(gateway_name(number))}"
 
     @property
     def scheduler_address(self) -> str:
         """Where the scheduler listens."""
-        return f"unix:{self.directory / 'scheduler.sock'}"
+        return f"unix:{self._socket('scheduler')}"
+
+    def _socket(self, name: str) -> Path:
+        return self.directory / f"{name}.sock"
 
 
 def worker_name(rank: int) -> str:
     """What the process of a rank is called."""
     return f"worker-{rank}" if rank else "worker"
+
+
+def gateway_name(number: int) -> str:
+    """What the process of a gateway is called."""
+    return f"gateway-{number}" if number else "gateway"
+
+
+def _own_port(first: int | None, number: int) -> int | None:
+    """Of one gateway, where `first` is that of gateway 0; 0 lets each pick one."""
+    return first + number if first else first
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,34 +1,28 @@
 """All processes of one machine, from the first check to the last socket."""
 
 import asyncio
+import itertools
 import os
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from quire.client import AsyncClient, ClientTls, GenerationOptions
 from quire.local import preflight
 from quire.local.backoff import RestartBackoff
-from quire.local.commands import Commands, Programs, child_environ, worker_name
+from quire.local.canary import wait_until_served
+from quire.local.commands import Commands, Programs, child_environ, gateway_name, worker_name
 from quire.local.probe_key import ProbeKey
+from quire.local.reserved_port import ReservedPort
 from quire.local.run_directory import RunDirectory
 from quire.local.settings import ServeSettings
 from quire.local.supervised_process import ServiceSpec, SupervisedProcess
 from quire.local.watchdog import watch
 from quire.rpc.address import free_port
-from quire.rpc.errors import ResourceExhausted, Unavailable
-from quire.rpc.tls import Role, TlsIdentity
 
-# The gateway prints this line on stdout, once it listens on both ports, and flushes it:
-#     quire-gateway: listening grpc=HOST:PORT http=HOST:PORT
-_LISTENING = re.compile(r"quire-gateway: listening grpc=(?P<grpc>\S+) http=(?P<http>\S+)")
-
-_CANARY = GenerationOptions(max_tokens=1, temperature=0.0)
-_CANARY_RETRY_S = 0.05
-_PROGRESS_EVERY_S = 5.0
+# A gateway prints a line on stdout that begins like this, once it listens on both ports, and flushes it.
+_LISTENING = "quire-gateway: listening "
 # After its live requests have drained, a gateway needs this long at most to end; the others have nothing to wait for.
 _EXIT_GRACE_S = 5.0
 
@@ -39,9 +33,12 @@ def report_on_stderr(line: str) -> None:
 
 
 class LocalServer:
-    """Worker, scheduler and gateway of one replica as supervised child processes.
+    """Worker, scheduler and gateways of one replica as supervised child processes.
 
-    An async context manager: entering starts the processes and returns when the gateway listens, leaving stops them in
+    The gateways listen on the same two ports, among which the kernel spreads new connections. Each port is reserved
+    until the server stops, so that a gateway that is started again finds it free.
+
+    An async context manager: entering starts the processes and returns when all gateways listen, leaving stops them in
     order, or kills them where an exception leaves the block. No process, socket or directory stays behind.
 
     Raises on entering:
@@ -58,11 +55,13 @@ class LocalServer:
         self._settings = settings
         self._report = report
         self._programs = programs or Programs()
+        self._ports: list[ReservedPort] = []
         self._directory: RunDirectory | None = None
         self._commands: Commands | None = None
         self._probe_key: ProbeKey | None = None
-        self._addresses: asyncio.Future[tuple[str, str]] | None = None
-        self._processes: list[SupervisedProcess] = []
+        self._not_listening = {gateway_name(number) for number in range(settings.gateways)}
+        self._all_listen = asyncio.Event()
+        self._stages: list[list[SupervisedProcess]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._watches: list[asyncio.Task[None]] = []
 
@@ -79,34 +78,29 @@ class LocalServer:
     @property
     def scheduler_address(self) -> str:
         """Where the scheduler answers GetState, once entered."""
-        if self._commands is None:
-            raise RuntimeError("the scheduler is not started yet")
-        return self._commands.scheduler_address
+        return self._started().scheduler_address
+
+    def gateway_address(self, number: int) -> str:
+        """Where one gateway alone serves gRPC, once entered. Never encrypted; the directory that it lies in is ours."""
+        return self._started().gateway_address(number)
 
     def process(self, name: str) -> SupervisedProcess:
-        """The process "worker" (of further ranks "worker-1" and so on), "scheduler" or "gateway", once entered.
+        """The process "worker" (of further ranks "worker-1" and so on), "scheduler" or "gateway" (further ones
+        "gateway-1" and so on), once entered.
 
         KeyError for another name.
         """
-        return {process.name: process for process in self._processes}[name]
+        return {process.name: process for process in itertools.chain(*self._stages)}[name]
 
     async def __aenter__(self) -> Self:
         try:
-            preflight.check(self._settings)
-            self._addresses = asyncio.get_running_loop().create_future()
-            self._directory = RunDirectory.make()
-            if self._settings.keys_files:
-                self._probe_key = ProbeKey.make(self._directory.path)
-            probe_keys = None if self._probe_key is None else self._probe_key.keys_file
-            meeting_port = free_port() if self._settings.tensor_parallel_size > 1 else 0
-            self._commands = Commands(
-                self._settings, self._programs, self._directory.path, meeting_port, probe_keys=probe_keys
-            )
-            self._processes = self._make_processes(self._commands)
-            self._report("starting worker, scheduler and gateway")
-            self._tasks = [process.start() for process in reversed(self._processes)]
+            self._commands = self._prepare()
+            self._stages = self._make_processes(self._commands)
+            self._report(f"starting worker, scheduler and {self._describe_gateways()}")
+            # Workers take longest.
+            self._tasks = [process.start() for stage in reversed(self._stages) for process in stage]
             self._watches = self._watch_for_hangs(self._commands)
-            await self._unless_failed(self._addresses)
+            await self._unless_failed(asyncio.ensure_future(self._all_listen.wait()))
         except BaseException:
             await self._abandon()
             raise
@@ -121,35 +115,37 @@ class LocalServer:
             await self._abandon()
 
     async def wait_ready(self) -> None:
-        """Waits until a request succeeds: sends a real one of one token, again and again, while the model loads.
+        """Waits until a request succeeds through each gateway: sends a real one of one token while the model loads.
 
         Raises:
             ServiceRefused: a service refused its configuration.
-            QuireError: the request failed for another reason than that nobody serves yet.
+            QuireError: a request failed for another reason than that nobody serves yet.
         """
-        await self._unless_failed(asyncio.ensure_future(self._canary()))
+        await self._unless_failed(asyncio.ensure_future(self._canaries()))
 
     async def wait_failed(self) -> None:
         """Waits until a service refuses its configuration and raises ServiceRefused; for ever where none does."""
         await self._unless_failed(asyncio.get_running_loop().create_future())
 
     async def stop(self) -> None:
-        """Stops all in order. The gateway finishes its live requests first, for up to the drain timeout. Idempotent."""
+        """Stops all in order. Gateways finish their live requests first, for up to the drain timeout. Idempotent."""
         for watching in self._watches:
             watching.cancel()
         try:
-            for process in self._processes:
-                grace_s = self._settings.drain_timeout if process.name == "gateway" else 0.0
-                await process.stop(grace_s + _EXIT_GRACE_S)
+            for number, stage in enumerate(self._stages):
+                grace_s = _EXIT_GRACE_S + (self._settings.drain_timeout if number == 0 else 0.0)
+                await asyncio.gather(*(process.stop(grace_s) for process in stage))
             await asyncio.gather(*self._tasks, *self._watches, return_exceptions=True)
         finally:
             self.kill()
+            for port in self._ports:
+                port.release()
             if self._directory is not None:
                 self._directory.remove()
 
     def kill(self) -> None:
         """Kills all processes at once; `stop` returns soon after."""
-        for process in self._processes:
+        for process in itertools.chain(*self._stages):
             process.kill()
 
     async def _abandon(self) -> None:
@@ -167,46 +163,51 @@ class LocalServer:
         finally:
             awaited.cancel()
 
-    async def _canary(self) -> None:
-        loop = asyncio.get_running_loop()
-        started_at = told_at = loop.time()
+    async def _canaries(self) -> None:
+        """One after the other: while the model loads, the first one waits for all."""
         api_key = None if self._probe_key is None else self._probe_key.key
-        async with AsyncClient(self.grpc_address, api_key=api_key, tls=self._canary_tls()) as client:
-            while True:
-                try:
-                    await client.generate([0], _CANARY)
-                    return
-                except (Unavailable, ResourceExhausted):
-                    if loop.time() - told_at >= _PROGRESS_EVERY_S:
-                        told_at = loop.time()
-                        self._report(f"waiting for the model to be loaded ({told_at - started_at:.0f} s)")
-                    await asyncio.sleep(_CANARY_RETRY_S)
+        commands = self._started()
+        for number in commands.gateways:
+            await wait_until_served(commands.gateway_address(number), api_key, self._report)
 
-    def _canary_tls(self) -> ClientTls | None:
-        directory = self._settings.tls_dir
-        if directory is None:
-            return None
-        identity = TlsIdentity.of(directory, Role.OPERATOR)
-        return ClientTls(identity.authority, identity.certificate, identity.key, server_name="localhost")
+    def _started(self) -> Commands:
+        if self._commands is None:
+            raise RuntimeError("nothing is started yet")
+        return self._commands
 
     def _listening(self) -> tuple[str, str]:
-        if self._addresses is None or not self._addresses.done():
+        if not self._all_listen.is_set():
             raise RuntimeError("the gateway does not listen yet")
-        return self._addresses.result()
+        grpc, http = self._ports
+        return str(grpc.address), str(http.address)
 
-    def _gateway_command(self, commands: Commands) -> list[str]:
-        """With the ports that were picked at the first start: a restarted gateway must be where clients know it."""
-        if self._addresses is None or not self._addresses.done():
-            return commands.gateway(self._settings.grpc_port, self._settings.http_port)
-        grpc_port, http_port = (int(address.rpartition(":")[2]) for address in self._addresses.result())
-        return commands.gateway(grpc_port, http_port)
+    def _describe_gateways(self) -> str:
+        return "gateway" if self._settings.gateways == 1 else f"{self._settings.gateways} gateways"
 
-    def _read_gateway_line(self, line: str) -> None:
-        match = _LISTENING.fullmatch(line)
-        if match is None:
+    def _prepare(self) -> Commands:
+        """What must be there before the first process."""
+        settings = self._settings
+        preflight.check(settings)
+        self._ports.append(ReservedPort.reserve(settings.grpc_host, settings.grpc_port))
+        self._ports.append(ReservedPort.reserve(settings.http_host, settings.http_port))
+        self._directory = RunDirectory.make()
+        if settings.keys_files:
+            self._probe_key = ProbeKey.make(self._directory.path)
+        return Commands(
+            settings,
+            self._programs,
+            self._directory.path,
+            meeting_port=free_port() if settings.tensor_parallel_size > 1 else 0,
+            probe_keys=None if self._probe_key is None else self._probe_key.keys_file,
+        )
+
+    def _read_gateway_line(self, name: str, line: str) -> None:
+        if not line.startswith(_LISTENING):
             print(line, file=sys.stderr, flush=True)
-        elif self._addresses is not None and not self._addresses.done():
-            self._addresses.set_result((match["grpc"], match["http"]))
+            return
+        self._not_listening.discard(name)
+        if not self._not_listening:
+            self._all_listen.set()
 
     def _watch_for_hangs(self, commands: Commands) -> list[asyncio.Task[None]]:
         timeout_s = self._settings.hang_timeout
@@ -214,21 +215,34 @@ class LocalServer:
             return []
         addresses = {worker_name(rank): commands.worker_address(rank) for rank in commands.ranks}
         addresses["scheduler"] = commands.scheduler_address
+        addresses |= {gateway_name(number): commands.gateway_address(number) for number in commands.gateways}
         return [
             asyncio.create_task(watch(self.process(name), address, timeout_s, self._report), name=f"watch {name}")
             for name, address in addresses.items()
         ]
 
-    def _make_processes(self, commands: Commands) -> list[SupervisedProcess]:
-        """In the order in which they stop: each drains while those behind it still serve."""
+    def _make_processes(self, commands: Commands) -> list[list[SupervisedProcess]]:
+        """In the order in which they stop: each drains while those behind it still serve, gateways all at once."""
         environ = child_environ(os.environ)
-        specs = (
-            ServiceSpec("gateway", lambda: self._gateway_command(commands), environ, self._read_gateway_line),
-            ServiceSpec("scheduler", commands.scheduler, environ),
-            # The ranks meet at the first one, so it ends last.
-            *(
-                ServiceSpec(worker_name(rank), partial(commands.worker, rank), environ)
-                for rank in reversed(commands.ranks)
-            ),
-        )
-        return [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in specs]
+        grpc_port, http_port = (port.address.port for port in self._ports)
+        gateways = [
+            ServiceSpec(
+                gateway_name(number),
+                partial(commands.gateway, number, grpc_port, http_port),
+                environ,
+                partial(self._read_gateway_line, gateway_name(number)),
+                # The others serve on, and a worker with its model is worth more than an early word.
+                is_proven=self._all_listen.is_set,
+            )
+            for number in commands.gateways
+        ]
+        scheduler = ServiceSpec("scheduler", commands.scheduler, environ)
+        # The ranks meet at the first one, so it ends last.
+        workers = [
+            ServiceSpec(worker_name(rank), partial(commands.worker, rank), environ) for rank in reversed(commands.ranks)
+        ]
+        stages = [gateways, [scheduler], *([worker] for worker in workers)]
+        return [
+            [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in stage]
+            for stage in stages
+        ]

@@ -6,6 +6,8 @@ from pathlib import Path
 from quire.settings import parse_bytes, setting
 from quire.telemetry import LOG_LEVELS
 
+_LAST_PORT = 65535
+
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
@@ -26,6 +28,12 @@ class ServeSettings:
         None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
     )
     tls_client_auth: bool = setting(False, "callers must show a certificate that ca.pem of --tls-dir has signed")
+    public_cert: Path | None = setting(
+        None,
+        "certificate of both ports, the chain after it, in the place of the gateway's in --tls-dir",
+        metavar="FILE",
+    )
+    public_key: Path | None = setting(None, "key of --public-cert, not encrypted", metavar="FILE")
 
     model_impl: str = setting(
         "auto",
@@ -48,6 +56,11 @@ class ServeSettings:
     )
     kv_cache_dtype: str = setting(
         "auto", "type of the KV pool; auto takes --dtype, int8 holds about twice the tokens", choices=("auto", "int8")
+    )
+    cuda_graphs: str = setting(
+        "off",
+        "whether decode steps on cuda are replayed as CUDA graphs, recorded at start; never run on a GPU yet",
+        choices=("on", "off"),
     )
     block_size: int = setting(16, "tokens of one KV block", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
@@ -163,16 +176,24 @@ class ServeSettings:
 
     admin_port: int | None = setting(
         None,
-        "port of the gateway's channelz on 127.0.0.1, which shows connections and calls; none shows nothing",
+        "port of the gateway's channelz on 127.0.0.1, which shows connections and calls, further gateways have the "
+        "ports after it; none shows nothing",
         minimum=0,
         maximum=65535,
     )
-    metrics_host: str = setting("127.0.0.1", "where scheduler and worker serve their metrics")
+    metrics_host: str = setting("127.0.0.1", "where metrics are served apart from the HTTP API")
+    gateway_metrics_port: int | None = setting(
+        None,
+        "port of the first gateway's own metrics, further ones have the ports after it; none serves them on the HTTP "
+        "port alone, which tells those of whichever gateway answers",
+        minimum=0,
+        maximum=65535,
+    )
     scheduler_metrics_port: int | None = setting(None, "port of the scheduler's metrics", minimum=0, maximum=65535)
     worker_metrics_port: int | None = setting(None, "port of the worker's metrics", minimum=0, maximum=65535)
     hang_timeout: float = setting(
         15.0,
-        "time after which a worker or scheduler that answers no health check is killed and started again; 0 never",
+        "time after which a service that answers no health check is killed and started again; 0 never",
         minimum=0,
         metavar="SECONDS",
     )
@@ -181,3 +202,11 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if self.tls_client_auth and self.tls_dir is None:
             raise ValueError("--tls-client-auth asks for certificates, which needs TLS; give --tls-dir")
+        if (self.public_cert is None) != (self.public_key is None):
+            raise ValueError("--public-cert and --public-key go together; one of them is not given")
+        highest = _LAST_PORT + 1 - self.gateways
+        for flag, first in (("--gateway-metrics-port", self.gateway_metrics_port), ("--admin-port", self.admin_port)):
+            if first and first > highest:
+                raise ValueError(
+                    f"{flag} is {first}; {self.gateways} gateways have a port each from there on, so at most {highest}"
+                )

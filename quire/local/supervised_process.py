@@ -35,6 +35,8 @@ class ServiceSpec:
         name: For messages and `LocalServer.process`.
         command: Makes the command line, anew for each start; its first word is an absolute path.
         environ: The child's environment.
+        is_proven: Whether this configuration has worked before. Then what a refusal finds wrong has changed since, and
+            may change back, so the service is started again.
         on_output: Takes each line of the child's stdout; where absent, stdout goes to our stderr. Its stderr goes to
             our stderr but for the reason of a refusal, which ServiceRefused carries.
     """
@@ -43,10 +45,11 @@ class ServiceSpec:
     command: Callable[[], list[str]]
     environ: Mapping[str, str]
     on_output: Callable[[str], None] | None = None
+    is_proven: Callable[[], bool] = lambda: False
 
 
 class SupervisedProcess:
-    """Keeps one service running until it is stopped, or until it refuses its configuration."""
+    """Keeps one service running until it is stopped, or until it refuses a configuration that never worked."""
 
     def __init__(self, spec: ServiceSpec, *, report: Callable[[str], None], backoff: RestartBackoff) -> None:
         self.name = spec.name
@@ -67,7 +70,7 @@ class SupervisedProcess:
         return self._process.pid
 
     def start(self) -> asyncio.Task[None]:
-        """Starts it. The task ends when the service is stopped; ServiceRefused when it exits with status 2."""
+        """Starts it. The task ends when the service is stopped, with ServiceRefused where it refuses for good."""
         self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
         return self._task
 
@@ -103,7 +106,7 @@ class SupervisedProcess:
             status = await self._run_once()
             if self._stopping.is_set():
                 return
-            if status == CONFIGURATION_EXIT_STATUS:
+            if status == CONFIGURATION_EXIT_STATUS and not self._spec.is_proven():
                 reasons = self._refusals or [f"quire {self.name}: error: it refused its configuration"]
                 raise ServiceRefused(reasons[-1])
             for line in self._refusals:

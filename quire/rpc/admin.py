@@ -7,6 +7,8 @@ from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_reflection.v1alpha import reflection
 
 from quire.rpc.address import TcpAddress, check_bindable
+from quire.rpc.roles import role_interceptors
+from quire.rpc.tls import ServerTls
 
 HOST = "127.0.0.1"
 SERVICE_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
@@ -15,7 +17,7 @@ SERVICE_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 class AdminServer:
     """Servers, channels and sockets of this process and what they have done, to any channelz client.
 
-    Without authentication: who may log in on the machine may look.
+    Without TLS there is no authentication: who may log in on the machine may look.
     """
 
     def __init__(self, server: grpc.aio.Server, address: str) -> None:
@@ -23,13 +25,22 @@ class AdminServer:
         self._server = server
 
     @classmethod
-    async def start(cls, port: int) -> Self:
-        """Listens on a port of 127.0.0.1, 0 for a free one. AddressInUse when another process listens there."""
-        check_bindable(TcpAddress(HOST, port))
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    async def start(cls, port: int, tls: ServerTls | None = None) -> Self:
+        """Listens on a port of 127.0.0.1, 0 for a free one; with `tls`, for callers of its roles alone.
+
+        Raises:
+            AddressInUse: another process listens there.
+            ConfigurationError: the files of `tls` are no good.
+        """
+        wanted = TcpAddress(HOST, port)
+        check_bindable(wanted)
+        server = grpc.aio.server(interceptors=role_interceptors(wanted, tls), options=[("grpc.so_reuseport", 0)])
         channelz.add_channelz_servicer(server)
         reflection.enable_server_reflection((SERVICE_NAME, reflection.SERVICE_NAME), server)
-        bound = server.add_insecure_port(str(TcpAddress(HOST, port)))
+        if tls is None:
+            bound = server.add_insecure_port(str(wanted))
+        else:
+            bound = server.add_secure_port(str(wanted), tls.credentials())
         await server.start()
         return cls(server, str(TcpAddress(HOST, bound)))
 

@@ -79,6 +79,12 @@ class Authority:
         return certificate
 
 
+def share_authority(source: Path, target: Path) -> None:
+    """Has one directory believe whom another one does; no key is copied. OSError when it cannot."""
+    target.mkdir(mode=0o700, exist_ok=True)
+    _write(target / AUTHORITY_FILE, (source / AUTHORITY_FILE).read_bytes(), 0o644)
+
+
 def has_authority(directory: Path) -> bool:
     """Whether a directory has the files of an authority, or one of them."""
     return any((directory / name).exists() for name in (AUTHORITY_FILE, _AUTHORITY_KEY_FILE))

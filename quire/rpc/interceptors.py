@@ -75,7 +75,7 @@ def _guarded(behavior: Behavior, *, method: str, decode: Callable[[Any], Any]) -
             except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
                 raise
             except Exception as error:
-                await _abort(error, context, method)
+                await abort_with(error, context, method)
             finally:
                 if responses is not None:
                     await responses.aclose()
@@ -88,12 +88,13 @@ def _guarded(behavior: Behavior, *, method: str, decode: Callable[[Any], Any]) -
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
-            await _abort(error, context, method)
+            await abort_with(error, context, method)
 
     return coroutine
 
 
-async def _abort(error: Exception, context: grpc.aio.ServicerContext, method: str) -> NoReturn:
+async def abort_with(error: Exception, context: grpc.aio.ServicerContext, method: str) -> NoReturn:
+    """Ends a call by an error: a QuireError as its own status, any other as INTERNAL, told to the log alone."""
     if not isinstance(error, QuireError):
         _logger.error("%s failed unexpectedly", method, exc_info=error)
         error = Internal("an unexpected error; the server's log tells more", reason="UNEXPECTED")

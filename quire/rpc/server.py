@@ -1,6 +1,8 @@
 """A gRPC server as all services run it: health, reflection, error mapping, limits, keepalive, drain."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Self
 
 import grpc
@@ -14,7 +16,7 @@ from quire.rpc.health_servicer import SERVICE_NAME as HEALTH_SERVICE_NAME
 from quire.rpc.health_servicer import HealthServicer
 from quire.rpc.interceptors import ErrorInterceptor
 from quire.rpc.limits import ConnectionLimits
-from quire.rpc.roles import RoleInterceptor
+from quire.rpc.roles import role_interceptors
 from quire.rpc.tls import ServerTls
 
 __all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "AddressInUse", "RpcServer"]
@@ -43,10 +45,12 @@ class RpcServer:
         *,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         reuse_port: bool = False,
+        local_socket: Path | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: ServerTls | None = None,
         limits: ConnectionLimits = _NO_LIMITS,
         admin_port: int | None = None,
+        admin_tls: ServerTls | None = None,
     ) -> Self:
         """Listens and serves.
 
@@ -55,39 +59,23 @@ class RpcServer:
             register: Adds the servicers to the server.
             service_names: Full names of those services, for health and reflection.
             max_message_bytes: Larger requests are refused with RESOURCE_EXHAUSTED. Answers have no limit.
-            reuse_port: Several processes share the port, and the kernel spreads connections over them.
-            admin_port: Where to show this process's connections by channelz, on loopback; 0 picks a free port.
-            tls: How to encrypt a TCP address, and who may call; a unix socket is never encrypted.
-            limits: How much connections may take.
+            reuse_port: Share the port with other processes, over which the kernel spreads connections.
+            local_socket: A unix socket that leads to this process alone, also where the port is shared.
             interceptors: See calls of all services before their handlers do, health included; the first one first.
+            tls: How to encrypt a TCP address, and who may call; a unix socket is never encrypted.
+            limits: How much connections may take, those to `local_socket` counted apart.
+            admin_port, admin_tls: Where to show channelz, on loopback, and to whom; port 0 picks a free one.
 
         Raises:
-            AddressInUse: another process listens there.
-            ConfigurationError: the address is malformed or cannot be bound.
+            ConfigurationError: an address is malformed, in use (AddressInUse) or not ours, or files of TLS are no good.
         """
-        wanted = parse_address(address)
-        check_bindable(wanted, reuse_port=reuse_port)
-        admin = None if admin_port is None else await AdminServer.start(admin_port)
-        try:
-            server = grpc.aio.server(
-                interceptors=(ErrorInterceptor(), *_role_interceptors(wanted, tls), *interceptors),
-                options=[
-                    *_options(max_message_bytes, reuse_port=reuse_port, is_watched=admin_port is not None),
-                    *limits.options(),
-                ],
-            )
-            register(server)
-            health = HealthServicer(service_names)
-            health_pb2_grpc.add_HealthServicer_to_server(health, server)
-            reflected = (*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(reflected, server)
-            port = _bind(server, wanted, tls)
-            await server.start()
-        except BaseException:
-            if admin is not None:
-                await admin.stop()
-            raise
-        bound = TcpAddress(wanted.host, port) if isinstance(wanted, TcpAddress) else wanted
+        wanted = _checked(address, local_socket, reuse_port=reuse_port)
+        guards = (*role_interceptors(wanted[0], tls), ErrorInterceptor(), *interceptors)
+        options = _options(max_message_bytes, limits, reuse_port=reuse_port, is_watched=admin_port is not None)
+        async with _admin_server(admin_port, admin_tls) as admin:
+            server = grpc.aio.server(interceptors=guards, options=options)
+            health = _add_services(server, register, service_names)
+            bound = await _listen(server, wanted, tls)
         return cls(server, str(bound), health, admin)
 
     def set_serving(self, serving: bool) -> None:
@@ -102,24 +90,69 @@ class RpcServer:
             await self.admin.stop()
 
 
-def _bind(server: grpc.aio.Server, address: TcpAddress | UnixAddress, tls: ServerTls | None) -> int:
-    """The port that the server has then."""
+def _checked(address: str, local_socket: Path | None, *, reuse_port: bool) -> list[TcpAddress | UnixAddress]:
+    """All addresses to listen at, the main one first."""
+    wanted = parse_address(address)
+    check_bindable(wanted, reuse_port=reuse_port)
+    if local_socket is None:
+        return [wanted]
+    local = UnixAddress(local_socket)
+    check_bindable(local)
+    return [wanted, local]
+
+
+@contextlib.asynccontextmanager
+async def _admin_server(port: int | None, tls: ServerTls | None) -> AsyncIterator[AdminServer | None]:
+    """Runs on behind the block, and stops where the block fails."""
+    admin = None if port is None else await AdminServer.start(port, tls)
     try:
-        if tls is None or not isinstance(address, TcpAddress):
-            return server.add_insecure_port(str(address))
-        return server.add_secure_port(str(address), tls.credentials())
+        yield admin
+    except BaseException:
+        if admin is not None:
+            await admin.stop()
+        raise
+
+
+def _add_services(
+    server: grpc.aio.Server, register: Callable[[grpc.aio.Server], None], service_names: Sequence[str]
+) -> HealthServicer:
+    """Those of `register`, health and reflection."""
+    register(server)
+    health = HealthServicer(service_names)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    reflection.enable_server_reflection((*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return health
+
+
+async def _listen(
+    server: grpc.aio.Server, wanted: Sequence[TcpAddress | UnixAddress], tls: ServerTls | None
+) -> TcpAddress | UnixAddress:
+    """Serves at all addresses; returns the first as it is then."""
+    bound = [_bind(server, each, tls) for each in wanted]
+    await server.start()
+    return bound[0]
+
+
+def _bind(
+    server: grpc.aio.Server, address: TcpAddress | UnixAddress, tls: ServerTls | None
+) -> TcpAddress | UnixAddress:
+    """The address that it has then, with the port that was picked."""
+    try:
+        if isinstance(address, UnixAddress):
+            server.add_insecure_port(str(address))
+            return address
+        if tls is None:
+            return TcpAddress(address.host, server.add_insecure_port(str(address)))
+        return TcpAddress(address.host, server.add_secure_port(str(address), tls.credentials()))
     except RuntimeError as error:
         raise AddressInUse(f"cannot listen on {address}: the port is in use") from error
 
 
-def _role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None) -> list[RoleInterceptor]:
-    if tls is None or tls.roles is None or not isinstance(address, TcpAddress):
-        return []
-    return [RoleInterceptor(tls.roles)]
-
-
-def _options(max_message_bytes: int, *, reuse_port: bool, is_watched: bool) -> list[tuple[str, int]]:
+def _options(
+    max_message_bytes: int, limits: ConnectionLimits, *, reuse_port: bool, is_watched: bool
+) -> list[tuple[str, int]]:
     return [
+        *limits.options(),
         ("grpc.enable_channelz", int(is_watched)),
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_receive_message_length", max_message_bytes),

@@ -37,12 +37,13 @@ class TlsIdentity:
 
     Attributes:
         certificate: of this process, the chain up to the authority after it.
-        authority: certificates of those whose signature is believed.
+        key: of the certificate, not encrypted.
+        authority: certificates of those whose signature is believed; None where nobody has to prove anything.
     """
 
     certificate: Path
     key: Path
-    authority: Path
+    authority: Path | None
 
     @classmethod
     def of(cls, directory: Path, role: Role) -> "TlsIdentity":
@@ -55,16 +56,20 @@ class TlsIdentity:
         """The contents of the files. ConfigurationError when one cannot be read or they do not belong together."""
         try:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.authority)
-            context.load_cert_chain(self.certificate, self.key)
-            return TlsMaterial(self.certificate.read_bytes(), self.key.read_bytes(), self.authority.read_bytes())
+            load_certificate(context, self)
+            authority = None if self.authority is None else self.authority.read_bytes()
+            return TlsMaterial(self.certificate.read_bytes(), self.key.read_bytes(), authority)
         except OSError as error:  # of which ssl.SSLError is one
-            files = ", ".join(str(path) for path in (self.certificate, self.key, self.authority))
+            files = ", ".join(map(str, self._files()))
             raise ConfigurationError(f"TLS: {files} cannot be used: {error}") from error
 
     def stamp(self) -> tuple[int, ...]:
         """Changes when one of the files does; OSError when one is gone."""
-        stats = [path.stat() for path in (self.certificate, self.key, self.authority)]
+        stats = [path.stat() for path in self._files()]
         return tuple(number for each in stats for number in (each.st_mtime_ns, each.st_size, each.st_ino))
+
+    def _files(self) -> list[Path]:
+        return [path for path in (self.certificate, self.key, self.authority) if path is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class TlsMaterial:
 
     certificate: bytes
     key: bytes = field(repr=False)
-    authority: bytes
+    authority: bytes | None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
@@ -92,6 +97,11 @@ class ServerTls:
     asks_for_certificates: bool = True
     roles: frozenset[Role] | None = None
 
+    @classmethod
+    def for_operators(cls, identity: TlsIdentity) -> "ServerTls":
+        """Of ports for people and machines that look into a service: metrics and channelz."""
+        return cls(identity, roles=frozenset({Role.OPERATOR}))
+
     def credentials(self) -> grpc.ServerCredentials:
         """Each handshake uses the files as they are then; running connections stay as they are."""
         # None tells gRPC that nothing has changed, which its type hints do not know.
@@ -99,6 +109,12 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self.identity.read()), reload, self.asks_for_certificates
         )
+
+
+def load_certificate(context: ssl.SSLContext, identity: TlsIdentity) -> None:
+    """Has a context show the certificate. OSError when the files cannot be used."""
+    # With a password, though a wrong one, an encrypted key is an error; without one, OpenSSL asks at the terminal.
+    context.load_cert_chain(identity.certificate, identity.key, password="")
 
 
 def warn_if_open(address: str, tls: ServerTls | None) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import grpc.aio
 
+from quire.metrics_server import MetricsServer
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.telemetry import MetricsServer, configure_logging
+from quire.telemetry import configure_logging
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.connections import Connections
@@ -57,10 +58,13 @@ async def serve(settings: SchedulerSettings) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, grpc_server)
 
     tls = _server_tls(identity)
-    server = await RpcServer.start(settings.listen, register, [_SERVICE_NAME], tls=tls, admin_port=settings.admin_port)
+    operators = None if identity is None else ServerTls.for_operators(identity)
+    server = await RpcServer.start(
+        settings.listen, register, [_SERVICE_NAME], tls=tls, admin_port=settings.admin_port, admin_tls=operators
+    )
     warn_if_open(server.address, tls)
     try:
-        with _metrics_server(settings, metrics):
+        with _metrics_server(settings, metrics, operators):
             _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))
             await _run_and_drain(loop, servicer, settings.drain_timeout)
     finally:
@@ -87,11 +91,11 @@ async def _run_and_drain(loop: StepLoop, servicer: SchedulerServicer, drain_time
 
 
 @contextlib.contextmanager
-def _metrics_server(settings: SchedulerSettings, metrics: SchedulerMetrics) -> Iterator[None]:
+def _metrics_server(settings: SchedulerSettings, metrics: SchedulerMetrics, tls: ServerTls | None) -> Iterator[None]:
     if settings.metrics_port is None:
         yield
         return
-    server = MetricsServer.start(settings.metrics_host, settings.metrics_port, metrics.registry)
+    server = MetricsServer.start(settings.metrics_host, settings.metrics_port, metrics.registry, tls)
     try:
         yield
     finally:

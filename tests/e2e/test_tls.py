@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
@@ -127,3 +128,30 @@ async def test_serve_may_ask_its_clients_for_certificates(tmp_path: Path) -> Non
         async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=tmp_path / "ca.pem")) as http:
             with pytest.raises(httpx.TransportError):
                 await http.get(f"https://localhost:{port}/health")
+
+
+async def test_serve_shows_clients_a_public_certificate_and_operators_its_metrics(tmp_path: Path) -> None:
+    inner, public = tmp_path / "inner", tmp_path / "public"
+    make_certificates(inner)
+    make_certificates(public)
+    ports = dict(zip(("gateway", "scheduler", "worker"), free_ports(3), strict=True))
+    settings = {f"{name}_metrics_port": port for name, port in ports.items()}
+    settings |= {"public_cert": public / "gateway.pem", "public_key": public / "gateway.key"}
+    async with serving(tls_dir=inner, client_tls=tls_of(public), num_gpu_blocks=64, **settings) as served:
+        assert await generated(served.client)
+        with pytest.raises(Unavailable):
+            async with AsyncClient(served.server.grpc_address, tls=tls_of(inner)) as deceived:
+                await deceived.generate(QUESTION, GREEDY)
+        operator = ssl.create_default_context(cafile=inner / "ca.pem")
+        operator.load_cert_chain(inner / "operator.pem", inner / "operator.key")
+        async with httpx.AsyncClient(verify=operator) as http:
+            for name, port in ports.items():
+                answer = await http.get(f"https://localhost:{port}/metrics")
+                assert f"quire_{name}_" in answer.text
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct ports that nobody listens on at this moment."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]

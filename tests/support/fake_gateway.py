@@ -6,12 +6,15 @@ Also a program: `python -m tests.support.fake_gateway --grpc-port=P --http-port=
 
 import argparse
 import asyncio
+import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -25,8 +28,10 @@ from quire.gateway.v1 import (
     prefix_pb2_grpc,
 )
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, ResourceExhausted
+from quire.rpc.process import CONFIGURATION_EXIT_STATUS, report_configuration_error
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import ServerTls
+from quire.settings import ConfigurationError
 
 SERVICES = tuple(f"quire.gateway.v1.{name}Service" for name in ("Generation", "Model", "Prefix"))
 
@@ -123,7 +128,8 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
 class FakeModels(model_pb2_grpc.ModelServiceServicer):
     """One model, one replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, gateway_id: str = "fake") -> None:
+        self._gateway_id = gateway_id
         self.model = model_pb2.Model(
             name="fake",
             architecture="LlamaForCausalLM",
@@ -149,7 +155,9 @@ class FakeModels(model_pb2_grpc.ModelServiceServicer):
             scheduler_address="unix:s", connected=True, block_size=16, num_gpu_blocks=64, max_num_seqs=8
         )
         limits = model_pb2.Limits(max_message_bytes=4096, max_n=1)
-        return model_pb2.GetServerInfoResponse(version="0", gateway_id="fake", replicas=[replica], limits=limits)
+        return model_pb2.GetServerInfoResponse(
+            version="0", gateway_id=self._gateway_id, replicas=[replica], limits=limits
+        )
 
 
 class FakePrefixes(prefix_pb2_grpc.PrefixServiceServicer):
@@ -212,15 +220,22 @@ def running_fake_gateway(tls: ServerTls | None = None) -> Iterator[FakeGatewayTh
     assert not thread.is_alive()
 
 
-async def start_fake_gateway(address: str, generation: FakeGeneration, tls: ServerTls | None = None) -> RpcServer:
-    """Serves, and says so by health."""
+async def start_fake_gateway(
+    address: str,
+    generation: FakeGeneration,
+    tls: ServerTls | None = None,
+    *,
+    gateway_id: str = "fake",
+    **options: Any,
+) -> RpcServer:
+    """Serves, and says so by health. `options` are those of RpcServer.start."""
 
     def register(server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(FakeModels(), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(FakeModels(gateway_id), server)
         prefix_pb2_grpc.add_PrefixServiceServicer_to_server(FakePrefixes(generation.requests), server)
 
-    server = await RpcServer.start(address, register, SERVICES, tls=tls)
+    server = await RpcServer.start(address, register, SERVICES, tls=tls, **options)
     server.set_serving(True)
     return server
 
@@ -242,11 +257,23 @@ def _logprobs() -> common_pb2.PositionLogprobs:
     return common_pb2.PositionLogprobs(chosen=chosen, top=[chosen])
 
 
-async def _run(host: str, grpc_port: int, http_port: int, note: Path | None) -> None:
+async def _run(flags: argparse.Namespace) -> None:
+    host, note = flags.grpc_host, flags.note
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    server = await start_fake_gateway(f"{host}:{grpc_port}", FakeGeneration())
-    http = await asyncio.start_server(lambda reader, writer: writer.close(), host, http_port)
+    server = await start_fake_gateway(
+        f"{host}:{flags.grpc_port}",
+        FakeGeneration(),
+        gateway_id=str(os.getpid()),
+        reuse_port=flags.reuse_port,
+        local_socket=flags.local_socket,
+    )
+
+    def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(str(os.getpid()).encode())
+        writer.close()
+
+    http = await asyncio.start_server(greet, host, flags.http_port, reuse_port=flags.reuse_port)
     http_address = f"{host}:{http.sockets[0].getsockname()[1]}"
     print("a line of another kind", flush=True)
     print(f"quire-gateway: listening grpc={server.address} http={http_address}", flush=True)
@@ -263,6 +290,12 @@ if __name__ == "__main__":
     parser.add_argument("--grpc-host", default="127.0.0.1")
     parser.add_argument("--grpc-port", type=int, default=0)
     parser.add_argument("--http-port", type=int, default=0)
+    parser.add_argument("--reuse-port", action="store_true")
+    parser.add_argument("--local-socket", type=Path)
+    parser.add_argument("--refuse-if", type=Path, help="a file whose presence is a wrong configuration")
     parser.add_argument("--note", type=Path, help="where to note the end")
     flags, _ = parser.parse_known_args()
-    asyncio.run(_run(flags.grpc_host, flags.grpc_port, flags.http_port, flags.note))
+    if flags.refuse_if is not None and flags.refuse_if.exists():
+        report_configuration_error(ConfigurationError(f"{flags.refuse_if} is there"), program="quire gateway")
+        sys.exit(CONFIGURATION_EXIT_STATUS)
+    asyncio.run(_run(flags))

@@ -40,6 +40,26 @@ async def test_healthcheck_follows_what_the_server_says(
         await server.stop(grace_s=0)
 
 
+async def test_a_server_that_answers_is_alive_though_it_does_not_serve(healthcheck: ModuleType, tmp_path: Path) -> None:
+    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [])
+    assert await asyncio.to_thread(healthcheck.main, ["--alive", server.address]) == 0
+    await server.stop(grace_s=0)
+    assert await asyncio.to_thread(healthcheck.main, ["--alive", server.address]) == 1
+
+
+async def test_healthcheck_of_a_unix_socket_shows_no_certificate(
+    healthcheck: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certificates(tmp_path)
+    monkeypatch.setenv("QUIRE_TLS_DIR", str(tmp_path))
+    tls = ServerTls(TlsIdentity.of(tmp_path, Role.GATEWAY))
+    socket = tmp_path / "gateway.sock"
+    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [], local_socket=socket, tls=tls)
+    server.set_serving(True)
+    assert await asyncio.to_thread(healthcheck.main, [f"unix:{socket}"]) == 0
+    await server.stop(grace_s=0)
+
+
 async def test_healthcheck_fails_in_time_where_nobody_listens(healthcheck: ModuleType, tmp_path: Path) -> None:
     assert await asyncio.to_thread(healthcheck.main, [f"unix:{tmp_path / 'nobody'}"]) == 1
 

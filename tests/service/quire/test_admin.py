@@ -1,6 +1,7 @@
 """The admin port shows what a server's connections have done."""
 
 import socket
+from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -10,6 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.rpc.address import AddressInUse, TcpAddress, check_bindable, free_port
 from quire.rpc.channel import open_channel
 from quire.rpc.server import RpcServer
+from quire.rpc.tls import Role, ServerTls, TlsIdentity
+from tests.support.certificates import make_certificates
 
 
 async def test_channelz_counts_the_calls_of_the_server() -> None:
@@ -40,3 +43,29 @@ async def test_without_an_admin_port_there_is_none() -> None:
     server = await RpcServer.start("127.0.0.1:0", lambda _: None, [])
     assert server.admin is None
     await server.stop(0)
+
+
+async def test_with_tls_it_is_for_operators_alone(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    tls = ServerTls.for_operators(TlsIdentity.of(tmp_path, Role.WORKER))
+    server = await RpcServer.start("127.0.0.1:0", lambda _: None, [], admin_port=0, admin_tls=tls)
+    assert server.admin is not None
+    assert await codes_of_callers(server.admin.address, tmp_path) == {
+        None: grpc.StatusCode.UNAVAILABLE,
+        Role.OPERATOR: grpc.StatusCode.OK,
+        Role.SCHEDULER: grpc.StatusCode.PERMISSION_DENIED,
+    }
+    make_certificates(tmp_path)
+    assert (await codes_of_callers(server.admin.address, tmp_path))[Role.OPERATOR] is grpc.StatusCode.OK
+    await server.stop(0)
+
+
+async def codes_of_callers(address: str, directory: Path) -> dict[Role | None, grpc.StatusCode]:
+    """How a call of channelz ends without TLS and by role."""
+    codes = {}
+    for role in (None, Role.OPERATOR, Role.SCHEDULER):
+        tls = None if role is None else TlsIdentity.of(directory, role)
+        async with open_channel(address, tls=tls) as channel:
+            call = channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest(), timeout=10)
+            codes[role] = await call.code()
+    return codes

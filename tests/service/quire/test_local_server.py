@@ -134,7 +134,6 @@ async def test_a_port_in_use_is_one_line(model_directory: Path, flag: str) -> No
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [
-        ({"gateways": 2}, "--gateways 2"),
         ({"grpc_port": 9, "http_port": 9}, "--grpc-port and --http-port"),
     ],
 )

@@ -1,7 +1,7 @@
 """Who gets through to a service that speaks TLS, and who is refused with what."""
 
 import datetime as dt
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc.aio
@@ -67,6 +67,49 @@ async def test_a_caller_of_another_role_is_refused_everything_but_health(
     assert refusal.reason == "WRONG_ROLE"
     assert "scheduler" in refusal.message
     assert role in refusal.message
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream", "stream_unary", "stream_stream"])
+async def test_what_a_caller_of_another_role_sends_is_not_parsed(
+    authority: Authority, tmp_path: Path, kind: str
+) -> None:
+    parsed: list[bytes] = []
+    tls = ServerTls(TlsIdentity.of(tmp_path, Role.WORKER), roles=frozenset({Role.SCHEDULER}))
+    server = await RpcServer.start(
+        "127.0.0.1:0", lambda grpc_server: add_method(grpc_server, kind, parsed.append), [], tls=tls
+    )
+    refusal = await raw_error(server.address, TlsIdentity.of(tmp_path, Role.GATEWAY), kind)
+    assert isinstance(refusal, PermissionDenied)
+    assert parsed == []
+    assert isinstance(await raw_error(server.address, TlsIdentity.of(tmp_path, Role.SCHEDULER), kind), Unavailable)
+    assert parsed == [b"sent"]
+    await server.stop(0)
+
+
+def add_method(server: grpc.aio.Server, kind: str, parse: Callable[[bytes], object]) -> None:
+    """A method /test.Service/Method that reads one request and fails."""
+
+    async def answer(requests: object, context: object) -> bytes:
+        if isinstance(requests, AsyncIterator):
+            await anext(requests)
+        raise Unavailable("this always fails")
+
+    async def stream(requests: object, context: object) -> AsyncIterator[bytes]:
+        yield await answer(requests, context)
+
+    behavior = stream if kind.endswith("stream") else answer
+    handler = getattr(grpc, f"{kind}_rpc_method_handler")(behavior, request_deserializer=parse)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Method": handler}),))
+
+
+async def raw_error(address: str, tls: TlsIdentity, kind: str) -> QuireError:
+    """What a call of that method ends with."""
+    async with open_channel(address, tls=tls) as channel:
+        sent = iter([b"sent"]) if kind.startswith("stream") else b"sent"
+        call = getattr(channel, kind)("/test.Service/Method")(sent, timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (call.read() if kind.endswith("stream") else call)
+    return from_rpc_error(caught.value)
 
 
 async def test_a_caller_without_a_certificate_is_not_connected(worker: RpcServer, tmp_path: Path) -> None:
@@ -181,3 +224,22 @@ def test_a_service_that_others_reach_without_certificates_says_so(
     tls = ServerTls(TlsIdentity.of(tmp_path, Role.WORKER)) if is_encrypted else None
     warn_if_open(address, tls)
     assert ("--tls-dir" in caplog.text) == warns
+
+
+async def test_a_certificate_for_all_pods_of_a_service_is_believed_for_each(
+    authority: Authority, tmp_path: Path
+) -> None:
+    authority.issue(tmp_path, Role.WORKER, ["*.worker.quire.svc"], 1, dt.datetime.now(dt.UTC))
+    server = await RpcServer.start(
+        "127.0.0.1:0", lambda _: None, [], tls=ServerTls(TlsIdentity.of(tmp_path, Role.WORKER))
+    )
+    credentials = TlsIdentity.of(tmp_path, Role.SCHEDULER).read().channel_credentials()
+    for name, is_believed in (("worker-1.worker.quire.svc", True), ("worker-1.other.quire.svc", False)):
+        options = [("grpc.ssl_target_name_override", name)]
+        channel = grpc.aio.secure_channel(server.address, credentials, options=options)
+        if is_believed:
+            async with channel:
+                assert await reflect(channel)
+        else:
+            assert isinstance(await error_of(channel), Unavailable)
+    await server.stop(0)

@@ -11,6 +11,7 @@ import yaml
 from gateway.settings import GatewaySettings
 from quire.settings import load_settings
 from scheduler_svc.settings import SchedulerSettings
+from tests.support.compose import default_of
 from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,10 +29,6 @@ def settings_of(services: dict[str, Any], name: str) -> Any:
     assert service == name
     environment = {key: default_of(value) for key, value in services[name]["environment"].items()}
     return load_settings(SETTINGS[name], flags, environment, program=f"quire {name}")
-
-
-def default_of(value: str) -> str:
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -74,6 +71,16 @@ def test_only_the_gateway_is_published_and_only_on_loopback(services: dict[str, 
     for name in ("worker", "scheduler"):
         assert "ports" not in services[name]
         assert services[name]["networks"] == ["inside"]
+
+
+def test_a_second_gateway_is_the_first_on_other_ports_and_starts_only_when_asked_for(services: dict[str, Any]) -> None:
+    first, second = services["gateway"], services["gateway-2"]
+    assert "profiles" not in first
+    assert second["profiles"] == ["two-gateways"]
+    assert {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)} == {"profiles", "ports"}
+    ports = [default_of(port) for service in (first, second) for port in service["ports"]]
+    assert len({port.split(":")[1] for port in ports}) == 4
+    assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
 def test_a_stop_leaves_time_to_drain(services: dict[str, Any]) -> None:

@@ -52,3 +52,21 @@ def test_an_authority_without_one_of_its_files_is_not_replaced(
 def test_a_host_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certs", "--tls-dir", str(tmp_path), "--host", "füße"]) == 2
     assert "--host" in capsys.readouterr().err
+
+
+def test_by_role_a_directory_has_what_its_role_needs_and_no_more(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert main(["certs", "--tls-dir", str(tmp_path), "--by-role"]) == 0
+    for role in Role:
+        assert {path.name for path in (tmp_path / role).iterdir()} == {"ca.pem", f"{role}.pem", f"{role}.key"}
+        assert TlsIdentity.of(tmp_path / role, role).authority
+    assert {path.name for path in tmp_path.iterdir()} == {"ca.pem", "ca.key", *Role}
+
+
+def test_by_role_everyone_believes_all_whom_the_directory_names(tmp_path: Path) -> None:
+    assert main(["certs", "--tls-dir", str(tmp_path), "--by-role"]) == 0
+    assert main(["certs", "--tls-dir", str(tmp_path / "next"), "--by-role"]) == 0
+    both = (tmp_path / "ca.pem").read_bytes() + (tmp_path / "next" / "ca.pem").read_bytes()
+    (tmp_path / "ca.pem").write_bytes(both)
+    assert main(["certs", "--tls-dir", str(tmp_path), "--by-role"]) == 0
+    assert (tmp_path / "worker" / "ca.pem").read_bytes() == both

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from gateway.settings import GatewaySettings
+from quire.local import preflight
 from quire.local.commands import Commands, Programs, child_environ
 from quire.local.settings import ServeSettings
 from quire.settings import ConfigurationError, load_settings
 from scheduler_svc.settings import SchedulerSettings
+from tests.support.certificates import make_certificates
 from worker_svc.settings import WorkerSettings
 
 SERVICES = pytest.mark.parametrize("cls", [GatewaySettings, SchedulerSettings, WorkerSettings])
@@ -21,6 +23,8 @@ OWN = {
     "workers",
     "schedulers",
     "metrics_port",
+    "reuse_port",
+    "local_socket",
     "log_level",
     "tensor_parallel_rank",
     "tensor_parallel_address",
@@ -48,7 +52,7 @@ def test_the_services_get_their_flags_and_each_other() -> None:
     commands = make_commands(model="/m", max_num_seqs=7, num_gpu_blocks=9, worker_metrics_port=1, log_level="debug")
     worker = load_settings(WorkerSettings, commands.worker(0)[1:], {}, program="w")
     scheduler = load_settings(SchedulerSettings, commands.scheduler()[1:], {}, program="s")
-    gateway = load_settings(GatewaySettings, commands.gateway(11, 12)[1:], {}, program="g")
+    gateway = load_settings(GatewaySettings, commands.gateway(0, 11, 12)[1:], {}, program="g")
     assert (worker.listen, worker.model, worker.max_num_seqs, worker.num_gpu_blocks) == (
         "unix:/run/q/worker.sock",
         "/m",
@@ -89,6 +93,36 @@ def test_each_rank_gets_its_number_its_share_of_the_threads_and_where_to_meet() 
     assert scheduler.workers == tuple(each.listen for each in ranks)
 
 
+def test_gateways_share_two_ports_and_have_all_others_for_themselves() -> None:
+    commands = make_commands(gateways=3, admin_port=7000, gateway_metrics_port=9100)
+    gateways = [
+        load_settings(GatewaySettings, commands.gateway(number, 11, 12)[1:], {}, program="g") for number in range(3)
+    ]
+    assert {(each.grpc_port, each.http_port, each.reuse_port) for each in gateways} == {(11, 12, True)}
+    assert [each.admin_port for each in gateways] == [7000, 7001, 7002]
+    assert [each.metrics_port for each in gateways] == [9100, 9101, 9102]
+    sockets = [f"unix:{each.local_socket}" for each in gateways]
+    assert sockets == [commands.gateway_address(number) for number in range(3)]
+    assert len(set(sockets)) == 3
+
+
+def test_port_0_lets_each_gateway_pick_its_own_and_none_stays_none() -> None:
+    commands = make_commands(gateways=2, admin_port=0)
+    for number in range(2):
+        settings = load_settings(GatewaySettings, commands.gateway(number, 11, 12)[1:], {}, program="g")
+        assert (settings.admin_port, settings.metrics_port) == (0, None)
+
+
+@pytest.mark.parametrize("flag", ["--admin-port", "--gateway-metrics-port"])
+def test_ports_that_would_count_beyond_the_last_one_are_refused(flag: str) -> None:
+    def load(port: int) -> ServeSettings:
+        return load_settings(ServeSettings, ["--gateways=3", f"{flag}={port}"], {}, program="quire serve")
+
+    load(65533)
+    with pytest.raises(ConfigurationError, match=f"^{flag} is 65534; 3 gateways .* at most 65533$"):
+        load(65534)
+
+
 @pytest.mark.parametrize(("cls", "command"), [(WorkerSettings, "worker"), (SchedulerSettings, "scheduler")])
 def test_defaults_stay_defaults(cls: type, command: str) -> None:
     commands = make_commands()
@@ -112,3 +146,17 @@ def test_asking_clients_for_certificates_without_any_of_ones_own_is_refused(cls:
     with pytest.raises(ConfigurationError, match="--tls-dir"):
         load_settings(cls, ["--tls-client-auth"], {}, program="q")
     assert load_settings(cls, ["--tls-client-auth", "--tls-dir=certs"], {}, program="q").tls_client_auth
+
+
+@pytest.mark.parametrize("given", ["--public-cert=x.pem", "--public-key=x.key"])
+def test_a_public_certificate_without_its_key_is_refused(given: str) -> None:
+    with pytest.raises(ConfigurationError, match="--public-cert and --public-key go together"):
+        load_settings(ServeSettings, [given], {}, program="quire serve")
+
+
+def test_a_public_certificate_that_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    settings = ServeSettings(public_cert=tmp_path / "gateway.pem", public_key=tmp_path / "worker.key")
+    with pytest.raises(ConfigurationError, match=r"worker\.key"):
+        preflight.check(settings)
+    preflight.check(ServeSettings(public_cert=tmp_path / "gateway.pem", public_key=tmp_path / "gateway.key"))

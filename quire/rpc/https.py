@@ -1,9 +1,10 @@
-"""TLS of the HTTP port."""
+"""TLS of HTTP ports."""
 
 import logging
 import ssl
+import threading
 
-from quire.rpc.tls import FileWatch, ServerTls
+from quire.rpc.tls import FileWatch, ServerTls, load_certificate
 from quire.settings import ConfigurationError
 
 _logger = logging.getLogger(__name__)
@@ -17,6 +18,7 @@ class HttpsFiles:
         self._tls = tls
         self._watch = FileWatch(tls.identity)
         self._current = _context(tls)
+        self._lock = threading.Lock()
 
     def context(self) -> ssl.SSLContext:
         """What a server listens with. It stands in for the newest one until a client has said hello."""
@@ -24,22 +26,27 @@ class HttpsFiles:
         entry.sni_callback = self._choose
         return entry
 
-    def _choose(self, connection: ssl.SSLObject, _host: str | None, _entry: ssl.SSLContext) -> None:
-        """Called for every client, also for one that names no host."""
-        if self._watch.changed() is not None:
-            try:
-                self._current = _context(self._tls)
-            except ConfigurationError as error:  # changed again since they were looked at
-                _logger.error("%s; going on with the certificate from before", error)
-        connection.context = self._current
+    def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, _host: str | None, _entry: ssl.SSLContext) -> None:
+        """Called for every client, also for one that names no host, in the thread that has the connection."""
+        with self._lock:
+            if self._watch.changed() is not None:
+                self._renew()
+            connection.context = self._current
+
+    def _renew(self) -> None:
+        try:
+            self._current = _context(self._tls)
+        except ConfigurationError as error:  # changed again since they were looked at
+            _logger.error("%s; going on with the certificate from before", error)
 
 
 def _context(tls: ServerTls) -> ssl.SSLContext:
     identity = tls.identity
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(identity.certificate, identity.key)
-        context.load_verify_locations(identity.authority)
+        load_certificate(context, identity)
+        if identity.authority is not None:
+            context.load_verify_locations(identity.authority)
     except OSError as error:  # of which ssl.SSLError is one
         raise ConfigurationError(f"TLS: {identity.certificate} and its like cannot be used: {error}") from error
     if tls.asks_for_certificates:

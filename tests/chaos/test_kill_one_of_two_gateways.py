@@ -1,0 +1,116 @@
+"""kill -9 of one of two gateways under load: whoever is at the other one notices nothing, and takes over."""
+
+import asyncio
+from typing import Any
+
+from quire.client import AsyncClient, GenerationOptions, TokenChunk
+from quire.rpc.errors import Unavailable
+from tests.support.killing import kill
+from tests.support.scheduler_process import until, wait_nothing_in_use
+from tests.support.serving import Served, serving
+from tests.support.shared_port import clients_of_both, gateway_id_of, names_by_id
+
+NUM_STREAMS = 6
+SETTINGS: dict[str, Any] = {"gateways": 2, "num_gpu_blocks": 512, "dtype": "float32"}
+
+Output = tuple[list[int], str]
+
+
+def options_of(index: int) -> GenerationOptions:
+    """Greedy and seeded sampling, mixed; long enough to be in the middle when the kill comes."""
+    return GenerationOptions(temperature=float(index % 2), seed=index, max_tokens=250, ignore_eos=True)
+
+
+async def read(client: AsyncClient, index: int, started: asyncio.Event, *, durable: bool = False) -> Output:
+    """Tokens and text of one stream; checks that offsets are consecutive and that its end comes."""
+    token_ids: list[int] = []
+    text = ""
+    prompt = f"Once upon a time, story {index}"
+    async with client.generate_stream(prompt, options_of(index), durable=durable) as stream:
+        async for event in stream:
+            if isinstance(event, TokenChunk):
+                assert event.offset == len(token_ids)
+                token_ids += event.token_ids
+                text += event.text
+                if len(token_ids) > 20:
+                    started.set()
+    assert stream.completed is not None
+    return token_ids, text
+
+
+class Load:
+    """Streams that run through one client."""
+
+    def __init__(self, client: AsyncClient, *, durable: bool = False) -> None:
+        self._started = [asyncio.Event() for _ in range(NUM_STREAMS)]
+        self._streams = [
+            asyncio.create_task(read(client, index, started, durable=durable))
+            for index, started in enumerate(self._started)
+        ]
+
+    async def wait_started(self) -> None:
+        """Until each stream is well under way."""
+        async with asyncio.timeout(15):
+            for started in self._started:
+                await started.wait()
+        assert not all(stream.done() for stream in self._streams)
+
+    async def outputs(self) -> list[Output]:
+        async with asyncio.timeout(15):
+            return await asyncio.gather(*self._streams)
+
+    async def errors(self) -> list[BaseException]:
+        """Of streams that all fail."""
+        async with asyncio.timeout(15):
+            outcomes = await asyncio.gather(*self._streams, return_exceptions=True)
+        return [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+
+
+async def num_gateways(served: Served) -> int:
+    return (await served.state()).connected_gateways
+
+
+async def test_streams_of_the_other_gateway_are_as_if_nothing_had_happened():
+    async with serving(reconnect_grace=0.0, **SETTINGS) as served, clients_of_both(served.server) as clients:
+        undisturbed = await Load(clients["gateway"]).outputs()
+        lost, kept = Load(clients["gateway-1"]), Load(clients["gateway"])
+        await lost.wait_started()
+        await kept.wait_started()
+        await kill(served, "gateway-1")
+        assert await kept.outputs() == undisturbed
+        errors = await lost.errors()
+        assert len(errors) > 0
+        assert all(isinstance(error, Unavailable) for error in errors)
+        assert served.server.process("gateway").starts == 1
+
+
+async def test_durable_streams_of_the_lost_gateway_go_on_through_the_other():
+    async with serving(**SETTINGS) as served:
+        undisturbed = await Load(served.client, durable=True).outputs()
+        names = await names_by_id(served.server)
+        lost_id = await gateway_id_of(served.client)
+        disturbed = Load(served.client, durable=True)
+        await disturbed.wait_started()
+        # For good, so that whatever comes now comes from the other one.
+        served.server.process(names[lost_id]).kill()
+        assert await disturbed.outputs() == undisturbed
+        # The port leads to whoever is there; the client was told no other address.
+        assert await gateway_id_of(served.client) in names.keys() - {lost_id}
+
+
+async def test_blocks_of_the_lost_gateway_are_free_while_the_other_serves_on():
+    async with serving(reconnect_grace=0.0, **SETTINGS) as served, clients_of_both(served.server) as clients:
+        assert await num_gateways(served) == 2
+        lost = Load(clients["gateway-1"])
+        await lost.wait_started()
+        assert (await served.state()).gpu_pool.used_blocks > 0
+        await kill(served, "gateway-1")
+        await wait_nothing_in_use(served.scheduler)
+        assert await lost.errors()
+        answer = await clients["gateway"].generate("Once upon a time", GenerationOptions(max_tokens=5))
+        assert len(answer.sequences[0].token_ids) == 5
+
+        async def is_back() -> bool:
+            return await num_gateways(served) == 2
+
+        await until(is_back, timeout_s=15)

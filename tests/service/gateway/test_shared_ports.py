@@ -1,0 +1,120 @@
+"""Several gateways behind the same ports, and what finds one of them."""
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from gateway.app import Gateway, serve
+from gateway.settings import GatewaySettings
+from quire.gateway.v1 import model_pb2, model_pb2_grpc
+from quire.rpc.address import AddressInUse, free_port
+from tests.support.gateway_process import running_gateway
+from tests.support.processes import until_true
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Its path is short, since unix sockets lie in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+@contextlib.asynccontextmanager
+async def stub_of(address: str) -> AsyncIterator[model_pb2_grpc.ModelServiceStub]:
+    # Channels of one process share connections otherwise.
+    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield model_pb2_grpc.ModelServiceStub(channel)
+
+
+async def id_behind(address: str) -> str:
+    async with stub_of(address) as stub:
+        return (await stub.GetServerInfo(model_pb2.GetServerInfoRequest(), timeout=10)).gateway_id
+
+
+def count_gateways() -> int:
+    """How many run in this event loop."""
+    return sum(task.get_name() == "readiness" for task in asyncio.all_tasks())
+
+
+def ports_of(gateway: Gateway) -> dict[str, int]:
+    addresses = {"grpc_port": gateway.grpc_address, "http_port": gateway.http_address}
+    return {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
+
+
+async def test_gateways_that_ask_for_it_share_both_ports(scheduler, directory: Path):
+    sockets = [directory / "1.sock", directory / "2.sock"]
+    async with running_gateway(scheduler, reuse_port=True, local_socket=sockets[0]) as first:
+        ports = ports_of(first.gateway)
+        async with running_gateway(scheduler, reuse_port=True, local_socket=sockets[1], **ports) as second:
+            assert ports_of(second.gateway) == ports
+            expected = {await id_behind(f"unix:{each}") for each in sockets}
+            assert len(expected) == 2
+            seen: set[str] = set()
+            async with asyncio.timeout(10):
+                while seen != expected:
+                    seen.add(await id_behind(first.gateway.grpc_address))
+
+
+async def test_the_one_that_is_left_gets_all_connections(scheduler):
+    async with running_gateway(scheduler, reuse_port=True) as first:
+        async with running_gateway(scheduler, reuse_port=True, **ports_of(first.gateway)):
+            pass
+        held = {await id_behind(first.gateway.grpc_address) for _ in range(8)}
+        assert len(held) == 1
+        for _ in range(8):
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(f"{first.http_url}/health")).status_code == 200
+
+
+@pytest.mark.parametrize("port", ["grpc_port", "http_port"])
+async def test_a_port_of_one_that_does_not_share_is_in_use(port: str):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports: dict[str, Any] = {"grpc_port": 0, "http_port": 0} | {port: taken.getsockname()[1]}
+        with pytest.raises(AddressInUse):
+            await Gateway.start(GatewaySettings(reuse_port=True, **ports))
+
+
+async def test_a_local_socket_that_is_served_is_in_use_and_leaves_nothing_behind(scheduler, directory: Path):
+    path = directory / "g.sock"
+    async with running_gateway(scheduler, local_socket=path):
+        before = count_gateways()
+        with pytest.raises(AddressInUse, match=f"unix:{path}: the socket is in use"):
+            await Gateway.start(GatewaySettings(grpc_port=0, http_port=0, local_socket=path))
+        assert count_gateways() == before == 1
+        assert await id_behind(f"unix:{path}")
+
+
+async def test_the_metrics_of_one_gateway_have_a_port_of_their_own(scheduler):
+    port = free_port()
+    settings = GatewaySettings(
+        grpc_port=0, http_port=0, schedulers=(scheduler.address,), metrics_port=port, drain_timeout=0.0
+    )
+    serving = asyncio.create_task(serve(settings))
+    await scheduler.until(lambda: scheduler.connections)
+    async with httpx.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/metrics")
+    assert "quire_gateway_connected_schedulers 1.0" in answer.text
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.wait_for(serving, 10)
+    await until_true(lambda: not _listens(port))
+
+
+async def test_a_metrics_port_in_use_is_one_clear_line_and_no_gateway_is_left():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressInUse, match=rf"{port}: the port is in use"):
+            await serve(GatewaySettings(grpc_port=0, http_port=0, metrics_port=port))
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

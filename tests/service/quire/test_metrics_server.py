@@ -1,0 +1,135 @@
+"""The port of a service's metrics: what it serves, and to whom where it speaks TLS."""
+
+import contextlib
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from quire.metrics_server import MAX_CONNECTIONS, MetricsServer
+from quire.rpc.tls import Role, ServerTls, TlsIdentity
+from quire.settings import ConfigurationError
+from tests.support.certificates import make_certificates
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    Counter("steps", "Steps.", registry=registry).inc(5)
+    return registry
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path, registry: CollectorRegistry) -> Iterator[MetricsServer]:
+    make_certificates(tmp_path)
+    tls = ServerTls.for_operators(TlsIdentity.of(tmp_path, Role.WORKER))
+    server = MetricsServer.start("127.0.0.1", 0, registry, tls)
+    yield server
+    server.stop()
+
+
+def context_of(directory: Path, role: Role | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=directory / "ca.pem")
+    if role is not None:
+        context.load_cert_chain(directory / f"{role}.pem", directory / f"{role}.key")
+    return context
+
+
+def scrape(server: MetricsServer, context: ssl.SSLContext | None) -> str:
+    scheme = "http" if context is None else "https"
+    url = f"{scheme}://localhost:{server.port}/metrics"
+    with urllib.request.urlopen(url, timeout=5, context=context) as response:
+        return response.read().decode()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_metrics_are_served_until_stop(registry: CollectorRegistry, host: str) -> None:
+    server = MetricsServer.start(host, 0, registry)
+    shown = f"[{host}]" if ":" in host else host
+    with urllib.request.urlopen(f"http://{shown}:{server.port}/metrics", timeout=5) as response:
+        assert "steps_total 5.0" in response.read().decode()
+    server.stop()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, server.port), timeout=5)
+
+
+def test_a_metrics_port_in_use_is_one_line(registry: CollectorRegistry) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}: the port is in use"):
+            MetricsServer.start("127.0.0.1", port, registry)
+
+
+def test_an_operator_reads_metrics_over_tls(encrypted: MetricsServer, tmp_path: Path) -> None:
+    assert "steps_total 5.0" in scrape(encrypted, context_of(tmp_path, Role.OPERATOR))
+
+
+@pytest.mark.parametrize("role", [Role.GATEWAY, Role.WORKER, Role.CLIENT])
+def test_another_role_is_forbidden_to_read_them(encrypted: MetricsServer, tmp_path: Path, role: Role) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        scrape(encrypted, context_of(tmp_path, role))
+    assert caught.value.code == 403
+    answer = caught.value.read().decode()
+    assert "operator" in answer
+    assert "steps" not in answer
+
+
+def test_who_shows_no_certificate_or_speaks_no_tls_is_not_answered(encrypted: MetricsServer, tmp_path: Path) -> None:
+    make_certificates(tmp_path / "other")
+    stranger = context_of(tmp_path / "other", Role.OPERATOR)
+    stranger.load_verify_locations(tmp_path / "ca.pem")
+    for context in (context_of(tmp_path, None), stranger, None):
+        with pytest.raises(OSError, match=r"."):
+            scrape(encrypted, context)
+    assert "steps_total 5.0" in scrape(encrypted, context_of(tmp_path, Role.OPERATOR))
+
+
+def test_one_that_is_connected_and_says_nothing_keeps_nobody_waiting(encrypted: MetricsServer, tmp_path: Path) -> None:
+    with socket.create_connection(("127.0.0.1", encrypted.port), timeout=5):
+        assert "steps_total 5.0" in scrape(encrypted, context_of(tmp_path, Role.OPERATOR))
+
+
+def test_connections_beyond_the_limit_are_closed_until_one_ends(encrypted: MetricsServer, tmp_path: Path) -> None:
+    operator = context_of(tmp_path, Role.OPERATOR)
+    with contextlib.ExitStack() as idle:
+        for _ in range(MAX_CONNECTIONS):
+            last = idle.enter_context(socket.create_connection(("127.0.0.1", encrypted.port), timeout=5))
+        with pytest.raises(OSError, match=r"."):
+            scrape(encrypted, operator)
+        last.close()
+        assert eventually(lambda: scrape(encrypted, operator))
+
+
+def eventually(attempt: Callable[[], str]) -> str:
+    """What an attempt gives that fails at first, within five seconds."""
+    give_up_at = time.monotonic() + 5
+    while True:
+        try:
+            return attempt()
+        except OSError:
+            if time.monotonic() > give_up_at:
+                raise
+            time.sleep(0.02)
+
+
+def test_new_files_hold_for_new_connections(encrypted: MetricsServer, tmp_path: Path) -> None:
+    before = context_of(tmp_path, Role.OPERATOR)
+    assert scrape(encrypted, before)
+    make_certificates(tmp_path)
+    assert scrape(encrypted, context_of(tmp_path, Role.OPERATOR))
+    with pytest.raises(OSError, match=r"."):
+        scrape(encrypted, before)
+
+
+def test_files_that_are_no_good_are_refused_at_start(registry: CollectorRegistry, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    tls = ServerTls.for_operators(TlsIdentity.of(tmp_path, Role.WORKER))
+    (tmp_path / "worker.pem").write_text("damaged")
+    with pytest.raises(ConfigurationError, match=r"worker\.pem"):
+        MetricsServer.start("127.0.0.1", 0, registry, tls)

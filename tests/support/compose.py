@@ -1,0 +1,33 @@
+"""Compose files as a compose parser reads them, as far as ours go."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = ROOT / "compose.yaml"
+WITH_TLS = ROOT / "deploy" / "compose.tls.yaml"
+
+
+def services_of(*files: Path) -> dict[str, Any]:
+    """The services by name; mappings of later files add to those of earlier ones, lists of volumes too."""
+    services: dict[str, Any] = {}
+    for file in files:
+        for name, service in yaml.safe_load(file.read_text(encoding="utf-8"))["services"].items():
+            services[name] = _merged(services.get(name, {}), service)
+    return services
+
+
+def default_of(value: str) -> str:
+    """What is there where the environment says nothing."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
+
+
+def _merged(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    merged = earlier | later
+    for key in ("environment", "healthcheck"):
+        merged[key] = earlier.get(key, {}) | later.get(key, {})
+    merged["volumes"] = [*earlier.get("volumes", []), *later.get("volumes", [])]
+    return merged

@@ -1,0 +1,113 @@
+"""A port that our processes share, and nobody else gets."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from quire.local.reserved_port import ReservedPort
+from quire.rpc.address import AddressInUse, TcpAddress, check_bindable
+from quire.settings import ConfigurationError
+
+HOST = "127.0.0.1"
+
+
+def make_listener(port: int, *, reuse_port: bool = True, host: str = HOST) -> socket.socket:
+    """As gRPC and uvicorn listen."""
+    return socket.create_server((host, port), reuse_port=reuse_port)
+
+
+@pytest.fixture
+def reserved() -> Iterator[ReservedPort]:
+    port = ReservedPort.reserve(HOST, 0)
+    yield port
+    port.release()
+
+
+def test_port_0_picks_one_and_says_which(reserved: ReservedPort) -> None:
+    assert reserved.address.host == HOST
+    assert reserved.address.port > 0
+
+
+def test_those_who_share_it_can_listen_and_get_all_connections(reserved: ReservedPort) -> None:
+    port = reserved.address.port
+    with make_listener(port) as first, make_listener(port) as second:
+        clients = [socket.create_connection((HOST, port), timeout=5) for _ in range(20)]
+        first.setblocking(False)
+        second.setblocking(False)
+        accepted = [connection for listener in (first, second) for connection in _accept_all(listener)]
+        assert len(accepted) == len(clients)
+        for each in (*clients, *accepted):
+            each.close()
+
+
+def test_nobody_is_answered_while_nobody_listens(reserved: ReservedPort) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, reserved.address.port), timeout=5)
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_a_second_server_is_refused_whether_or_not_somebody_listens_now(
+    reserved: ReservedPort, is_served: bool
+) -> None:
+    port = reserved.address.port
+    listener = make_listener(port) if is_served else None
+    try:
+        with pytest.raises(AddressInUse, match=f"^cannot listen on {HOST}:{port}: the port is in use$"):
+            ReservedPort.reserve(HOST, port)
+        with pytest.raises(AddressInUse):
+            check_bindable(TcpAddress(HOST, port))
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+@pytest.mark.parametrize("reuse_port", [True, False])
+def test_a_port_that_somebody_else_has_is_refused_also_where_they_would_share_it(reuse_port: bool) -> None:
+    with make_listener(0, reuse_port=reuse_port) as listener, pytest.raises(AddressInUse):
+        ReservedPort.reserve(HOST, listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("reuse_port", [True, False])
+def test_a_port_whose_server_just_left_connections_behind_is_free(reuse_port: bool) -> None:
+    listener = make_listener(0, reuse_port=reuse_port)
+    port = listener.getsockname()[1]
+    client = socket.create_connection((HOST, port), timeout=5)
+    connection, _ = listener.accept()
+    # Who closes first has the port linger.
+    connection.close()
+    assert client.recv(1) == b""
+    client.close()
+    listener.close()
+    reserved = ReservedPort.reserve(HOST, port)
+    make_listener(port).close()
+    reserved.release()
+
+
+def test_a_name_of_several_addresses_has_the_same_port_at_each() -> None:
+    reserved = ReservedPort.reserve("localhost", 0)
+    found = socket.getaddrinfo("localhost", reserved.address.port, type=socket.SOCK_STREAM)
+    for _, _, _, _, sockaddr in found:
+        with pytest.raises(AddressInUse):
+            check_bindable(TcpAddress(str(sockaddr[0]), reserved.address.port))
+    reserved.release()
+
+
+def test_it_is_free_once_it_is_released(reserved: ReservedPort) -> None:
+    reserved.release()
+    reserved.release()
+    ReservedPort.reserve(HOST, reserved.address.port).release()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_that_this_machine_lacks_is_a_configuration_error(host: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"cannot listen on {host}:0"):
+        ReservedPort.reserve(host, 0)
+
+
+def _accept_all(listener: socket.socket) -> Iterator[socket.socket]:
+    while True:
+        try:
+            yield listener.accept()[0]
+        except BlockingIOError:
+            return
