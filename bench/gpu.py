@@ -1,10 +1,14 @@
-"""Checks the Triton kernels against float64 and measures them on the GPU of this machine, in a few minutes.
+"""Checks the Triton kernels against float64, and measures kernels, decode steps and serving on the GPU of this machine.
 
 Needs torch, Triton and the working tree, not the installed package: `python -m bench.gpu` from the repository's root.
+Decode steps need what a worker needs, serving what all services and transformers need; what cannot be imported costs
+its own group and no other. No group is begun after `--seconds`.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import platform
 import sys
@@ -21,12 +25,18 @@ if TYPE_CHECKING:
     from bench.gpu_figures import Figure
 
 Item = TypeVar("Item")
+Groups = Iterable[tuple[str, Iterator[Item]]]
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
+SECONDS = 420.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: check only, interpreted")
     parser.add_argument("--check-only", action="store_true", help="measure nothing")
+    parser.add_argument("--skip-checks", action="store_true", help="measure only")
+    parser.add_argument("--only", nargs="+", metavar="GROUP", help="groups to measure, by the start of their names")
+    parser.add_argument("--shape", choices=("llama-1b", "llama-8b"), default="llama-1b", help="model that is served")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no group is begun")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="of the random inputs; the clock's")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file to write (default: %(default)s)")
 
@@ -48,12 +58,18 @@ def main(arguments: argparse.Namespace) -> None:
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     # The interpreter computes with numpy, which multiplies no bfloat16, and cuts it off where a GPU rounds.
     usable = dtypes if arguments.device == "cuda" else dtypes[:2]
-    checks, broken = _collect(check_groups(arguments.device, usable), _print_check)
+    deadline = time.monotonic() + arguments.seconds
+    checks, broken = [], []
+    if not arguments.skip_checks:
+        groups = itertools.chain(
+            check_groups(arguments.device, usable), [("worker", _runner_checks(arguments.device, arguments.seed))]
+        )
+        checks, broken = _collect(groups, _print_check, math.inf)
     figures: list[Figure] = []
     if not arguments.check_only:
-        from bench.gpu_figures import figure_groups
-
-        figures, unmeasured = _collect(figure_groups(), _print_figure)
+        figures, unmeasured = _collect(
+            _chosen(_figure_groups(arguments.shape), arguments.only), _print_figure, deadline
+        )
         broken += unmeasured
         _write(arguments, checks, figures, broken)
     wrong = [f"{check.name}, {check.dtype}" for check in checks if not check.passed]
@@ -62,12 +78,50 @@ def main(arguments: argparse.Namespace) -> None:
         sys.exit(f"bench.gpu: wrong: {'; '.join(wrong) or 'none'}. Stopped by an error: {'; '.join(broken) or 'none'}")
 
 
-def _collect(
-    groups: Iterable[tuple[str, Iterator[Item]]], show: Callable[[Item], None]
-) -> tuple[list[Item], list[str]]:
-    """All items, and the names of groups that an error cut short; it does not take the other groups along."""
+def _runner_checks(device: str, seed: int) -> "Iterator[Check]":
+    # Only here and below: the other groups need torch and Triton alone.
+    from bench.gpu_runner_checks import runner_checks
+
+    yield from runner_checks(device, seed)
+
+
+def _figure_groups(shape: str) -> "Groups[Figure]":
+    """What matters most comes first."""
+    from bench.gpu_figures import Figure, device_copy_rate, kernel_groups, tiling_groups
+
+    memory = device_copy_rate()
+    yield "memory", iter((Figure("device copy (ceiling)", "GB/s", memory, memory, 0.0),))
+    yield from kernel_groups(memory)
+    yield "step", _steps(memory)
+    yield "serving", _serving(shape)
+    yield from tiling_groups(memory)
+
+
+def _steps(memory: float) -> "Iterator[Figure]":
+    from bench.gpu_steps import step_figures
+
+    yield from step_figures(memory)
+
+
+def _serving(shape: str) -> "Iterator[Figure]":
+    from bench.gpu_serving import serving_figures
+
+    yield from serving_figures(shape)
+
+
+def _chosen(groups: "Groups[Item]", only: list[str] | None) -> "Groups[Item]":
+    """The groups whose names start with one of `only`; all where it is None."""
+    return (each for each in groups if only is None or each[0].startswith(tuple(only)))
+
+
+def _collect(groups: "Groups[Item]", show: Callable[[Item], None], deadline: float) -> tuple[list[Item], list[str]]:
+    """All items, and the names of groups that an error cut short, or that came after the deadline (of
+    `time.monotonic`); an error does not take the other groups along."""
     items, broken = [], []
     for name, group in groups:
+        if time.monotonic() > deadline:
+            broken.append(f"{name} (no time left)")
+            continue
         try:
             for item in group:
                 items.append(item)

@@ -38,20 +38,22 @@ class Figure:
         return self.rate / self.ceiling
 
 
-def figure_groups() -> Iterator[tuple[str, Iterator[Figure]]]:
-    """Groups of figures by name; each is measured when it is iterated over, and needs no other."""
-    memory = _device_copy_rate()
-    yield "memory", iter((Figure("device copy (ceiling)", "GB/s", memory, memory, 0.0),))
+def kernel_groups(memory: float) -> Iterator[tuple[str, Iterator[Figure]]]:
+    """Groups of figures by name, each measured when it is iterated over; a device copy reaches `memory` GB/s."""
     yield "decode", _decodes(memory)
     yield "prefill", _prefills()
     yield "copy_blocks", _copies(memory)
     yield "swap_blocks", _swaps()
     yield "pointwise", _pointwise(memory)
+
+
+def tiling_groups(memory: float) -> Iterator[tuple[str, Iterator[Figure]]]:
+    """The same of attention kernels that are cut in other ways."""
     yield "tilings of decode", _decode_tilings(memory)
     yield "tilings of prefill", _prefill_tilings()
 
 
-def _device_copy_rate() -> float:
+def device_copy_rate() -> float:
     """GB/s read plus written by a plain copy of 2 GiB."""
     source = torch.randint(0, 100, (1 << 31,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -65,7 +67,7 @@ def _decodes(memory: float) -> Iterator[Figure]:
         problem = make_problem([(1, each) for each in lengths], HEADS, DTYPE, "cuda")
         time = graph_seconds(operations.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
         name = f"decode, batch {batch}, context {'128 to ' if mixed else ''}{length}"
-        yield _bandwidth(name, problem.context_bytes, time, memory, 0.85 if batch >= 32 and not mixed else None)
+        yield bandwidth(name, problem.context_bytes, time, memory, 0.85 if batch >= 32 and not mixed else None)
 
 
 def _decode_tilings(memory: float) -> Iterator[Figure]:
@@ -83,7 +85,7 @@ def _decode_tilings(memory: float) -> Iterator[Figure]:
         output = torch.empty_like(problem.query)
         batch = PagedBatch(*problem.tensors)
         time = graph_seconds(decode_attention, output, batch, RULE, max_seq_len=4096, tiling=tiling)
-        yield _bandwidth(f"  {_changes(tiling, chosen)}", problem.context_bytes, time, memory)
+        yield bandwidth(f"  {_changes(tiling, chosen)}", problem.context_bytes, time, memory)
 
 
 def _prefills() -> Iterator[Figure]:
@@ -138,7 +140,7 @@ def _copies(memory: float) -> Iterator[Figure]:
         pairs = torch.randperm(2048)[: 2 * count].view(2, -1).T.contiguous()
         moved = 2 * _bytes_of_blocks(pools, count)
         time = seconds(operations.copy_blocks, pools, pairs)
-        yield _bandwidth(f"copy_blocks, {count} blocks of 32 layers", moved, time, memory)
+        yield bandwidth(f"copy_blocks, {count} blocks of 32 layers", moved, time, memory)
 
 
 def _swaps() -> Iterator[Figure]:
@@ -151,28 +153,28 @@ def _swaps() -> Iterator[Figure]:
     flat_gpu = torch.zeros(1 << 29, dtype=torch.uint8, device="cuda")
     flat_host = torch.zeros(1 << 29, dtype=torch.uint8, pin_memory=True)
     ceiling = flat_gpu.numel() / seconds(flat_host.copy_, flat_gpu, non_blocking=True) / GIGA
-    yield _bandwidth(f"swap out, {name}", moved, seconds(operations.swap_blocks, gpu, host, pairs), ceiling)
+    yield bandwidth(f"swap out, {name}", moved, seconds(operations.swap_blocks, gpu, host, pairs), ceiling)
     ceiling = flat_gpu.numel() / seconds(flat_gpu.copy_, flat_host, non_blocking=True) / GIGA
-    yield _bandwidth(f"swap in, {name}", moved, seconds(operations.swap_blocks, host, gpu, pairs.flip(1)), ceiling)
+    yield bandwidth(f"swap in, {name}", moved, seconds(operations.swap_blocks, host, gpu, pairs.flip(1)), ceiling)
 
 
 def _pointwise(memory: float) -> Iterator[Figure]:
     x, residual = torch.randn(2, 16384, 4096, dtype=DTYPE, device="cuda")
     weight, size = torch.ones(4096, dtype=DTYPE, device="cuda"), x.numel() * x.itemsize
-    yield _bandwidth("rms_norm", 2 * size, graph_seconds(operations.rms_norm, x, weight, 1e-5), memory)
+    yield bandwidth("rms_norm", 2 * size, graph_seconds(operations.rms_norm, x, weight, 1e-5), memory)
     time = graph_seconds(operations.add_rms_norm, x, residual, weight, 1e-5)
-    yield _bandwidth("add_rms_norm", 4 * size, time, memory)
-    yield _bandwidth("silu_and_mul", size * 3 // 2, graph_seconds(operations.silu_and_mul, x), memory)
+    yield bandwidth("add_rms_norm", 4 * size, time, memory)
+    yield bandwidth("silu_and_mul", size * 3 // 2, graph_seconds(operations.silu_and_mul, x), memory)
     qkv = torch.randn(16384, HEADS.query + 2 * HEADS.kv, HEADS.size, dtype=DTYPE, device="cuda")
     query, key, value = qkv.split((HEADS.query, HEADS.kv, HEADS.kv), dim=1)
     table, positions = torch.rand(4096, HEADS.size, device="cuda"), torch.randint(0, 4096, (16384,), device="cuda")
     pool = torch.zeros(2, 2048, HEADS.kv, 16, HEADS.size, dtype=DTYPE, device="cuda")
     slots, moved = torch.randperm(2048 * 16, device="cuda")[:16384], 2 * qkv.numel() * qkv.itemsize
     time = graph_seconds(operations.rotary_and_cache, query, key, value, positions, table, pool, slots)
-    yield _bandwidth("rotary_and_cache", moved, time, memory)
+    yield bandwidth("rotary_and_cache", moved, time, memory)
 
 
-def _bandwidth(name: str, num_bytes: int, time: float, ceiling: float, target: float | None = None) -> Figure:
+def bandwidth(name: str, num_bytes: int, time: float, ceiling: float, target: float | None = None) -> Figure:
     return Figure(name, "GB/s", num_bytes / time / GIGA, ceiling, time * 1e6, target)
 
 

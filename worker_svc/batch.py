@@ -46,6 +46,18 @@ def build_model_input(batch: Batch, rows: Rows, kv_caches: Sequence[Tensor], blo
     return ModelInput(token_ids=token_ids, positions=token_positions, attention=attention, kv_caches=kv_caches)
 
 
+def pad_batch(batch: Batch, num_rows: int, padding_row: int) -> Batch:
+    """The batch with so many rows: those behind its own compute the first token of `padding_row`, and none samples."""
+    missing = num_rows - len(batch.rows)
+    ones = np.ones(missing, np.int32)
+    return Batch(
+        rows=np.concatenate((batch.rows, ones * padding_row)),
+        num_new_tokens=np.concatenate((batch.num_new_tokens, ones)),
+        num_computed_tokens=np.concatenate((batch.num_computed_tokens, ones * 0)),
+        samples=batch.samples,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
     """Which logits are needed and who samples from them."""

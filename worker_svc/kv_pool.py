@@ -23,6 +23,8 @@ class KvPool:
     geometry: PoolGeometry
     gpu: tuple[Tensor, ...]
     host: tuple[Tensor, ...]
+    padding_block: int | None = None
+    """A further block of `gpu`, which no sequence ever has: rows that pad a batch write there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class PoolRequest:
     """Blocks of as many full sequences as a step can have; the default pool of a CPU is never larger."""
     dtype: torch.dtype | None = None
     """What keys and values are stored in; None takes the model's."""
+    num_padding_blocks: int = 0
+    """Of the memory, what is not for sequences."""
 
 
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype | None = None) -> int:
@@ -70,7 +74,7 @@ def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: 
         memory, most, advice = available_bytes, None, "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
     else:
         memory, most, advice = CPU_POOL_BYTES, request.most_useful_blocks, "set --kv-cache-memory"
-    count = max(memory, 0) // bytes_per_block
+    count = max(memory, 0) // bytes_per_block - request.num_padding_blocks
     if count < 1:
         raise ConfigurationError(
             f"the KV pool has {max(memory, 0)} bytes and one block takes {bytes_per_block}; "
@@ -126,15 +130,20 @@ def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | 
     )
 
 
-def allocate_pool(geometry: PoolGeometry, device: torch.device, dtype: torch.dtype) -> KvPool:
+def allocate_pool(
+    geometry: PoolGeometry, device: torch.device, dtype: torch.dtype, *, with_padding: bool = False
+) -> KvPool:
     """Allocates all tensors: the device's zeroed, the host's untouched, and pinned where the device copies by DMA.
 
     Memory of the host that is not pinned is taken by the system only as blocks are swapped out.
 
+    Args:
+        with_padding: with a block more on the device, for rows that pad a batch.
+
     Raises:
         ConfigurationError: the memory is not there.
     """
-    gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks, dtype)
+    gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks + with_padding, dtype)
     host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks, dtype))
     try:
         gpu = tuple(torch.zeros(gpu_shape, dtype=dtype, device=device) for _ in range(geometry.num_layers))
@@ -147,7 +156,7 @@ def allocate_pool(geometry: PoolGeometry, device: torch.device, dtype: torch.dty
             f"cannot allocate the KV pool: {geometry.num_gpu_blocks} blocks on {device} and {geometry.num_host_blocks} "
             f"on the host take {total} bytes"
         ) from error
-    return KvPool(geometry, gpu, host)
+    return KvPool(geometry, gpu, host, geometry.num_gpu_blocks if with_padding else None)
 
 
 def _layer_shape(geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype) -> tuple[int, ...]:

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from worker_svc.batch import SamplePlan, build_model_input, plan_samples
-from worker_svc.cache_ops import apply_cache_operations
+from worker_svc.batch import SamplePlan, build_model_input, pad_batch, plan_samples
+from worker_svc.cache_ops import BlockMoves
 from worker_svc.candidates import Candidates, gather_candidates, report_candidates
+from worker_svc.decode_graphs import DecodeGraphs, GraphRecorder
+from worker_svc.graph_shapes import GraphShapes
 from worker_svc.history import History
 from worker_svc.info import ModelGeometry, WorkerLimits
 from worker_svc.kv_pool import KvPool
 from worker_svc.logit_rules import apply_logit_rules
 from worker_svc.logprobs import SampledLogprobs, gather_logprobs, report_logprobs
+from worker_svc.model_input import ModelInput
 from worker_svc.models.base import CausalLM
 from worker_svc.prompt_logprobs import (
     PromptResult,
@@ -31,6 +34,7 @@ from worker_svc.sampler import draw
 from worker_svc.sampling_table import SamplingColumns
 from worker_svc.sealed_blocks import SealInventory
 from worker_svc.steps import AdmittedStep, Batch, Int32Array, SealedBlocks, StepOutput, StepTimings
+from worker_svc.streams import Streams
 from worker_svc.transfer import HostCopy, Stopwatch, to_device
 
 
@@ -55,13 +59,13 @@ class _Computed:
     copy: HostCopy
 
     @classmethod
-    def of(cls, sampled: _Sampled, prompts: PromptResult | None) -> "_Computed":
+    def of(cls, sampled: _Sampled, prompts: PromptResult | None, streams: Streams) -> "_Computed":
         """Starts the way to the host."""
         tensors = [sampled.token_ids, sampled.is_finite]
         tensors += sampled.logprobs.values.tensors() if sampled.logprobs is not None else []
         tensors += sampled.candidates.tensors() if sampled.candidates is not None else []
         tensors += prompts.values.tensors() if prompts is not None else []
-        return cls(sampled, prompts, HostCopy(tensors))
+        return cls(sampled, prompts, HostCopy(tensors, streams.compute, streams.results))
 
 
 class LaunchedStep:
@@ -111,19 +115,33 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """The device's side of one worker. Used by one thread, except for `LaunchedStep.wait`."""
+    """The device's side of one worker. Made and used by one thread, except for `LaunchedStep.wait`."""
 
-    def __init__(self, model: CausalLM, pool: KvPool, geometry: ModelGeometry, limits: WorkerLimits) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: KvPool,
+        geometry: ModelGeometry,
+        limits: WorkerLimits,
+        streams: Streams | None = None,
+    ) -> None:
+        """Without `streams` it takes those of the model's device."""
         self._model = model
         self._pool = pool
+        self._streams = streams or Streams.of(model.device)
+        self._moves = BlockMoves(pool, self._streams.compute, self._streams.swaps)
+        # Behind those that steps name, one that pads batches.
+        self._padding_row = limits.max_num_rows
         self._rows = Rows(
-            limits.max_num_rows,
+            limits.max_num_rows + 1,
             geometry.max_model_len,
             pool.geometry.blocks_for(geometry.max_model_len),
             model.device,
         )
+        self._shapes = GraphShapes.up_to(limits.max_num_rows, geometry.max_model_len)
+        self._graphs: DecodeGraphs | None = None
+        self._run_model = make_forward(model, pool, geometry.max_model_len, limits)
         self._seals = SealInventory(pool.geometry.num_gpu_blocks)
-        self._forward = make_forward(model, pool, geometry.max_model_len, limits)
         self._num_launched = 0
 
     @property
@@ -136,6 +154,22 @@ class ModelRunner:
         return self._seals.snapshot()
 
     @torch.inference_mode()
+    def record_graphs(self, recorder: GraphRecorder) -> int:
+        """From now on decode batches run as graphs; returns how many were recorded. To be called before any step.
+
+        The pool must have a padding block. Raises whatever the device raises; decodes run as before then.
+        """
+        block = self._pool.padding_block
+        assert block is not None, "a pool with a padding block"
+        self._rows.hold_padding(self._padding_row, block)
+        none = np.zeros(0, np.int32)
+        nothing = Batch(none, none, none, np.zeros((0, 2), np.int32))
+        padding = self._model_input(pad_batch(nothing, self._shapes.largest.num_rows, self._padding_row))
+        num_columns = self._rows.block_tables.shape[1]
+        self._graphs = DecodeGraphs.record(self._model, self._shapes, padding, num_columns, recorder)
+        return len(tuple(self._shapes))
+
+    @torch.inference_mode()
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> LaunchedStep:
         """Queues a step. Raises whatever the device raises; rows and written blocks are in doubt then."""
         step = admitted.step
@@ -143,7 +177,7 @@ class ModelRunner:
         self._num_launched += 1
         self._seals.begin_write(admitted.written_blocks, self._num_launched)
         stopwatch = Stopwatch(self._model.device)
-        apply_cache_operations(step.cache_operations, self._pool)
+        self._moves.apply(admitted)
         self._rows.apply(step.row_changes)
         stopwatch.mark()
         computed = self._run(step.batch, stopwatch)
@@ -153,21 +187,30 @@ class ModelRunner:
         if not len(batch.rows):
             stopwatch.mark()
             stopwatch.mark()
-            return _Computed.of(self._nothing_sampled(), None)
-        inputs = build_model_input(batch, self._rows, self._pool.gpu, self._pool.geometry.block_size)
-        hidden = self._forward(inputs)
+            return _Computed.of(self._nothing_sampled(), None, self._streams)
+        hidden = self._forward(batch)
         prompt_plan = plan_prompt_logprobs(batch, self._rows)
         prompts = prompt_plan and compute_prompt_logprobs(self._model, hidden, prompt_plan, self._rows)
         if not len(batch.samples):
             stopwatch.mark()
             stopwatch.mark()
-            return _Computed.of(self._nothing_sampled(), prompts)
+            return _Computed.of(self._nothing_sampled(), prompts, self._streams)
         plan = plan_samples(batch)
         logits = self._model.logits(hidden[to_device(plan.logit_tokens, hidden.device)])
         stopwatch.mark()
         sampled = self._sample(plan, logits)
         stopwatch.mark()
-        return _Computed.of(sampled, prompts)
+        return _Computed.of(sampled, prompts, self._streams)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states, a line for each token of the batch, and for padding behind them."""
+        graphs = self._graphs
+        if graphs is None or (shape := graphs.shape_for(batch)) is None:
+            return self._run_model(self._model_input(batch))
+        return graphs.run(shape, self._model_input(pad_batch(batch, shape.num_rows, self._padding_row)))
+
+    def _model_input(self, batch: Batch) -> ModelInput:
+        return build_model_input(batch, self._rows, self._pool.gpu, self._pool.geometry.block_size)
 
     def _sample(self, plan: SamplePlan, logits: torch.Tensor) -> _Sampled:
         device = logits.device

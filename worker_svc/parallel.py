@@ -1,5 +1,7 @@
 """Ranks that talk to each other: torch.distributed, by Gloo on the CPU and by NCCL on GPUs.
 
+Numbers of the host go by Gloo on every device, so that ranks agree on a step without waiting for the GPU.
+
 A rank that loses another one cannot go on, and what it computes cannot be trusted: it leaves its process at once. Who
 started it starts it again, and the ranks meet anew.
 """
@@ -34,9 +36,8 @@ _logger = logging.getLogger(__name__)
 class MeetingRanks(Ranks):
     """The ranks of one group, each in a process. Used by the device thread alone."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, leave: Callable[[str], NoReturn]) -> None:
+    def __init__(self, rank: int, size: int, leave: Callable[[str], NoReturn]) -> None:
         super().__init__(rank, size)
-        self._device = device
         self._leave = leave
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,7 @@ class MeetingRanks(Ranks):
         return torch.cat(parts, dim=1)[:, :total]
 
     def smallest(self, *numbers: int) -> tuple[int, ...]:
-        values = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        values = torch.tensor(numbers, dtype=torch.int64)
         self._run(lambda: dist.all_reduce(values, dist.ReduceOp.MIN))
         return tuple(values.tolist())
 
@@ -83,7 +84,7 @@ def meet(settings: WorkerSettings, device: torch.device) -> Ranks:
         address = parse_address(settings.tensor_parallel_address)
         assert isinstance(address, TcpAddress)
         store = _enter(address, rank, size)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = backend_for(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
         watch = _client(address)
     except (RuntimeError, dist.DistError) as error:
@@ -93,7 +94,13 @@ def meet(settings: WorkerSettings, device: torch.device) -> Ranks:
     # Not a daemon, as the device thread that calls this is: the interpreter would end it on its way out of the store,
     # inside C++, and that aborts the process.
     threading.Thread(target=_watch, args=(watch, rank, size, leave_process), name="ranks", daemon=False).start()
-    return MeetingRanks(rank, size, device, leave_process)
+    return MeetingRanks(rank, size, leave_process)
+
+
+def backend_for(device: torch.device) -> str:
+    """What torch.distributed calls the backends of a group whose model is on such a device: it takes the one of each
+    tensor's device."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def leave_process(why: str) -> NoReturn:

@@ -53,8 +53,12 @@ def prefill_step(lengths: list[int], blocks_per_row: list[list[int]]) -> Admitte
 
 
 def warm_up(runner: ModelRunner, block_size: int) -> None:
-    """Runs one short sequence in block 0, so that the first request does not pay for what torch sets up lazily."""
-    runner.launch(prefill_step([min(block_size, 2)], [[0]])).wait()
+    """Runs short sequences in block 0, so that the first request does not pay for what is set up, or compiled, lazily.
+
+    One of several tokens and one of a single token, which attention has a kernel each for.
+    """
+    for length in (2, 1):
+        runner.launch(prefill_step([min(block_size, length)], [[0]])).wait()
 
 
 def memory_for_pool(

@@ -28,6 +28,11 @@ class Rows:
         self.sampling = SamplingColumns.empty(num_rows)
         self.prompts = PromptColumns.empty(num_rows)
 
+    def hold_padding(self, row: int, block: int) -> None:
+        """Makes a row, which no step names, one of a single token 0 in this block."""
+        self.token_ids[row] = 0
+        self.block_tables[row] = block
+
     def apply(self, changes: RowChanges) -> None:
         """Takes over the changes of one step. A released row needs nothing: who gets it next overwrites it."""
         self._assign(changes.assign)

@@ -37,6 +37,11 @@ class WorkerSettings:
     kv_cache_dtype: str = setting(
         "auto", "type of the KV pool; auto takes --dtype, int8 holds about twice the tokens", choices=("auto", "int8")
     )
+    cuda_graphs: str = setting(
+        "off",
+        "whether decode steps on cuda are replayed as CUDA graphs, recorded at start; never run on a GPU yet",
+        choices=("on", "off"),
+    )
     block_size: int = setting(16, "tokens of one KV block", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
         None,

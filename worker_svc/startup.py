@@ -8,6 +8,7 @@ import torch
 
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.settings import ConfigurationError
+from worker_svc.cuda_graphs import check_cuda_graphs, record_cuda_graphs
 from worker_svc.device_loop import DeviceLoop
 from worker_svc.heap import release_freed_memory
 from worker_svc.info import ModelGeometry, WorkerInfo, WorkerLimits
@@ -33,7 +34,7 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
     Raises:
         ConfigurationError: the model, the device or the pool cannot be had as the settings say.
     """
-    device = choose_device(settings.device)
+    device = choose_device(settings.device, settings.tensor_parallel_rank)
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     ranks = meet(settings, device)
@@ -60,12 +61,17 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
 
 
 def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
-    """The worker of a loaded model. ConfigurationError when the pool cannot be had as the settings say."""
+    """The worker of a loaded model. ConfigurationError when the pool or graphs cannot be had as the settings say."""
     ranks = model.ranks
+    with_graphs = settings.cuda_graphs == "on"
+    if with_graphs:
+        check_cuda_graphs(model)
     geometry = model_geometry(model, settings.max_model_len)
     limits = WorkerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, MAX_LOGPROBS)
     pool = _make_pool(model, geometry, limits, settings)
     runner = ModelRunner(model, pool, geometry, limits)
+    if with_graphs:
+        record_cuda_graphs(runner, model.device)
     warm_up(runner, settings.block_size)
     device_loop.use(runner)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
@@ -74,14 +80,19 @@ def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLo
     return Worker(info, runner, device_loop)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of a setting; auto takes CUDA where torch sees it. ConfigurationError when it is not there."""
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """The device of a setting; auto takes CUDA where torch sees it. ConfigurationError when it is not there.
+
+    Of several GPUs each rank takes its own, and makes it the current one of the calling thread, to which kernels go.
+    """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ConfigurationError("--device is cuda, but torch sees no CUDA device; use --device cpu")
     if name == "cpu" or not has_cuda:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    index = rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def model_geometry(model: CausalLM, max_model_len: int | None) -> ModelGeometry:
@@ -107,6 +118,7 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
         swap_space=settings.swap_space,
         most_useful_blocks=limits.max_num_rows * -(-geometry.max_model_len // settings.block_size),
         dtype=pool_dtype(settings.kv_cache_dtype, model),
+        num_padding_blocks=int(settings.cuda_graphs == "on"),
     )
     available = None
     if model.device.type == "cuda" and request.num_gpu_blocks is None and request.kv_cache_memory is None:
@@ -115,7 +127,8 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
     # A rank with less memory decides for all: a block is a block on each of them.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
-    pool = allocate_pool(shape, model.device, pool_dtype(settings.kv_cache_dtype, model))
+    dtype = pool_dtype(settings.kv_cache_dtype, model)
+    pool = allocate_pool(shape, model.device, dtype, with_padding=request.num_padding_blocks > 0)
     tokens = shape.num_gpu_blocks * shape.block_size
     _logger.info(
         "KV pool: %d blocks of %d tokens in %s (%.1f MiB), %d on the host",

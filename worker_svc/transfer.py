@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker_svc.streams import Stream
+
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array on the device. On CUDA it goes through pinned memory in stream order, and the host goes on at once.
@@ -21,24 +23,27 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """Tensors on their way to the host. Make it after the kernels that produce them are queued."""
+    """Tensors on their way to the host, beside what computes. To be made when the kernels that give them are queued."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        device = tensors[0].device if tensors else torch.device("cpu")
-        if device.type == "cpu":
-            self._tensors, self._event = tensors, None
-            return
-        self._tensors = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
-        for target, source in zip(self._tensors, tensors, strict=True):
-            target.copy_(source, non_blocking=True)
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record()
+    def __init__(self, tensors: list[Tensor], compute: Stream, results: Stream) -> None:
+        # Kept until they have arrived: torch would give their memory to the next step.
+        self._sources = tensors
+        results.wait_for(compute.mark())
+        with results.used():
+            self._targets = [_begin_copy(each) for each in tensors]
+        self._arrived = results.mark()
 
     def arrays(self) -> list[np.ndarray]:
         """The values; waits for the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        return [each.numpy() for each in self._tensors]
+        self._arrived.wait()
+        self._sources = []
+        return [each.numpy() for each in self._targets]
+
+
+def _begin_copy(source: Tensor) -> Tensor:
+    if source.is_cpu:
+        return source
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
 
 
 class Stopwatch:

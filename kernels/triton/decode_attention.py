@@ -2,6 +2,10 @@
 
 A program attends for one row, one KV head and one piece of the context, with all query heads that share the KV head:
 keys and values are read once. Where contexts are cut into several pieces, a second kernel joins what they give.
+
+The host says into how many pieces a context is cut at most, from the longest that may come. How long they are follows
+from each row's own length, which is read on the device: a graph that was recorded for long contexts cuts short ones
+evenly too.
 """
 
 from functools import cache
@@ -17,10 +21,16 @@ from kernels.triton.paged_batch import PagedBatch
 from kernels.triton.softmax import PRECISION, add_tile, kv_offsets, make_scores
 
 # Arguments that change from step to step, and index tensors that may be views into a step's buffer.
-_CHANGING = ("table_stride", "split_tokens", "num_splits")
+_CHANGING = ("table_stride", "num_splits")
 _INDEXES = ("block_tables", "query_start_loc", "seq_lens")
 # Pieces that are joined at once.
 SPLIT_TILE = tl.constexpr(16)
+
+
+@triton.jit
+def _piece_tokens(context, num_splits, LEAST: tl.constexpr, TILE: tl.constexpr):
+    """Tokens in each piece of a context, the last one excepted: at least LEAST, else a multiple of the tile."""
+    return tl.maximum(tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE, LEAST)
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_INDEXES)
@@ -40,7 +50,6 @@ def _decode_kernel(
     query_stride,
     value_offset,
     table_stride,
-    split_tokens,
     num_splits,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -49,6 +58,7 @@ def _decode_kernel(
     GROUP_PAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     TILE: tl.constexpr,
+    LEAST: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     # Heads of a row and a piece run side by side: their tiles are neighbours in memory.
@@ -57,12 +67,14 @@ def _decode_kernel(
     if tl.load(query_start_loc + row + 1) - token != 1:
         return
     seq_len = tl.load(seq_lens + row)
-    begin = split * split_tokens
+    first = 0
     if sliding_window is not None:
-        begin += tl.maximum(seq_len - sliding_window, 0)
+        first = tl.maximum(seq_len - sliding_window, 0)
+    piece = _piece_tokens(seq_len - first, num_splits, LEAST, TILE)
+    begin = first + split * piece
     if begin >= seq_len:
         return
-    end = tl.minimum(begin + split_tokens, seq_len)
+    end = tl.minimum(begin + piece, seq_len)
 
     members, dims = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
     heads = head * GROUP + members
@@ -101,7 +113,7 @@ def _decode_kernel(
         tl.store(output + offsets, attended.to(output.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=("split_tokens", "num_splits"), do_not_specialize_on_alignment=_INDEXES)
+@triton.jit(do_not_specialize=("num_splits",), do_not_specialize_on_alignment=_INDEXES)
 def _join_kernel(
     output,
     partial,
@@ -109,11 +121,12 @@ def _join_kernel(
     query_start_loc,
     seq_lens,
     sliding_window,
-    split_tokens,
     num_splits,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     head, row = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start_loc + row)
@@ -122,7 +135,7 @@ def _join_kernel(
     context = tl.load(seq_lens + row)
     if sliding_window is not None:
         context = tl.minimum(context, sliding_window)
-    used = tl.cdiv(context, split_tokens)
+    used = tl.cdiv(context, _piece_tokens(context, num_splits, LEAST, TILE))
     dims = tl.arange(0, HEAD_PAD)
     first_line = row.to(tl.int64) * num_splits * NUM_HEADS + head
 
@@ -151,8 +164,7 @@ def decode_attention(
     """Writes the lines of `output` [T, Hq, D] that belong to rows with one new token; leaves all others alone."""
     num_programs = batch.num_rows * batch.num_kv_heads
     longest = max_seq_len if scores.sliding_window is None else min(max_seq_len, scores.sliding_window)
-    split_tokens = split_length(tiling, num_programs, longest, _num_sms(output.device))
-    num_splits = ceil_div(longest, split_tokens)
+    num_splits = ceil_div(longest, split_length(tiling, num_programs, longest, _num_sms(output.device)))
     partial, partial_lse = _partial_results(output, batch.num_rows, num_splits)
     launch(
         _decode_kernel,
@@ -161,10 +173,11 @@ def decode_attention(
         *batch.tensors(),
         *(scores.alibi_slopes, scores.scale, scores.soft_cap, scores.sliding_window),
         *batch.strides(),
-        *(split_tokens, num_splits),
+        num_splits,
         **batch.constants(),
         GROUP_PAD=padded(batch.group, 16),
         TILE=tiling.tile,
+        LEAST=tiling.shortest_split,
         SPLIT=num_splits > 1,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -175,10 +188,12 @@ def decode_attention(
             _join_kernel,
             (num_heads, batch.num_rows),
             *(output, partial, partial_lse, batch.query_start_loc, batch.seq_lens),
-            *(scores.sliding_window, split_tokens, num_splits),
+            *(scores.sliding_window, num_splits),
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             HEAD_PAD=padded(head_dim, 16),
+            TILE=tiling.tile,
+            LEAST=tiling.shortest_split,
             num_warps=2,
         )
 

@@ -29,10 +29,10 @@ GOOD_ENOUGH = 0.9
 
 
 def split_length(tiling: DecodeTiling, num_programs: int, max_seq_len: int, num_sms: int) -> int:
-    """Tokens in each piece of a context; a multiple of the tile.
+    """Tokens in each piece of the longest context; a multiple of the tile.
 
-    Every row is cut into pieces of this length, so that programs are equally long whatever the rows' lengths. Few rows
-    get many pieces, so that all multiprocessors have work; many rows get few.
+    Shorter contexts are cut into as many pieces, or fewer where they would be shorter than the shortest. Few rows get
+    many pieces, so that all multiprocessors have work; many rows get few.
 
     Args:
         num_programs: rows times KV heads, what there is without a split.

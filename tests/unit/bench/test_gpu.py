@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -44,9 +45,21 @@ def test_an_error_in_one_group_does_not_take_the_others_along(capsys: pytest.Cap
         raise ValueError("out of memory")
 
     shown: list[int] = []
-    assert gpu._collect([("bad", bad()), ("good", good())], shown.append) == ([1, 3, 4], ["bad"])
+    groups = [("bad", bad()), ("good", good())]
+    assert gpu._collect(groups, shown.append, time.monotonic() + 60) == ([1, 3, 4], ["bad"])
     assert shown == [1, 3, 4]
     assert "out of memory" in capsys.readouterr().err
+
+
+def test_no_group_is_begun_after_the_deadline() -> None:
+    never: Iterator[int] = iter(int, 0)
+    assert gpu._collect([("slow", never)], print, time.monotonic()) == ([], ["slow (no time left)"])
+
+
+def test_groups_are_chosen_by_the_start_of_their_names() -> None:
+    groups = [(name, iter((name,))) for name in ("decode", "tilings of decode", "step", "serving")]
+    assert [name for name, _ in gpu._chosen(groups, ["de", "step"])] == ["decode", "step"]
+    assert list(gpu._chosen(groups, None)) == groups
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quire.settings import ConfigurationError
-from tests.support.steps import make_operations
+from tests.support.steps import int32, make_operations, make_step
 from tests.support.tiny_causal_lm import TinyCausalLM
-from worker_svc.cache_ops import apply_cache_operations
+from worker_svc.cache_ops import BlockMoves
 from worker_svc.kv_pool import (
     KvPool,
     PoolRequest,
@@ -18,6 +18,8 @@ from worker_svc.kv_pool import (
     num_host_blocks,
     pool_geometry,
 )
+from worker_svc.steps import AdmittedStep, CacheOperations
+from worker_svc.streams import IN_ORDER
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -46,6 +48,10 @@ def make_pool(num_blocks: int = 6, host_blocks: int = 3) -> KvPool:
         pool.gpu[0][:, block] = block + 1
     pool.host[0].zero_()
     return pool
+
+
+def apply_moves(operations: CacheOperations, pool: KvPool) -> None:
+    BlockMoves(pool, IN_ORDER, IN_ORDER).apply(AdmittedStep(make_step(operations=operations), int32(())))
 
 
 def resident_bytes() -> int:
@@ -134,7 +140,7 @@ def test_host_memory_is_taken_only_as_blocks_are_swapped_out() -> None:
     geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=8, swap_space=blocks * BLOCK_BYTES), None)
     before = resident_bytes()
     pool = allocate_pool(geometry, CPU, torch.float32)
-    apply_cache_operations(make_operations(swap_out=[(0, 0), (1, blocks - 1)]), pool)
+    apply_moves(make_operations(swap_out=[(0, 0), (1, blocks - 1)]), pool)
     assert pool.host[0].nbytes == 256 << 20
     assert resident_bytes() - before < 32 << 20
 
@@ -151,10 +157,10 @@ def test_tensors_have_the_layout_of_the_contract() -> None:
 def test_moves_are_applied_out_in_copy() -> None:
     pool = make_pool()
     # Block 1 leaves and its place is taken at once; what came in is copied on.
-    apply_cache_operations(make_operations(swap_out=[(4, 0), (1, 2)]), pool)
+    apply_moves(make_operations(swap_out=[(4, 0), (1, 2)]), pool)
     assert contents(pool.host[0]) == [5.0, 0.0, 2.0]
     operations = make_operations(swap_out=[(0, 1)], swap_in=[(1, 3), (0, 0)], copy=[(3, 5), (0, 2)])
-    apply_cache_operations(operations, pool)
+    apply_moves(operations, pool)
     assert contents(pool.host[0]) == [5.0, 1.0, 2.0]
     assert contents(pool.gpu[0]) == [5.0, 2.0, 5.0, 1.0, 5.0, 1.0]
     assert sorted(operations.written_blocks.tolist()) == [0, 2, 3, 5]
@@ -162,9 +168,9 @@ def test_moves_are_applied_out_in_copy() -> None:
 
 def test_host_blocks_are_used_again_in_the_next_step_and_in_the_same() -> None:
     pool = make_pool()
-    apply_cache_operations(make_operations(swap_out=[(1, 0)]), pool)
+    apply_moves(make_operations(swap_out=[(1, 0)]), pool)
     # What comes in was put out a moment before; then its place on the host is taken by another.
-    apply_cache_operations(make_operations(swap_out=[(5, 2)], swap_in=[(0, 1), (2, 3), (2, 4)]), pool)
-    apply_cache_operations(make_operations(swap_out=[(0, 0), (2, 2)]), pool)
-    apply_cache_operations(make_operations(swap_in=[(0, 5), (2, 0)]), pool)
+    apply_moves(make_operations(swap_out=[(5, 2)], swap_in=[(0, 1), (2, 3), (2, 4)]), pool)
+    apply_moves(make_operations(swap_out=[(0, 0), (2, 2)]), pool)
+    apply_moves(make_operations(swap_in=[(0, 5), (2, 0)]), pool)
     assert contents(pool.gpu[0]) == [3.0, 2.0, 3.0, 6.0, 6.0, 1.0]

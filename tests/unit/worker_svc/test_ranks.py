@@ -1,15 +1,18 @@
 """What each rank holds of a layer, and that the parts make up the whole."""
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from quire.settings import ConfigurationError
+from worker_svc import parallel
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Loadable, Placement
+from worker_svc.parallel import MeetingRanks, backend_for
 from worker_svc.ranks import ALONE, Ranks, heads_of_rank
 from worker_svc.settings import WorkerSettings
 from worker_svc.weights import Checkpoint
@@ -124,3 +127,20 @@ def test_a_rank_alone_changes_nothing() -> None:
 def test_a_rank_beyond_the_group_is_refused() -> None:
     with pytest.raises(ValueError, match="--tensor-parallel-rank is 2; it must be below --tensor-parallel-size"):
         WorkerSettings(tensor_parallel_size=2, tensor_parallel_rank=2)
+
+
+def test_ranks_agree_on_the_host_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group for GPUs has a backend for the host's numbers too, which go there: nothing waits for the GPU."""
+    assert backend_for(torch.device("cpu")) == "gloo"
+    assert dict(part.split(":") for part in backend_for(torch.device("cuda", 1)).split(",")) == {
+        "cpu": "gloo",
+        "cuda": "nccl",
+    }
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(parallel.dist, "all_reduce", lambda tensor, _: sent.append(tensor))
+
+    def leave(why: str) -> NoReturn:
+        raise AssertionError(why)
+
+    MeetingRanks(1, 2, leave).agree(5, 7)
+    assert [tensor.device.type for tensor in sent] == ["cpu"]

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from quire.settings import ConfigurationError, load_settings
+from tests.support.graph_recorder import CallingRecorder
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
+from worker_svc import startup
 from worker_svc.device_loop import DeviceLoop
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import choose_device, make_worker, model_geometry
@@ -60,6 +62,37 @@ def test_cuda_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigurationError, match="--device cpu"):
         choose_device("cuda")
+
+
+def test_each_rank_takes_a_gpu_of_its_own_and_makes_it_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert [choose_device("auto", rank) for rank in range(3)] == [torch.device("cuda", index) for index in (0, 1, 0)]
+    assert chosen == [0, 1, 0]
+    assert choose_device("cpu") == torch.device("cpu")
+
+
+def test_cuda_graphs_without_cuda_are_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(ConfigurationError, match="--cuda-graphs is on"):
+        make_worker(TinyCausalLM(), load("--cuda-graphs", "on", "--num-gpu-blocks", "1000000000"), DeviceLoop())
+
+
+def test_cuda_graphs_are_recorded_before_the_first_step_and_the_scheduler_hears_of_no_block_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder, num_graphs = CallingRecorder(), []
+    monkeypatch.setattr(startup, "check_cuda_graphs", lambda model: None)
+    monkeypatch.setattr(
+        startup, "record_cuda_graphs", lambda runner, device: num_graphs.append(runner.record_graphs(recorder))
+    )
+    flags = ("--cuda-graphs", "on", "--num-gpu-blocks", "12", "--block-size", "4", "--max-num-seqs", "3")
+    worker = make_worker(TinyCausalLM(), load(*flags), DeviceLoop())
+    # Of 1, 2 and 3 rows; the warm-up decodes once.
+    assert num_graphs == [3]
+    assert recorder.replays.total() == 1
+    assert worker.info.pool.num_gpu_blocks == 12
 
 
 def test_a_worker_reports_what_the_settings_and_the_model_say() -> None:

@@ -100,6 +100,17 @@ def test_contexts_in_many_pieces_match_naive(
     assert_close(outcome.arguments[0], expected, batch.query.dtype)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 40])
+def test_rows_far_shorter_than_the_longest_that_may_come_match_naive(
+    device: KernelDevice, sliding_window: int | None
+) -> None:
+    """What a recorded graph does, whose contexts are cut for the longest one."""
+    batch = make_batch([(1, length) for length in (1, 16, 17, 300)], heads=(4, 2))
+    scores = ScoreRule(0.3, sliding_window)
+    result = device.run(paged_attention, *rows_of(batch), scores=scores, max_query_len=1, max_seq_len=20_000).result
+    assert_close(result, naive_attention(batch, sliding_window=sliding_window), batch.query.dtype)
+
+
 def test_each_kernel_leaves_the_rows_of_the_other_alone(device: KernelDevice) -> None:
     batch = make_batch(MIXED)
     expected, starts = naive_attention(batch), batch.query_start_loc.tolist()

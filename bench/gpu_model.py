@@ -1,0 +1,93 @@
+"""LLaMA shapes with random weights, made on the device: nothing is downloaded, and a processor fills nothing in."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from quire.model_directory import resolve_model
+from worker_svc.layers.loadable import Loadable, Placement
+from worker_svc.models.llama import LlamaForCausalLM
+from worker_svc.weights import TensorSpec
+
+DTYPE = torch.bfloat16
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "llama-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+_COMMON: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """config.json of a name of SHAPES."""
+    return _COMMON | SHAPES[shape]
+
+
+def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype = DTYPE) -> LlamaForCausalLM:
+    """The model, loaded with random weights."""
+    model = LlamaForCausalLM.from_config(config, Placement(device, dtype))
+    for layer in _layers(model):
+        layer.load(lambda spec: _random(spec, device))
+    return model.eval()
+
+
+def step_bytes(model: LlamaForCausalLM) -> int:
+    """Bytes of weights that a step reads: all but the embedding, of which it reads a line a token."""
+    specs = [spec for layer in _layers(model) for spec in layer.tensors()]
+    return sum(math.prod(spec.shape) for spec in specs if "embed_tokens" not in spec.name) * DTYPE.itemsize
+
+
+def write_model(config: Mapping[str, Any], directory: Path, device: torch.device) -> None:
+    """Writes such a model, with quire-tiny's tokenizer, as transformers does; random numbers are drawn on `device`."""
+    model = LlamaForCausalLM.from_config(config, Placement(device, DTYPE))
+    specs = [spec for layer in _layers(model) for spec in layer.tensors()]
+    save_file(
+        {spec.name: _random(spec, device).cpu() for spec in specs},
+        directory / "model.safetensors",
+        # Without it transformers takes the file for another framework's.
+        metadata={"format": "pt"},
+    )
+    (directory / "config.json").write_text(json.dumps(dict(config)))
+    for name in _TOKENIZER_FILES:
+        shutil.copy(resolve_model(None) / name, directory / name)
+
+
+def _layers(model: LlamaForCausalLM) -> list[Loadable]:
+    return [module for module in model.modules() if isinstance(module, Loadable)]
+
+
+def _random(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """Weights that keep activations of about the size that they had; norms of 1."""
+    if len(spec.shape) == 1:
+        return torch.ones(spec.shape, dtype=DTYPE, device=device)
+    return torch.randn(spec.shape, dtype=DTYPE, device=device) * spec.shape[1] ** -0.5

@@ -1,0 +1,102 @@
+"""What clients get from all services on the GPU, how busy the device is meanwhile, and what transformers' continuous
+batching gives for the same requests to the same model."""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.gpu_figures import Figure
+from bench.gpu_model import config_of, write_model
+from bench.step_trace_busy import busy_share
+from bench.through_services import ClientView, stream_all
+from bench.workload import WorkItem
+from quire.client import AsyncClient
+from quire.local import LocalServer, ServeSettings
+
+NUM_REQUESTS = 64
+OUTPUT_TOKENS = 256
+_BLOCK_SIZE = 16
+_PEER_TIMEOUT_S = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One round of requests."""
+
+    view: ClientView
+    busy: float
+    """Share of the time in which the device was in a step, while all requests decoded."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.view.num_tokens / self.view.seconds
+
+
+def serving_figures(shape: str) -> Iterator[Figure]:
+    """Quire without and with CUDA graphs, beside transformers."""
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
+        directory = Path(folder)
+        write_model(config_of(shape), directory, torch.device("cuda"))
+        torch.cuda.empty_cache()
+        work, rounds = make_requests(seed=1), {}
+        title = f"{shape}, {NUM_REQUESTS} of {OUTPUT_TOKENS} tokens"
+        for name, cuda_graphs in (("eager", "off"), ("graphs", "on")):
+            settings = ServeSettings(model=str(directory), device="cuda", dtype="bfloat16", cuda_graphs=cuda_graphs)
+            served = rounds[name] = asyncio.run(serve(settings, work, directory / f"{name}.json"))
+            yield Figure(f"device busy, {title}, {name}", "%", served.busy * 100, 100.0, served.view.seconds * 1e6)
+        # Last: should it fail, what was found before stays.
+        peer = peer_tokens_per_s(directory, work)
+        for name, served in rounds.items():
+            rates = served.tokens_per_s, peer
+            yield Figure(f"served, {title}, {name} (ceiling: transformers)", "tok/s", *rates, served.view.seconds * 1e6)
+
+
+def make_requests(
+    seed: int, count: int = NUM_REQUESTS, lengths: tuple[int, int] = (64, 512), output_tokens: int = OUTPUT_TOKENS
+) -> list[WorkItem]:
+    """Prompts of random tokens, from the shortest to the longest of `lengths`; all outputs are equally long."""
+    rng = random.Random(seed)
+    return [
+        WorkItem([rng.randrange(10, 1000) for _ in range(rng.randint(*lengths))], output_tokens) for _ in range(count)
+    ]
+
+
+async def serve(settings: ServeSettings, work: list[WorkItem], trace: Path) -> Served:
+    """All services on this machine, and one round after a short one that warms them up."""
+    blocks = sum(-(-(len(item.prompt) + item.num_output_tokens + 1) // _BLOCK_SIZE) for item in work)
+    values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+    changes = {
+        "grpc_port": 0,
+        "http_port": 0,
+        "block_size": _BLOCK_SIZE,
+        "num_gpu_blocks": blocks + len(work),
+        "max_num_seqs": len(work),
+        "watermark": 0.0,
+        "trace_steps": str(trace),
+        "log_level": "warning",
+    }
+    async with LocalServer(ServeSettings(**(values | changes))) as server:
+        await server.wait_ready()
+        async with AsyncClient(server.grpc_address) as client:
+            await stream_all(client, make_requests(seed=2, count=len(work), lengths=(8, 64), output_tokens=16))
+            view = await stream_all(client, work)
+    return Served(view, busy_share(trace, len(work)))
+
+
+def peer_tokens_per_s(directory: Path, work: list[WorkItem], device: str = "cuda") -> float:
+    """What transformers gives, in a process of its own, whose memory is free afterwards."""
+    requests = directory / "requests.json"
+    requests.write_text(json.dumps({"prompts": [item.prompt for item in work], "tokens": work[0].num_output_tokens}))
+    command = [sys.executable, "-m", "bench.gpu_transformers", str(directory), str(requests), device]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=_PEER_TIMEOUT_S)
+    if run.returncode:
+        raise RuntimeError(f"bench.gpu_transformers ended with {run.returncode}: {run.stderr[-2000:]}")
+    return float(run.stdout.splitlines()[-1])

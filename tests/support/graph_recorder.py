@@ -1,0 +1,24 @@
+"""A recorder of decode graphs where there is no GPU: what was recorded is called again, on the same tensors."""
+
+from collections import Counter
+from collections.abc import Callable
+
+
+class CallingRecorder:
+    """Counts recordings and replays."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.replays: Counter[int] = Counter()
+        """By number of the recording."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        number = self.num_recorded
+        self.num_recorded += 1
+        work()
+
+        def replay() -> None:
+            self.replays[number] += 1
+            work()
+
+        return replay

@@ -1,0 +1,198 @@
+"""Decode batches that are padded and replayed give what the same batches give as they are."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from quire.model_directory import resolve_model
+from quire.settings import ConfigurationError
+from tests.support.graph_recorder import CallingRecorder
+from tests.support.sampling import make_sampling
+from tests.support.steps import make_assign, make_batch, make_changes, make_step
+from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
+from worker_svc.batch import pad_batch
+from worker_svc.cuda_graphs import check_cuda_graphs
+from worker_svc.info import PoolGeometry, WorkerLimits
+from worker_svc.kv_pool import KvPool, PoolRequest, allocate_pool, num_gpu_blocks, pool_geometry
+from worker_svc.model_input import ModelInput
+from worker_svc.model_runner import ModelRunner
+from worker_svc.models.base import CausalLM
+from worker_svc.models.registry import load_model
+from worker_svc.startup import model_geometry
+from worker_svc.steps import AdmittedStep, RowChanges, StepOutput
+
+NUM_ROWS, NUM_BLOCKS = 19, 130
+CPU = torch.device("cpu")
+
+
+def make_pool(model: CausalLM, block_size: int) -> KvPool:
+    """Everything in it is NaN, which a row that reads what it should not would show."""
+    request = PoolRequest(block_size, NUM_BLOCKS, None, 0, 0)
+    pool = allocate_pool(pool_geometry(model, request, None), CPU, model.dtype, with_padding=True)
+    for layer in pool.gpu:
+        layer.fill_(torch.nan)
+    return pool
+
+
+class Driver:
+    """Rows with prompts in a runner; every output is kept."""
+
+    def __init__(self, model: CausalLM, block_size: int, recorder: CallingRecorder | None) -> None:
+        self.pool = make_pool(model, block_size)
+        limits = WorkerLimits(NUM_ROWS, 2048, 2, 4)
+        self.runner = ModelRunner(model, self.pool, model_geometry(model, None), limits)
+        self.lengths: dict[int, int] = {}
+        self.outputs: list[StepOutput] = []
+        self._block_size = block_size
+        if recorder is not None:
+            self.num_graphs = self.runner.record_graphs(recorder)
+
+    def prefill(self, prompts: dict[int, list[int]], temperature: float = 1.0) -> None:
+        blocks = -(-MAX_MODEL_LEN // self._block_size)
+        assign = [
+            make_assign(
+                row,
+                tokens,
+                list(range(row * blocks, (row + 1) * blocks)),
+                make_sampling(temperature=temperature, seed=row, logprobs=2),
+            )
+            for row, tokens in prompts.items()
+        ]
+        self.lengths |= {row: len(tokens) for row, tokens in prompts.items()}
+        self._run(list(prompts), [len(tokens) for tokens in prompts.values()], make_changes(assign=assign))
+
+    def decode(self, rows: Sequence[int]) -> None:
+        self._run(rows, [1] * len(rows), make_changes())
+
+    def _run(self, rows: Sequence[int], new: Sequence[int], changes: RowChanges) -> None:
+        computed = [self.lengths[row] - count for row, count in zip(rows, new, strict=True)]
+        step = make_step(changes, make_batch(rows, new, computed))
+        self.outputs.append(self.runner.launch(AdmittedStep(step, np.zeros(0, np.int32))).wait())
+        for row in rows:
+            self.lengths[row] += 1
+
+
+def assert_same(eager: Driver, graphs: Driver) -> None:
+    for expected, actual in zip(eager.outputs, graphs.outputs, strict=True):
+        assert expected.token_ids.tolist() == actual.token_ids.tolist()
+        assert expected.failed_rows == actual.failed_rows == ()
+        for one, other in zip(expected.logprobs, actual.logprobs, strict=True):
+            assert one.row == other.row
+            assert one.chosen_logprob == pytest.approx(other.chosen_logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("model_name", ["one layer", "quire-tiny"])
+def test_random_decode_batches_give_the_same_tokens_as_without_graphs(model_name: str) -> None:
+    is_tiny = model_name == "one layer"
+    model = TinyCausalLM() if is_tiny else load_model(resolve_model(None), device=CPU, dtype=torch.float32)
+    recorder = CallingRecorder()
+    drivers = [Driver(model, 8, None), Driver(model, 8, recorder)]
+    generator = np.random.default_rng(3)
+    prompts = {row: generator.integers(3, 60, int(generator.integers(1, 20))).tolist() for row in range(NUM_ROWS)}
+    for driver in drivers:
+        driver.prefill(prompts)
+    for _ in range(20):
+        rows = generator.permutation(NUM_ROWS)[: int(generator.integers(1, NUM_ROWS + 1))].tolist()
+        for driver in drivers:
+            driver.decode(rows)
+    assert_same(*drivers)
+    assert recorder.replays.total() == 20
+    assert len(recorder.replays) > 3
+    assert recorder.num_recorded == drivers[1].num_graphs
+
+
+def test_mixed_and_prefill_batches_are_not_replayed() -> None:
+    recorder = CallingRecorder()
+    driver = Driver(TinyCausalLM(), 4, recorder)
+    driver.prefill({0: [5, 6, 7], 1: [8, 9]})
+    assert not recorder.replays
+    driver.decode([1, 0])
+    assert recorder.replays.total() == 1
+
+
+def test_padding_writes_to_its_own_block_and_to_no_other() -> None:
+    driver = Driver(TinyCausalLM(), 4, CallingRecorder())
+    padding = driver.pool.padding_block
+    assert padding == NUM_BLOCKS
+    (layer,) = driver.pool.gpu
+    assert not layer[:, padding, :, 0].isnan().any()
+    driver.prefill({row: [row + 1, 2] for row in range(5)})
+    before = layer.clone()
+    driver.decode([0, 1, 2, 3, 4])
+    changed = (layer.nan_to_num(0) != before.nan_to_num(0)).any(dim=(0, 2, 3, 4)).nonzero().flatten().tolist()
+    assert changed == [row * 12 for row in range(5)]
+
+
+def test_a_shorter_batch_after_a_longer_one_writes_nothing_for_the_rows_that_left() -> None:
+    driver = Driver(TinyCausalLM(), 4, CallingRecorder())
+    driver.prefill({row: [row + 1, 2, 3, 4, 5] for row in range(8)})
+    driver.decode(range(8))
+    (layer,) = driver.pool.gpu
+    # As if others had these blocks since.
+    others = layer[:, 5 * 12 : NUM_BLOCKS]
+    others.fill_(torch.nan)
+    # Five rows are padded to eight as well.
+    driver.decode(range(5))
+    assert others.isnan().all()
+
+
+def test_the_model_sees_one_of_the_recorded_shapes_and_the_same_tensors_each_time() -> None:
+    model = TinyCausalLM()
+    driver = Driver(model, 4, CallingRecorder())
+    driver.prefill({row: [row + 1, 2] for row in range(7)})
+    seen: list[ModelInput] = []
+    model.before_step = seen.append
+    for count in (5, 7, 6, 1, 3):
+        driver.decode(range(count))
+    assert [len(inputs.token_ids) for inputs in seen] == [8, 8, 8, 1, 4]
+    assert {inputs.attention.max_seq_len for inputs in seen} == {MAX_MODEL_LEN}
+    for part in ("slot_mapping", "block_tables", "query_start_loc", "seq_lens"):
+        assert len({getattr(inputs.attention, part).data_ptr() for inputs in seen}) == 1
+    assert len({inputs.token_ids.data_ptr() for inputs in seen}) == 1
+    assert len({inputs.attention.block_tables.stride() for inputs in seen}) == 1
+
+
+def test_a_padded_batch_samples_for_its_own_rows_only() -> None:
+    batch = make_batch([4, 2], [1, 1], [6, 9])
+    padded = pad_batch(batch, 4, 31)
+    assert padded.rows.tolist() == [4, 2, 31, 31]
+    assert padded.num_new_tokens.tolist() == [1, 1, 1, 1]
+    assert padded.num_computed_tokens.tolist() == [6, 9, 0, 0]
+    assert padded.samples.tolist() == batch.samples.tolist()
+    assert pad_batch(batch, 2, 31).rows.tolist() == [4, 2]
+
+
+def test_the_padding_block_comes_out_of_the_memory_of_the_pool() -> None:
+    plain, padded = (PoolRequest(4, None, 1000, 0, 0, num_padding_blocks=count) for count in (0, 1))
+    assert num_gpu_blocks(plain, 100, None) == 10
+    assert num_gpu_blocks(padded, 100, None) == 9
+    with pytest.raises(ConfigurationError, match="--kv-cache-memory"):
+        num_gpu_blocks(padded, 1000, None)
+    geometry = PoolGeometry(4, 9, 0, 1, 2, 8, "float32", 512)
+    assert allocate_pool(geometry, CPU, torch.float32, with_padding=True).gpu[0].shape[1] == 10
+    assert allocate_pool(geometry, CPU, torch.float32).padding_block is None
+
+
+def test_graphs_without_cuda_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match="--cuda-graphs is on, which is for cuda, and the device is cpu; use off"
+    ):
+        check_cuda_graphs(TinyCausalLM())
+
+
+def test_a_failed_recording_leaves_a_runner_that_works() -> None:
+    class Failing(CallingRecorder):
+        def record(self, work: Callable[[], None]) -> Callable[[], None]:
+            raise RuntimeError("capture failed")
+
+    model = TinyCausalLM()
+    driver = Driver(model, 4, None)
+    with pytest.raises(RuntimeError, match="capture failed"):
+        driver.runner.record_graphs(Failing())
+    plain = Driver(model, 4, None)
+    for each in (driver, plain):
+        each.prefill({0: [5, 6, 7]})
+        each.decode([0])
+    assert_same(plain, driver)
