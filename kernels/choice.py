@@ -71,7 +71,7 @@ class Implementation(Protocol):
 class Products(Protocol):
     """Products with weights that were packed once."""
 
-    def pack_weight(self, weight: torch.Tensor, gated: bool) -> PackedWeight: ...
+    def pack_weight(self, weight: torch.Tensor, gated: bool, quantized: bool = False) -> PackedWeight: ...
 
     def product(
         self,

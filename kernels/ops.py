@@ -245,18 +245,19 @@ def has_packed_products(device: torch.device, dtype: torch.dtype) -> bool:
     return packed_products_for(device, dtype) is not None
 
 
-def pack_weight(weight: torch.Tensor, *, gated: bool = False) -> PackedWeight:
+def pack_weight(weight: torch.Tensor, *, gated: bool = False, quantized: bool = False) -> PackedWeight:
     """Puts a weight into the order in which `product` reads it; the weight itself is not kept where that pays.
 
     Args:
         weight: [out, in]; gated: the rows of the gates, then as many of what they are multiplied with.
         gated: the product is to be `silu_and_mul` of what it would be.
+        quantized: the weight is rounded to int8, with one scale for each output (`kernels.int8`).
     """
     check_shape("weight", weight, (None, None))
     check_dtype("weight", weight, FLOATING)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"weight has {weight.shape[0]} rows; expected an even number of a gated one")
-    return (packed_products_for(weight.device, weight.dtype) or reference).pack_weight(weight, gated)
+    return (packed_products_for(weight.device, weight.dtype) or reference).pack_weight(weight, gated, quantized)
 
 
 def product(
@@ -278,7 +279,7 @@ def product(
     Returns:
         [..., out], half as many where the weight is gated.
     """
-    dtype, device = weight.data.dtype, weight.data.device
+    dtype, device = weight.dtype, weight.data.device
     check_shape("x", x, (*x.shape[:-1], weight.in_features))
     check_dtype("x", x, dtype)
     check_device("x", x, device)

@@ -13,6 +13,10 @@ class PackedWeight:
     """What `ops.pack_weight` made of a weight [out, in]. Only the implementation that packed it reads `data`."""
 
     data: torch.Tensor
+    scales: torch.Tensor | None
+    """[out] float32, where `data` are codes of int8 that stand for `codes * scales`."""
+    dtype: torch.dtype
+    """Of the weight as it was, and of what it is multiplied with."""
     out_features: int
     """Of the weight. Where it is gated, the product has half as many."""
     in_features: int

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from kernels.int8 import quantize
 from kernels.packed_weight import PackedWeight
 from kernels.reference_attention import ScoreRule, paged_attention
 
@@ -105,15 +106,22 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate).mul_(up)
 
 
-def pack_weight(weight: torch.Tensor, gated: bool) -> PackedWeight:
+def pack_weight(weight: torch.Tensor, gated: bool, quantized: bool = False) -> PackedWeight:
     out_features, in_features = weight.shape
-    return PackedWeight(weight, out_features, in_features, gated)
+    if not quantized:
+        return PackedWeight(weight, None, weight.dtype, out_features, in_features, gated)
+    lines = quantize(weight)
+    return PackedWeight(lines.codes, lines.scales.squeeze(-1), weight.dtype, out_features, in_features, gated)
 
 
 def product(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str, output_dtype: torch.dtype
 ) -> torch.Tensor:
-    sums = functional.linear(x, weight.data, bias)
+    if weight.scales is None:
+        sums = functional.linear(x, weight.data, bias)
+    else:
+        sums = functional.linear(x.float(), weight.data.float()) * weight.scales
+        sums = sums if bias is None else sums + bias
     return (silu_and_mul(sums) if weight.gated else _ACTIVATIONS[activation](sums)).to(output_dtype)
 
 

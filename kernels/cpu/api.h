@@ -93,7 +93,7 @@ enum Activation : int64_t {
   kSiluAndMul = 4,  // silu(gate) * up, of weights that were packed as such
 };
 
-// Rows of a weight to panels of kPanel columns (panel.h), bfloat16.
+// Rows of a weight to panels of kPanel columns (pack_weight.cpp): bfloat16, or int8 codes.
 struct PackArgs {
   void* packed;        // [panels, in_features padded to kPanel, kPanel]
   const void* weight;  // [out_features, in_features]; gated: the gates' rows, then as many of what they are multiplied with
@@ -101,14 +101,16 @@ struct PackArgs {
   int64_t in_features;
   int64_t weight_stride;
   int64_t gated;
+  int64_t element_bytes;  // 2 or 1
 };
 
-// output = activation(x W^T + bias) in bfloat16, summed in float.
+// output = activation(x W^T + bias) in bfloat16, summed in float. With scales W is codes times them.
 struct ProductArgs {
   void* output;        // [T, out_features], half as many where it is gated
   const void* x;       // [T, in_features]
-  const void* weight;  // packed
+  const void* weight;  // packed: bfloat16, or codes where there are scales
   const void* bias;    // [out_features] or null
+  const float* scales;  // [out_features] or null
   int64_t output_dtype;  // bfloat16 or float
   int64_t activation;
   int64_t threads;

@@ -15,6 +15,7 @@ from kernels.cpu.library import (
     Operation,
     Operations,
 )
+from kernels.int8 import quantize
 from kernels.packed_weight import ACTIVATIONS, PackedWeight
 from kernels.reference_attention import ScoreRule
 
@@ -143,17 +144,25 @@ class CpuKernels:
         check_status(self._library.silu_and_mul(self._context, arguments))
         return output
 
-    def pack_weight(self, weight: torch.Tensor, gated: bool) -> PackedWeight:
-        weight = _dense(weight)
+    def pack_weight(self, weight: torch.Tensor, gated: bool, quantized: bool = False) -> PackedWeight:
+        lines, dtype = quantize(weight) if quantized else None, weight.dtype
+        weight = _dense(weight) if lines is None else lines.codes
         out_features, in_features = weight.shape
         padded_in = -(-in_features // _PANEL) * _PANEL
         panels = -(-(out_features // 2) // (_PANEL // 2)) if gated else -(-out_features // _PANEL)
         data = torch.empty((panels, padded_in, _PANEL), dtype=weight.dtype)
         arguments = PACK_ARGS.pack(
-            data.data_ptr(), weight.data_ptr(), out_features, in_features, weight.stride(0), int(gated)
+            data.data_ptr(),
+            weight.data_ptr(),
+            out_features,
+            in_features,
+            weight.stride(0),
+            int(gated),
+            weight.element_size(),
         )
         check_status(self._library.pack_weight(self._context, arguments))
-        return PackedWeight(data, out_features, in_features, gated)
+        scales = None if lines is None else lines.scales.squeeze(-1)
+        return PackedWeight(data, scales, dtype, out_features, in_features, gated)
 
     def product(
         self,
@@ -173,6 +182,7 @@ class CpuKernels:
             lines.data_ptr(),
             weight.data.data_ptr(),
             0 if bias is None else bias.data_ptr(),
+            0 if weight.scales is None else weight.scales.data_ptr(),
             _DTYPES[output_dtype],
             _SILU_AND_MUL if weight.gated else _ACTIVATIONS[activation],
             torch.get_num_threads(),

@@ -24,10 +24,11 @@ inline Vec activate(int64_t activation, Vec x) {
   }
 }
 
-// Sums that end up in columns `column` on of a line of the weight, with its bias.
+// Sums that end up in columns `column` on of a line of the weight, with its scales and bias.
 inline Vec biased(const ProductArgs& args, const float* sums, int64_t column, int lanes) {
   const BF16* bias = static_cast<const BF16*>(args.bias);
-  return bias == nullptr ? load(sums) : load(sums) + load(bias + column, lanes);
+  const Vec product = args.scales == nullptr ? load(sums) : load(sums) * load(args.scales + column, lanes);
+  return bias == nullptr ? product : product + load(bias + column, lanes);
 }
 
 inline void store_line(const ProductArgs& args, int64_t token, int64_t column, Vec x, int lanes) {

@@ -95,8 +95,8 @@ struct IsaKernels {
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> layer_norm;
   ByDtype<void (*)(const SiluArgs&, int64_t begin, int64_t end)> silu_and_mul;
   ByDtype<void (*)(const RotaryArgs&, int64_t begin, int64_t end)> rotary;
-  // Panels begin to end, for all tokens.
-  void (*product)(const ProductArgs&, int64_t begin, int64_t end);
+  // Panels begin to end, for all tokens. Codes need scratch memory for one panel in bfloat16.
+  void (*product)(const ProductArgs&, int64_t begin, int64_t end, std::byte* scratch);
 };
 
 struct Context {

@@ -19,8 +19,8 @@ ATTENTION_ARGS = struct.Struct("22q2d")
 NORM_ARGS = struct.Struct("13qd")
 SILU_ARGS = struct.Struct("7q")
 ROTARY_ARGS = struct.Struct("33q")
-PACK_ARGS = struct.Struct("6q")
-PRODUCT_ARGS = struct.Struct("12q")
+PACK_ARGS = struct.Struct("7q")
+PRODUCT_ARGS = struct.Struct("13q")
 RECORDED_OPERATION = struct.Struct("3q")
 RUN_ARGS = struct.Struct("5q")
 _ARGS = (
@@ -50,7 +50,7 @@ class OperationKind(Enum):
     LAYER_NORM = (2, NORM_ARGS, 7)
     SILU_AND_MUL = (3, SILU_ARGS, 4)
     ROTARY = (4, ROTARY_ARGS, 31)
-    PRODUCT = (5, PRODUCT_ARGS, 7)
+    PRODUCT = (5, PRODUCT_ARGS, 8)
 
     def __init__(self, number: int, arguments: struct.Struct, lines_field: int) -> None:
         self.number = number

@@ -16,11 +16,11 @@ int64_t grain(int64_t worth, int64_t elements_of_unit) { return 1 + worth / std:
 template <class Function>
 class FunctionWork : public Work {
  public:
-  FunctionWork(int64_t units, int64_t grain, Function function)
-      : Work(units, grain, std::numeric_limits<int64_t>::max(), 0), function_(std::move(function)) {}
+  FunctionWork(int64_t units, int64_t grain, int64_t scratch_bytes, Function function)
+      : Work(units, grain, std::numeric_limits<int64_t>::max(), scratch_bytes), function_(std::move(function)) {}
 
  private:
-  void run(int64_t begin, int64_t end, std::byte*) const override { function_(begin, end); }
+  void run(int64_t begin, int64_t end, std::byte* scratch) const override { function_(begin, end, scratch); }
 
   const Function function_;
 };
@@ -39,8 +39,8 @@ Status check_tokens(const RotaryArgs& args) {
 }  // namespace
 
 template <class Function>
-Status Operations::add(int64_t units, int64_t grain, Function function) {
-  works_.push_back(std::make_unique<FunctionWork<Function>>(units, grain, std::move(function)));
+Status Operations::add(int64_t units, int64_t grain, Function function, int64_t scratch_bytes) {
+  works_.push_back(std::make_unique<FunctionWork<Function>>(units, grain, scratch_bytes, std::move(function)));
   return kOk;
 }
 
@@ -56,18 +56,18 @@ Status Operations::add_paged_attention(const AttentionArgs& args) {
 Status Operations::add_rms_norm(const NormArgs& args) {
   const auto kernel = context_.kernels.rms_norm.of[args.dtype];
   return add(args.rows, grain(kWorthThreads, args.hidden),
-             [=](int64_t begin, int64_t end) { kernel(args, begin, end); });
+             [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
 }
 
 Status Operations::add_layer_norm(const NormArgs& args) {
   const auto kernel = context_.kernels.layer_norm.of[args.dtype];
   return add(args.rows, grain(kWorthThreads, args.hidden),
-             [=](int64_t begin, int64_t end) { kernel(args, begin, end); });
+             [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
 }
 
 Status Operations::add_silu_and_mul(const SiluArgs& args) {
   const auto kernel = context_.kernels.silu_and_mul.of[args.dtype];
-  return add(args.rows, grain(kWorthThreads, args.n), [=](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return add(args.rows, grain(kWorthThreads, args.n), [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
 }
 
 Status Operations::add_rotary(const RotaryArgs& args) {
@@ -75,14 +75,17 @@ Status Operations::add_rotary(const RotaryArgs& args) {
   const auto kernel = context_.kernels.rotary.of[args.dtype];
   const int64_t elements = (args.query.count + 2 * args.key.count) * args.head_dim;
   return add(args.num_tokens, grain(kWorthThreads, elements),
-             [=](int64_t begin, int64_t end) { kernel(args, begin, end); });
+             [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
 }
 
 Status Operations::add_product(const ProductArgs& args) {
   const auto kernel = context_.kernels.product;
   const int64_t elements = args.in_features * kPanel * (1 + args.num_tokens / 16);
-  return add(args.num_tokens > 0 ? num_panels(args) : 0, grain(kWorthReading, elements),
-             [=](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  const int64_t panel_bytes = args.in_features * kPanel * static_cast<int64_t>(sizeof(uint16_t));
+  return add(
+      args.num_tokens > 0 ? num_panels(args) : 0, grain(kWorthReading, elements),
+      [=](int64_t begin, int64_t end, std::byte* scratch) { kernel(args, begin, end, scratch); },
+      args.scales == nullptr ? 0 : panel_bytes);
 }
 
 }  // namespace quire

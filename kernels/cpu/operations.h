@@ -27,9 +27,9 @@ class Operations {
   void run(int64_t threads) const { run_in_turn(context_.openmp, works_, threads); }
 
  private:
-  // Function(begin, end) does these units.
+  // Function(begin, end, scratch) does these units.
   template <class Function>
-  Status add(int64_t units, int64_t grain, Function function);
+  Status add(int64_t units, int64_t grain, Function function, int64_t scratch_bytes = 0);
 
   const Context& context_;
   Works works_;

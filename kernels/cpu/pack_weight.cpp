@@ -27,12 +27,23 @@ int64_t row_of(const PackArgs& args, int64_t panel, int64_t column) {
 }
 
 // One column of a panel; its lines are one pair each.
-void pack_column(const PackArgs& args, uint16_t* panel, int64_t column, const uint16_t* row) {
+template <class Element>
+void pack_column(const PackArgs& args, Element* panel, int64_t column, const Element* row) {
   const int64_t lines = padded(args.in_features, kPanel);
   for (int64_t k = 0; k < lines; ++k) {
-    uint16_t* tile = panel + k / kPanel * kPanel * kPanel + column / kTile * kTile * kPanel;
+    Element* tile = panel + k / kPanel * kPanel * kPanel + column / kTile * kTile * kPanel;
     const int64_t pair = k % kPanel / 2;
     tile[pair * kPanel + column % kTile * 2 + k % 2] = row != nullptr && k < args.in_features ? row[k] : 0;
+  }
+}
+
+template <class Element>
+void pack_panel(const PackArgs& args, int64_t panel) {
+  Element* packed = static_cast<Element*>(args.packed) + panel * padded(args.in_features, kPanel) * kPanel;
+  for (int64_t column = 0; column < kPanel; ++column) {
+    const int64_t row = row_of(args, panel, column);
+    const Element* weight = static_cast<const Element*>(args.weight);
+    pack_column(args, packed, column, row < 0 ? nullptr : weight + row * args.weight_stride);
   }
 }
 
@@ -50,16 +61,9 @@ void want_huge_pages(void* memory, int64_t bytes) {
 
 int32_t quire_pack_weight(const quire::Context*, const quire::PackArgs* args) {
   using quire::kPanel;
-  const int64_t panel_size = quire::padded(args->in_features, kPanel) * kPanel;
   const int64_t panels = quire::num_panels(args->out_features, args->gated != 0);
-  quire::want_huge_pages(args->packed, panels * panel_size * static_cast<int64_t>(sizeof(uint16_t)));
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    for (int64_t column = 0; column < kPanel; ++column) {
-      const int64_t row = quire::row_of(*args, panel, column);
-      const uint16_t* weight = static_cast<const uint16_t*>(args->weight);
-      quire::pack_column(*args, static_cast<uint16_t*>(args->packed) + panel * panel_size, column,
-                         row < 0 ? nullptr : weight + row * args->weight_stride);
-    }
-  }
+  quire::want_huge_pages(args->packed, panels * quire::padded(args->in_features, kPanel) * kPanel * args->element_bytes);
+  const auto pack_panel = args->element_bytes == 1 ? quire::pack_panel<uint8_t> : quire::pack_panel<uint16_t>;
+  for (int64_t panel = 0; panel < panels; ++panel) pack_panel(*args, panel);
   return quire::kOk;
 }

@@ -24,19 +24,21 @@ inline Vec add_pairs(Vec sum, Vec a, Vec b) {
 }
 
 // One panel for kTokens tokens from `token` on.
-template <int kTokens>
-void multiply_panel(const ProductArgs& args, int64_t panel, int64_t token) {
+template <int kTokens, class Weight>
+void multiply_panel(const ProductArgs& args, int64_t panel, const Weight* weights_of_panel, int64_t token) {
   const BF16* x = x_of(args, token);
-  const BF16* block = panel_of(args, panel);
+  Blocks<Weight> blocks(weights_of_panel, args.in_features / kPanel);
+  const Weight* ahead = weights_of_panel + kAhead<Weight>;
   Vec sums[kTokens][kVectors] = {};
-  for (int64_t k = 0; k < args.in_features; k += kPanel, block += kBlock) {
+  for (int64_t k = 0; k < args.in_features; k += kPanel, ahead += kBlock) {
+    const BF16* block = blocks.next();
     for (int64_t pair = 0; pair < kTile; ++pair) {
       Vec weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
         const int64_t column = i * kWidth;
         weights[i] = words(block + column / kTile * kTile * kPanel + pair * kPanel + column % kTile * 2);
       }
-      fetch<_MM_HINT_T0>(block + kAhead + pair * 2 * kPanel, 2 * kPanel);
+      fetch<_MM_HINT_T0>(ahead + pair * 2 * kPanel, 2 * kPanel);
       for (int t = 0; t < kTokens; ++t) {
         const Vec of_token = set1(word(x + t * args.x_stride + k + 2 * pair));
         for (int i = 0; i < kVectors; ++i) sums[t][i] = add_pairs(sums[t][i], weights[i], of_token);
@@ -53,22 +55,21 @@ void multiply_panel(const ProductArgs& args, int64_t panel, int64_t token) {
 // As many tokens at once as there are registers for their sums.
 constexpr int kMostTokens = kSums / kVectors;
 
-void multiply_vectors(const ProductArgs& args, int64_t panel, int64_t begin, int64_t end) {
-  int64_t token = begin;
-  for (; token + kMostTokens <= end; token += kMostTokens) multiply_panel<kMostTokens>(args, panel, token);
-  if constexpr (kMostTokens > 4)
-    for (; token + 4 <= end; token += 4) multiply_panel<4>(args, panel, token);
-  for (; token + 2 <= end; token += 2) multiply_panel<2>(args, panel, token);
-  for (; token < end; ++token) multiply_panel<1>(args, panel, token);
-}
+class Multiplier {
+ public:
+  static constexpr int64_t kTokensAtOnce = kMostTokens;
+
+  // Tokens begin to end by one panel, whose weights are `weights`.
+  template <class Weight>
+  void multiply(const ProductArgs& args, int64_t panel, const Weight* weights, int64_t begin, int64_t end) {
+    int64_t token = begin;
+    for (; token + kMostTokens <= end; token += kMostTokens) multiply_panel<kMostTokens>(args, panel, weights, token);
+    if constexpr (kMostTokens > 4)
+      for (; token + 4 <= end; token += 4) multiply_panel<4>(args, panel, weights, token);
+    for (; token + 2 <= end; token += 2) multiply_panel<2>(args, panel, weights, token);
+    for (; token < end; ++token) multiply_panel<1>(args, panel, weights, token);
+  }
+};
 
 }  // namespace
-
-void product(const ProductArgs& args, int64_t begin, int64_t end) {
-  const int64_t step = tokens_at_once(args);
-  for (int64_t token = 0; token < args.num_tokens; token += step)
-    for (int64_t panel = begin; panel < end; ++panel)
-      multiply_vectors(args, panel, token, token + step < args.num_tokens ? token + step : args.num_tokens);
-}
-
 }  // namespace quire::QUIRE_ISA

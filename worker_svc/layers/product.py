@@ -86,14 +86,22 @@ class OwnProduct:
     """Applied after that."""
 
     @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, activation_name: str | None) -> "OwnProduct":
-        """Packs the weights."""
+    def of(
+        cls,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation_name: str | None,
+        *,
+        quantized: bool = False,
+    ) -> "OwnProduct":
+        """Packs the weights, `quantized` to int8."""
+        if activation_name is not None and is_gated_silu(activation_name):
+            return cls(ops.pack_weight(weight, gated=True, quantized=quantized), bias, "identity", None)
+        packed = ops.pack_weight(weight, quantized=quantized)
         if activation_name is None:
-            return cls(ops.pack_weight(weight), bias, "identity", None)
-        if is_gated_silu(activation_name):
-            return cls(ops.pack_weight(weight, gated=True), bias, "identity", None)
+            return cls(packed, bias, "identity", None)
         fused = own_activation(activation_name)
-        return cls(ops.pack_weight(weight), bias, fused or "identity", None if fused else activation(activation_name))
+        return cls(packed, bias, fused or "identity", None if fused else activation(activation_name))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         product = ops.product(x, self.weight, self.bias, activation=self.fused)

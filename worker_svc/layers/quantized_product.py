@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import ops
 from kernels.int8 import quantize
 from worker_svc.layers.activation import Activation, activation
-from worker_svc.layers.product import Product, make_product
+from worker_svc.layers.product import OwnProduct, Product, make_product
 from worker_svc.layers.quantization import Quantization
 
 _MOST_TOKENS_AS_THEY_ARE = 8
@@ -98,6 +99,8 @@ def make_linear_product(
     applied = None if activation_name is None else activation(activation_name)
     if quantization is Quantization.INT8_DYNAMIC:
         return DynamicProduct.of(weight, bias, applied)
+    if ops.has_packed_products(weight.device, weight.dtype):
+        return OwnProduct.of(weight, bias, activation_name, quantized=True)
     return WeightOnlyProduct.of(weight, bias, applied)
 
 

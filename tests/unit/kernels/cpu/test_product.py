@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kernels import ops, reference
 from kernels.cpu.bindings import CpuKernels
+from kernels.int8 import quantize
 from kernels.packed_weight import ACTIVATIONS
 from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
 
@@ -35,6 +36,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     gap=st.integers(0, 5),
     gated=st.booleans(),
     has_bias=st.booleans(),
+    quantized=st.booleans(),
     threads=st.integers(1, 2),
 )
 def test_any_shape_equals_the_sums_of_float64(
@@ -45,6 +47,7 @@ def test_any_shape_equals_the_sums_of_float64(
     gap: int,
     gated: bool,
     has_bias: bool,
+    quantized: bool,
     threads: int,
 ) -> None:
     kernels = make_kernels(isa)
@@ -54,9 +57,12 @@ def test_any_shape_equals_the_sums_of_float64(
     weight = make_weight(out_features, in_features)
     bias = torch.randn(out_features).bfloat16() if has_bias else None
     with torch_threads(threads):
-        packed = kernels.pack_weight(weight, gated)
+        packed = kernels.pack_weight(weight, gated, quantized)
         actual = kernels.product(x, packed, bias, "identity", torch.float32)
         rounded = kernels.product(x, packed, bias, "identity", torch.bfloat16)
+    if quantized:
+        lines = quantize(weight)
+        weight = lines.codes.double() * lines.scales.double()
     expected = exact(x, weight, bias)
     if gated:
         gate, up = expected.chunk(2, dim=-1)
