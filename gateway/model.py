@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,14 @@ from typing import Any, Self
 from gateway.chat_template import ChatTemplate
 from gateway.request import ChatMessage, SamplingOptions
 from gateway.tokenizer import Tokenizer
+from gateway.validation import check_defaults
+from gateway.violations import Violations
 from quire.model_directory import ModelDirectory
 from quire.rpc.errors import FieldViolation, InvalidArgument
 from quire.settings import ConfigurationError
 
 _INLINE_CHARACTERS = 4096
-_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_SPECIAL_TOKEN_SECTIONS = ("extra_special_tokens", "model_specific_special_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,17 @@ class ServedModel:
         return await self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens; transformers writes them as text or as an object with `content`."""
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens by their names in templates; transformers writes them as text or as an object with
+    `content`, and those that only some models have in a section of their own."""
+    named = dict(tokenizer_config)
+    for section in _SPECIAL_TOKEN_SECTIONS:
+        if isinstance(further := tokenizer_config.get(section), dict):
+            named |= further
     found: dict[str, str] = {}
-    for name in _SPECIAL_TOKEN_NAMES:
-        value = tokenizer_config.get(name)
+    for name, value in named.items():
         text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
+        if name.endswith("_token") and isinstance(text, str):
             found[name] = text
     return found
 
@@ -85,24 +91,23 @@ def _sampling_defaults(directory: ModelDirectory) -> SamplingOptions:
     """What generation_config.json says about sampling; `do_sample: false` is greedy.
 
     Raises:
-        ConfigurationError: a value is not a number.
+        ConfigurationError: a value is not a number, or out of the range that a caller may ask for.
     """
-    given = directory.generation_defaults
+    given, file = directory.generation_defaults, directory.path / "generation_config.json"
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         value = given.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigurationError(
-                f"{name} in {directory.path / 'generation_config.json'} is {value!r}, not a number"
-            )
-    if not 0 < given.get("repetition_penalty", 1) <= 10:
-        raise ConfigurationError(
-            f"repetition_penalty in {directory.path / 'generation_config.json'} is {given['repetition_penalty']}; "
-            "it must be in (0, 10]"
-        )
-    return SamplingOptions(
+        kind, expected = (int, "an integer") if name == "top_k" else (int | float, "a number")
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ConfigurationError(f"{name} in {file} is {value!r}, not {expected}")
+    defaults = SamplingOptions(
         temperature=0.0 if given.get("do_sample") is False else given.get("temperature"),
         top_k=given.get("top_k"),
         top_p=given.get("top_p"),
         min_p=given.get("min_p"),
         repetition_penalty=given.get("repetition_penalty"),
     )
+    violations = Violations()
+    check_defaults(violations, defaults)
+    for violation in violations.found:
+        raise ConfigurationError(f"{violation.field.removeprefix('sampling.')} in {file} {violation.description}")
+    return defaults

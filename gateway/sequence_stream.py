@@ -53,13 +53,16 @@ class SequenceStream:
         self._cumulative_logprob: float | None = None
 
     def accept(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> int:
-        """Takes the tokens that are new; returns their number. Tokens that were seen before are dropped.
+        """Takes the tokens that are new; returns their number. Tokens that were seen before are dropped, and so are
+        those after the end: until the scheduler hears that a stop string ended the sequence, it goes on with it.
 
         `offset` is the position of the first one in the output; `logprobs` has one entry a token, or none.
 
         Raises:
             TokenGapError: tokens before `offset` never came.
         """
+        if self.finished is not None:
+            return 0
         seen = len(self.token_ids) - offset
         if seen < 0:
             raise TokenGapError(f"sequence {self.index} has {len(self.token_ids)} tokens, an event starts at {offset}")

@@ -190,13 +190,27 @@ def check_choice(sampling: Sampling, stopping: Stopping) -> None:
         violations.raise_if_any()
 
 
+def check_defaults(violations: Violations, sampling: SamplingOptions) -> None:
+    """Checks what a model directory may say about sampling, which is bound as what a caller asks."""
+    _check_truncation(violations, sampling)
+    _check_repetition_penalty(violations, sampling)
+
+
 def _check_drawing(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
+    _check_truncation(violations, sampling)
+    violations.check_range("sampling.n", sampling.n, 1, limits.max_n)
+    violations.check_range("sampling.best_of", sampling.best_of, sampling.n or 1, limits.max_n)
+
+
+def _check_truncation(violations: Violations, sampling: SamplingOptions) -> None:
     violations.check_range("sampling.temperature", sampling.temperature, 0, 100)
     violations.check_range("sampling.top_k", sampling.top_k, 0, 2**32 - 1)
     violations.check_range("sampling.top_p", sampling.top_p, 0, 1, above_low=True)
     violations.check_range("sampling.min_p", sampling.min_p, 0, 1)
-    violations.check_range("sampling.n", sampling.n, 1, limits.max_n)
-    violations.check_range("sampling.best_of", sampling.best_of, sampling.n or 1, limits.max_n)
+
+
+def _check_repetition_penalty(violations: Violations, sampling: SamplingOptions) -> None:
+    violations.check_range("sampling.repetition_penalty", sampling.repetition_penalty, 0, 10, above_low=True)
 
 
 def _check_sampling(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
@@ -204,7 +218,7 @@ def _check_sampling(violations: Violations, sampling: SamplingOptions, limits: L
     violations.check_range("sampling.seed", sampling.seed, 0, 2**64 - 1)
     violations.check_range("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
     violations.check_range("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
-    violations.check_range("sampling.repetition_penalty", sampling.repetition_penalty, 0, 10, above_low=True)
+    _check_repetition_penalty(violations, sampling)
     _check_logit_bias(violations, sampling.logit_bias, limits)
     if violations.check_count("sampling.allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size):
         violations.check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size)

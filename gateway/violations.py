@@ -1,5 +1,6 @@
 """What is wrong with a request, collected; the checks that many fields need, and how values are shown."""
 
+import struct
 from collections.abc import Iterable, Sequence, Sized
 
 from quire.rpc.errors import FieldViolation, InvalidArgument
@@ -17,10 +18,13 @@ class Violations:
         self.found.append(FieldViolation(field, description))
 
     def check_range(self, field: str, value: float | None, low: float, high: float, *, above_low: bool = False) -> None:
-        """`value` is in [low, high], or in (low, high] with `above_low`; NaN is in neither."""
+        """`value` is in [low, high], or in (low, high] with `above_low`; NaN is in neither.
+
+        Messages to the scheduler and the worker hold single precision, in which it must be above `low` still.
+        """
         if value is None:
             return
-        if not (value > low if above_low else value >= low) or not value <= high:
+        if not (value > low and _single(value) > low if above_low else value >= low) or not value <= high:
             bracket = "(" if above_low else "["
             self.add(field, f"is {shown(value)}; it must be in {bracket}{shown(low)}, {shown(high)}]")
 
@@ -55,6 +59,14 @@ class Violations:
     def raise_if_any(self) -> None:
         if self.found:
             raise InvalidArgument(summary(self.found), violations=self.found)
+
+
+def _single(value: float) -> float:
+    """The value as single precision has it; what is too large for that, as it is."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return value
 
 
 def utf8_size(text: str) -> int:

@@ -34,7 +34,8 @@ class ModelDirectory:
         path: The directory.
         config: config.json.
         generation_config: generation_config.json, empty where there is none.
-        tokenizer_config: tokenizer_config.json, empty where there is none.
+        tokenizer_config: tokenizer_config.json, empty where there is none, with the special tokens of
+            special_tokens_map.json where transformers takes them from there.
         chat_template: The Jinja source that turns messages into a prompt, where the model has one.
         architecture: One of SUPPORTED_ARCHITECTURES, or another language model's name, which only transformers knows.
         eos_token_ids: The ids that end a text, those of generation_config.json first.
@@ -58,7 +59,7 @@ class ModelDirectory:
         if config is None:
             raise ConfigurationError(f"model directory {path} has no config.json")
         generation_config = _read_json(path / "generation_config.json") or {}
-        tokenizer_config = _read_json(path / "tokenizer_config.json") or {}
+        tokenizer_config = _tokenizer_config(path)
         return cls(
             path=path,
             architecture=_architecture(path, config),
@@ -135,6 +136,15 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{file} is not a JSON object")
     return content
+
+
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    """A configuration that lists its added tokens says all; before that, special_tokens_map.json had the last word."""
+    config = _read_json(path / "tokenizer_config.json") or {}
+    if "added_tokens_decoder" in config:
+        return config
+    special_tokens = _read_json(path / "special_tokens_map.json") or {}
+    return config | {name: value for name, value in special_tokens.items() if name.endswith("_token")}
 
 
 def _architecture(path: Path, config: dict[str, Any]) -> str:

@@ -71,25 +71,25 @@ def plan_prompt_logprobs(batch: Batch, rows: Rows) -> PromptPlan | None:
 
 
 def compute_prompt_logprobs(model: CausalLM, hidden: Tensor, plan: PromptPlan, rows: Rows) -> PromptResult:
-    """Log probabilities after temperature; those of a greedy row are of the raw logits. No penalty or bias has a part.
+    """Log probabilities of the logits as they are: temperature, penalties and bias are for what is drawn.
 
     Args:
         model: Makes logits of hidden states.
         hidden: [tokens of the batch, hidden].
         plan: Which tokens are judged.
-        rows: Their tokens and parameters.
+        rows: Their tokens.
     """
     tokens, token_rows, positions = to_device(
         np.stack((plan.count_up(plan.first_tokens), plan.spread(plan.rows), plan.count_up(plan.first_positions))),
         hidden.device,
     )
     targets = rows.token_ids[token_rows, positions].long()
-    temperature = plan.spread(rows.sampling.temperature[plan.rows])
+    raw = np.zeros(len(targets), np.float32)
     num_logprobs = rows.prompts.num_logprobs[plan.rows]
     most = int(num_logprobs.max())
     pieces = [
-        logprobs_of(model.logits(hidden[tokens[part]]), targets[part], temperature[part], most)
-        for part in (slice(start, start + PIECE) for start in range(0, len(temperature), PIECE))
+        logprobs_of(model.logits(hidden[tokens[part]]), targets[part], raw[part], most)
+        for part in (slice(start, start + PIECE) for start in range(0, len(raw), PIECE))
     ]
     values = LogprobValues(*(torch.cat(each) for each in zip(*(piece.tensors() for piece in pieces), strict=True)))
     return PromptResult(plan, num_logprobs, values)

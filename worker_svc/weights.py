@@ -68,6 +68,9 @@ class Checkpoint:
             tensors.update(_read_header(file))
         return cls(directory, tensors, base_prefix)
 
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
     def check(self, specs: Iterable[TensorSpec]) -> None:
         """Raises ConfigurationError for the first tensor that is missing, misshapen or of a dtype not supported."""
         for spec in specs:

@@ -136,7 +136,8 @@ def _sampling_options(body: GenerationBody) -> SamplingOptions:
     beam_search = _beam_search_options(body) if body.use_beam_search else None
     return SamplingOptions(
         temperature=body.temperature,
-        top_k=body.top_k,
+        # vLLM's other way to say all tokens, which many of its clients send by default.
+        top_k=0 if body.top_k == -1 else body.top_k,
         top_p=body.top_p,
         min_p=body.min_p,
         seed=body.seed,

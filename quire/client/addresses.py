@@ -36,6 +36,17 @@ class Target:
     def is_list(self) -> bool:
         return len(self.addresses) > 1
 
+    @property
+    def is_one_place(self) -> bool:
+        """An IP address or a socket, where a name may stand for several."""
+        if self.is_list:
+            return False
+        try:
+            address = parse_address(self.addresses[0])
+        except ConfigurationError:
+            return False
+        return isinstance(address, UnixAddress) or _is_ip(address.host)
+
 
 def split_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
     """The addresses of a text with commas, or of a sequence, each once.

@@ -57,7 +57,7 @@ def make_stubs(channel: Any, api_key: str | None) -> Stubs:
 
 def _options(target: Target) -> ChannelOptions:
     options: dict[str, Any] = dict(channel_options(target.addresses[0]))
-    options["grpc.service_config"] = json.dumps(service_config())
+    options["grpc.service_config"] = json.dumps(service_config(spread=not target.is_one_place))
     if target.is_list:
         # gRPC would take the whole list for the name of the server, and for that of one host behind a proxy.
         options["grpc.default_authority"] = target.addresses[0] if target.hosts else "localhost"

@@ -23,13 +23,17 @@ _IDEMPOTENT: tuple[ServiceDescriptor | MethodDescriptor, ...] = (
 _JITTER = 0.25
 
 
-def service_config() -> dict[str, Any]:
+def service_config(*, spread: bool) -> dict[str, Any]:
     """How gRPC spreads calls over addresses, and which calls it makes again where the connection was lost.
 
     The gateways' health is left out of it: one whose worker restarts is not healthy, and takes requests all the same.
+
+    Args:
+        spread: Whether there may be several addresses. Where there is one, gRPC connects when it is called: a gateway
+            that has just come back is called at once, and not when the wait after the last refusal is over.
     """
     return {
-        "loadBalancingConfig": [{"round_robin": {}}],
+        "loadBalancingConfig": [{"round_robin": {}} if spread else {"pick_first": {}}],
         "methodConfig": [
             {
                 "name": [_name(each) for each in _IDEMPOTENT],

@@ -16,6 +16,7 @@ from scheduler_svc.service.connections import Connection, Connections
 from scheduler_svc.service.durable import DurableRequests, Reader
 from scheduler_svc.service.gateway_convert import gateway_messages, request_from_submit, welcome_message
 from scheduler_svc.service.pinning import PinFailedError
+from scheduler_svc.service.sampling_check import check_sampling
 from scheduler_svc.service.state_convert import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
 
@@ -182,6 +183,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise Unavailable("the scheduler drains", reason="DRAINING")
         replica = self._loop.replica
         assert replica is not None
+        check_sampling(submit, replica.max_logprobs)
         request = request_from_submit(submit, connection.client, replica.vocab_size)
         if _can_be_replayed(submit):
             self._accept_durable(request, submit, connection)

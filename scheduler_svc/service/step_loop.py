@@ -68,6 +68,8 @@ class StepLoop:
         self._idle = asyncio.Event()
         self._idle.set()
         self._sent_at: dict[int, float] = {}
+        # Whether the worker that is attached has answered a step or sent a heartbeat.
+        self._has_heard = False
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises the core's RefusedError."""
@@ -142,8 +144,10 @@ class StepLoop:
 
     async def run(self) -> None:
         """Attaches the worker, drives it, and starts again whenever it is lost. Runs until it is cancelled."""
+        backoff_s = _FIRST_BACKOFF_S
         while True:
             link = await self._attach()
+            self._has_heard = False
             try:
                 await self._drive(link)
             except WorkerLostError as error:
@@ -153,6 +157,12 @@ class StepLoop:
                 if self.num_live():
                     # Pins that held their blocks are computed again.
                     self._idle.clear()
+            # A worker that is lost before it answers anything may be lost again by the same step.
+            if self._has_heard:
+                backoff_s = _FIRST_BACKOFF_S
+            else:
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
     async def _attach(self) -> StepLink:
         backoff_s = _FIRST_BACKOFF_S
@@ -261,6 +271,7 @@ class StepLoop:
         assert scheduler is not None
         while True:
             answer = await link.receive()
+            self._has_heard = True
             now = time.monotonic()
             if answer is None:
                 self._check_progress(now, link)

@@ -83,6 +83,16 @@ FOREIGN: dict[str, Family] = {
     "nemotron": Family("Nemotron"),
     "biogpt": Family("BioGpt"),
     "gpt-bigcode": Family("GPTBigCode", {"multi_query": True}),
+    # Makes a mask of a window of 0 that none of its layers uses.
+    "qwen2-moe": Family(
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
     "qwen3-moe": Family(
         "Qwen3Moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     ),

@@ -58,6 +58,12 @@ class TiedHead(Loadable):
         self._embedding = embedding
         self._product: Product
 
+    @property
+    def embedding_spec(self) -> TensorSpec:
+        """The one matrix."""
+        (spec,) = self._embedding.tensors()
+        return spec
+
     def tensors(self) -> Iterator[TensorSpec]:
         yield from ()
 

@@ -8,6 +8,7 @@ import torch
 
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
+from worker_svc.layers.embedding import TiedHead
 from worker_svc.layers.loadable import Loadable, Placement
 from worker_svc.layers.quantization import Quantization, check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
@@ -31,6 +32,8 @@ FAMILIES: dict[str, type[NativeCausalLM]] = {
         Qwen3ForCausalLM,
     )
 }
+
+HEAD = "lm_head.weight"
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -92,6 +95,8 @@ def _load_native(
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
     checkpoint = Checkpoint.open(described.path, base_prefix=family.base_prefix)
+    if _has_head_of_its_own(model, checkpoint):
+        model = family.from_config({**described.config, "tie_word_embeddings": False}, placement)
     layers = [module for module in model.modules() if isinstance(module, Loadable)]
     specs = [spec for layer in layers for spec in layer.tensors()]
     checkpoint.check(specs)
@@ -109,6 +114,16 @@ def _load_native(
     for layer in layers:
         layer.load(read)
     return model.eval()
+
+
+def _has_head_of_its_own(model: NativeCausalLM, checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint has an output matrix that differs from the embedding, although the configuration says that
+    they are one. Then the configuration is wrong, as after a training that untied them; transformers sees it so too."""
+    if not isinstance(model.head, TiedHead) or not checkpoint.has(HEAD):
+        return False
+    embedding = model.head.embedding_spec
+    checkpoint.check([embedding])
+    return not torch.equal(checkpoint.read(TensorSpec(HEAD, embedding.shape)), checkpoint.read(embedding))
 
 
 def _load_by_transformers(described: ModelDirectory, placement: Placement, progress: Progress | None) -> CausalLM:

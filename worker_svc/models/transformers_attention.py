@@ -12,6 +12,7 @@ from worker_svc.layers.attention import PagedAttention
 from worker_svc.model_input import ModelInput
 from worker_svc.models.mask_window import window_of
 from worker_svc.models.transformers_loading import max_model_len_of
+from worker_svc.models.transformers_refusals import UnsupportedModelError
 
 # Names of attention functions in transformers' registry. Of the first no mask function is known, so that models make
 # no masks; of the second one is, by which a model tells what its layers see.
@@ -74,9 +75,14 @@ def choose_attention(model: PreTrainedModel, name: str) -> None:
 
 
 class ProbedMask(torch.Tensor):
-    """A mask that only says what it would let a token see; `window` is missing if the model made another of it."""
+    """A mask that only says what it would let a token see; `window` is missing if the model made another of it.
+
+    `refusal` is why nothing can be said, which counts only where a layer uses the mask: some models make masks for
+    kinds of layers that they do not have.
+    """
 
     window: int | None
+    refusal: UnsupportedModelError | None
 
 
 def _probed_mask(
@@ -89,7 +95,11 @@ def _probed_mask(
     **_: Any,
 ) -> torch.Tensor:
     mask = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device).as_subclass(ProbedMask)
-    mask.window = window_of(mask_function, max_model_len_of(config))
+    mask.refusal = None
+    try:
+        mask.window = window_of(mask_function, max_model_len_of(config))
+    except UnsupportedModelError as error:
+        mask.refusal = error
     return mask
 
 

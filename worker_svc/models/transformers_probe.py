@@ -128,6 +128,7 @@ def _shape_of(call: AttentionCall) -> LayerShape:
     for name, value in options.items():
         if name not in _HARMLESS and value is not None and value is not False:
             raise UnsupportedModelError(f"its attention takes {name}, which paged attention does not know")
+    window = _window_of(call)
     if options.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
         raise UnsupportedModelError("its attention is not causal")
     scale, soft_cap = options.get("scaling"), options.get("softcap")
@@ -136,7 +137,7 @@ def _shape_of(call: AttentionCall) -> LayerShape:
         num_kv_heads=call.key.shape[1],
         head_dim=head_dim,
         scale=head_dim**-0.5 if scale is None else float(scale),
-        sliding_window=_window_of(call),
+        sliding_window=window,
         soft_cap=None if soft_cap is None else float(soft_cap),
     )
 
@@ -145,6 +146,8 @@ def _window_of(call: AttentionCall) -> int | None:
     """What the mask says, which is what transformers' plain attention obeys; the option where no mask was made."""
     if call.mask is None:
         return call.options.get("sliding_window")
+    if isinstance(call.mask, ProbedMask) and (refusal := getattr(call.mask, "refusal", None)) is not None:
+        raise refusal
     if not isinstance(call.mask, ProbedMask) or not hasattr(call.mask, "window"):
         raise UnsupportedModelError("it makes an attention mask of its own")
     return call.mask.window

@@ -1,5 +1,7 @@
 """The scheduler service when gateways and workers leave, hang, come back, or are slow."""
 
+import time
+
 import grpc
 import pytest
 from google.rpc import code_pb2
@@ -186,3 +188,23 @@ async def test_gateways_are_told_when_the_worker_is_lost_and_when_it_is_back(tmp
         stream.close()
         late.close()
         await successor.stop()
+
+
+async def test_a_worker_that_refuses_every_step_is_attached_at_growing_intervals(scheduler, monkeypatch):
+    monkeypatch.setattr("scheduler_svc.service.servicer.check_sampling", lambda submit, max_logprobs: None)
+    stream, _ = await GatewayStream.open(scheduler)
+    refused = make_submit(1)
+    refused.sampling.temperature = -1
+    first_epoch, started = (await state_of(scheduler)).scheduler_epoch, time.monotonic()
+    await stream.submit(refused)
+
+    async def attached_four_times_more() -> bool:
+        return (await state_of(scheduler)).scheduler_epoch >= first_epoch + 4
+
+    await until(attached_four_times_more)
+    assert time.monotonic() - started >= 0.05 + 0.1 + 0.2
+    await stream.abort(1)
+    await stream.submit(make_submit(2))
+    await stream.read_until_over(2)
+    assert stream.outputs[2] == expected_tokens(2)
+    stream.close()

@@ -1,6 +1,7 @@
 """One real scheduler service over loopback gRPC, between a fake worker and a gateway's end of the stream."""
 
 import asyncio
+import math
 
 import grpc
 import pytest
@@ -113,6 +114,7 @@ async def test_abort_frees_blocks_and_nothing_follows(scheduler, worker):
         (make_submit(1, prompt_len=0), code_pb2.INVALID_ARGUMENT, "prompt"),
         (make_submit(1, max_tokens=0), code_pb2.INVALID_ARGUMENT, "max_tokens"),
         (make_submit(1, bad_token_sequences=[common_pb2.TokenIds(ids=[1000])]), code_pb2.INVALID_ARGUMENT, "1000"),
+        (make_submit(1, bad_token_sequences=[common_pb2.TokenIds()]), code_pb2.INVALID_ARGUMENT, "is empty"),
     ],
 )
 async def test_a_bad_submission_is_refused_alone(scheduler, submit, code, words):
@@ -123,6 +125,45 @@ async def test_a_bad_submission_is_refused_alone(scheduler, submit, code, words)
     assert stream.failed[1].code == code
     assert words in stream.failed[1].message
     assert stream.outputs[2] == expected_tokens(2)
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sampling.temperature", -1.0),
+        ("sampling.temperature", math.nan),
+        ("sampling.top_p", 0.0),
+        ("sampling.top_p", 1.5),
+        ("sampling.min_p", -0.5),
+        ("sampling.presence_penalty", math.inf),
+        ("sampling.frequency_penalty", -math.inf),
+        ("sampling.repetition_penalty", -1.0),
+        ("output.logprobs", 21),
+        ("output.prompt_logprobs", 21),
+    ],
+)
+async def test_sampling_that_a_worker_would_refuse_is_refused_alone(scheduler, name, value):
+    stream, _ = await GatewayStream.open(scheduler)
+    submit = make_submit(1)
+    group, field = name.split(".")
+    setattr(getattr(submit, group), field, value)
+    await stream.submit(submit)
+    await stream.submit(make_submit(2))
+    await stream.read_until_over(1, 2)
+    assert stream.failed[1].code == code_pb2.INVALID_ARGUMENT
+    assert stream.failed[1].message.startswith(f"{name} is {value:g}; ")
+    assert stream.outputs[2] == expected_tokens(2)
+    stream.close()
+
+
+async def test_a_bias_that_is_not_finite_is_refused(scheduler):
+    stream, _ = await GatewayStream.open(scheduler)
+    submit = make_submit(1)
+    submit.sampling.logit_bias[7] = math.nan
+    await stream.submit(submit)
+    await stream.read_until_over(1)
+    assert "sampling.logit_bias[7] is nan" in stream.failed[1].message
     stream.close()
 
 

@@ -149,5 +149,5 @@ async def test_prompt_logprobs_of_a_long_prompt_never_make_all_logits_at_once(
         assign = make_assign(3, PROMPT, BLOCKS, prompt_logprobs=0, temperature=2.0)
         (report,) = (await client.run(assign=[assign], batch=make_batch([3], [9], [0]))).prompt_logprobs
     assert widths == [3, 3, 2, 1]
-    expected = [(model.naive_logits(PROMPT[:p]) / 2).log_softmax(0)[PROMPT[p]] for p in range(1, len(PROMPT))]
+    expected = [model.naive_logits(PROMPT[:p]).log_softmax(0)[PROMPT[p]] for p in range(1, len(PROMPT))]
     np.testing.assert_allclose([entry.chosen_logprob for entry in report.positions], expected, atol=1e-4)

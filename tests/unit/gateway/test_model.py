@@ -1,6 +1,7 @@
 """What the gateway reads from a model directory."""
 
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -39,10 +40,28 @@ def test_the_models_repetition_penalty_is_applied(tmp_path, executor):
     assert resolve_sampling(SamplingOptions(repetition_penalty=1), model.sampling_defaults).repetition_penalty == 1
 
 
-@pytest.mark.parametrize("value", ["0", "-1.5", "10.5", "NaN"])
-def test_a_repetition_penalty_out_of_range_is_a_configuration_error(tmp_path, executor, value):
-    with pytest.raises(ConfigurationError, match="repetition_penalty"):
-        open_model(tmp_path, executor, generation_config__json=f'{{"repetition_penalty": {value}}}')
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("repetition_penalty", "0", "is 0; it must be in (0, 10]"),
+        ("repetition_penalty", "10.5", "is 10.5; it must be in (0, 10]"),
+        ("repetition_penalty", "NaN", "is nan; it must be in (0, 10]"),
+        ("temperature", "-1", "is -1; it must be in [0, 100]"),
+        ("temperature", "NaN", "is nan; it must be in [0, 100]"),
+        ("top_k", "-1", "is -1; it must be in [0, 4,294,967,295]"),
+        ("top_k", "50.5", "is 50.5, not an integer"),
+        ("top_p", "0", "is 0; it must be in (0, 1]"),
+        ("min_p", "2", "is 2; it must be in [0, 1]"),
+    ],
+)
+def test_a_default_out_of_range_is_a_configuration_error(tmp_path, executor, name, value, shown):
+    with pytest.raises(ConfigurationError, match=f"^{name} in .*generation_config.json {re.escape(shown)}$"):
+        open_model(tmp_path, executor, generation_config__json=f'{{"{name}": {value}}}')
+
+
+def test_a_temperature_that_greedy_does_not_use_is_not_judged(tmp_path, executor):
+    model = open_model(tmp_path, executor, generation_config__json='{"do_sample": false, "temperature": -1}')
+    assert model.sampling_defaults.temperature == 0
 
 
 def test_do_sample_false_is_greedy(tmp_path, executor):
@@ -61,6 +80,32 @@ async def test_special_tokens_of_either_form_reach_the_template(tmp_path, execut
     )
     model = open_model(tmp_path, executor, tokenizer_config__json=config)
     assert await model.tokenizer.spell(await model.encode_chat([ChatMessage("user", "x")])) == ["<s>", "a", "</s>"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_config", "expected"),
+    [
+        ('{"chat_template": "{{ bos_token }}{{ eos_token }}"}', ["<s>", "</s>"]),
+        ('{"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "a"}', ["<s>", "</s>"]),
+        ('{"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "a", "added_tokens_decoder": {}}', ["a"]),
+    ],
+    ids=["map alone", "map over configuration", "configuration that lists its added tokens"],
+)
+async def test_special_tokens_map_reaches_the_template(tmp_path, executor, tokenizer_config, expected):
+    special_tokens = '{"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "never"}'
+    model = open_model(
+        tmp_path, executor, tokenizer_config__json=tokenizer_config, special_tokens_map__json=special_tokens
+    )
+    assert await model.tokenizer.spell(await model.encode_chat([ChatMessage("user", "x")])) == expected
+
+
+async def test_special_tokens_of_one_model_alone_reach_the_template(tmp_path, executor):
+    config = (
+        '{"chat_template": "{{ image_token }}{{ video_token }}{{ tool_token }}", "add_bos_token": true, '
+        '"extra_special_tokens": {"image_token": "a"}, "video_token": {"content": "b"}}'
+    )
+    model = open_model(tmp_path, executor, tokenizer_config__json=config)
+    assert await model.tokenizer.spell(await model.encode_chat([ChatMessage("user", "x")])) == ["a", "b"]
 
 
 async def test_a_long_conversation_is_rendered_in_a_thread(tmp_path, executor):

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,7 +102,7 @@ def test_a_long_model_name_is_shortened():
 def test_exactly_what_is_in_range_passes(temperature, top_p, min_p, penalty):
     ranges = {
         "sampling.temperature": (temperature, lambda value: 0 <= value <= 100),
-        "sampling.top_p": (top_p, lambda value: 0 < value <= 1),
+        "sampling.top_p": (top_p, lambda value: 0 < value <= 1 and np.float32(value) > 0),
         "sampling.min_p": (min_p, lambda value: 0 <= value <= 1),
         "sampling.presence_penalty": (penalty, lambda value: -2 <= value <= 2),
     }
@@ -109,6 +110,16 @@ def test_exactly_what_is_in_range_passes(temperature, top_p, min_p, penalty):
     sampling = SamplingOptions(temperature=temperature, top_p=top_p, min_p=min_p, presence_penalty=penalty)
     if wrong:
         assert fields_refused(sampling=sampling) == wrong
+    else:
+        check(sampling=sampling)
+
+
+@pytest.mark.parametrize("field", ["top_p", "repetition_penalty"])
+@pytest.mark.parametrize(("value", "is_refused"), [(1e-300, True), (7e-46, True), (1e-45, False), (1e-30, False)])
+def test_what_single_precision_rounds_to_zero_is_refused(field, value, is_refused):
+    sampling = SamplingOptions(**{field: value})
+    if is_refused:
+        assert fields_refused(sampling=sampling) == [f"sampling.{field}"]
     else:
         check(sampling=sampling)
 

@@ -103,3 +103,18 @@ def test_gateways_on_several_hosts_need_one_name_for_tls() -> None:
         open_channel(_Api(), "10.0.0.1:1,10.0.0.2:1", ClientTls())
     open_channel(_Api(), "10.0.0.1:1,10.0.0.2:1", ClientTls(server_name="quire"))
     open_channel(_Api(), "10.0.0.1:1,10.0.0.1:2", ClientTls())
+
+
+@pytest.mark.parametrize(
+    ("address", "is_one_place"),
+    [
+        ("127.0.0.1:1", True),
+        ("[::1]:1", True),
+        ("unix:/a", True),
+        ("h:1", False),
+        ("dns:///h:1", False),
+        ("127.0.0.1:1,127.0.0.2:1", False),
+    ],
+)
+def test_a_name_may_stand_for_several_gateways_and_an_ip_address_for_one(address: str, is_one_place: bool) -> None:
+    assert find_target(address, look_up).is_one_place is is_one_place

@@ -41,7 +41,7 @@ def names_of(service: Any) -> set[tuple[str, str]]:
 
 
 def test_grpc_repeats_what_the_protos_call_idempotent_and_no_generation() -> None:
-    (config,) = service_config()["methodConfig"]
+    (config,) = service_config(spread=True)["methodConfig"]
     repeated: set[tuple[str, str]] = set()
     services = [
         model_pb2.DESCRIPTOR.services_by_name["ModelService"],

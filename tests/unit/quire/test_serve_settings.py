@@ -24,6 +24,7 @@ OWN = {
     "schedulers",
     "metrics_port",
     "reuse_port",
+    "hand_over",
     "local_socket",
     "log_level",
     "tensor_parallel_rank",
@@ -99,6 +100,7 @@ def test_gateways_share_two_ports_and_have_all_others_for_themselves() -> None:
         load_settings(GatewaySettings, commands.gateway(number, 11, 12)[1:], {}, program="g") for number in range(3)
     ]
     assert {(each.grpc_port, each.http_port, each.reuse_port) for each in gateways} == {(11, 12, True)}
+    assert all(each.hand_over for each in gateways)
     assert [each.admin_port for each in gateways] == [7000, 7001, 7002]
     assert [each.metrics_port for each in gateways] == [9100, 9101, 9102]
     sockets = [f"unix:{each.local_socket}" for each in gateways]

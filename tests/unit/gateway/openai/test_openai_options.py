@@ -68,6 +68,13 @@ def test_every_field_reaches_its_place():
     assert (asked.model, asked.request_id) == ("m", "id")
 
 
+def test_a_top_k_of_minus_one_means_all_tokens_as_vllm_has_it():
+    assert options(top_k=-1).sampling.top_k == 0
+    assert options(top_k=0).sampling.top_k == 0
+    assert options().sampling.top_k is None
+    assert options(top_k=-2).sampling.top_k == -2, "left for the validator to refuse"
+
+
 def test_a_lower_priority_runs_earlier_as_vllm_has_it():
     assert options(priority=-3).priority == 3
 

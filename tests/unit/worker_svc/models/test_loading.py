@@ -14,8 +14,9 @@ from quire.model_directory import SUPPORTED_ARCHITECTURES
 from quire.settings import ConfigurationError
 from tests.support.models import make_model, make_shape
 from tests.support.paged import PagedRunner, Span
+from worker_svc.layers.embedding import TiedHead
 from worker_svc.model_input import AttentionMetadata, ModelInput
-from worker_svc.models.base import CausalLM
+from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import FAMILIES, load_model, resolve_dtype
 
 CPU = torch.device("cpu")
@@ -254,3 +255,21 @@ def test_decodes_stay_on_the_device(shape: str, tmp_path: Path) -> None:
     pool = torch.zeros(2, 30, model.num_kv_heads, 16, model.head_dim, dtype=torch.bfloat16, device=meta)
     output = model.logits(model(ModelInput(tokens, tokens, metadata, [pool] * model.num_layers)))
     assert (output.shape, output.device, output.dtype) == ((5, 320), meta, torch.float32)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_a_head_beside_the_embedding_counts_where_it_differs(family: str, is_equal: bool, tmp_path: Path) -> None:
+    model = make_model(tmp_path, family, tie_word_embeddings=False)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if is_equal:
+        with torch.no_grad():
+            head.weight.copy_(embedding.weight)
+        model.save_pretrained(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    served = load(tmp_path)
+    hidden = torch.randn(3, embedding.weight.shape[1])
+    with torch.no_grad():
+        torch.testing.assert_close(served.logits(hidden), head(hidden))
+    assert isinstance(served, NativeCausalLM)
+    assert isinstance(served.head, TiedHead) is is_equal
