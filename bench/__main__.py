@@ -1,10 +1,10 @@
-"""usage: python -m bench {split,core,waste,sharing,soak,control,gpu,kernels,quality} [flags]   (no name: split)"""
+"""usage: python -m bench {split,core,waste,sharing,soak,control,gpu,kernels,quality,stages} [flags] (none: split)"""
 
 import argparse
 import importlib
 import sys
 
-BENCHMARKS = ("split", "core", "waste", "sharing", "soak", "control", "gpu", "kernels", "quality")
+BENCHMARKS = ("split", "core", "waste", "sharing", "soak", "control", "gpu", "kernels", "quality", "stages")
 
 
 def main() -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 
+from worker_svc.info import WorkerLimits
 from worker_svc.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.layers.quantization import Quantization
 from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
+from worker_svc.recorded_forward import make_forward
 
 _BLOCK_SIZE = 16
 
@@ -50,6 +52,9 @@ class PagedModel:
         geometry = pool_geometry(self._model, request, None)
         self.bytes_of_token = geometry.block_bytes / _BLOCK_SIZE
         self._pool = allocate_pool(geometry, torch.device("cpu"), dtype)
+        # The runner's own way to the hidden states; whole texts are longer than its steps and go by the model.
+        self._limits = WorkerLimits(num_rows, num_rows, max_steps_in_flight=1, max_logprobs=0)
+        self._forward = make_forward(self._model, self._pool, num_tokens, self._limits)
 
     @torch.inference_mode()
     def run(self, token_ids: Sequence[Sequence[int]], computed: int) -> torch.Tensor:
@@ -68,4 +73,5 @@ class PagedModel:
             max_seq_len=int(lengths.max()) + computed,
         )
         flat = torch.tensor([token for each in token_ids for token in each])
-        return self._model.logits(self._model(ModelInput(flat, positions, metadata, self._pool.gpu)))
+        forward = self._forward if len(flat) <= self._limits.max_num_batched_tokens else self._model
+        return self._model.logits(forward(ModelInput(flat, positions, metadata, self._pool.gpu)))

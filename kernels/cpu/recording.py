@@ -39,6 +39,7 @@ class Recording:
     """Operations to run one after the other. It holds the tensors that it made itself; the others must live as long."""
 
     def __init__(self, library: Library, calls: Sequence[RecordedCall], memory: Sequence[NDArray[np.uint8]]) -> None:
+        self.calls = tuple(calls)
         self._library = library
         self._memory = memory
         self._arguments = [torch.frombuffer(bytearray(call.arguments), dtype=torch.uint8) for call in calls]
@@ -48,6 +49,10 @@ class Recording:
         )
         self._operations = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         self._num_operations = len(calls)
+
+    def part(self, choose: Callable[[RecordedCall], bool]) -> "Recording":
+        """The operations that are chosen, over the same tensors: to measure them."""
+        return Recording(self._library, [call for call in self.calls if choose(call)], self._memory)
 
     def run(self, num_tokens: int, num_rows: int) -> None:
         """Runs all of it for the first `num_tokens` lines and `num_rows` rows of the tensors that it was recorded with.

@@ -1,0 +1,162 @@
+"""Where the time of a forward pass goes on the CPU: each kind of operation by itself, of all layers, beside the time
+that a plain sum in the same process needs to read as many bytes.
+
+Parts and whole are recordings of the same model over the same tensors, run in turn; the least time of the runs counts.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.models import write_model
+from bench.report import Series, write_results
+from kernels.cpu.library import PRODUCT_ARGS, OperationKind
+from kernels.cpu.recording import RecordedCall
+from kernels.record import record
+from quire.settings import ConfigurationError
+from worker_svc.info import WorkerLimits
+from worker_svc.kv_pool import PoolRequest, allocate_pool, pool_geometry
+from worker_svc.models.base import NativeCausalLM
+from worker_svc.models.registry import load_model
+from worker_svc.recorded_forward import room_for_largest_step
+
+_BLOCK_SIZE = 16
+_SUMMED_BYTES = 256 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="sequences that decode together")
+    parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--model", type=Path, help="default: a LLaMA of 160M, random weights")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    if arguments.num_threads is not None:
+        torch.set_num_threads(arguments.num_threads)
+    with tempfile.TemporaryDirectory() as made:
+        directory = arguments.model
+        if directory is None:
+            directory = Path(made)
+            write_model("llama-160m", directory)
+        model = load_model(directory, device=torch.device("cpu"), dtype=torch.bfloat16)
+    if not isinstance(model, NativeCausalLM):
+        raise ConfigurationError(f"--model is {directory}; expected a model of Quire's own code")
+    passes = Passes(model, max(arguments.batches), arguments.context)
+    series = []
+    for batch in arguments.batches:
+        stages, rate = measure(passes, batch, arguments.runs)
+        print(f"\n{batch} sequences of {arguments.context} tokens; a plain sum reads {rate:.1f} GB/s")
+        for stage in stages:
+            floor = stage.floor_ms(rate)
+            beside = "" if not floor else f"   {stage.read_bytes / 1e6:7.1f} MB, at least {floor:6.2f} ms"
+            print(f"{stage.name:<28} {stage.best_ms:7.2f} ms{beside}", flush=True)
+        series += [stage.series(batch) for stage in stages]
+    if arguments.out is not None:
+        write_results(arguments.out, "Stages of a forward pass on the CPU", series, context=arguments.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One kind of operation of all layers.
+
+    Attributes:
+        read_bytes: of weights, or of keys and values; 0 where neither is read.
+    """
+
+    name: str
+    read_bytes: int
+    times_ms: tuple[float, ...]
+
+    @property
+    def best_ms(self) -> float:
+        return min(self.times_ms)
+
+    def floor_ms(self, gigabytes_per_second: float) -> float:
+        return self.read_bytes / gigabytes_per_second / 1e6
+
+    def series(self, batch: int) -> Series:
+        return Series(f"{self.name}, {batch} seqs", "ms", self.times_ms)
+
+
+class Passes:
+    """A model's layers, recorded over a pool in which `num_rows` sequences of `context` tokens lie."""
+
+    def __init__(self, model: NativeCausalLM, num_rows: int, context: int) -> None:
+        limits = WorkerLimits(num_rows, num_rows, max_steps_in_flight=1, max_logprobs=0)
+        blocks = -(-context // _BLOCK_SIZE)
+        request = PoolRequest(_BLOCK_SIZE, num_rows * blocks, None, 0, num_rows * blocks)
+        pool = allocate_pool(pool_geometry(model, request, None), torch.device("cpu"), model.dtype)
+        for layer in pool.gpu:
+            layer.normal_()
+        self._room = room_for_largest_step(pool, blocks * _BLOCK_SIZE, limits)
+        self._fill(num_rows, context, blocks)
+        hidden = model.embed(self._room)
+        self.recording = record(num_rows, lambda: _ignore(model.run_layers(hidden, self._room)))
+        self.kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * context * model.dtype.itemsize
+
+    def _fill(self, num_rows: int, context: int, blocks: int) -> None:
+        room, attention = self._room, self._room.attention
+        tables = torch.randperm(num_rows * blocks).view(num_rows, blocks)
+        room.token_ids.zero_()
+        room.positions.fill_(context - 1)
+        attention.block_tables.copy_(tables)
+        attention.slot_mapping.copy_(tables[:, -1] * _BLOCK_SIZE + (context - 1) % _BLOCK_SIZE)
+        attention.query_start_loc.copy_(torch.arange(num_rows + 1))
+        attention.seq_lens.fill_(context)
+
+
+def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], float]:
+    """The stages, the whole first, and the rate of the sum in GB/s: its best of the same runs."""
+    parts = {"all layers": passes.recording}
+    read_bytes = {"all layers": 0}
+    for call in passes.recording.calls:
+        name = _name(call)
+        if name not in parts:
+            parts[name] = passes.recording.part(lambda each, name=name: _name(each) == name)
+            read_bytes[name] = batch * passes.kv_bytes if call.kind is OperationKind.PAGED_ATTENTION else 0
+        if call.kind is OperationKind.PRODUCT:
+            read_bytes[name] += _weight_bytes(call)
+    read_bytes["all layers"] = sum(read_bytes.values())
+    numbers = torch.ones(_SUMMED_BYTES // 4)
+    times: dict[str, list[float]] = {name: [] for name in parts}
+    sums = []
+    for _ in range(runs):
+        for name, part in parts.items():
+            times[name].append(_seconds(lambda part=part: part.run(batch, batch)) * 1e3)
+        sums.append(_seconds(numbers.sum))
+    stages = [Stage(name, read_bytes[name], tuple(each)) for name, each in times.items()]
+    return stages, _SUMMED_BYTES / min(sums) / 1e9
+
+
+def _name(call: RecordedCall) -> str:
+    if call.kind is not OperationKind.PRODUCT:
+        return call.kind.name.lower()
+    return "product {in_features} x {out_features}".format(**_shape(call))
+
+
+def _shape(call: RecordedCall) -> dict[str, int]:
+    fields = PRODUCT_ARGS.unpack(call.arguments)
+    return {"out_features": fields[9], "in_features": fields[10]}
+
+
+def _weight_bytes(call: RecordedCall) -> int:
+    shape = _shape(call)
+    return shape["out_features"] * shape["in_features"] * torch.bfloat16.itemsize
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _ignore(_: torch.Tensor) -> None:
+    """What a recording returns is read by nobody here."""
