@@ -182,10 +182,18 @@ def add_rms_norm(
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Layer norm over the last dimension; x [..., hidden], weight and bias [hidden] or None for 1 and 0."""
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_shape(name, tensor, (x.shape[-1],))
+    _check_layer_norm(x, weight, bias)
     return implementation_for(x.device).layer_norm(x, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds x [..., hidden] to the residual stream; returns (layer_norm(sum), sum). May write the sum into `residual`."""
+    _check_layer_norm(x, weight, bias)
+    check_shape("residual", residual, x.shape)
+    check_dtype("residual", residual, x.dtype)
+    return implementation_for(x.device).add_layer_norm(x, residual, weight, bias, eps)
 
 
 def rotary(
@@ -299,6 +307,12 @@ def _check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_shape("weight", weight, (x.shape[-1],))
     check_dtype("x", x, FLOATING)
     check_device("weight", weight, x.device)
+
+
+def _check_layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_shape(name, tensor, (x.shape[-1],))
 
 
 def _check_write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from kernels.reference_attention import ScoreRule, paged_attention
 
 __all__ = [
     "ScoreRule",
+    "add_layer_norm",
     "add_rms_norm",
     "copy_blocks",
     "layer_norm",
@@ -68,6 +69,13 @@ def add_rms_norm(
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = residual + x
+    return layer_norm(total, weight, bias, eps), total
 
 
 def rotary(

@@ -126,6 +126,20 @@ class CpuKernels:
             return reference.layer_norm(x, weight, bias, eps)
         return self._norm(self._library.layer_norm, x, None, weight, bias, eps)
 
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not _same_dtype(x, weight, bias):
+            return reference.add_layer_norm(x, residual, weight, bias, eps)
+        if not residual.is_contiguous():
+            residual = residual.contiguous()
+        return self._norm(self._library.layer_norm, x, residual, weight, bias, eps), residual
+
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         if not _same_dtype(x):
             return reference.silu_and_mul(x)

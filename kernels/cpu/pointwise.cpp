@@ -98,6 +98,11 @@ void layer_norm(const NormArgs& args, int64_t begin, int64_t end) {
   const T* bias = static_cast<const T*>(args.bias);
   for (int64_t line = begin; line < end; ++line) {
     const T* x = x_line<T>(args, line);
+    if (args.residual != nullptr) {
+      T* residual = line_of<T>(args.residual, line, args.residual_stride);
+      add_to(residual, x, args.hidden);
+      x = residual;
+    }
     const float mean = mean_of(x, args.hidden);
     const float variance = variance_of(x, args.hidden, mean);
     const Vec factor = set1(1.0f / __builtin_sqrtf(variance + static_cast<float>(args.eps)));

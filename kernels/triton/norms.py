@@ -58,6 +58,14 @@ def add_rms_norm(
     return _rms_norm(x, _as_lines(residual), weight, eps), residual
 
 
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.ops.add_layer_norm`; the sum is a launch of its own."""
+    total = residual + x
+    return layer_norm(total, weight, bias, eps), total
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """`kernels.ops.layer_norm`."""
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -63,3 +63,7 @@ class LayerNorm(Loadable):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual); the sum may be written into `residual`."""
+        return ops.add_layer_norm(x, residual, self.weight, self.bias, self._eps)

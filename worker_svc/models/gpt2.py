@@ -93,10 +93,12 @@ class GPT2Layer(nn.Module):
         self.up = linear(up, hidden, Split.OUTPUTS, config.activation)
         self.down = linear(down, config.inner_size, Split.INPUTS)
 
-    def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        query, key, value = self.attention.split(self.qkv(self.attention_norm(x)))
-        x = x + self.attention_output(self.attention(query, key, value, kv_cache, metadata))
-        return x + self.down(self.up(self.mlp_norm(x)))
+    def attend(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        query, key, value = self.attention.split(self.qkv(x))
+        return self.attention_output(self.attention(query, key, value, kv_cache, metadata))
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
 
 
 class GPT2LMHeadModel(NativeCausalLM):
@@ -117,8 +119,10 @@ class GPT2LMHeadModel(NativeCausalLM):
         hidden = config.hidden_size
         self.embedding = Embedding("transformer.wte", config.vocab_size, hidden, placement=placement, split=True)
         self.position_embedding = Embedding("transformer.wpe", config.max_positions, hidden, placement=placement)
-        self.layers = nn.ModuleList(GPT2Layer(index, config, placement) for index in range(config.num_layers))
+        layers = [GPT2Layer(index, config, placement) for index in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = LayerNorm("transformer.ln_f", hidden, config.layer_norm_eps, placement=placement)
+        self._norms = [*(layer.attention_norm for layer in layers), self.norm]
         self.head = make_head(self.embedding, hidden, config.vocab_size, tied=config.tied, placement=placement)
 
     @classmethod
@@ -129,6 +133,10 @@ class GPT2LMHeadModel(NativeCausalLM):
         return self.embedding(inputs.token_ids) + self.position_embedding(inputs.positions)
 
     def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        for layer, kv_cache in zip(self.layers, inputs.kv_caches, strict=True):
-            x = layer(x, kv_cache, inputs.attention)
-        return self.norm(x)
+        x, residual = self._norms[0](x), x
+        # The sum at the end of a layer is taken by the norm after it: the next layer's, or the final one.
+        for layer, next_norm, kv_cache in zip(self.layers, self._norms[1:], inputs.kv_caches, strict=True):
+            assert isinstance(layer, GPT2Layer)
+            x, residual = layer.mlp_norm.add(layer.attend(x, kv_cache, inputs.attention), residual)
+            x, residual = next_norm.add(layer.feed_forward(x), residual)
+        return x

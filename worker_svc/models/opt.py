@@ -87,7 +87,6 @@ class OPTLayer(nn.Module):
             part = LinearPart(f"{name}.{module}", hidden)
             return Linear([part], in_features, bias=config.bias, placement=placement, split=Split.INPUTS)
 
-        self.norm_first = config.norm_first
         self.attention_norm = _norm(f"{name}.self_attn_layer_norm", config, placement)
         num_heads, _ = heads_of_rank(placement.ranks, config.num_heads, config.num_heads)
         self.qkv = outputs(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], hidden)
@@ -97,18 +96,11 @@ class OPTLayer(nn.Module):
         self.up = outputs(["fc1"], config.ffn_size, config.activation)
         self.down = inputs("fc2", config.ffn_size)
 
-    def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        if self.norm_first:
-            x = x + self._attend(self.attention_norm(x), kv_cache, metadata)
-            return x + self._feed_forward(self.mlp_norm(x))
-        x = self.attention_norm(x + self._attend(x, kv_cache, metadata))
-        return self.mlp_norm(x + self._feed_forward(x))
-
-    def _attend(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         query, key, value = self.attention.split(self.qkv(x))
         return self.attention_output(self.attention(query, key, value, kv_cache, metadata))
 
-    def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x))
 
 
@@ -133,11 +125,11 @@ class OPTForCausalLM(NativeCausalLM):
             f"{decoder}.embed_positions", config.max_positions + POSITION_OFFSET, hidden, placement=placement
         )
         self.project_in = _projection(f"{decoder}.project_in", width, hidden, placement)
-        self.layers = nn.ModuleList(
-            OPTLayer(f"{decoder}.layers.{index}", config, placement) for index in range(config.num_layers)
-        )
-        final_norm = _norm(f"{decoder}.final_layer_norm", config, placement) if config.final_norm else nn.Identity()
-        self.final_norm = final_norm
+        layers = [OPTLayer(f"{decoder}.layers.{index}", config, placement) for index in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.final_norm = _norm(f"{decoder}.final_layer_norm", config, placement) if config.final_norm else None
+        self._norm_first = config.norm_first
+        self._norms = [*(layer.attention_norm for layer in layers), self.final_norm]
         self.project_out = _projection(f"{decoder}.project_out", hidden, width, placement)
         self.head = make_head(self.embedding, width, config.vocab_size, tied=config.tied, placement=placement)
 
@@ -151,9 +143,28 @@ class OPTForCausalLM(NativeCausalLM):
 
     def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         """Returns what the head takes, [T, word_embed_proj_dim]."""
+        return self.project_out(self._run_norm_first(x, inputs) if self._norm_first else self._run_norm_last(x, inputs))
+
+    def _run_norm_first(self, residual: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        first_norm, *next_norms = self._norms
+        assert first_norm is not None
+        x = first_norm(residual)
+        # The sum at the end of a layer is taken by the norm after it: the next layer's, or the final one.
+        for layer, next_norm, kv_cache in zip(self.layers, next_norms, inputs.kv_caches, strict=True):
+            assert isinstance(layer, OPTLayer)
+            x, residual = layer.mlp_norm.add(layer.attend(x, kv_cache, inputs.attention), residual)
+            output = layer.feed_forward(x)
+            if next_norm is None:
+                return residual + output
+            x, residual = next_norm.add(output, residual)
+        return x
+
+    def _run_norm_last(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         for layer, kv_cache in zip(self.layers, inputs.kv_caches, strict=True):
-            x = layer(x, kv_cache, inputs.attention)
-        return self.project_out(self.final_norm(x))
+            assert isinstance(layer, OPTLayer)
+            x, _ = layer.attention_norm.add(layer.attend(x, kv_cache, inputs.attention), x)
+            x, _ = layer.mlp_norm.add(layer.feed_forward(x), x)
+        return x
 
 
 def _norm(name: str, config: OPTConfig, placement: Placement) -> LayerNorm:

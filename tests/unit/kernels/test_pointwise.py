@@ -42,6 +42,12 @@ def test_layer_norm(affine: bool, dtype: torch.dtype) -> None:
     if weight is not None and bias is not None:
         expected = expected * weight.double() + bias.double()
     assert_close(ops.layer_norm(x, weight, bias, 1e-5), expected, dtype)
+    part = torch.randn(5, 48).to(dtype)
+    residual = x - part
+    total = residual + part
+    normed, stream = ops.add_layer_norm(part, residual.clone(), weight, bias, 1e-5)
+    assert torch.equal(stream, total)
+    assert_close(normed, ops.layer_norm(total, weight, bias, 1e-5).double(), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,6 +81,8 @@ def test_misfits_are_refused() -> None:
         ops.rms_norm(x, torch.ones(7), 1e-5)
     with pytest.raises(ValueError, match="residual has shape"):
         ops.add_rms_norm(x, x[:2], torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="residual has shape"):
+        ops.add_layer_norm(x, x[:2], None, None, 1e-5)
     with pytest.raises(ValueError, match="bias has shape"):
         ops.layer_norm(x, torch.ones(8), torch.ones(1), 1e-5)
     with pytest.raises(ValueError, match="expected an even one"):

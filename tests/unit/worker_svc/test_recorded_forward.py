@@ -70,7 +70,18 @@ def test_a_pool_of_int8_is_recorded_too(threads: int, tmp_path: Path) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("family", [*NATIVE, "llama-gqa-untied-32", "llama-gqa-explicit-128"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *NATIVE,
+        "llama-gqa-untied-32",
+        "gpt2-untied-64",
+        "gpt2-80",
+        "opt-pre-norm-32",
+        "opt-untied-80",
+        "opt-post-norm-projected-64",
+    ],
+)
 def test_hidden_states_are_those_of_the_model(family: str, threads: int, tmp_path: Path) -> None:
     _ = make_family(tmp_path, NATIVE[family]) if family in NATIVE else make_shape(tmp_path, family)
     model = load(tmp_path)
@@ -84,7 +95,7 @@ def test_hidden_states_are_those_of_the_model(family: str, threads: int, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [("llama-gqa-untied-32", torch.float32), ("opt-post-norm-projected-64", torch.bfloat16)]
+    ("shape", "dtype"), [("llama-gqa-untied-32", torch.float32), ("opt-post-norm-projected-64", torch.float32)]
 )
 def test_a_model_of_other_operations_runs_as_it_is(
     shape: str, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture

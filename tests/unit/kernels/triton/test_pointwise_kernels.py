@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.triton.activation import TILE, silu_and_mul
-from kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
+from kernels.triton.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from kernels.triton.rotary import rotary
 from tests.support.triton_devices import KernelDevice
 
@@ -61,6 +61,10 @@ def test_layer_norm(device: KernelDevice, shape: tuple[int, ...], affine: bool, 
     if weight is not None and bias is not None:
         expected = expected * weight.double() + bias.double()
     assert_close(device.run(layer_norm, x, weight, bias, 1e-5).result, expected, dtype)
+    part = torch.randn(shape).to(dtype)
+    normed, stream = device.run(add_layer_norm, part, x - part, weight, bias, 1e-5).result
+    assert_close(stream, (x - part).double() + part.double(), dtype)
+    assert_close(normed, device.run(layer_norm, stream, weight, bias, 1e-5).result.double(), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
