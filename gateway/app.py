@@ -49,6 +49,8 @@ _SERVICES = {
 _SERVICE_NAMES = [service.full_name for service in _SERVICES.values()]
 # For calls that are over but whose last message is still on its way.
 _STOP_GRACE_S = 1.0
+# How long clients have to hear, with the next answer, that they are to connect anew.
+_HAND_OVER_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
@@ -63,7 +65,14 @@ class Gateway:
     """
 
     def __init__(
-        self, generator: Generator, ledger: Ledger, authenticator: Authenticator, rpc: RpcServer, http: HttpServer
+        self,
+        generator: Generator,
+        ledger: Ledger,
+        authenticator: Authenticator,
+        rpc: RpcServer,
+        http: HttpServer,
+        *,
+        hands_over: bool,
     ) -> None:
         self.grpc_address = rpc.address
         self.http_address = http.address
@@ -73,6 +82,7 @@ class Gateway:
         self._ledger = ledger
         self._rpc = rpc
         self._http = http
+        self._hands_over = hands_over
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
         self._background = [
             asyncio.create_task(client.run(), name=f"scheduler {address}")
@@ -108,7 +118,7 @@ class Gateway:
             raise
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', model.name, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
-        return cls(generator, ledger, authenticator, rpc, http)
+        return cls(generator, ledger, authenticator, rpc, http, hands_over=settings.hand_over)
 
     async def run(self) -> None:
         """Runs until it is cancelled, or until a part of the gateway fails."""
@@ -118,13 +128,16 @@ class Gateway:
         raise RuntimeError(f"{', '.join(task.get_name() for task in done)} ended")
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Refuses new requests, lets live ones finish for that long, then aborts the rest and closes everything."""
+        """Refuses new requests, or hands its ports over, lets live ones finish for that long, then aborts the rest and
+        closes everything."""
         self._generator.is_draining = True
         self._rpc.set_serving(False)
         if len(self._ledger):
             _logger.info("draining %d live requests", len(self._ledger))
         try:
             async with asyncio.timeout(drain_timeout_s):
+                if self._hands_over:
+                    await self._hand_over(drain_timeout_s)
                 await self._ledger.wait_until_empty()
         except TimeoutError:
             _logger.warning("aborting %d requests that did not finish in time", len(self._ledger))
@@ -137,6 +150,12 @@ class Gateway:
         self._http.stop()
         await asyncio.gather(self._http_task, *self._background, return_exceptions=True)
         self._generator.model.executor.shutdown(wait=False)
+
+    async def _hand_over(self, drain_timeout_s: float) -> None:
+        """Closes both ports, and serves the last requests that come by the connections from before."""
+        self._http.hand_over()
+        self._background.append(asyncio.create_task(self._rpc.hand_over(drain_timeout_s), name="hand over"))
+        await asyncio.sleep(_HAND_OVER_S)
 
     async def _report_readiness(self) -> None:
         """Keeps health in step with whether a replica is ready."""

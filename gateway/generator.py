@@ -10,7 +10,6 @@ import numpy as np
 
 from gateway.auth.caller import Caller, current_caller
 from gateway.bad_words import bad_token_sequences
-from gateway.durable_client import cancel_durable, find_durable, no_such_request
 from gateway.ledger import Ledger
 from gateway.limits import MAX_N, Limits
 from gateway.live_request import LiveRequest
@@ -33,6 +32,7 @@ from gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
+from gateway.requests_by_id import cancel_by_id, find_durable, no_such_request
 from gateway.scheduler_events import Welcome
 from gateway.settings import GatewaySettings
 from gateway.validation import check_choice, check_request, resolve_max_tokens
@@ -65,8 +65,9 @@ class Generator:
         return self.replicas.is_ready and not self.is_draining
 
     def check_accepting(self) -> None:
-        """Raises Unavailable when this gateway drains."""
-        if self.is_draining:
+        """Raises Unavailable when this gateway drains, unless it hands over: what comes then, came by a connection from
+        before its ports were closed, and is the last to do so."""
+        if self.is_draining and not self._settings.hand_over:
             raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
 
     async def limits(self) -> Limits:
@@ -144,7 +145,7 @@ class Generator:
         tenant = current_caller().tenant
         live = self._ledger.get(tenant, request_id)
         if live is None or live.request.durable:
-            await cancel_durable(self.replicas.clients.values(), tenant, request_id)
+            await cancel_by_id(self.replicas.clients.values(), tenant, request_id)
         if live is None:
             return
         if live.is_over and not live.request.durable:

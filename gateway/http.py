@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.http_middleware import AuthMiddleware
+from gateway.drain_middleware import DrainMiddleware
 from gateway.generator import Generator
 from gateway.http_protocol import HttpLimits, http_protocol
 from gateway.metrics import GatewayMetrics
@@ -47,6 +48,7 @@ def make_http_app(
         open_metrics=settings.open_metrics,
     )
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(DrainMiddleware, is_draining=lambda: generator.is_draining)
     answer_errors(app)
     body_limits = BodyLimits(settings.max_message_bytes, settings.slow_sender_timeout)
     app.include_router(make_router(generator, body_limits, started_at_s=started_at_s))
@@ -153,6 +155,11 @@ class HttpServer(uvicorn.Server):
     def close(self) -> None:
         """Lets go of the socket of a server that never ran."""
         self._listener.close()
+
+    def hand_over(self) -> None:
+        """Leaves the port to those who share it. What came by it is served on."""
+        for server in self.servers:
+            server.close()
 
     def stop(self) -> None:
         """`run_until_stopped` returns soon."""

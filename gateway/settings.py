@@ -16,6 +16,7 @@ class GatewaySettings:
     http_host: str = setting("127.0.0.1", "where to listen for HTTP")
     http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535)
     reuse_port: bool = setting(False, "share both ports with other gateways of the same user on this machine")
+    hand_over: bool = setting(False, "close both ports as soon as this gateway drains; those that share them serve on")
     local_socket: Path | None = setting(
         None, "unix socket on which to serve gRPC too, to reach this gateway where ports are shared", metavar="PATH"
     )
@@ -105,6 +106,8 @@ class GatewaySettings:
     log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        if self.hand_over and not self.reuse_port:
+            raise ValueError("--hand-over leaves the ports to gateways that share them; give --reuse-port")
         if self.tls_client_auth and self.tls_dir is None:
             raise ValueError("--tls-client-auth asks for certificates, which needs TLS; give --tls-dir")
         if (self.public_cert is None) != (self.public_key is None):

@@ -189,7 +189,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds x [..., hidden] to the residual stream; returns (layer_norm(sum), sum). May write the sum into `residual`."""
+    """Adds x [..., hidden] to the residual; returns (layer_norm(sum), sum). May write the sum into `residual`."""
     _check_layer_norm(x, weight, bias)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)

@@ -72,6 +72,7 @@ class Commands:
             grpc_port=grpc_port,
             http_port=http_port,
             reuse_port=True,
+            hand_over=len(self.gateways) > 1,
             local_socket=self._socket(gateway_name(number)),
             metrics_port=_own_port(self.settings.gateway_metrics_port, number),
             admin_port=_own_port(self.settings.admin_port, number),

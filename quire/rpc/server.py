@@ -1,5 +1,6 @@
 """A gRPC server as all services run it: health, reflection, error mapping, limits, keepalive, drain."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from quire.rpc.address import AddressInUse, TcpAddress, UnixAddress, check_bindable, parse_address
 from quire.rpc.admin import AdminServer
+from quire.rpc.arrivals import Arrivals
 from quire.rpc.health_servicer import SERVICE_NAME as HEALTH_SERVICE_NAME
 from quire.rpc.health_servicer import HealthServicer
 from quire.rpc.interceptors import ErrorInterceptor
@@ -23,17 +25,27 @@ __all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "AddressInUse", "RpcServer"]
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _NO_LIMITS = ConnectionLimits()
+_LONGEST_WAIT_FOR_A_PAUSE_S = 0.5
 
 
 class RpcServer:
-    """A running server, made by `start`. It serves at once; health says NOT_SERVING until `set_serving(True)`."""
+    """A running server, made by `start`. It serves at once; health says NOT_SERVING until `set_serving(True)`.
+
+    Its local socket has a server of its own, which serves on when the port is handed over.
+    """
 
     def __init__(
-        self, server: grpc.aio.Server, address: str, health: HealthServicer, admin: AdminServer | None
+        self,
+        servers: Sequence[grpc.aio.Server],
+        address: str,
+        arrivals: Arrivals,
+        health: HealthServicer,
+        admin: AdminServer | None,
     ) -> None:
         self.address = address
         self.admin = admin
-        self._server = server
+        self._servers = tuple(servers)
+        self._arrivals = arrivals
         self._health = health
 
     @classmethod
@@ -56,7 +68,7 @@ class RpcServer:
 
         Args:
             address: "HOST:PORT" (port 0 picks a free one) or "unix:PATH".
-            register: Adds the servicers to the server.
+            register: Adds the servicers to a server; called for each address.
             service_names: Full names of those services, for health and reflection.
             max_message_bytes: Larger requests are refused with RESOURCE_EXHAUSTED. Answers have no limit.
             reuse_port: Share the port with other processes, over which the kernel spreads connections.
@@ -70,22 +82,33 @@ class RpcServer:
             ConfigurationError: an address is malformed, in use (AddressInUse) or not ours, or files of TLS are no good.
         """
         wanted = _checked(address, local_socket, reuse_port=reuse_port)
-        guards = (*role_interceptors(wanted[0], tls), ErrorInterceptor(), *interceptors)
+        arrivals = Arrivals()
+        guards = (arrivals, *role_interceptors(wanted[0], tls), ErrorInterceptor(), *interceptors)
         options = _options(max_message_bytes, limits, reuse_port=reuse_port, is_watched=admin_port is not None)
+        health = HealthServicer(service_names)
         async with _admin_server(admin_port, admin_tls) as admin:
-            server = grpc.aio.server(interceptors=guards, options=options)
-            health = _add_services(server, register, service_names)
-            bound = await _listen(server, wanted, tls)
-        return cls(server, str(bound), health, admin)
+            servers = [grpc.aio.server(interceptors=guards, options=options) for _ in wanted]
+            for server in servers:
+                _add_services(server, register, health, service_names)
+            bound = [_bind(server, each, tls) for server, each in zip(servers, wanted, strict=True)]
+            for server in servers:
+                await server.start()
+        return cls(servers, str(bound[0]), arrivals, health, admin)
 
     def set_serving(self, serving: bool) -> None:
         """What health answers from now on, for the server as a whole and for each service."""
         self._health.set_serving(serving)
 
+    async def hand_over(self, grace_s: float) -> None:
+        """Leaves the port to those who share it: closes it between two calls, and has clients make their next ones over
+        a new connection. Returns once the calls that came by it are over; after `grace_s` seconds it cancels them."""
+        await self._arrivals.wait_for_a_pause(_LONGEST_WAIT_FOR_A_PAUSE_S)
+        await self._servers[0].stop(grace_s)
+
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, gives running ones `grace_s` seconds, cancels the rest. Idempotent."""
         self._health.close()
-        await self._server.stop(grace_s)
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self.admin is not None:
             await self.admin.stop()
 
@@ -114,23 +137,15 @@ async def _admin_server(port: int | None, tls: ServerTls | None) -> AsyncIterato
 
 
 def _add_services(
-    server: grpc.aio.Server, register: Callable[[grpc.aio.Server], None], service_names: Sequence[str]
-) -> HealthServicer:
+    server: grpc.aio.Server,
+    register: Callable[[grpc.aio.Server], None],
+    health: HealthServicer,
+    service_names: Sequence[str],
+) -> None:
     """Those of `register`, health and reflection."""
     register(server)
-    health = HealthServicer(service_names)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return health
-
-
-async def _listen(
-    server: grpc.aio.Server, wanted: Sequence[TcpAddress | UnixAddress], tls: ServerTls | None
-) -> TcpAddress | UnixAddress:
-    """Serves at all addresses; returns the first as it is then."""
-    bound = [_bind(server, each, tls) for each in wanted]
-    await server.start()
-    return bound[0]
 
 
 def _bind(

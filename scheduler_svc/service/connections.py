@@ -3,33 +3,49 @@
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.request import ClientId, RequestKey
+from quire.rpc.errors import Cancelled
+from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.outbox import Outbox
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
 _logger = logging.getLogger(__name__)
+_MAX_CANCELLED = 256
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One stream of a gateway."""
+    """One stream of a gateway. `cancelled` are the newest of its requests that were ended by their ids: a gateway whose
+    stream breaks before it hears so submits them again, under the same handles."""
 
     client: ClientId
     gateway_id: str
     grace_period_s: float
     outbox: Outbox = field(default_factory=Outbox)
-    live: set[RequestKey] = field(default_factory=set)
+    live: dict[RequestKey, Request] = field(default_factory=dict)
+    cancelled: deque[Handle] = field(default_factory=lambda: deque(maxlen=_MAX_CANCELLED))
     grace: asyncio.TimerHandle | None = None
+
+    def check_not_cancelled(self, handle: Handle, request_id: str) -> None:
+        """Raises Cancelled where the gateway submits a request again that was cancelled."""
+        if handle in self.cancelled:
+            raise was_cancelled(request_id)
+
+
+def was_cancelled(request_id: str) -> Cancelled:
+    """What the reader of a request is told that somebody has cancelled."""
+    return Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID")
 
 
 class Connections:
-    """All streams, those that broke and whose grace period still runs included."""
+    """All streams, those that broke and whose grace period still runs included. `abort` ends a request, and says
+    whether it still ran."""
 
-    def __init__(self, abort: Callable[[RequestKey], object]) -> None:
+    def __init__(self, abort: Callable[[RequestKey], bool]) -> None:
         self._abort = abort
         self._by_client: dict[ClientId, Connection] = {}
         self._numbers = itertools.count()
@@ -39,9 +55,10 @@ class Connections:
 
     def open(self, gateway_id: str, grace_period_s: float) -> Connection:
         """A new stream. The gateway resubmits what lives, so requests of its earlier streams end now."""
-        for earlier in [each for each in self._by_client.values() if each.gateway_id == gateway_id]:
-            self._drop(earlier)
         connection = Connection(ClientId(next(self._numbers)), gateway_id, grace_period_s)
+        for earlier in [each for each in self._by_client.values() if each.gateway_id == gateway_id]:
+            connection.cancelled.extend(earlier.cancelled)
+            self._drop(earlier)
         self._by_client[connection.client] = connection
         _logger.info("gateway %s connected", gateway_id)
         return connection
@@ -53,6 +70,24 @@ class Connections:
         _logger.info("gateway %s left with %d live requests", connection.gateway_id, len(connection.live))
         loop = asyncio.get_running_loop()
         connection.grace = loop.call_later(connection.grace_period_s, self._drop, connection)
+
+    def cancel(self, tenant: str, request_id: str) -> bool:
+        """Ends what the tenant's gateways run under this id, and tells them. Returns whether there was anything.
+
+        Gateways know nothing of each other's ids, so there may be several.
+        """
+        named = [
+            (connection, key)
+            for connection in self._by_client.values()
+            for key, request in connection.live.items()
+            if (request.tenant, request.request_id) == (tenant, request_id)
+        ]
+        running = [(connection, key) for connection, key in named if self._abort(key)]
+        for connection, key in running:
+            del connection.live[key]
+            connection.cancelled.append(key.handle)
+            connection.outbox.put_refusal(key.handle, was_cancelled(request_id))
+        return bool(running)
 
     def report_readiness(self, is_ready: bool) -> None:
         """Tells every gateway whether steps run."""
@@ -67,9 +102,9 @@ class Connections:
                 continue
             connection.outbox.put(step_id, batch)
             for end in batch.completed:
-                connection.live.discard(RequestKey(client, end.handle))
+                connection.live.pop(RequestKey(client, end.handle), None)
             for failure in batch.failed:
-                connection.live.discard(failure.key)
+                connection.live.pop(failure.key, None)
 
     def deliver_prompt_logprobs(self, routed: dict[ClientId, list[PromptLogprobs]]) -> None:
         """To be called before `deliver` for the same step. Never waits."""

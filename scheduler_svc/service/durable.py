@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted
+from quire.rpc.errors import Aborted, AlreadyExists, NotFound, QuireError, ResourceExhausted
 from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.core.step_plan import ClientEvents, RequestFailure
-from scheduler_svc.service.connections import Connection
+from scheduler_svc.service.connections import Connection, was_cancelled
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
 DURABLE_CLIENT = ClientId(-2)
@@ -157,11 +157,14 @@ class DurableRequests:
         durable.is_over = True
         self.detach(durable)
 
-    def cancel(self, tenant: str, request_id: str) -> None:
-        """Ends and forgets a request, and tells its reader. Raises NotFound."""
-        durable = self.find(tenant, request_id)
-        self._leave(durable, Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
+    def cancel(self, tenant: str, request_id: str) -> bool:
+        """Ends and forgets a request, and tells its reader. Returns whether the tenant had one of this id."""
+        durable = self._by_id.get((tenant, request_id))
+        if durable is None:
+            return False
+        self._leave(durable, was_cancelled(request_id))
         self.forget(durable)
+        return True
 
     def forget(self, durable: DurableRequest) -> None:
         """Drops what is kept, and ends what still runs. Idempotent."""

@@ -108,11 +108,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         description = self._durable.find(request.tenant, request.request_id).description
         return scheduler_pb2.FindDurableResponse(submit=scheduler_pb2.Submit.FromString(description))
 
-    async def CancelDurable(
-        self, request: scheduler_pb2.CancelDurableRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.CancelDurableResponse:
-        self._durable.cancel(request.tenant, request.request_id)
-        return scheduler_pb2.CancelDurableResponse()
+    async def Cancel(
+        self, request: scheduler_pb2.CancelRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.CancelResponse:
+        cancelled = [each.cancel(request.tenant, request.request_id) for each in (self._durable, self._connections)]
+        if not any(cancelled):
+            raise NotFound(f'request_id "{request.request_id[:128]}" names no request', reason="REQUEST_NOT_FOUND")
+        return scheduler_pb2.CancelResponse()
 
     async def Drain(
         self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -185,12 +187,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         assert replica is not None
         check_sampling(submit, replica.max_logprobs)
         request = request_from_submit(submit, connection.client, replica.vocab_size)
+        connection.check_not_cancelled(request.key.handle, request.request_id)
         if _can_be_replayed(submit):
             self._accept_durable(request, submit, connection)
             return
         with refusals(self._loop.retry, self._clock()):
             self._loop.submit(request)
-        connection.live.add(request.key)
+        connection.live[request.key] = request
 
     def _accept_durable(self, request: Request, submit: scheduler_pb2.Submit, connection: Connection) -> None:
         reader = Reader(connection, request.key.handle)
@@ -234,7 +237,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         elif abort.HasField("sequence_index"):
             self._loop.abort_sequence(key, abort.sequence_index)
         else:
-            connection.live.discard(key)
+            connection.live.pop(key, None)
             self._loop.abort(key)
 
 

@@ -1,11 +1,17 @@
 """`quire serve --gateways 2`, as its clients see it."""
 
 import asyncio
+import os
+import signal
 
+import grpc.aio
 import httpx
+import pytest
 
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
+from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.local import LocalServer, ServeSettings
+from quire.rpc.errors import Cancelled, NotFound
 from tests.support.processes import until_true
 from tests.support.serving import serving
 from tests.support.shared_port import clients_of_both
@@ -41,6 +47,57 @@ async def test_the_end_of_the_server_lets_the_streams_of_all_gateways_finish():
             await asyncio.gather(*reading)
             assert set(counts.values()) == {400}
             await stopping
+
+
+async def test_a_stream_is_cancelled_by_its_id_through_the_other_gateway():
+    async with serving(gateways=2) as served, clients_of_both(served.server) as clients:
+        client, other = clients.values()
+        with pytest.raises(NotFound):
+            await other.cancel("story")
+        async with client.generate_stream(PROMPT, options_of(900), request_id="story") as stream:
+            await anext(stream)
+            await other.cancel("story")
+            with pytest.raises(Cancelled):
+                async for _ in stream:
+                    pass
+        with pytest.raises(NotFound):
+            await other.cancel("story")
+
+
+async def test_one_gateway_that_is_stopped_hands_its_clients_over_and_starts_anew():
+    async with serving(gateways=2, drain_timeout=20.0) as served, clients_of_both(served.server) as clients:
+        counts = dict.fromkeys(clients, 0)
+        streams = [asyncio.create_task(count(client, counts, name)) for name, client in clients.items()]
+        calls = [0] * 6
+        callers = [
+            asyncio.create_task(call_on(served.server.grpc_address, calls, index)) for index in range(len(calls))
+        ]
+        await until_true(lambda: min(*calls, *counts.values()) > 3)
+        stopped = served.server.process("gateway-1")
+        os.kill(stopped.pid, signal.SIGTERM)
+        assert counts["gateway-1"] < 400
+        await until_true(lambda: stopped.starts == 2, timeout_s=20)
+        before = list(calls)
+        await until_true(lambda: all(now > then + 3 for now, then in zip(calls, before, strict=True)))
+        for caller in callers:
+            assert not caller.done(), caller.exception()
+            caller.cancel()
+        await asyncio.gather(*streams)
+        assert set(counts.values()) == {400}
+        await asyncio.wait(callers)
+        await asyncio.wait_for(served.server.wait_ready(), 15)
+        assert served.server.process("gateway").starts == 1
+
+
+async def call_on(address: str, calls: list[int], index: int) -> None:
+    """Calls again and again over one channel, which has a connection of its own."""
+    request = generation_pb2.GenerateRequest(text=PROMPT)
+    request.stopping.max_tokens = 2
+    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        while True:
+            await stub.Generate(request, timeout=20)
+            calls[index] += 1
 
 
 async def count(client: AsyncClient, counts: dict[str, int], name: str) -> None:

@@ -223,9 +223,9 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         """It keeps nothing, so it knows no durable request."""
         raise NotFound(f"{request.request_id} is not kept", reason="REQUEST_NOT_FOUND")
 
-    async def CancelDurable(
-        self, request: scheduler_pb2.CancelDurableRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.CancelDurableResponse:
+    async def Cancel(
+        self, request: scheduler_pb2.CancelRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.CancelResponse:
         raise NotFound(f"{request.request_id} is not kept", reason="REQUEST_NOT_FOUND")
 
     def _send_state(self, *, ready: bool) -> None:

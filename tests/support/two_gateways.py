@@ -1,15 +1,16 @@
-"""Two whole gateways in front of one real scheduler, whose worker is fake."""
+"""Two whole gateways in front of real schedulers, whose workers are fake."""
 
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire.gateway.v1 import generation_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from quire.scheduler.v1 import scheduler_pb2_grpc
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.gateway_process import RunningGateway, running_gateway
-from tests.support.scheduler_process import running_scheduler, wait_attached
+from tests.support.scheduler_process import running_scheduler, state_of, until, wait_attached
 from worker_svc.info import WorkerInfo
 
 
@@ -34,28 +35,60 @@ class _Address:
 
 @dataclass(frozen=True)
 class TwoGateways:
-    """Both are connected to the scheduler."""
+    """Both are connected to all schedulers."""
 
     first: RunningGateway
     second: RunningGateway
-    scheduler: scheduler_pb2_grpc.SchedulerServiceStub
+    schedulers: tuple[scheduler_pb2_grpc.SchedulerServiceStub, ...]
 
     @property
     def both(self) -> tuple[RunningGateway, RunningGateway]:
         return self.first, self.second
 
+    @property
+    def scheduler(self) -> scheduler_pb2_grpc.SchedulerServiceStub:
+        """The first one, or the only one."""
+        return self.schedulers[0]
+
 
 @contextlib.asynccontextmanager
-async def two_gateways(directory: Path) -> AsyncIterator[TwoGateways]:
-    """Runs all until the block ends; a step takes 2 ms, and durable requests wait 5 s for a caller."""
+async def two_gateways(directory: Path, *, num_replicas: int = 1, **settings) -> AsyncIterator[TwoGateways]:
+    """Runs all until the block ends; a step takes 2 ms, and durable requests wait 5 s for a caller. `settings` are of
+    both gateways."""
+    async with contextlib.AsyncExitStack() as stack:
+        sockets = [directory / f"s{number}.sock" for number in range(num_replicas)]
+        schedulers = [await stack.enter_async_context(_replica(socket)) for socket in sockets]
+        addresses = [_Address(f"unix:{socket}") for socket in sockets]
+        gateways = [await stack.enter_async_context(running_gateway(*addresses, **settings)) for _ in range(2)]
+        for scheduler in schedulers:
+            await _wait_connected(scheduler, len(gateways))
+        for gateway in gateways:
+            await _wait_serving(gateway)
+        yield TwoGateways(*gateways, tuple(schedulers))
+
+
+@contextlib.asynccontextmanager
+async def _replica(socket: Path) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
     worker = FakeWorker(_LlamaWorkerConfig(step_seconds=0.002))
     address = await worker.start()
-    socket = str(directory / "s.sock")
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(worker.stop)
-        scheduler = await stack.enter_async_context(running_scheduler(socket, address, durable_grace=5.0))
-        await wait_attached(scheduler)
-        gateways = [await stack.enter_async_context(running_gateway(_Address(f"unix:{socket}"))) for _ in range(2)]
-        for gateway in gateways:
-            await gateway.generation.Generate(generation_pb2.GenerateRequest(text="x"), timeout=10)
-        yield TwoGateways(*gateways, scheduler)
+    try:
+        async with running_scheduler(str(socket), address, durable_grace=5.0) as scheduler:
+            await wait_attached(scheduler)
+            yield scheduler
+    finally:
+        await worker.stop()
+
+
+async def _wait_connected(scheduler: scheduler_pb2_grpc.SchedulerServiceStub, num_gateways: int) -> None:
+    async def all_connected() -> bool:
+        return (await state_of(scheduler)).connected_gateways == num_gateways
+
+    await until(all_connected)
+
+
+async def _wait_serving(gateway: RunningGateway) -> None:
+    """A gateway is ready once it has read a scheduler's welcome."""
+    watch = health_pb2_grpc.HealthStub(gateway.channel).Watch(health_pb2.HealthCheckRequest(), timeout=10)
+    async for answer in watch:
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            return

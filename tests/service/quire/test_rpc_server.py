@@ -1,9 +1,11 @@
 """What every service's server offers besides its own methods."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -37,7 +39,7 @@ class Gate:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
-async def start(address: str = "127.0.0.1:0", gate: Gate | None = None, **options: int) -> RpcServer:
+async def start(address: str = "127.0.0.1:0", gate: Gate | None = None, **options: Any) -> RpcServer:
     return await RpcServer.start(address, (gate or Gate()).register, [SERVICE], **options)
 
 
@@ -185,3 +187,96 @@ async def test_an_oversized_request_is_refused_and_the_server_goes_on() -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await method(b"0") == b"0"
     await server.stop(0)
+
+
+def own_connection(address: str) -> grpc.aio.Channel:
+    """Channels of one process share connections otherwise."""
+    return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+async def test_a_port_that_is_handed_over_leads_to_those_who_share_it() -> None:
+    first = await start(reuse_port=True)
+    second = await start(first.address, reuse_port=True)
+    second.set_serving(True)
+    await first.hand_over(10)
+    for _ in range(10):
+        async with own_connection(first.address) as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert answer.status == SERVING
+    for server in (first, second):
+        await server.stop(0)
+
+
+async def test_hand_over_lets_running_calls_finish_and_has_the_connection_opened_anew() -> None:
+    gate, other = Gate(), Gate()
+    other.opened.set()
+    first = await start(gate=gate, reuse_port=True)
+    async with own_connection(first.address) as channel, asyncio.timeout(10):
+        method = channel.unary_unary(f"/{SERVICE}/Pass")
+        running = asyncio.ensure_future(method(b"before"))
+        await gate.entered.wait()
+        second = await start(first.address, gate=other, reuse_port=True)
+        leaving = asyncio.create_task(first.hand_over(60))
+        while not other.entered.is_set():
+            # Until the port is handed over, the gate holds a call up; then the same channel leads to the other server.
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await method(b"after", timeout=0.2)
+        assert not leaving.done()
+        gate.opened.set()
+        assert await running == b"before"
+        await leaving
+    for server in (first, second):
+        await server.stop(0)
+
+
+async def test_hand_over_cancels_what_outlives_the_grace() -> None:
+    gate = Gate()
+    server = await start(gate=gate, reuse_port=True)
+    async with own_connection(server.address) as channel, asyncio.timeout(10):
+        running = asyncio.ensure_future(channel.unary_unary(f"/{SERVICE}/Pass")(b""))
+        await gate.entered.wait()
+        await server.hand_over(0.1)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await running
+    await server.stop(0)
+
+
+async def test_the_local_socket_serves_on_when_the_port_is_handed_over(tmp_path: Path) -> None:
+    path = tmp_path / "own.sock"
+    server = await start(reuse_port=True, local_socket=path)
+    await server.hand_over(10)
+    assert await health_of(f"unix:{path}", "") == NOT_SERVING
+    with pytest.raises(grpc.aio.AioRpcError):
+        await health_of(server.address, "")
+    await server.stop(0)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await health_of(f"unix:{path}", "")
+
+
+async def test_hand_over_waits_for_a_pause_between_calls_and_loses_none() -> None:
+    gate = Gate()
+    gate.opened.set()
+    first = await start(gate=gate, reuse_port=True)
+    second = await start(first.address, gate=gate, reuse_port=True)
+    is_over = asyncio.Event()
+
+    async def call_on() -> int:
+        count = 0
+        async with own_connection(first.address) as channel:
+            method = channel.unary_unary(f"/{SERVICE}/Pass")
+            while not is_over.is_set():
+                assert await method(b"x", timeout=10) == b"x"
+                count += 1
+                await asyncio.sleep(0.02)
+        return count
+
+    async with asyncio.timeout(20):
+        callers = [asyncio.create_task(call_on()) for _ in range(8)]
+        await gate.entered.wait()
+        await first.hand_over(10)
+        gate.entered.clear()
+        await gate.entered.wait()
+        is_over.set()
+        assert all(count > 0 for count in await asyncio.gather(*callers))
+    for server in (first, second):
+        await server.stop(0)

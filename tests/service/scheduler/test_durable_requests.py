@@ -96,13 +96,13 @@ async def test_a_cancelled_request_is_forgotten_and_its_reader_told(scheduler):
     stream, _ = await GatewayStream.open(scheduler)
     await stream.submit(durable_submit(7, max_tokens=900))
     await stream.read()
-    asked = scheduler_pb2.CancelDurableRequest(tenant="a", request_id="request-7")
-    await scheduler.CancelDurable(asked)
+    asked = scheduler_pb2.CancelRequest(tenant="a", request_id="request-7")
+    await scheduler.Cancel(asked)
     await stream.read_until_over(7)
     assert stream.failed[7].code == code_pb2.CANCELLED
     await wait_nothing_in_use(scheduler)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await scheduler.CancelDurable(asked)
+        await scheduler.Cancel(asked)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     stream.close()
 

@@ -94,6 +94,11 @@ def test_each_rank_gets_its_number_its_share_of_the_threads_and_where_to_meet() 
     assert scheduler.workers == tuple(each.listen for each in ranks)
 
 
+def test_a_gateway_that_is_alone_keeps_its_ports_while_it_drains() -> None:
+    gateway = load_settings(GatewaySettings, make_commands().gateway(0, 11, 12)[1:], {}, program="g")
+    assert (gateway.reuse_port, gateway.hand_over) == (True, False)
+
+
 def test_gateways_share_two_ports_and_have_all_others_for_themselves() -> None:
     commands = make_commands(gateways=3, admin_port=7000, gateway_metrics_port=9100)
     gateways = [

@@ -1,4 +1,4 @@
-"""The scheduler's methods about durable requests, asked of all replicas, since any of them may have one."""
+"""The scheduler's methods about requests by their ids, asked of all replicas, since any of them may have one."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -32,10 +32,10 @@ async def find_durable(clients: Iterable[SchedulerClient], tenant: str, request_
     return FoundRequest(request_from_submit(answer.submit), client)
 
 
-async def cancel_durable(clients: Iterable[SchedulerClient], tenant: str, request_id: str) -> None:
-    """Raises as `find_durable` does."""
-    asked = scheduler_pb2.CancelDurableRequest(tenant=tenant, request_id=request_id)
-    await _first(clients, lambda stub: stub.CancelDurable(asked, timeout=_TIMEOUT_S), request_id)
+async def cancel_by_id(clients: Iterable[SchedulerClient], tenant: str, request_id: str) -> None:
+    """Ends a request, durable or not, whichever gateway reads it. Raises as `find_durable` does."""
+    asked = scheduler_pb2.CancelRequest(tenant=tenant, request_id=request_id)
+    await _first(clients, lambda stub: stub.Cancel(asked, timeout=_TIMEOUT_S), request_id)
 
 
 def no_such_request(request_id: str) -> NotFound:

@@ -1,0 +1,90 @@
+"""A request is cancelled by its id through any gateway: two of them, real schedulers, fake workers."""
+
+import asyncio
+
+import httpx
+
+from quire.gateway.v1 import generation_pb2
+from quire.rpc.errors import Cancelled, NotFound
+from tests.support.gateway_process import error_of, stream_request
+from tests.support.keys import KeysFile
+from tests.support.scheduler_process import wait_nothing_in_use
+from tests.support.two_gateways import TwoGateways, two_gateways
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def long_request(request_id: str) -> generation_pb2.GenerateStreamRequest:
+    request = stream_request(max_tokens=900, request_id=request_id)
+    request.stopping.ignore_eos = True
+    return request
+
+
+async def started(gateway, request_id: str = "story", metadata: Metadata = ()):
+    """A stream whose first tokens came."""
+    call = gateway.generation.GenerateStream(long_request(request_id), metadata=metadata)
+    await anext(aiter(call))
+    return call
+
+
+def cancel(gateway, request_id: str = "story", metadata: Metadata = ()):
+    return gateway.generation.Cancel(generation_pb2.CancelRequest(request_id=request_id), metadata=metadata, timeout=10)
+
+
+async def assert_nothing_runs(two: TwoGateways) -> None:
+    for scheduler in two.schedulers:
+        await wait_nothing_in_use(scheduler)
+
+
+async def test_the_other_gateway_ends_a_stream_and_then_no_longer_finds_it(tmp_path):
+    async with two_gateways(tmp_path) as two:
+        call, other = await started(two.first), await started(two.first, "other")
+        await cancel(two.second)
+        error = await error_of(call)
+        assert isinstance(error, Cancelled)
+        assert error.reason == "CANCELLED_BY_ID"
+        for gateway in two.both:
+            again = await error_of(cancel(gateway))
+            assert isinstance(again, NotFound)
+            assert again.reason == "REQUEST_NOT_FOUND"
+        assert not other.done()
+        await cancel(two.first, "other")
+        await assert_nothing_runs(two)
+
+
+async def test_a_request_of_the_openai_api_is_cancelled_through_the_other_gateway(tmp_path):
+    async with two_gateways(tmp_path) as two, httpx.AsyncClient(base_url=two.first.http_url) as http:
+        body = {"prompt": "hello", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body, timeout=10) as answer:
+            lines = aiter(answer.aiter_lines())
+            first = await anext(lines)
+            request_id = first.partition('"id":"')[2].partition('"')[0]
+            await cancel(two.second, request_id)
+            async with asyncio.timeout(10):
+                rest = [line async for line in lines]
+        assert any("was cancelled" in line for line in rest)
+        await assert_nothing_runs(two)
+
+
+async def test_it_is_found_at_whichever_replica_has_it(tmp_path):
+    async with two_gateways(tmp_path, num_replicas=2) as two:
+        ids = [f"story-{number}" for number in range(8)]
+        calls = [await started(two.first, request_id) for request_id in ids]
+        for request_id, call in zip(ids, calls, strict=True):
+            await cancel(two.second, request_id)
+            assert isinstance(await error_of(call), Cancelled)
+        await assert_nothing_runs(two)
+
+
+async def test_another_tenants_request_is_as_one_that_does_not_exist(tmp_path):
+    keys = KeysFile(tmp_path / "keys.json")
+    owner, stranger = ((("authorization", f"Bearer {keys.add(tenant)}"),) for tenant in ("acme", "other"))
+    async with two_gateways(tmp_path, keys_files=(keys.path,)) as two:
+        call = await started(two.first, metadata=owner)
+        errors = [await error_of(cancel(two.second, each, stranger)) for each in ("story", "nothing")]
+        assert all(isinstance(error, NotFound) for error in errors)
+        assert str(errors[0]).replace("story", "nothing") == str(errors[1])
+        assert not call.done()
+        await cancel(two.second, metadata=owner)
+        assert isinstance(await error_of(call), Cancelled)
+        await assert_nothing_runs(two)
