@@ -32,7 +32,7 @@ from gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.requests_by_id import cancel_by_id, find_durable, no_such_request
+from gateway.requests_by_id_client import cancel_by_id, find_durable, no_such_request
 from gateway.scheduler_events import Welcome
 from gateway.settings import GatewaySettings
 from gateway.validation import check_choice, check_request, resolve_max_tokens

@@ -16,7 +16,7 @@ from scheduler_svc.service.connections import Connection, Connections
 from scheduler_svc.service.durable import DurableRequests, Reader
 from scheduler_svc.service.gateway_convert import gateway_messages, request_from_submit, welcome_message
 from scheduler_svc.service.pinning import PinFailedError
-from scheduler_svc.service.sampling_check import check_sampling
+from scheduler_svc.service.sampling_convert import check_sampling
 from scheduler_svc.service.state_convert import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
 
