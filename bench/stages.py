@@ -98,9 +98,8 @@ class Passes:
             layer.normal_()
         self._room = room_for_largest_step(pool, blocks * _BLOCK_SIZE, limits)
         self._fill(num_rows, context, blocks)
-        # A recording holds no tensors but its own.
-        self._model, self._hidden = model, model.embed(self._room)
-        self.recording = record(num_rows, lambda: _ignore(model.run_layers(self._hidden, self._room)))
+        hidden = model.embed(self._room)
+        self.recording = record(num_rows, lambda: _ignore(model.run_layers(hidden, self._room)))
         self.kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * context * model.dtype.itemsize
 
     def _fill(self, num_rows: int, context: int, blocks: int) -> None:

@@ -72,42 +72,13 @@ def paged_attention(
     Returns:
         [T, Hq, D] of the dtype of `query`.
     """
-    check_kv_cache(kv_cache)
-    _, _, num_kv_heads, block_size, _ = kv_cache.shape
-    if query.dim() != 3 or not _fits(query, kv_cache):
-        check_shape("query", query, (None, None, _most_head_dim(kv_cache)))
-    num_heads = query.size(1)
-    if num_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"query has {num_heads} heads; expected a multiple of the {num_kv_heads} of kv_cache")
-    num_rows = seq_lens.shape[0]
-    check_shape("block_tables", block_tables, (num_rows, None))
-    check_shape("query_start_loc", query_start_loc, (num_rows + 1,))
-    check_shape("seq_lens", seq_lens, (num_rows,))
-    device = kv_cache.device
-    check_dtype("query", query, _dtypes_for(kv_cache))
-    check_device("query", query, device)
-    for name, tensor in (
-        ("block_tables", block_tables),
-        ("query_start_loc", query_start_loc),
-        ("seq_lens", seq_lens),
-    ):
-        check_dtype(name, tensor, torch.int32)
-        check_device(name, tensor, device)
-    if not 1 <= max_query_len <= max_seq_len:
-        raise ValueError(f"max_query_len is {max_query_len}; expected 1 to max_seq_len, {max_seq_len}")
-    if max_seq_len > block_tables.shape[1] * block_size:
-        raise ValueError(
-            f"max_seq_len is {max_seq_len}; {block_tables.shape[1]} blocks of {block_size} tokens hold fewer"
-        )
+    _check_attention(query, kv_cache, block_tables, query_start_loc, seq_lens, alibi_slopes)
+    _check_extent(max_query_len, max_seq_len, block_tables.shape[1], kv_cache.shape[3])
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}; expected at least 1")
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap is {soft_cap}; expected more than 0")
-    if alibi_slopes is not None:
-        check_shape("alibi_slopes", alibi_slopes, (num_heads,))
-        check_dtype("alibi_slopes", alibi_slopes, torch.float32)
-        check_device("alibi_slopes", alibi_slopes, kv_cache.device)
-    implementation = implementation_for(device)
+    implementation = implementation_for(kv_cache.device)
     if kv_cache.dtype == torch.int8 and not knows_int8_pools(implementation):
         kv_cache, block_tables = int8_cache.floating_blocks(kv_cache, block_tables, seq_lens, query)
     return implementation.paged_attention(
@@ -301,6 +272,48 @@ def product(
         raise ValueError(f"output_dtype is {output_dtype}; expected {dtype} or torch.float32")
     products = packed_products_for(device, dtype) or reference
     return products.product(x, weight, bias, activation, output_dtype or dtype)
+
+
+def _check_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+) -> None:
+    check_kv_cache(kv_cache)
+    _, _, num_kv_heads, _, _ = kv_cache.shape
+    if query.dim() != 3 or not _fits(query, kv_cache):
+        check_shape("query", query, (None, None, _most_head_dim(kv_cache)))
+    num_heads = query.size(1)
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"query has {num_heads} heads; expected a multiple of the {num_kv_heads} of kv_cache")
+    num_rows = seq_lens.shape[0]
+    check_shape("block_tables", block_tables, (num_rows, None))
+    check_shape("query_start_loc", query_start_loc, (num_rows + 1,))
+    check_shape("seq_lens", seq_lens, (num_rows,))
+    device = kv_cache.device
+    check_dtype("query", query, _dtypes_for(kv_cache))
+    check_device("query", query, device)
+    for name, tensor in (
+        ("block_tables", block_tables),
+        ("query_start_loc", query_start_loc),
+        ("seq_lens", seq_lens),
+    ):
+        check_dtype(name, tensor, torch.int32)
+        check_device(name, tensor, device)
+    if alibi_slopes is not None:
+        check_shape("alibi_slopes", alibi_slopes, (num_heads,))
+        check_dtype("alibi_slopes", alibi_slopes, torch.float32)
+        check_device("alibi_slopes", alibi_slopes, device)
+
+
+def _check_extent(max_query_len: int, max_seq_len: int, num_columns: int, block_size: int) -> None:
+    if not 1 <= max_query_len <= max_seq_len:
+        raise ValueError(f"max_query_len is {max_query_len}; expected 1 to max_seq_len, {max_seq_len}")
+    if max_seq_len > num_columns * block_size:
+        raise ValueError(f"max_seq_len is {max_seq_len}; {num_columns} blocks of {block_size} tokens hold fewer")
 
 
 def _check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ def record(num_tokens: int, run: Callable[[], None]) -> Recording:
 
     Args:
         num_tokens: the first dimension of the tensors, the most tokens that the recording can be run with.
+        run: the recording holds it, and with it the tensors that it uses.
 
     Raises:
         NotRecordableError: there is no CPU library, or `run` computes something else than its operations and views.
@@ -26,4 +27,4 @@ def record(num_tokens: int, run: Callable[[], None]) -> Recording:
     recorder = Recorder(Library(), num_tokens)
     with recorder, recording_with(recorder.kernels):
         run()
-    return recorder.recording()
+    return recorder.recording(run)

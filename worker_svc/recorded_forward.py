@@ -45,14 +45,12 @@ class RecordedForward:
         self._model = model
         self._room = room
         one_token = ModelInput(room.token_ids[:1].zero_(), room.positions[:1].zero_(), room.attention, ())
-        self._max_num_tokens = room.token_ids.shape[0]
-        embedded = model.embed(one_token)
-        self._embedded = embedded.new_empty(self._max_num_tokens, embedded.shape[1])
+        num_tokens = room.token_ids.shape[0]
+        one_embedded = model.embed(one_token)
+        embedded = one_embedded.new_empty(num_tokens, one_embedded.shape[1])
         outputs: list[torch.Tensor] = []
-        self._recording = record(
-            self._max_num_tokens, lambda: outputs.append(model.run_layers(self._embedded, self._room))
-        )
-        (self._output,) = outputs
+        self._recording = record(num_tokens, lambda: outputs.append(model.run_layers(embedded, room)))
+        self._embedded, (self._output,) = embedded, outputs
 
     @torch.inference_mode()
     def __call__(self, inputs: ModelInput) -> torch.Tensor:

@@ -36,12 +36,16 @@ class RecordedCall:
 
 
 class Recording:
-    """Operations to run one after the other. It holds the tensors that it made itself; the others must live as long."""
+    """Operations to run one after the other.
 
-    def __init__(self, library: Library, calls: Sequence[RecordedCall], memory: Sequence[NDArray[np.uint8]]) -> None:
+    Args:
+        held: what owns the memory that the calls name. It lives as long as the recording.
+    """
+
+    def __init__(self, library: Library, calls: Sequence[RecordedCall], held: object) -> None:
         self.calls = tuple(calls)
         self._library = library
-        self._memory = memory
+        self._held = held
         self._arguments = [torch.frombuffer(bytearray(call.arguments), dtype=torch.uint8) for call in calls]
         packed = b"".join(
             RECORDED_OPERATION.pack(call.kind.number, arguments.data_ptr(), call.lines_per_token)
@@ -52,7 +56,7 @@ class Recording:
 
     def part(self, choose: Callable[[RecordedCall], bool]) -> "Recording":
         """The operations that are chosen, over the same tensors: to measure them."""
-        return Recording(self._library, [call for call in self.calls if choose(call)], self._memory)
+        return Recording(self._library, [call for call in self.calls if choose(call)], self._held)
 
     def run(self, num_tokens: int, num_rows: int) -> None:
         """Runs all of it for the first `num_tokens` lines and `num_rows` rows of the tensors that it was recorded with.
@@ -91,9 +95,9 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         self._mode.__exit__(*error)
 
-    def recording(self) -> Recording:
-        """What was recorded."""
-        return Recording(self._library, self._calls, self._memory.blocks)
+    def recording(self, owner: object) -> Recording:
+        """What was recorded. `owner` has all tensors that were not made meanwhile; it lives as long."""
+        return Recording(self._library, self._calls, (self._memory.blocks, owner))
 
     def _note(self, kind: OperationKind, arguments: bytes) -> int:
         lines = kind.lines(arguments)

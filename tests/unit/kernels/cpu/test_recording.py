@@ -1,6 +1,7 @@
 """Operations recorded once and run as one call: equal to the same operations one by one, bit for bit."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from kernels.choice import recording_with
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library
 from kernels.cpu.recording import NotRecordableError, Recorder, Recording
+from kernels.record import record as make_recording
 from tests.support.cpu_kernels import ISAS, torch_threads
 
 MOST_TOKENS, MOST_ROWS, BLOCK = 40, 8, 4
@@ -76,7 +78,7 @@ def record(library: Library, layer: Layer) -> tuple[Recording, torch.Tensor]:
     recorder = Recorder(library, MOST_TOKENS)
     with recorder, recording_with(recorder.kernels):
         output = layer.run()
-    return recorder.recording(), output
+    return recorder.recording(layer), output
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -132,8 +134,27 @@ def test_memory_is_used_again_once_nothing_refers_to_it(library: Library) -> Non
             places.add(y.data_ptr())
     assert len(places) == 2
     gc.collect()
-    recorder.recording().run(MOST_TOKENS, 1)
+    recorder.recording((x, weight)).run(MOST_TOKENS, 1)
     assert torch.equal(y, expected)
+
+
+@pytest.mark.usefixtures("library")
+def test_a_recording_holds_what_it_was_made_from() -> None:
+    def make() -> tuple[Recording, torch.Tensor, weakref.ref[torch.Tensor]]:
+        x, weight, outputs = torch.ones(MOST_TOKENS, HIDDEN).bfloat16(), torch.ones(HIDDEN).bfloat16(), []
+        recording = make_recording(MOST_TOKENS, lambda: outputs.append(ops.rms_norm(x, weight, 0.0)))
+        return recording, outputs[0], weakref.ref(x)
+
+    recording, output, x = make()
+    part = recording.part(lambda _: True)
+    del recording
+    gc.collect()
+    assert x() is not None
+    part.run(MOST_TOKENS, 1)
+    assert torch.equal(output, torch.ones(MOST_TOKENS, HIDDEN).bfloat16())
+    del part
+    gc.collect()
+    assert x() is None
 
 
 def test_what_torch_computes_is_refused(library: Library) -> None:
