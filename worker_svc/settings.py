@@ -64,6 +64,11 @@ class WorkerSettings:
     max_num_batched_tokens: int = setting(2048, "tokens of one step", minimum=1, maximum=1 << 20)
     max_model_len: int | None = setting(None, "longest sequence; without it, what the model knows", minimum=1)
     num_threads: int | None = setting(None, "threads of one operation on cpu; without it, torch decides", minimum=1)
+    thread_binding: str = setting(
+        "auto",
+        "on cpu, auto keeps each thread of an operation on one processor where there are as many threads as processors",
+        choices=("auto", "off"),
+    )
     tensor_parallel_size: int = setting(1, "ranks that share the model, each a worker of its own", minimum=1)
     tensor_parallel_rank: int = setting(0, "which of the ranks this worker is", minimum=0)
     tensor_parallel_address: str = setting(

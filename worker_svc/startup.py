@@ -20,6 +20,7 @@ from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.parallel import meet
 from worker_svc.profiling import memory_for_pool, warm_up
 from worker_svc.settings import WorkerSettings
+from worker_svc.thread_binding import bind_threads
 from worker_svc.worker import Worker
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -52,12 +53,15 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
             quantization=Quantization(settings.quantization),
         )
         release_freed_memory()
-        return make_worker(model, settings, device_loop)
+        worker = make_worker(model, settings, device_loop)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"the model and a step of {settings.max_num_batched_tokens} tokens do not fit on {device}; "
             "lower --max-num-batched-tokens or --max-num-seqs, or choose a smaller --dtype"
         ) from error
+    if device.type == "cpu" and settings.thread_binding == "auto":
+        bind_threads(ranks)
+    return worker
 
 
 def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:

@@ -81,6 +81,11 @@ class ServeSettings:
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
     max_model_len: int | None = setting(None, "longest sequence; none is what the model knows", minimum=1)
     num_threads: int | None = setting(None, "threads of one operation on cpu; none lets torch decide", minimum=1)
+    thread_binding: str = setting(
+        "auto",
+        "on cpu, auto keeps each thread of an operation on one processor where there are as many threads as processors",
+        choices=("auto", "off"),
+    )
 
     max_num_seqs: int = setting(256, "most sequences that run at once", minimum=1, maximum=65536)
     max_num_batched_tokens: int = setting(2048, "most tokens of one step", minimum=1, maximum=1 << 20)

@@ -149,8 +149,9 @@ class SupervisedProcess:
                 stdout=pipes[1].write_end if len(pipes) > 1 else 2,
                 stderr=pipes[0].write_end,
                 env=self._spec.environ,
-                # Its own session: Ctrl-C in the terminal reaches the supervisor alone, which then stops all in order.
-                start_new_session=True,
+                # Its own group: Ctrl-C in the terminal reaches the supervisor alone, which then stops all in order. Not
+                # its own session: Linux weighs sessions against each other, and niceness would count within each only.
+                process_group=0,
             )
         finally:
             for pipe in pipes:
@@ -168,7 +169,7 @@ class SupervisedProcess:
 
 
 def _kill_group(pid: int) -> None:
-    # The session of each process is its own, so its process group has its pid.
+    # The process group of each process is its own, and so has its pid.
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -155,6 +155,12 @@ async def test_kill_takes_the_children_of_the_process_too(supervise) -> None:
     await until_true(lambda: not is_alive(grandchild))
 
 
+async def test_a_process_has_its_own_group_for_ctrl_c_and_our_session_for_its_niceness_to_count(supervise) -> None:
+    pid = await supervise('print("up", flush=True); ' + WAIT_FOR_SIGNAL).until_up()
+    assert os.getpgid(pid) == pid
+    assert os.getsid(pid) == os.getsid(0)
+
+
 async def test_stop_during_the_wait_before_a_restart_returns_at_once(supervise) -> None:
     supervision = supervise("import sys; sys.exit(1)")
     await until_true(lambda: len(supervision.reports) >= 6)
