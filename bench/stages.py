@@ -19,11 +19,10 @@ from kernels.cpu.library import PRODUCT_ARGS, OperationKind
 from kernels.cpu.recording import RecordedCall
 from kernels.record import record
 from quire.settings import ConfigurationError
-from worker_svc.info import WorkerLimits
 from worker_svc.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.models.base import NativeCausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.recorded_forward import room_for_largest_step
+from worker_svc.recorded_forward import room_for
 
 _BLOCK_SIZE = 16
 _SUMMED_BYTES = 256 << 20
@@ -90,13 +89,12 @@ class Passes:
     """A model's layers, recorded over a pool in which `num_rows` sequences of `context` tokens lie."""
 
     def __init__(self, model: NativeCausalLM, num_rows: int, context: int) -> None:
-        limits = WorkerLimits(num_rows, num_rows, max_steps_in_flight=1, max_logprobs=0)
         blocks = -(-context // _BLOCK_SIZE)
         request = PoolRequest(_BLOCK_SIZE, num_rows * blocks, None, 0, num_rows * blocks)
         pool = allocate_pool(pool_geometry(model, request, None), torch.device("cpu"), model.dtype)
         for layer in pool.gpu:
             layer.normal_()
-        self._room = room_for_largest_step(pool, blocks * _BLOCK_SIZE, limits)
+        self._room = room_for(pool, blocks * _BLOCK_SIZE, num_tokens=num_rows, num_rows=num_rows)
         self._fill(num_rows, context, blocks)
         hidden = model.embed(self._room)
         self.recording = record(num_rows, lambda: _ignore(model.run_layers(hidden, self._room)))

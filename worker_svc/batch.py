@@ -14,36 +14,78 @@ from worker_svc.steps import Batch, Int32Array
 from worker_svc.transfer import to_device
 
 
-def build_model_input(batch: Batch, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
-    """The new tokens of all rows one after the other, where they lie in the pool, and what they attend to.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The new tokens of all rows one after the other: T tokens of R rows, as int64 arrays on the host."""
 
-    The host sends a few numbers a token in one transfer; token ids and block ids are gathered on the device.
-    """
-    new = batch.num_new_tokens.astype(np.int64)
-    computed = batch.num_computed_tokens.astype(np.int64)
-    num_rows, ends, seq_lens = len(new), np.cumsum(new), computed + new
-    num_tokens = int(ends[-1])
-    row_of_token = np.repeat(batch.rows, new)
-    positions = np.arange(num_tokens) + np.repeat(computed - (ends - new), new)
-    packed = to_device(
-        np.concatenate((row_of_token, positions, batch.rows, (0,), ends, seq_lens)), rows.token_ids.device
-    )
-    token_rows, token_positions, batch_rows, query_start_loc, lengths = packed.split(
-        (num_tokens, num_tokens, num_rows, num_rows + 1, num_rows)
-    )
-    max_seq_len = int(seq_lens.max())
-    num_blocks = -(-max_seq_len // block_size)
-    block_ids = rows.block_tables[token_rows, token_positions // block_size].long()
+    rows: NDArray[np.int64]
+    """[R]"""
+    row_of_token: NDArray[np.int64]
+    """[T]"""
+    positions: NDArray[np.int64]
+    """[T], index of each token in its sequence."""
+    query_start_loc: NDArray[np.int64]
+    """[R + 1]"""
+    seq_lens: NDArray[np.int64]
+    """[R]"""
+    max_query_len: int
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Layout":
+        rows, computed = batch.rows.astype(np.int64), batch.num_computed_tokens.astype(np.int64)
+        num_rows, max_query_len = len(rows), int(batch.num_new_tokens.max())
+        if max_query_len == 1:
+            # The usual step, decodes alone.
+            starts, seq_lens = np.arange(num_rows + 1), computed + 1
+            return cls(rows, rows, computed, starts, seq_lens, 1, int(seq_lens.max()))
+        new = batch.num_new_tokens.astype(np.int64)
+        starts, seq_lens = np.concatenate(((0,), np.cumsum(new))), computed + new
+        positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], new)
+        return cls(rows, np.repeat(rows, new), positions, starts, seq_lens, max_query_len, int(seq_lens.max()))
+
+
+def build_model_input(batch: Batch, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
+    """The new tokens of all rows one after the other, where they lie in the pool, and what they attend to."""
+    layout = Layout.of(batch)
+    if rows.token_ids.device.type == "cpu":
+        return input_on_host(layout, rows, kv_caches, block_size)
+    return input_on_device(layout, rows, kv_caches, block_size)
+
+
+def input_on_host(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
+    """`build_model_input` by numpy, whose operations on a few numbers take a fraction of what torch's do."""
+    tables, num_blocks = rows.block_tables.numpy(), -(-layout.max_seq_len // block_size)
+    blocks, offsets = np.divmod(layout.positions, block_size)
+    block_ids = tables[layout.row_of_token, blocks].astype(np.int64)
     attention = AttentionMetadata(
-        slot_mapping=block_ids * block_size + token_positions % block_size,
+        slot_mapping=torch.from_numpy(block_ids * block_size + offsets),
+        block_tables=torch.from_numpy(tables[layout.rows, :num_blocks]),
+        query_start_loc=torch.from_numpy(layout.query_start_loc.astype(np.int32)),
+        seq_lens=torch.from_numpy(layout.seq_lens.astype(np.int32)),
+        max_query_len=layout.max_query_len,
+        max_seq_len=layout.max_seq_len,
+    )
+    token_ids = rows.token_ids.numpy()[layout.row_of_token, layout.positions].astype(np.int64)
+    return ModelInput(torch.from_numpy(token_ids), torch.from_numpy(layout.positions), attention, kv_caches)
+
+
+def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
+    """`build_model_input` in one transfer of a few numbers a token; token and block ids are gathered on the device."""
+    parts = (layout.row_of_token, layout.positions, layout.rows, layout.query_start_loc, layout.seq_lens)
+    packed = to_device(np.concatenate(parts), rows.token_ids.device)
+    token_rows, positions, batch_rows, query_start_loc, seq_lens = packed.split([len(part) for part in parts])
+    num_blocks = -(-layout.max_seq_len // block_size)
+    block_ids = rows.block_tables[token_rows, positions // block_size].long()
+    attention = AttentionMetadata(
+        slot_mapping=block_ids * block_size + positions % block_size,
         block_tables=rows.block_tables[:, :num_blocks].index_select(0, batch_rows),
         query_start_loc=query_start_loc.to(torch.int32),
-        seq_lens=lengths.to(torch.int32),
-        max_query_len=int(new.max()),
-        max_seq_len=max_seq_len,
+        seq_lens=seq_lens.to(torch.int32),
+        max_query_len=layout.max_query_len,
+        max_seq_len=layout.max_seq_len,
     )
-    token_ids = rows.token_ids[token_rows, token_positions].long()
-    return ModelInput(token_ids=token_ids, positions=token_positions, attention=attention, kv_caches=kv_caches)
+    return ModelInput(rows.token_ids[token_rows, positions].long(), positions, attention, kv_caches)
 
 
 def pad_batch(batch: Batch, num_rows: int, padding_row: int) -> Batch:
@@ -56,6 +98,11 @@ def pad_batch(batch: Batch, num_rows: int, padding_row: int) -> Batch:
         num_computed_tokens=np.concatenate((batch.num_computed_tokens, ones * 0)),
         samples=batch.samples,
     )
+
+
+def samples_every_token(batch: Batch) -> bool:
+    """Whether each row has one token, and one row samples from it, in the order of the batch."""
+    return np.array_equal(batch.samples[:, 1], batch.rows) and int(batch.num_new_tokens.max()) == 1
 
 
 @dataclass(frozen=True, slots=True)

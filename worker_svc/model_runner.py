@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from worker_svc.batch import SamplePlan, build_model_input, pad_batch, plan_samples
+from worker_svc.batch import SamplePlan, build_model_input, pad_batch, plan_samples, samples_every_token
 from worker_svc.cache_ops import BlockMoves
 from worker_svc.candidates import Candidates, gather_candidates, report_candidates
 from worker_svc.decode_graphs import DecodeGraphs, GraphRecorder
@@ -28,7 +28,7 @@ from worker_svc.prompt_logprobs import (
     plan_prompt_logprobs,
     report_prompt_logprobs,
 )
-from worker_svc.recorded_forward import make_forward
+from worker_svc.recorded_forward import make_decodes, make_forward
 from worker_svc.rows import Rows
 from worker_svc.sampler import draw
 from worker_svc.sampling_table import SamplingColumns
@@ -141,6 +141,7 @@ class ModelRunner:
         self._shapes = GraphShapes.up_to(limits.max_num_rows, geometry.max_model_len)
         self._graphs: DecodeGraphs | None = None
         self._run_model = make_forward(model, pool, geometry.max_model_len, limits)
+        self._run_decodes = make_decodes(model, pool, geometry.max_model_len, limits)
         self._seals = SealInventory(pool.geometry.num_gpu_blocks)
         self._num_launched = 0
 
@@ -185,22 +186,32 @@ class ModelRunner:
 
     def _run(self, batch: Batch, stopwatch: Stopwatch) -> _Computed:
         if not len(batch.rows):
-            stopwatch.mark()
-            stopwatch.mark()
-            return _Computed.of(self._nothing_sampled(), None, self._streams)
+            return self._draw_nothing(None, stopwatch)
+        if self._run_decodes is not None and samples_every_token(batch):
+            # No token lies within its prompt, so none has prompt log probabilities to report.
+            logits = self._run_decodes(self._model_input(batch))
+            return self._draw(plan_samples(batch), logits, None, stopwatch)
         hidden = self._forward(batch)
         prompt_plan = plan_prompt_logprobs(batch, self._rows)
         prompts = prompt_plan and compute_prompt_logprobs(self._model, hidden, prompt_plan, self._rows)
         if not len(batch.samples):
-            stopwatch.mark()
-            stopwatch.mark()
-            return _Computed.of(self._nothing_sampled(), prompts, self._streams)
+            return self._draw_nothing(prompts, stopwatch)
         plan = plan_samples(batch)
         logits = self._model.logits(hidden[to_device(plan.logit_tokens, hidden.device)])
+        return self._draw(plan, logits, prompts, stopwatch)
+
+    def _draw(
+        self, plan: SamplePlan, logits: torch.Tensor, prompts: PromptResult | None, stopwatch: Stopwatch
+    ) -> _Computed:
         stopwatch.mark()
         sampled = self._sample(plan, logits)
         stopwatch.mark()
         return _Computed.of(sampled, prompts, self._streams)
+
+    def _draw_nothing(self, prompts: PromptResult | None, stopwatch: Stopwatch) -> _Computed:
+        stopwatch.mark()
+        stopwatch.mark()
+        return _Computed.of(self._nothing_sampled(), prompts, self._streams)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states, a line for each token of the batch, and for padding behind them."""

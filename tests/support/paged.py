@@ -37,6 +37,10 @@ class PagedRunner:
     @torch.inference_mode()
     def step(self, *spans: Span) -> torch.Tensor:
         """Logits of all tokens of all spans, [T, vocab_size]."""
+        return self.model.logits(self.forward(self.inputs(*spans)))
+
+    def inputs(self, *spans: Span) -> ModelInput:
+        """What a model takes to compute the tokens of these spans."""
         positions = [torch.arange(span.start, span.end) for span in spans]
         tokens = [token for span in spans for token in self.sequences[span.row][span.start : span.end]]
         slots = [
@@ -53,6 +57,4 @@ class PagedRunner:
             max_query_len=max(lengths),
             max_seq_len=max(span.end for span in spans),
         )
-        return self.model.logits(
-            self.forward(ModelInput(torch.tensor(tokens), torch.cat(positions), metadata, self.pools))
-        )
+        return ModelInput(torch.tensor(tokens), torch.cat(positions), metadata, self.pools)

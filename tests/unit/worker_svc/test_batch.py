@@ -1,11 +1,15 @@
 """The flat batch against a construction token by token."""
 
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 import torch
 
 from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes
-from worker_svc.batch import build_model_input, plan_samples
+from worker_svc.batch import Layout, build_model_input, input_on_device, input_on_host, plan_samples
+from worker_svc.model_input import ModelInput
 from worker_svc.rows import Rows
 from worker_svc.steps import LogitRules, ReseedRow, SetTokens
 
@@ -28,7 +32,9 @@ def random_sequences(generator: np.random.Generator) -> list[tuple[list[int], li
     return sequences
 
 
-def test_the_batch_is_that_of_a_loop_over_tokens() -> None:
+@pytest.mark.parametrize("most_new", [1, MAX_LEN])
+@pytest.mark.parametrize("build", [input_on_host, input_on_device])
+def test_the_batch_is_that_of_a_loop_over_tokens(build: Callable[..., ModelInput], most_new: int) -> None:
     generator = np.random.default_rng(8)
     for _ in range(30):
         rows, sequences = make_rows(), random_sequences(generator)
@@ -37,10 +43,10 @@ def test_the_batch_is_that_of_a_loop_over_tokens() -> None:
         chosen = generator.permutation(NUM_ROWS)[: int(generator.integers(1, NUM_ROWS + 1))].tolist()
         computed = [int(generator.integers(0, len(sequences[row][0]))) for row in chosen]
         new = [
-            int(generator.integers(1, len(sequences[row][0]) - done + 1))
+            min(int(generator.integers(1, len(sequences[row][0]) - done + 1)), most_new)
             for row, done in zip(chosen, computed, strict=True)
         ]
-        inputs = build_model_input(make_batch(chosen, new, computed), rows, [], BLOCK_SIZE)
+        inputs = build(Layout.of(make_batch(chosen, new, computed)), rows, [], BLOCK_SIZE)
         token_ids, positions, slots, starts = [], [], [], [0]
         for row, count, done in zip(chosen, new, computed, strict=True):
             tokens, table = sequences[row]

@@ -16,7 +16,7 @@ from worker_svc.info import PoolGeometry, WorkerLimits
 from worker_svc.kv_pool import KvPool
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.recorded_forward import RecordedForward, make_forward, room_for_largest_step
+from worker_svc.recorded_forward import RecordedForward, make_decodes, make_forward, room_for
 
 BLOCK_SIZE, MAX_MODEL_LEN = 5, 64
 LIMITS = WorkerLimits(max_num_rows=4, max_num_batched_tokens=90, max_steps_in_flight=2, max_logprobs=0)
@@ -51,7 +51,7 @@ def pool_of(runner: PagedRunner) -> KvPool:
 def record(runner: PagedRunner) -> RecordedForward:
     assert isinstance(runner.model, NativeCausalLM)
     # Twice what a sequence needs: `PagedRunner` gives each row blocks to spare.
-    return RecordedForward(runner.model, room_for_largest_step(pool_of(runner), 2 * MAX_MODEL_LEN, LIMITS))
+    return RecordedForward(runner.model, room_for(pool_of(runner), 2 * MAX_MODEL_LEN, num_tokens=90, num_rows=4))
 
 
 @needs_library
@@ -94,6 +94,23 @@ def test_hidden_states_are_those_of_the_model(family: str, threads: int, tmp_pat
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
 
 
+@needs_library
+@pytest.mark.parametrize("family", NATIVE)
+def test_logits_of_decodes_are_those_of_the_model(family: str, threads: int, tmp_path: Path) -> None:
+    make_family(tmp_path, NATIVE[family])
+    model = load(tmp_path)
+    plain, recorded = make_runner(model), make_runner(model)
+    decodes = make_decodes(model, pool_of(recorded), 2 * MAX_MODEL_LEN, LIMITS)
+    assert decodes is not None
+    with torch_threads(threads):
+        for spans in STEPS:
+            expected = plain.step(*spans)
+            if all(span.end - span.start == 1 for span in spans):
+                assert torch.equal(decodes(recorded.inputs(*spans)), expected)
+            else:
+                recorded.step(*spans)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"), [("llama-gqa-untied-32", torch.float32), ("opt-post-norm-projected-64", torch.float32)]
 )
@@ -108,3 +125,4 @@ def test_a_model_of_other_operations_runs_as_it_is(
     assert "operations of the model run one by one" in caplog.text
     with pytest.raises(NotRecordableError):
         record(runner)
+    assert make_decodes(model, pool_of(runner), MAX_MODEL_LEN, LIMITS) is None
