@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.paced_worker import Pace
 from bench.report import Series, write_results
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.local import LocalServer, ServeSettings
@@ -23,6 +24,9 @@ _SETTLE_S = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-ms", type=float, nargs="+", default=[1, 2, 5, 10], help="what the model takes")
+    parser.add_argument(
+        "--pace", choices=[pace.value for pace in Pace], default=Pace.DEVICE.value, help="who keeps that time"
+    )
     parser.add_argument("--sequences", type=int, default=256, help="running sequences, each with a streaming client")
     parser.add_argument("--seconds", type=float, default=5.0, help="time to count steps in")
     parser.add_argument("--runs", type=int, default=3, help="interleaved runs")
@@ -78,7 +82,13 @@ async def _main(arguments: argparse.Namespace) -> None:
         series += [shares, tokens, messages]
     print(*series, sep="\n")
     if arguments.out is not None:
-        write_results(arguments.out, "the control path with a paced worker", series, sequences=arguments.sequences)
+        write_results(
+            arguments.out,
+            "the control path with a paced worker",
+            series,
+            sequences=arguments.sequences,
+            pace=arguments.pace,
+        )
 
 
 async def _measure(arguments: argparse.Namespace, step_ms: float) -> Rates:
@@ -92,7 +102,7 @@ async def _measure(arguments: argparse.Namespace, step_ms: float) -> Rates:
         trace_steps=None if arguments.trace is None else str(arguments.trace),
         log_level="warning",
     )
-    programs = Programs(worker=(sys.executable, "-m", "bench.paced_worker", str(step_ms)))
+    programs = Programs(worker=(sys.executable, "-m", "bench.paced_worker", arguments.pace, str(step_ms)))
     async with LocalServer(settings, programs=programs) as server:
         await server.wait_ready()
         async with AsyncClient(server.grpc_address) as client:

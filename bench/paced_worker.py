@@ -1,6 +1,7 @@
 """A worker whose model takes a fixed time: everything else of it is as in service.
 
-Called as `python -m bench.paced_worker MILLISECONDS FLAGS`, with the flags of `quire worker`.
+Called as `python -m bench.paced_worker PACE MILLISECONDS FLAGS`, with the flags of `quire worker`. PACE is `device` or
+`host`: where steps wait for one another, as `Pace` says.
 """
 
 import asyncio
@@ -10,11 +11,13 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from enum import Enum
 
 import numpy as np
 
 from quire.model_directory import resolve_model
+from quire.rpc.process import run_service
 from quire.rpc.server import RpcServer
 from quire.settings import load_settings
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
@@ -24,22 +27,50 @@ from worker_svc.metrics import WorkerMetrics
 from worker_svc.sealed_blocks import SealInventory
 from worker_svc.servicer import SERVICE_NAME, WorkerServicer
 from worker_svc.settings import WorkerSettings
-from worker_svc.steps import AdmittedStep, SealedBlocks, StepOutput, StepTimings
+from worker_svc.steps import AdmittedStep, SealedBlocks, Step, StepOutput, StepTimings
 from worker_svc.worker import Worker
 
 _MAX_MODEL_LEN = 32768
 _TOKEN_ID = 65
 _PR_SET_TIMERSLACK = 29
+_PROGRAM = "paced worker"
 
 
-@dataclass(frozen=True, slots=True)
+class Pace(Enum):
+    """Who keeps the time."""
+
+    DEVICE = "device"
+    """A device with a queue, as a GPU: it goes from one step to the next by itself, and a thread waits for each end."""
+    HOST = "host"
+    """The thread that launches steps: the next one begins when it has woken up and told the result, as on the CPU."""
+
+
 class PacedStep:
-    """A step that is over."""
+    """A step that is over when its time has come."""
 
-    output: StepOutput
+    def __init__(
+        self, step: Step, queue_us: int, started: float, ends: float, seals: SealInventory, number: int
+    ) -> None:
+        self._step = step
+        self._queue_us = queue_us
+        self._started, self._ends = started, ends
+        self._seals = seals
+        self._number = number
 
     def wait(self) -> StepOutput:
-        return self.output
+        time.sleep(max(self._ends - time.perf_counter(), 0))
+        self._seals.add(self._step.sealed, self._number)
+        rows = self._step.batch.samples[:, 0]
+        model_us = int((time.perf_counter() - self._started) * 1e6)
+        return StepOutput(
+            step_id=self._step.step_id,
+            rows=rows,
+            token_ids=np.full(len(rows), _TOKEN_ID, np.int32),
+            logprobs=(),
+            candidates=(),
+            failed_rows=(),
+            timings=StepTimings(self._queue_us, 0, model_us, 0),
+        )
 
 
 def _wake_on_time() -> None:
@@ -49,36 +80,23 @@ def _wake_on_time() -> None:
 
 
 class PacedRunner:
-    """Every row samples the same token; a step takes `step_seconds`, asleep, as a host waits for its device."""
+    """Every row samples the same token; a step takes `step_seconds`."""
 
-    is_asynchronous = False
-
-    def __init__(self, num_blocks: int, step_seconds: float) -> None:
+    def __init__(self, num_blocks: int, pace: Pace, step_seconds: float) -> None:
+        self.is_asynchronous = pace is Pace.DEVICE
         self._seals = SealInventory(num_blocks)
         self._num_steps = 0
         self._step_seconds = step_seconds
+        self._free_at = 0.0
         _wake_on_time()
 
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> PacedStep:
-        started = time.perf_counter()
         self._num_steps += 1
-        step = admitted.step
         self._seals.begin_write(admitted.written_blocks, self._num_steps)
-        rows = step.batch.samples[:, 0]
-        time.sleep(max(started + self._step_seconds - time.perf_counter(), 0))
-        self._seals.add(step.sealed, self._num_steps)
-        model_us = int((time.perf_counter() - started) * 1e6)
-        return PacedStep(
-            StepOutput(
-                step_id=step.step_id,
-                rows=rows,
-                token_ids=np.full(len(rows), _TOKEN_ID, np.int32),
-                logprobs=(),
-                candidates=(),
-                failed_rows=(),
-                timings=StepTimings(queue_us, 0, model_us, 0),
-            )
-        )
+        now = time.perf_counter()
+        started = max(now, self._free_at) if self.is_asynchronous else now
+        self._free_at = started + self._step_seconds
+        return PacedStep(admitted.step, queue_us, started, self._free_at, self._seals, self._num_steps)
 
     def sealed_blocks(self) -> SealedBlocks:
         return self._seals.snapshot()
@@ -93,13 +111,13 @@ def _info(settings: WorkerSettings) -> WorkerInfo:
     return WorkerInfo(time.time_ns(), rank=0, world_size=1, pool=pool, model=model, limits=limits)
 
 
-async def _serve(settings: WorkerSettings, step_seconds: float) -> None:
+async def _serve(settings: WorkerSettings, pace: Pace, step_seconds: float) -> None:
     servicer, device_loop = WorkerServicer(WorkerMetrics()), DeviceLoop()
     server = await RpcServer.start(
         settings.listen, lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server), [SERVICE_NAME]
     )
     info = _info(settings)
-    runner = PacedRunner(info.pool.num_gpu_blocks, step_seconds)
+    runner = PacedRunner(info.pool.num_gpu_blocks, pace, step_seconds)
     device_loop.use(runner)
     device_loop.start()
     servicer.open(Worker(info, runner, device_loop))
@@ -107,6 +125,15 @@ async def _serve(settings: WorkerSettings, step_seconds: float) -> None:
     await asyncio.Event().wait()
 
 
+def main(argv: Sequence[str]) -> int:
+    pace, milliseconds, *flags = argv
+
+    async def run() -> None:
+        settings = load_settings(WorkerSettings, flags, os.environ, program=_PROGRAM)
+        await _serve(settings, Pace(pace), float(milliseconds) / 1e3)
+
+    return run_service(run, program=_PROGRAM)
+
+
 if __name__ == "__main__":
-    step_seconds = float(sys.argv[1]) / 1e3
-    asyncio.run(_serve(load_settings(WorkerSettings, sys.argv[2:], os.environ, program="paced worker"), step_seconds))
+    sys.exit(main(sys.argv[1:]))
