@@ -34,10 +34,11 @@ _WELCOME_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 # A stream that breaks sooner does not reset the backoff.
 _STABLE_AFTER_S = 1.0
-# One that is being handed out, and one on its way.
-_MESSAGES_AHEAD = 2
+# Credit is given for several messages at once: for each alone it would be a message up for every message down.
+_MESSAGES_OF_CREDIT = 2
+# Those that are being handed out, and those on their way meanwhile.
+_MESSAGES_AHEAD = 2 * _MESSAGES_OF_CREDIT
 _TURNS_OF_A_READER = 2
-_ONE_MORE = credit_message(1)
 _logger = logging.getLogger(__name__)
 
 
@@ -217,12 +218,15 @@ class SchedulerClient:
         self._listener.on_disconnected(self)
 
     async def _read(self, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> None:
+        num_taken = 0
         async for message in responses:
             match message.WhichOneof("message"):
                 case "events":
                     self._listener.on_events(self, event_batch_from(message.events))
                     await _let_readers_run()
-                    self._send(_ONE_MORE)
+                    num_taken += 1
+                    if num_taken % _MESSAGES_OF_CREDIT == 0:
+                        self._send(credit_message(_MESSAGES_OF_CREDIT))
                 case "state":
                     self._change_readiness(message.state.ready)
 
