@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from quire.rpc.address import TcpAddress, parse_address
+from quire.rpc.address import TcpAddress, is_local, parse_address
 from quire.settings import ConfigurationError
 from worker_svc.ranks import ALONE, Ranks
 from worker_svc.settings import WorkerSettings
@@ -80,6 +80,7 @@ def meet(settings: WorkerSettings, device: torch.device) -> Ranks:
     if size == 1:
         return ALONE
     _logger.info("rank %d of %d: meeting the others at %s", rank, size, settings.tensor_parallel_address)
+    warn_if_exposed(settings.tensor_parallel_address)
     try:
         address = parse_address(settings.tensor_parallel_address)
         assert isinstance(address, TcpAddress)
@@ -95,6 +96,16 @@ def meet(settings: WorkerSettings, device: torch.device) -> Ranks:
     # inside C++, and that aborts the process.
     threading.Thread(target=_watch, args=(watch, rank, size, leave_process), name="ranks", daemon=False).start()
     return MeetingRanks(rank, size, leave_process)
+
+
+def warn_if_exposed(address: str) -> None:
+    """torch.distributed neither encrypts nor asks who comes; its builds have no transport with TLS."""
+    if not is_local(address):
+        _logger.warning(
+            "ranks meet at %s: what they send each other is not encrypted, and whoever reaches it may take a rank's "
+            "place; keep it on a network of its own",
+            address,
+        )
 
 
 def backend_for(device: torch.device) -> str:

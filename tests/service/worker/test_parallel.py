@@ -9,7 +9,7 @@ from typing import IO
 import pytest
 
 from quire.rpc.address import free_port
-from worker_svc.parallel import LEFT_BY_ANOTHER_RANK
+from worker_svc.parallel import LEFT_BY_ANOTHER_RANK, warn_if_exposed
 
 TIMEOUT_S = 60
 
@@ -68,3 +68,11 @@ def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int) -> None
         status, errors = ended(survivor, "\n")
         assert status == LEFT_BY_ANOTHER_RANK
         assert "leaving, to meet anew" in errors
+
+
+@pytest.mark.parametrize(("address", "warned"), [("10.0.0.3:50063", True), ("127.0.0.1:50063", False)])
+def test_a_meeting_beyond_this_machine_is_warned_of(
+    address: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_exposed(address)
+    assert ("not encrypted" in caplog.text) == warned
