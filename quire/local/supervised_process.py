@@ -111,7 +111,8 @@ class SupervisedProcess:
                 raise ServiceRefused(reasons[-1])
             for line in self._refusals:
                 _pass_on(line)
-            delay_s = self._backoff.delay_s(time.monotonic() - started_at)
+            # A service that was told to end, by an operator or to renew it, ends with status 0.
+            delay_s = self._backoff.delay_s(time.monotonic() - started_at, died=status != 0)
             self._report(f"{self.name} {_describe(status)}; starting it again in {delay_s:g} s")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)

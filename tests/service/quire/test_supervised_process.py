@@ -97,6 +97,16 @@ async def test_a_process_that_is_killed_is_started_again(supervise) -> None:
     assert supervision.reports == ["thing was killed by SIGKILL; starting it again in 0.01 s"]
 
 
+async def test_a_process_that_is_told_to_end_is_started_again_at_once_however_often(supervise, tmp_path: Path) -> None:
+    supervision = supervise(NOTE_TERM.format(file=str(tmp_path / "end")))
+    for _ in range(4):
+        pid = await supervision.until_up()
+        supervision.output.clear()
+        os.kill(pid, signal.SIGTERM)
+    await supervision.until_up()
+    assert supervision.reports == ["thing ended with status 0; starting it again in 0.01 s"] * 4
+
+
 async def test_status_2_is_final(supervise) -> None:
     supervision = supervise("import sys; sys.exit(2)")
     with pytest.raises(ServiceRefused, match="thing"):
