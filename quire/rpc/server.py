@@ -85,14 +85,11 @@ class RpcServer:
         arrivals = Arrivals()
         guards = (arrivals, *role_interceptors(wanted[0], tls), ErrorInterceptor(), *interceptors)
         options = _options(max_message_bytes, limits, reuse_port=reuse_port, is_watched=admin_port is not None)
+        servers = [grpc.aio.server(interceptors=guards, options=options) for _ in wanted]
         health = HealthServicer(service_names)
+        _add_services(servers, register, health, service_names)
         async with _admin_server(admin_port, admin_tls) as admin:
-            servers = [grpc.aio.server(interceptors=guards, options=options) for _ in wanted]
-            for server in servers:
-                _add_services(server, register, health, service_names)
-            bound = [_bind(server, each, tls) for server, each in zip(servers, wanted, strict=True)]
-            for server in servers:
-                await server.start()
+            bound = await _listen(servers, wanted, tls)
         return cls(servers, str(bound[0]), arrivals, health, admin)
 
     def set_serving(self, serving: bool) -> None:
@@ -137,15 +134,26 @@ async def _admin_server(port: int | None, tls: ServerTls | None) -> AsyncIterato
 
 
 def _add_services(
-    server: grpc.aio.Server,
+    servers: Sequence[grpc.aio.Server],
     register: Callable[[grpc.aio.Server], None],
     health: HealthServicer,
     service_names: Sequence[str],
 ) -> None:
-    """Those of `register`, health and reflection."""
-    register(server)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    reflection.enable_server_reflection((*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME), server)
+    """Those of `register`, health and reflection, to each server."""
+    for server in servers:
+        register(server)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        reflection.enable_server_reflection((*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+
+async def _listen(
+    servers: Sequence[grpc.aio.Server], wanted: Sequence[TcpAddress | UnixAddress], tls: ServerTls | None
+) -> list[TcpAddress | UnixAddress]:
+    """Serves at all addresses, or at none where one of them cannot be had. Returns them as `_bind` does."""
+    bound = [_bind(server, address, tls) for server, address in zip(servers, wanted, strict=True)]
+    for server in servers:
+        await server.start()
+    return bound
 
 
 def _bind(

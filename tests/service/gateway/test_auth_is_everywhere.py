@@ -1,6 +1,7 @@
 """Nothing but health is reached without a key, and what concerns other tenants or the deployment is hidden."""
 
 import asyncio
+import itertools
 import logging
 import re
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from quire.cli.main import main
 from quire.client import AsyncClient, Client
 from quire.client.credentials import KeyedChannel
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
-from quire.rpc.errors import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
+from quire.inference import open_inference_pb2
+from quire.rpc.errors import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated, from_rpc_error
 from quire.rpc.server import RpcServer
 from tests.support.gateway_process import error_of, running_gateway, stream_request
 from tests.support.keys import KeysFile
@@ -77,16 +79,27 @@ async def refusal_of(call) -> Unauthenticated:
     return error
 
 
+def stream_refusal_of(channel: grpc.Channel, method: str, messages: list[bytes], metadata=()) -> Unauthenticated:
+    """By the blocking API: grpc.aio loses the server's status where a message is still on its way when it comes."""
+    with pytest.raises(grpc.RpcError) as raised:
+        list(channel.stream_stream(method)(iter(messages), timeout=10, metadata=metadata))
+    error = from_rpc_error(raised.value)
+    assert isinstance(error, Unauthenticated), (method, error)
+    return error
+
+
+def assert_refused_without_a_key(address: str, methods: list[str]) -> None:
+    with grpc.insecure_channel(address) as channel:
+        for method, messages in itertools.product(methods, ([], [b"\xff not a message"])):
+            assert stream_refusal_of(channel, method, messages).reason == "MISSING_API_KEY", method
+            assert stream_refusal_of(channel, method, messages, bearer("wrong")).reason == "INVALID_API_KEY", method
+
+
 async def test_every_method_but_health_is_refused_without_a_key(gateway, key, scheduler):
     methods = await asyncio.to_thread(methods_of, gateway.gateway.grpc_address, key)
     guarded = [method for method in methods if not method.startswith(f"/{HEALTH}/")]
     assert {"GenerateStream", "ListModels", "PinPrefix", "ServerReflectionInfo"} <= {m.split("/")[2] for m in guarded}
-    for method in guarded:
-        for messages in ([], [b"\xff not a message"]):
-            call = gateway.channel.stream_stream(method)(iter(messages), timeout=10)
-            assert (await refusal_of(call)).reason == "MISSING_API_KEY", method
-            call = gateway.channel.stream_stream(method)(iter(messages), timeout=10, metadata=bearer("wrong"))
-            assert (await refusal_of(call)).reason == "INVALID_API_KEY", method
+    await asyncio.to_thread(assert_refused_without_a_key, gateway.gateway.grpc_address, guarded)
     assert not scheduler.submits
 
 
@@ -213,6 +226,21 @@ async def test_replicas_and_metrics_are_for_operators(gateway, keys, key):
             response = await client.get("/metrics", headers=dict(bearer(shown)))
             assert response.status_code == status
     assert 'quire_gateway_refused_callers_total{reason="OPERATORS_ONLY"} 1.0' in response.text
+
+
+async def test_statistics_are_for_operators_who_may_use_the_model(gateway, keys, key):
+    operator = keys.add("staff", access=Access(is_operator=True))
+    stranger = keys.add("other", access=Access(models=frozenset({"other"}), is_operator=True))
+    gateway.gateway.authenticator.refresh()
+    call = gateway.channel.unary_unary("/inference.GRPCInferenceService/ModelStatistics")
+
+    async def names(shown: str) -> list[str]:
+        answer = open_inference_pb2.ModelStatisticsResponse.FromString(await call(b"", metadata=bearer(shown)))
+        return [each.name for each in answer.model_stats]
+
+    assert await names(operator) == ["quire-tiny"]
+    assert await names(stranger) == []
+    assert (await error_of(call(b"", metadata=bearer(key)))).reason == "OPERATORS_ONLY"
 
 
 async def test_metrics_may_be_opened_to_everyone(scheduler, keys, key):

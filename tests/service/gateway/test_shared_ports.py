@@ -18,6 +18,7 @@ from quire.gateway.v1 import model_pb2, model_pb2_grpc
 from quire.rpc.address import AddressInUse, free_port
 from tests.support.gateway_process import running_gateway
 from tests.support.processes import until_true
+from tests.support.scheduler_process import until
 
 
 @pytest.fixture
@@ -100,8 +101,13 @@ async def test_the_metrics_of_one_gateway_have_a_port_of_their_own(scheduler):
     serving = asyncio.create_task(serve(settings))
     await scheduler.until(lambda: scheduler.connections)
     async with httpx.AsyncClient() as client:
-        answer = await client.get(f"http://127.0.0.1:{port}/metrics")
-    assert "quire_gateway_connected_schedulers 1.0" in answer.text
+
+        async def is_counted() -> bool:
+            # The scheduler's welcome may still be on its way.
+            answer = await client.get(f"http://127.0.0.1:{port}/metrics")
+            return "quire_gateway_connected_schedulers 1.0" in answer.text
+
+        assert await until(is_counted)
     serving.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.wait_for(serving, 10)
