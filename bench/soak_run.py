@@ -132,7 +132,7 @@ class SoakRun:
         if self._happens(_ABORT_SEQUENCE):
             self.scheduler.abort_sequence(request.key, self._rng.randrange(request.num_sequences))
         if self._happens(_PREEMPT):
-            self.scheduler.preempt(request.key)
+            self.scheduler.preempt(request.key, self._now())
         if self._happens(_PIN):
             self._pin()
         if self._pins and self._happens(_UNPIN):

@@ -29,6 +29,7 @@ from gateway.settings import GatewaySettings
 from gateway.slow_clients import SlowClientInterceptor
 from gateway.text_service import TextService
 from gateway.tls import GatewayTls
+from gateway.trace_headers import TraceInterceptor, TraceMiddleware
 from gateway.wire import add_service
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
@@ -39,6 +40,7 @@ from quire.rpc.errors import Unavailable
 from quire.rpc.limits import ConnectionLimits
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import TlsIdentity
+from quire.tracing import Tracer, open_tracer
 
 _SERVICES = {
     "generation": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
@@ -71,6 +73,7 @@ class Gateway:
         authenticator: Authenticator,
         rpc: RpcServer,
         http: HttpServer,
+        tracer: Tracer | None,
         *,
         hands_over: bool,
     ) -> None:
@@ -82,6 +85,7 @@ class Gateway:
         self._ledger = ledger
         self._rpc = rpc
         self._http = http
+        self._tracer = tracer
         self._hands_over = hands_over
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
         self._background = [
@@ -107,8 +111,11 @@ class Gateway:
         tls = GatewayTls.of(settings)
         replicas = _replicas(settings, ledger, model, gateway_id, tls.inner)
         metrics.watch_schedulers(lambda: replicas.num_connected)
-        generator = Generator(model, replicas, ledger, settings, metrics)
+        tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
+        generator = Generator(model, replicas, ledger, settings, metrics, tracer)
         app = make_http_app(generator, metrics, authenticator, settings, started_at_s=int(time.time()))
+        if tracer is not None:
+            app.add_middleware(TraceMiddleware)
         http = HttpServer.bind(app, settings, metrics.count_refused_connection, tls.public)
         auth = AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller)
         try:
@@ -118,7 +125,7 @@ class Gateway:
             raise
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', model.name, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
-        return cls(generator, ledger, authenticator, rpc, http, hands_over=settings.hand_over)
+        return cls(generator, ledger, authenticator, rpc, http, tracer, hands_over=settings.hand_over)
 
     async def run(self) -> None:
         """Runs until it is cancelled, or until a part of the gateway fails."""
@@ -150,6 +157,8 @@ class Gateway:
         self._http.stop()
         await asyncio.gather(self._http_task, *self._background, return_exceptions=True)
         self._generator.model.executor.shutdown(wait=False)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def _hand_over(self, drain_timeout_s: float) -> None:
         """Closes both ports, and serves the last requests that come by the connections from before."""
@@ -262,10 +271,15 @@ async def _start_rpc(
         limits=ConnectionLimits(
             settings.max_connections, settings.max_streams_per_connection, settings.handshake_timeout
         ),
-        interceptors=(
-            auth,
-            SlowClientInterceptor(
-                sender_timeout_s=settings.slow_sender_timeout, reader_timeout_s=settings.slow_reader_timeout
-            ),
-        ),
+        interceptors=_interceptors(settings, auth),
     )
+
+
+def _interceptors(settings: GatewaySettings, auth: AuthInterceptor) -> list[grpc.aio.ServerInterceptor]:
+    """What sees gRPC calls before their handlers do, the first one first."""
+    slow_clients = SlowClientInterceptor(
+        sender_timeout_s=settings.slow_sender_timeout, reader_timeout_s=settings.slow_reader_timeout
+    )
+    if settings.otlp_traces_endpoint is None:
+        return [auth, slow_clients]
+    return [auth, slow_clients, TraceInterceptor()]

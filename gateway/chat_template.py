@@ -37,7 +37,7 @@ class ChatTemplate:
         Raises:
             InvalidArgument: the template refuses the messages, for example an unknown role.
         """
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        conversation = [_fields(message) for message in messages]
         try:
             return self._template.render(
                 messages=conversation,
@@ -51,6 +51,12 @@ class ChatTemplate:
             raise InvalidArgument(
                 description, reason="CHAT_TEMPLATE", violations=[FieldViolation("messages", description)]
             ) from error
+
+
+def _fields(message: ChatMessage) -> dict[str, str]:
+    """The message as templates know it; they look whether there is a name."""
+    fields = {"role": message.role, "content": message.content}
+    return fields if message.name is None else fields | {"name": message.name}
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -52,6 +52,7 @@ _EARLY_STOPPING = {
 
 
 def options_of_generate(message: GenerateMessage) -> RequestOptions:
+    """What the caller asked for, as it came: `validation` checks it. The prompt is None where there is none."""
     prompt: Prompt | None = None
     match message.WhichOneof("prompt"):
         case "text":
@@ -62,10 +63,12 @@ def options_of_generate(message: GenerateMessage) -> RequestOptions:
 
 
 def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
+    """Likewise of a chat."""
     return _options(message, chat_prompt(message.messages))
 
 
 def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOffset]:
+    """How much of each sequence the caller has already."""
     return [
         ClientOffset(each.sequence_index, each.offset, optional(each, "num_characters")) for each in message.offsets
     ]
@@ -76,6 +79,7 @@ def chat_prompt(messages: Sequence[generation_pb2.ChatMessage]) -> ChatPrompt:
 
 
 def tokenize_input(message: generation_pb2.TokenizeRequest) -> TextPrompt | ChatPrompt | None:
+    """None where neither a text nor a chat is given."""
     match message.WhichOneof("input"):
         case "text":
             return TextPrompt(message.text)
@@ -85,6 +89,7 @@ def tokenize_input(message: generation_pb2.TokenizeRequest) -> TextPrompt | Chat
 
 
 def prefix_of(message: prefix_pb2.PinPrefixRequest) -> Prompt | None:
+    """None where no prefix is given."""
     match message.WhichOneof("prefix"):
         case "text":
             return TextPrompt(message.text)
@@ -103,6 +108,7 @@ def generated_response(
     usage: Usage,
     prompt_logprobs: Sequence[PositionLogprobs],
 ) -> Response:
+    """The whole answer to a request that is over, as the message of the method that was called."""
     return kind(
         request_id=request_id,
         model=model,
@@ -113,6 +119,7 @@ def generated_response(
 
 
 def stream_response(kind: type[StreamResponse], request_id: str, model: str, event: Event) -> StreamResponse:
+    """One event of a stream, as the message of the method that was called."""
     match event:
         case Chunk():
             return kind(
@@ -152,6 +159,7 @@ def optional(message: Any, field: str) -> Any:
 
 
 def limits_message(limits: Limits) -> model_pb2.Limits:
+    """What clients are told of the limits that their requests are checked against."""
     return model_pb2.Limits(
         max_message_bytes=limits.max_message_bytes,
         max_prompt_tokens=limits.max_prompt_tokens,

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 
 class FinishReason(Enum):
+    """Why a sequence ended."""
+
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
@@ -14,6 +16,8 @@ class FinishReason(Enum):
 
 
 class Logprob(NamedTuple):
+    """Natural logarithm of a token's probability; `rank` is 1 for the most likely token."""
+
     token_id: int
     logprob: float
     rank: int
@@ -39,6 +43,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """The end of a sequence of `num_tokens` tokens; `stop_string` or `stop_token_id` is what ended it, if one did."""
+
     sequence_index: int
     num_tokens: int
     reason: FinishReason

@@ -32,11 +32,14 @@ from gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
+from gateway.request_spans import RequestSpans
+from gateway.request_statistics import RequestStatistics
 from gateway.requests_by_id_client import cancel_by_id, find_durable, no_such_request
 from gateway.scheduler_events import Welcome
 from gateway.settings import GatewaySettings
 from gateway.validation import check_choice, check_request, resolve_max_tokens
 from quire.rpc.errors import Aborted, Cancelled, Unavailable
+from quire.tracing import TraceContext, Tracer
 
 T = TypeVar("T")
 
@@ -51,6 +54,7 @@ class Generator:
         ledger: Ledger,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
+        tracer: Tracer | None = None,
     ) -> None:
         self.model = model
         self.replicas = replicas
@@ -58,11 +62,17 @@ class Generator:
         self._ledger = ledger
         self._settings = settings
         self._metrics = metrics
+        self._spans = RequestSpans(tracer, model.name)
 
     @property
     def is_ready(self) -> bool:
         """Whether a request would run at once, as far as the gateway can know."""
         return self.replicas.is_ready and not self.is_draining
+
+    @property
+    def statistics(self) -> RequestStatistics:
+        """Sums over all requests of this gateway that are over."""
+        return self._metrics.statistics
 
     def check_accepting(self) -> None:
         """Raises Unavailable when this gateway drains, unless it hands over: what comes then, came by a connection from
@@ -82,19 +92,21 @@ class Generator:
         Raises:
             QuireError: it is refused; nothing was submitted.
         """
-        self.check_accepting()
-        caller = current_caller()
-        caller.account.check()
-        request = await self._prepare(options, caller)
-        live = self._open(request)
-        try:
-            admitted = caller.account.admitted(len(request.prompt_token_ids), lambda: _num_computed(live))
-            with admitted, self._metrics.track(live):
-                self.replicas.place(live)
-                yield live
-        finally:
-            self.replicas.leave(live)
-            self._ledger.close(live)
+        with self._spans.generation(options) as span:
+            self.check_accepting()
+            caller = current_caller()
+            caller.account.check()
+            request = await self._prepare(options, caller, span.context)
+            live = self._open(request)
+            span.opened(live)
+            try:
+                admitted = caller.account.admitted(len(request.prompt_token_ids), lambda: _num_computed(live))
+                with admitted, self._metrics.track(live):
+                    self.replicas.place(live)
+                    yield live
+            finally:
+                self.replicas.leave(live)
+                self._ledger.close(live)
 
     @asynccontextmanager
     async def resume(self, request_id: str, offsets: Sequence[ClientOffset]) -> AsyncIterator[LiveRequest]:
@@ -104,23 +116,25 @@ class Generator:
             NotFound: the caller's tenant has none of that id.
             InvalidArgument: an offset names what the request does not have.
         """
-        self.check_accepting()
-        caller = current_caller()
-        caller.account.check()
-        await self.limits()
-        found = await find_durable(self.replicas.clients.values(), caller.tenant, request_id)
-        check_offsets(offsets, found.request)
-        self._take_from_earlier_call(caller.tenant, request_id)
-        live = self._open(found.request)
-        for offset in offsets:
-            live.skip(offset.sequence_index, offset.num_tokens, offset.num_characters)
-        try:
-            with caller.account.admitted(0):
-                self.replicas.resume(live, found.client)
-                yield live
-        finally:
-            self.replicas.leave(live)
-            self._ledger.close(live)
+        with self._spans.resumption() as span:
+            self.check_accepting()
+            caller = current_caller()
+            caller.account.check()
+            await self.limits()
+            found = await find_durable(self.replicas.clients.values(), caller.tenant, request_id)
+            check_offsets(offsets, found.request)
+            self._take_from_earlier_call(caller.tenant, request_id)
+            live = self._open(found.request)
+            span.opened(live)
+            for offset in offsets:
+                live.skip(offset.sequence_index, offset.num_tokens, offset.num_characters)
+            try:
+                with caller.account.admitted(0):
+                    self.replicas.resume(live, found.client)
+                    yield live
+            finally:
+                self.replicas.leave(live)
+                self._ledger.close(live)
 
     def _open(self, request: GenerationRequest) -> LiveRequest:
         tokenizer = self.model.tokenizer
@@ -153,7 +167,7 @@ class Generator:
         live.fail(Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
         self.replicas.release(live)
 
-    async def _prepare(self, options: RequestOptions, caller: Caller) -> GenerationRequest:
+    async def _prepare(self, options: RequestOptions, caller: Caller, trace: TraceContext | None) -> GenerationRequest:
         limits = await self.limits()
         check_request(options, limits, caller.visible(self.model.name))
         priority = caller.priority_of(options.priority)
@@ -179,6 +193,7 @@ class Generator:
             num_sequences=options.sampling.n or 1,
             best_of=_num_candidates(options.sampling),
             durable=options.durable,
+            trace=trace,
         )
 
     def _resolve_stopping(self, asked: StoppingOptions, max_tokens: int) -> Stopping:
@@ -239,7 +254,8 @@ def resolve_sampling(
         top_k=_first(asked.top_k, defaults.top_k, 0),
         top_p=_first(asked.top_p, defaults.top_p, 1.0),
         min_p=_first(asked.min_p, defaults.min_p, 0.0),
-        seed=secrets.randbits(64) if asked.seed is None else asked.seed,
+        # A negative one is the number of 64 bits that has the same bits, as torch has it.
+        seed=secrets.randbits(64) if asked.seed is None else asked.seed % 2**64,
         presence_penalty=_first(asked.presence_penalty, defaults.presence_penalty, 0.0),
         frequency_penalty=_first(asked.frequency_penalty, defaults.frequency_penalty, 0.0),
         repetition_penalty=_first(asked.repetition_penalty, defaults.repetition_penalty, 1.0),

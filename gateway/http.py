@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Response, status
-from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from fastapi import FastAPI
 
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.http_middleware import AuthMiddleware
 from gateway.drain_middleware import DrainMiddleware
 from gateway.generator import Generator
+from gateway.http_probes import make_probes_router
 from gateway.http_protocol import HttpLimits, http_protocol
 from gateway.metrics import GatewayMetrics
 from gateway.openai.body import BodyLimits
@@ -52,38 +51,8 @@ def make_http_app(
     answer_errors(app)
     body_limits = BodyLimits(settings.max_message_bytes, settings.slow_sender_timeout)
     app.include_router(make_router(generator, body_limits, started_at_s=started_at_s))
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """The process is up."""
-        return {"status": "ok"}
-
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        """A request would run at once."""
-        if generator.is_ready:
-            return JSONResponse({"status": "ready"})
-        return JSONResponse(
-            {"status": "not ready", "reason": _reason_not_ready(generator)}, status.HTTP_503_SERVICE_UNAVAILABLE
-        )
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": VERSION}
-
-    @app.get("/metrics")
-    async def prometheus_metrics() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
+    app.include_router(make_probes_router(generator, metrics))
     return app
-
-
-def _reason_not_ready(generator: Generator) -> str:
-    if generator.is_draining:
-        return "draining"
-    if generator.replicas.num_connected:
-        return "no scheduler has its worker"
-    return "no scheduler is connected"
 
 
 class HttpServer(uvicorn.Server):

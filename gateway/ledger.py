@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from gateway.detokenizer import Detokenizer
+from gateway.clean_up import TextPieces
 from gateway.live_request import LiveRequest
 from gateway.request import GenerationRequest
 from gateway.scheduler_events import EventBatch
@@ -64,7 +64,7 @@ class Ledger:
             violation = FieldViolation("request_id", description)
             raise AlreadyExists(f"request_id {description}", reason="REQUEST_ID_IN_USE", violations=[violation])
 
-    def open(self, request: GenerationRequest, make_detokenizer: Callable[[], Detokenizer]) -> LiveRequest:
+    def open(self, request: GenerationRequest, make_detokenizer: Callable[[], TextPieces]) -> LiveRequest:
         """Enters a request. Raises AlreadyExists when a live request of its tenant has its id."""
         self.check_unused(request.tenant, request.request_id)
         stopping = request.stopping

@@ -3,6 +3,13 @@
 from dataclasses import dataclass
 
 MAX_N = 128
+# Below it a logit that is divided by it may be more than single precision can hold.
+MIN_REPETITION_PENALTY = 1e-30
+MAX_REPETITION_PENALTY = 10
+MIN_SEED = -(2**63)
+MAX_SEED = 2**64 - 1
+# In characters; what OpenAI allows.
+MAX_NAME_LENGTH = 64
 MAX_LENGTH_PENALTY = 10
 MAX_BEAM_CANDIDATES = 2048
 MAX_LOGIT_BIAS = 1024

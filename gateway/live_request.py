@@ -58,6 +58,11 @@ class LiveRequest:
         return self._usage is not None
 
     @property
+    def usage(self) -> Usage | None:
+        """What it cost; None until all of it came."""
+        return self._usage
+
+    @property
     def num_generated_tokens(self) -> int:
         return sum(len(stream.token_ids) for stream in self.sequences)
 

@@ -1,20 +1,28 @@
 """What the gateway counts."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from gateway.events import Usage
 from gateway.live_request import LiveRequest
+from gateway.request_statistics import RequestStatistics
 from quire.rpc.errors import QuireError
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class GatewayMetrics:
-    """The gateway's metrics, in a registry of their own."""
+    """The gateway's metrics, in a registry of their own.
+
+    Attributes:
+        statistics: Sums over the requests that are over, for those who ask for them otherwise.
+    """
 
     def __init__(self) -> None:
+        self.statistics = RequestStatistics()
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "quire_gateway_requests",
@@ -78,6 +86,7 @@ class GatewayMetrics:
     def track(self, live: LiveRequest) -> Iterator[None]:
         """Counts a request while the context runs, and how it ended when it is left."""
         self._prompt_tokens.inc(len(live.request.prompt_token_ids))
+        started_at = time.monotonic()
         outcome = "abandoned"
         try:
             with self._live.track_inprogress():
@@ -88,7 +97,18 @@ class GatewayMetrics:
             raise
         finally:
             self._requests.labels(outcome).inc()
+            self._add_to_statistics(time.monotonic() - started_at, live.usage if outcome == "completed" else None)
             self._generated_tokens.inc(live.num_generated_tokens)
             self._resubmissions.inc(max(live.submissions - 1, 0))
             if live.seconds_to_first_token is not None:
                 self._first_token.observe(live.seconds_to_first_token)
+
+    def _add_to_statistics(self, seconds: float, usage: Usage | None) -> None:
+        """`usage` is None for a request that did not complete."""
+        if usage is None:
+            self.statistics.add_failed(seconds)
+        else:
+            computed_ms = usage.prefill_ms + usage.decode_ms
+            self.statistics.add_completed(
+                seconds, queue_seconds=usage.queue_ms / 1000, compute_seconds=computed_ms / 1000
+            )

@@ -47,7 +47,7 @@ class ServedModel:
             architecture=directory.architecture,
             eos_token_ids=directory.eos_token_ids,
             sampling_defaults=_sampling_defaults(directory),
-            tokenizer=Tokenizer.open(directory.tokenizer_file(), executor),
+            tokenizer=Tokenizer.open(directory.tokenizer_file(), executor, directory.tokenizer_config),
             chat_template=template,
             executor=executor,
         )

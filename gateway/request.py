@@ -11,6 +11,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.tracing import TraceContext
+
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
@@ -24,8 +26,11 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
+    """`name` says who speaks among several of one role; whether that is part of the prompt the template decides."""
+
     role: str
     content: str
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +180,5 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     durable: bool = False
     """It runs on without its reader for a while, and can be resumed."""
+    trace: TraceContext | None = None
+    """The span that schedulers continue, where the request is traced."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gateway.events import FinishReason, Logprob, PositionLogprobs, Usage
 from gateway.live_request import LiveRequest
-from gateway.request import BeamSearch, EarlyStopping
+from gateway.request import BeamSearch, EarlyStopping, GenerationRequest
 from gateway.scheduler_events import (
     EventBatch,
     PromptRun,
@@ -14,10 +14,12 @@ from gateway.scheduler_events import (
     TokenRun,
     Welcome,
 )
+from gateway.sequence_stream import SequenceStream
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
+from quire.tracing import TraceContext
 
 _REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -51,12 +53,6 @@ def abort_message(handle: int, sequence_index: int | None) -> scheduler_pb2.Conn
 def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
     """The request with every default filled in, and with the tokens that the gateway has of it already."""
     request = live.request
-    sampling, stopping = request.sampling, request.stopping
-    output = common_pb2.OutputOptions(include_special_tokens=request.include_special_tokens)
-    if request.logprobs is not None:
-        output.logprobs = request.logprobs
-    if request.prompt_logprobs is not None:
-        output.prompt_logprobs = request.prompt_logprobs
     return scheduler_pb2.ConnectRequest(
         submit=scheduler_pb2.Submit(
             handle=live.handle,
@@ -65,42 +61,63 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
             tenant=request.tenant,
             priority=request.priority,
             prompt_token_ids=encode_int32(request.prompt_token_ids),
-            sampling=common_pb2.SamplingParameters(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                seed=sampling.seed,
-                n=request.num_sequences,
-                best_of=request.best_of,
-                beam_search=None if sampling.beam_search is None else _beam_search_message(sampling.beam_search),
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                repetition_penalty=sampling.repetition_penalty,
-                logit_bias=sampling.logit_bias,
-                allowed_token_ids=sampling.allowed_token_ids,
-            ),
-            stopping=common_pb2.StoppingParameters(
-                max_tokens=stopping.max_tokens,
-                min_tokens=stopping.min_tokens,
-                stop_token_ids=stopping.stop_token_ids,
-                ignore_eos=request.ignore_eos,
-                include_stop_string=False,
-            ),
-            output=output,
-            eos_token_ids=stopping.eos_token_ids,
+            sampling=_sampling_message(request),
+            stopping=_stopping_message(request),
+            output=_output_message(request),
+            eos_token_ids=request.stopping.eos_token_ids,
             durable=_durable_message(live) if request.durable else None,
-            bad_token_sequences=[common_pb2.TokenIds(ids=sequence) for sequence in sampling.bad_token_sequences],
-            emitted=[
-                scheduler_pb2.EmittedSequence(
-                    sequence_index=stream.index,
-                    token_ids=encode_int32(stream.token_ids),
-                    finished=stream.finished is not None,
-                )
-                for stream in live.sequences
-                if stream.token_ids
+            trace_context=None if request.trace is None else _trace_message(request.trace),
+            bad_token_sequences=[
+                common_pb2.TokenIds(ids=sequence) for sequence in request.sampling.bad_token_sequences
             ],
+            emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
         )
+    )
+
+
+def _sampling_message(request: GenerationRequest) -> common_pb2.SamplingParameters:
+    sampling = request.sampling
+    return common_pb2.SamplingParameters(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        n=request.num_sequences,
+        best_of=request.best_of,
+        beam_search=None if sampling.beam_search is None else _beam_search_message(sampling.beam_search),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+    )
+
+
+def _stopping_message(request: GenerationRequest) -> common_pb2.StoppingParameters:
+    """Stop strings are the gateway's own: the scheduler sees no text."""
+    stopping = request.stopping
+    return common_pb2.StoppingParameters(
+        max_tokens=stopping.max_tokens,
+        min_tokens=stopping.min_tokens,
+        stop_token_ids=stopping.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        include_stop_string=False,
+    )
+
+
+def _output_message(request: GenerationRequest) -> common_pb2.OutputOptions:
+    output = common_pb2.OutputOptions(include_special_tokens=request.include_special_tokens)
+    if request.logprobs is not None:
+        output.logprobs = request.logprobs
+    if request.prompt_logprobs is not None:
+        output.prompt_logprobs = request.prompt_logprobs
+    return output
+
+
+def _emitted_message(stream: SequenceStream) -> scheduler_pb2.EmittedSequence:
+    return scheduler_pb2.EmittedSequence(
+        sequence_index=stream.index, token_ids=encode_int32(stream.token_ids), finished=stream.finished is not None
     )
 
 
@@ -121,6 +138,10 @@ def _durable_message(live: LiveRequest) -> scheduler_pb2.Durable:
     return scheduler_pb2.Durable(
         stop=stopping.stop, include_stop_string=stopping.include_stop_string, resubmitted=live.submissions > 1
     )
+
+
+def _trace_message(trace: TraceContext) -> scheduler_pb2.TraceContext:
+    return scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate)
 
 
 def _beam_search_message(beam_search: BeamSearch) -> common_pb2.BeamSearchParameters:

@@ -45,6 +45,8 @@ class PromptRun:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnded:
+    """A sequence ended after `num_tokens` tokens, which came before."""
+
     handle: int
     sequence_index: int
     num_tokens: int
@@ -55,12 +57,16 @@ class SequenceEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
+    """All sequences of a request ended."""
+
     handle: int
     usage: Usage
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
+    """A request was refused, or failed while it ran."""
+
     handle: int
     error: QuireError
 

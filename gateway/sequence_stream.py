@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gateway.detokenizer import Detokenizer
+from gateway.clean_up import TextPieces
 from gateway.events import Chunk, Finished, FinishReason, PositionLogprobs
 from gateway.stop_strings import StopMatcher
 
@@ -21,7 +21,7 @@ class SequenceStream:
     def __init__(
         self,
         index: int,
-        detokenizer: Detokenizer,
+        detokenizer: TextPieces,
         stop_strings: Sequence[str],
         ending_token_ids: frozenset[int],
         *,

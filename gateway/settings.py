@@ -5,6 +5,7 @@ from pathlib import Path
 
 from quire.rpc.address import parse_address
 from quire.settings import parse_bytes, setting
+from quire.tracing import parse_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,12 @@ class GatewaySettings:
         "them on the HTTP port alone",
         minimum=0,
         maximum=65535,
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "where to send OpenTelemetry traces by OTLP over gRPC; https is TLS; none traces nothing",
+        parse=parse_endpoint,
+        metavar="URL",
     )
     drain_timeout: float = setting(30.0, "seconds to finish live requests after SIGTERM", minimum=0, metavar="SECONDS")
     niceness: int = setting(

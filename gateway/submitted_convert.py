@@ -8,6 +8,7 @@ from gateway.request import BeamSearch, EarlyStopping, GenerationRequest, Sampli
 from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
 from quire.scheduler.v1 import scheduler_pb2
+from quire.tracing import TraceContext
 
 _EARLY_STOPPING = {
     common_pb2.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
@@ -41,6 +42,7 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
         num_sequences=submit.sampling.n,
         best_of=submit.sampling.best_of,
         durable=True,
+        trace=_trace_from(submit.trace_context) if submit.HasField("trace_context") else None,
     )
 
 
@@ -60,6 +62,10 @@ def _sampling_from(submit: scheduler_pb2.Submit) -> Sampling:
         bad_token_sequences=tuple(tuple(sequence.ids) for sequence in submit.bad_token_sequences),
         beam_search=_beam_search_from(sampling.beam_search) if sampling.HasField("beam_search") else None,
     )
+
+
+def _trace_from(trace: scheduler_pb2.TraceContext) -> TraceContext:
+    return TraceContext(trace.traceparent, trace.tracestate if trace.HasField("tracestate") else None)
 
 
 def _beam_search_from(beam: common_pb2.BeamSearchParameters) -> BeamSearch:

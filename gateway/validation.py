@@ -8,7 +8,17 @@ import re
 from collections.abc import Mapping, Sequence
 
 from gateway.beam_validation import check_beam_search
-from gateway.limits import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_LOGIT_BIAS, Limits
+from gateway.limits import (
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_NAME_LENGTH,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MIN_REPETITION_PENALTY,
+    MIN_SEED,
+    Limits,
+)
 from gateway.request import (
     ChatPrompt,
     OutputOptions,
@@ -126,8 +136,16 @@ def check_conversation(
             violations.add(f"{field}[{position}].role", 'is empty; it must be a role such as "user"')
         violations.check_text(f"{field}[{position}].role", message.role)
         violations.check_text(f"{field}[{position}].content", message.content)
-    texts = (text for message in prompt.messages for text in (message.role, message.content))
+        if message.name is not None:
+            _check_name(violations, f"{field}[{position}].name", message.name)
+    texts = (text for message in prompt.messages for text in (message.role, message.content, message.name or ""))
     violations.check_size(field, texts, max_bytes)
+
+
+def _check_name(violations: Violations, field: str, name: str) -> None:
+    if len(name) > MAX_NAME_LENGTH:
+        violations.add(field, f"has {len(name):,} characters; the most is {MAX_NAME_LENGTH}")
+    violations.check_text(field, name)
 
 
 def check_prompt_tokens(field: str, token_ids: Sequence[int], limits: Limits) -> None:
@@ -210,12 +228,14 @@ def _check_truncation(violations: Violations, sampling: SamplingOptions) -> None
 
 
 def _check_repetition_penalty(violations: Violations, sampling: SamplingOptions) -> None:
-    violations.check_range("sampling.repetition_penalty", sampling.repetition_penalty, 0, 10, above_low=True)
+    violations.check_range(
+        "sampling.repetition_penalty", sampling.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    )
 
 
 def _check_sampling(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
     """What has the same meaning whether tokens are drawn or searched for."""
-    violations.check_range("sampling.seed", sampling.seed, 0, 2**64 - 1)
+    violations.check_range("sampling.seed", sampling.seed, MIN_SEED, MAX_SEED)
     violations.check_range("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
     violations.check_range("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
     _check_repetition_penalty(violations, sampling)

@@ -80,8 +80,8 @@ def summary(violations: Sequence[FieldViolation]) -> str:
 
 
 def shown(value: float) -> str:
-    """A number as people read it."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.7g}"
+    """A number as people read it; JSON can bring one of thousands of digits."""
+    return shortened(f"{value:,}" if isinstance(value, int) else f"{value:.7g}")
 
 
 def shortened(text: str) -> str:

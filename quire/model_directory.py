@@ -21,6 +21,8 @@ SUPPORTED_ARCHITECTURES = (
 _LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 EMBEDDED_MODEL = "quire-tiny"
 
+_SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
+
 _PACKAGE = Path(__file__).resolve().parent
 # A wheel carries the model inside the package; a checkout has it beside.
 _ASSETS = (_PACKAGE / "assets", _PACKAGE.parent / "assets")
@@ -34,8 +36,8 @@ class ModelDirectory:
         path: The directory.
         config: config.json.
         generation_config: generation_config.json, empty where there is none.
-        tokenizer_config: tokenizer_config.json, empty where there is none, with the special tokens of
-            special_tokens_map.json where transformers takes them from there.
+        tokenizer_config: tokenizer_config.json, empty where there is none, with what special_tokens_map.json and
+            added_tokens.json say where transformers takes that from there.
         chat_template: The Jinja source that turns messages into a prompt, where the model has one.
         architecture: One of SUPPORTED_ARCHITECTURES, or another language model's name, which only transformers knows.
         eos_token_ids: The ids that end a text, those of generation_config.json first.
@@ -139,12 +141,24 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
-    """A configuration that lists its added tokens says all; before that, special_tokens_map.json had the last word."""
+    """A configuration that lists its added tokens says all; before that, special_tokens_map.json had the last word, and
+    added_tokens.json had the ids by their texts, which are "added_tokens" here."""
     config = _read_json(path / "tokenizer_config.json") or {}
+    config.pop("added_tokens", None)
     if "added_tokens_decoder" in config:
         return config
     special_tokens = _read_json(path / "special_tokens_map.json") or {}
-    return config | {name: value for name, value in special_tokens.items() if name.endswith("_token")}
+    special = {name: value for name, value in special_tokens.items() if name.endswith(_SPECIAL_TOKEN_NAMES)}
+    added_tokens = _added_tokens(path / "added_tokens.json")
+    return config | special | ({"added_tokens": added_tokens} if added_tokens else {})
+
+
+def _added_tokens(file: Path) -> dict[str, int]:
+    ids = _read_json(file) or {}
+    for text, token_id in ids.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise ConfigurationError(f"{file} gives {text!r:.80} the token id {token_id!r:.80}")
+    return ids
 
 
 def _architecture(path: Path, config: dict[str, Any]) -> str:
@@ -177,7 +191,10 @@ def _eos_token_ids(path: Path, config: dict[str, Any], generation_config: dict[s
 
 
 def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """From chat_template.jinja, else from tokenizer_config.json: one template, or several by name ("default")."""
+    """From chat_template.jinja, else from tokenizer_config.json: one template, or several by name ("default").
+
+    Models with a processor may have chat_template.json instead.
+    """
     file = path / "chat_template.jinja"
     try:
         return file.read_text(encoding="utf-8")
@@ -185,10 +202,13 @@ def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
         pass
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error
-    template = tokenizer_config.get("chat_template")
+    source, template = path / "tokenizer_config.json", tokenizer_config.get("chat_template")
+    if template is None:
+        source = path / "chat_template.json"
+        template = (_read_json(source) or {}).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
-        raise ConfigurationError(f"chat_template in {path / 'tokenizer_config.json'} is not a text")
+        raise ConfigurationError(f"chat_template in {source} is not a text")
     return template

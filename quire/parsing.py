@@ -35,7 +35,7 @@ def without_none(hint: Any) -> Any:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from "512MiB", "1.5GiB", "2GB" or "1000000"."""
+    """Bytes from "512MiB", "1.5GiB", "2GB" or "1000000". Raises ValueError."""
     match = _BYTES_PATTERN.fullmatch(text.strip())
     if match is None:
         raise ValueError("expected a size such as 512MiB, 4GiB or 1000000")
@@ -44,6 +44,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_int(text: str) -> int:
+    """A whole number. Raises ValueError."""
     try:
         return int(text)
     except ValueError:
@@ -51,6 +52,7 @@ def parse_int(text: str) -> int:
 
 
 def parse_float(text: str) -> float:
+    """A finite number. Raises ValueError."""
     try:
         value = float(text)
     except ValueError:
@@ -61,6 +63,7 @@ def parse_float(text: str) -> float:
 
 
 def parse_bool(text: str) -> bool:
+    """True or false, as flags and variables say it. Raises ValueError."""
     lowered = text.strip().lower()
     if lowered not in _TRUE | _FALSE:
         raise ValueError("expected true or false")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from quire.settings import setting
 from quire.telemetry import LOG_LEVELS
+from quire.tracing import parse_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,12 @@ class SchedulerSettings:
     metrics_host: str = setting("127.0.0.1", "where to serve Prometheus metrics")
     metrics_port: int | None = setting(
         None, "port of the Prometheus metrics; none serves none", minimum=0, maximum=65535
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "where to send OpenTelemetry traces by OTLP over gRPC; https is TLS; none traces nothing",
+        parse=parse_endpoint,
+        metavar="URL",
     )
     log_level: str = setting("info", "least level of log records", choices=LOG_LEVELS)
 

@@ -7,9 +7,11 @@ from quire.metrics_server import MetricsServer
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.telemetry import configure_logging
+from quire.tracing import Tracer, open_tracer
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker_svc.device_loop import DeviceLoop
 from worker_svc.metrics import WorkerMetrics
+from worker_svc.prefill_spans import PrefillSpans
 from worker_svc.servicer import SERVICE_NAME, WorkerServicer
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
@@ -30,19 +32,8 @@ async def serve(settings: WorkerSettings) -> None:
     metrics = WorkerMetrics()
     servicer = WorkerServicer(metrics)
     device_loop = DeviceLoop()
-    identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER)
-    # Only a scheduler commands a worker.
-    tls = None if identity is None else ServerTls(identity, roles=frozenset({Role.SCHEDULER}))
-    operators = None if identity is None else ServerTls.for_operators(identity)
-    server = await RpcServer.start(
-        settings.listen,
-        lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server),
-        [SERVICE_NAME],
-        tls=tls,
-        admin_port=settings.admin_port,
-        admin_tls=operators,
-    )
-    warn_if_open(server.address, tls)
+    tracer = open_tracer(settings.otlp_traces_endpoint, "worker")
+    server, operators = await _start_server(settings, servicer, tracer)
     device_loop.start()
     metrics_server = None
     try:
@@ -61,6 +52,29 @@ async def serve(settings: WorkerSettings) -> None:
         if metrics_server is not None:
             metrics_server.stop()
         await _stop_device(device_loop)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+
+
+async def _start_server(
+    settings: WorkerSettings, servicer: WorkerServicer, tracer: Tracer | None
+) -> tuple[RpcServer, ServerTls | None]:
+    """The listening server, and the TLS of the other ports, which are for operators."""
+    identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER)
+    # Only a scheduler commands a worker.
+    tls = None if identity is None else ServerTls(identity, roles=frozenset({Role.SCHEDULER}))
+    operators = None if identity is None else ServerTls.for_operators(identity)
+    server = await RpcServer.start(
+        settings.listen,
+        lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server),
+        [SERVICE_NAME],
+        tls=tls,
+        admin_port=settings.admin_port,
+        admin_tls=operators,
+        interceptors=() if tracer is None else (PrefillSpans(tracer, settings.tensor_parallel_rank),),
+    )
+    warn_if_open(server.address, tls)
+    return server, operators
 
 
 async def _stop_device(device_loop: DeviceLoop) -> None:

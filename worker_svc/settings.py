@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.settings import parse_bytes, setting
+from quire.tracing import parse_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,12 @@ class WorkerSettings:
     metrics_host: str = setting("127.0.0.1", "where the Prometheus metrics listen", metavar="HOST")
     metrics_port: int | None = setting(
         None, "port of the Prometheus metrics; without it, none", minimum=0, maximum=65535
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "where to send OpenTelemetry traces by OTLP over gRPC; https is TLS; none traces nothing",
+        parse=parse_endpoint,
+        metavar="URL",
     )
     log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
 

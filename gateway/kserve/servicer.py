@@ -11,7 +11,8 @@ from gateway.auth.caller import current_caller
 from gateway.events import Chunk, Completed, Finished
 from gateway.generator import Generator
 from gateway.kserve.field_names import renamed
-from gateway.kserve.inference_convert import INPUTS, OUTPUTS, Inference, read_inference
+from gateway.kserve.inference_convert import Inference, read_inference
+from gateway.kserve.model_convert import model_config, model_metadata, model_statistics
 from gateway.kserve.response_convert import MODEL_VERSION, Responder, error_response, in_stream
 from gateway.kserve.stream import answer_all
 from gateway.live_request import LiveRequest
@@ -19,7 +20,7 @@ from gateway.openai.token_text import TokenTexts
 from gateway.validation import wrong_model
 from gateway.violations import shortened
 from quire.inference import open_inference_pb2 as pb
-from quire.rpc.errors import NotFound, QuireError
+from quire.rpc.errors import NotFound, PermissionDenied, QuireError
 from quire.version import VERSION
 
 Context = grpc.aio.ServicerContext
@@ -50,13 +51,23 @@ class KServeServicer:
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         self._check_model("name", request.name)
         _check_version("version", request.version)
-        return pb.ModelMetadataResponse(
-            name=self._model_name,
-            versions=[MODEL_VERSION],
-            platform="quire",
-            inputs=_tensors(INPUTS),
-            outputs=_tensors(OUTPUTS),
-        )
+        return model_metadata(self._model_name)
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        self._check_model("name", request.name)
+        _check_version("version", request.version)
+        return pb.ModelConfigResponse(config=model_config(self._model_name))
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        if not current_caller().access.is_operator:
+            raise PermissionDenied("statistics are for the API keys of operators", reason="OPERATORS_ONLY")
+        if request.name:
+            self._check_model("name", request.name)
+        _check_version("version", request.version)
+        response = pb.ModelStatisticsResponse()
+        if self._visible_name() is not None:
+            response.model_stats.append(model_statistics(self._model_name, self._generator.statistics))
+        return response
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         if request.repository_name:
@@ -175,10 +186,3 @@ def _check_version(field: str, version: str) -> None:
         raise NotFound(
             f'{field} is "{shortened(version)}"; the model has version {MODEL_VERSION}', reason="MODEL_NOT_FOUND"
         )
-
-
-def _tensors(datatypes: dict[str, str]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
-    return [
-        pb.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=[-1])
-        for name, datatype in datatypes.items()
-    ]

@@ -13,8 +13,6 @@ from quire.rpc.errors import Unimplemented
 _SHARED_MEMORY = "elements of tensors come and go in the messages"
 _FIXED = "the model is the one that the server was started with"
 _WAYS_OUT: Mapping[str, str] = {
-    "ModelConfig": "ModelMetadata tells the tensors of the model",
-    "ModelStatistics": "/metrics of the HTTP port has counts and times",
     "RepositoryModelLoad": _FIXED,
     "RepositoryModelUnload": _FIXED,
     **{f"SystemSharedMemory{each}": _SHARED_MEMORY for each in ("Status", "Register", "Unregister")},

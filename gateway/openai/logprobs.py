@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.detokenizer import Detokenizer
+from gateway.clean_up import TextPieces
 from gateway.events import Logprob, PositionLogprobs
 from gateway.openai.token_text import TokenTexts
 
@@ -14,7 +14,7 @@ _LOWEST = -9999.0
 class CompletionLogprobs:
     """Log probabilities of one choice of a completion; it knows where in the choice's text each token begins."""
 
-    def __init__(self, texts: TokenTexts, detokenizer: Detokenizer, num_top: int, *, text_offset: int = 0) -> None:
+    def __init__(self, texts: TokenTexts, detokenizer: TextPieces, num_top: int, *, text_offset: int = 0) -> None:
         """`text_offset` is the number of characters of the choice's text before its first token."""
         self._texts = texts
         self._detokenizer = detokenizer

@@ -75,7 +75,7 @@ def chat_options(body: ChatBody, request_id: str) -> RequestOptions:
 
 
 def chat_prompt(messages: Sequence[Message]) -> ChatPrompt:
-    return ChatPrompt([ChatMessage(message.role, message_text(message)) for message in messages])
+    return ChatPrompt([ChatMessage(each.role, message_text(each), each.name or None) for each in messages])
 
 
 def message_text(message: Message) -> str:
@@ -140,7 +140,8 @@ def _sampling_options(body: GenerationBody) -> SamplingOptions:
         top_k=0 if body.top_k == -1 else body.top_k,
         top_p=body.top_p,
         min_p=body.min_p,
-        seed=body.seed,
+        # vLLM's other way to leave the choice to the server.
+        seed=None if body.seed == -1 else body.seed,
         n=body.n,
         best_of=body.best_of,
         beam_search=beam_search,

@@ -78,6 +78,7 @@ class Message(BaseModel):
 
     role: str
     content: str | list[ContentPart] | None = None
+    name: str | None = None
 
 
 class ChatBody(GenerationBody):

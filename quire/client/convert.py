@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from quire.client.types import (
@@ -68,6 +69,12 @@ _SAMPLING_FIELDS = (
     "allowed_token_ids",
     "bad_words",
 )
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_string")
 _OUTPUT_FIELDS = ("logprobs", "prompt_logprobs", "include_special_tokens")
 
@@ -167,11 +174,17 @@ def fill(message: Message, **values: Any) -> None:
             else:
                 setattr(message, name, value)
         except (ValueError, TypeError) as error:
-            shown = f"{value!r:.80}"
-            raise InvalidArgument(
-                f"{name} is {shown}, which its field cannot hold: {error}",
-                violations=[FieldViolation(name, str(error))],
-            ) from error
+            description = f"is {value!r:.80}, which its field cannot hold: {_integer_range(message, name) or error}"
+            raise InvalidArgument(f"{name} {description}", violations=[FieldViolation(name, description)]) from error
+
+
+def _integer_range(message: Message, name: str) -> str | None:
+    """What a field of whole numbers holds; None for other fields."""
+    field = message.DESCRIPTOR.fields_by_name[name]
+    if field.cpp_type not in _INTEGERS:
+        return None
+    low, high = _INTEGERS[field.cpp_type]
+    return f"it takes whole numbers in [{low:,}, {high:,}]"
 
 
 def _add_messages(message: Any, messages: Iterable[ChatMessage]) -> None:

@@ -19,6 +19,9 @@ _IDEMPOTENT: tuple[ServiceDescriptor | MethodDescriptor, ...] = (
 )
 """Services and methods that may be called twice, as the protos say."""
 
+# gRPC says in words alone that it found nobody to send a call to; tests call ports where nobody listens.
+_NOBODY_REACHED = ("failed to connect to all addresses", "connections to all backends failing")
+
 # Of waits that grow, those who were refused together come back apart.
 _JITTER = 0.25
 
@@ -60,8 +63,8 @@ def _name(each: ServiceDescriptor | MethodDescriptor) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """When a client calls again: where a gateway refuses and says when to come back (RESOURCE_EXHAUSTED with
-    RetryInfo), and where UNAVAILABLE ends a call that may be made twice. A stream is started again only while nothing
-    of it has come.
+    RetryInfo), where it reached no gateway, and where UNAVAILABLE ends a call that may be made twice. A stream is
+    started again only while nothing of it has come.
 
     Between two calls it waits as long as the gateway says, or else `first_delay_s`, twice as long each time up to
     `last_delay_s`, and up to a quarter more. It never waits beyond the call's `timeout_s`.
@@ -70,7 +73,7 @@ class RetryPolicy:
         attempts: Most calls in all; None is as many as the call's time allows.
         first_delay_s: Before the second call.
         last_delay_s: The longest that it waits of its own accord.
-        lost_generations: Whether generations are made again after UNAVAILABLE. It leaves open whether a gateway was at
+        lost_generations: Whether generations are made again after UNAVAILABLE, too, where a gateway may have been at
             one: the model may then work twice, and without a seed the two differ; the caller sees one. Durable streams
             do without it.
     """
@@ -126,4 +129,5 @@ class Attempts:
             return False
         if isinstance(error, ResourceExhausted):
             return error.retry_after_ms is not None
-        return isinstance(error, Unavailable) and (self.is_idempotent or policy.lost_generations)
+        is_safe = self.is_idempotent or policy.lost_generations or error.message.startswith(_NOBODY_REACHED)
+        return isinstance(error, Unavailable) and is_safe

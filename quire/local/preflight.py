@@ -7,6 +7,7 @@ from quire.local.settings import ServeSettings
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
+from quire.tracing import check_installed
 
 # What the services import beyond what a client needs: without them a service would die again and again.
 _NEEDED = ("fastapi", "jinja2", "safetensors", "tokenizers", "torch", "uvicorn")
@@ -17,6 +18,7 @@ def check(settings: ServeSettings) -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigurationError(f"not installed: {', '.join(missing)}; install quire[all]")
+    check_installed(settings.otlp_traces_endpoint)
     model = ModelDirectory.open(resolve_model(settings.model))
     model.weight_files()
     model.tokenizer_file()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from quire.settings import parse_bytes, setting
 from quire.telemetry import LOG_LEVELS
+from quire.tracing import parse_endpoint
 
 _LAST_PORT = 65535
 
@@ -196,6 +197,12 @@ class ServeSettings:
     )
     scheduler_metrics_port: int | None = setting(None, "port of the scheduler's metrics", minimum=0, maximum=65535)
     worker_metrics_port: int | None = setting(None, "port of the worker's metrics", minimum=0, maximum=65535)
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "where to send OpenTelemetry traces by OTLP over gRPC; https is TLS; none traces nothing",
+        parse=parse_endpoint,
+        metavar="URL",
+    )
     hang_timeout: float = setting(
         15.0,
         "time after which a service that answers no health check is killed and started again; 0 never",

@@ -1,29 +1,37 @@
 """Who enters the batch: swapped groups first, then those that wait, as the policy has it."""
 
 from scheduler_svc.core.block_manager import CanAllocate
-from scheduler_svc.core.planning import blocks_for_decodes, plan_chunk
+from scheduler_svc.core.planning import blocks_for_decodes, blocks_to_grow, plan_chunk
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.state import SchedulerState
+from scheduler_svc.core.trials import Trials
+
+_STEPS_AHEAD = 2
+"""For so many steps after a group is admitted, all who run find blocks to grow into; else it would come and go with
+every block that becomes free. ADR 0012 has what more and fewer cost."""
 
 
 class Admission:
     """Brings groups into the batch, all or nothing."""
 
-    def __init__(self, state: SchedulerState, preemption: Preemption) -> None:
+    def __init__(self, state: SchedulerState, preemption: Preemption, trials: Trials) -> None:
         self._state = state
         self._preemption = preemption
+        self._trials = trials
 
-    def displace(self) -> None:
+    def displace(self, now: float) -> None:
         """Makes room for a group that waits, where the policy lets it push out one that runs."""
         state = self._state
+        if self._trials.are_on:
+            return
         while len(state.waiting) and len(state.running) and not len(state.swapped):
             group, victim = state.policy.next_of(state.waiting), state.policy.victim_of(state.running)
             if not state.policy.displaces(group, victim) or self._fits(group):
                 return
-            self._preemption.displace(victim)
+            self._preemption.displace(victim, now)
 
-    def swap_in(self) -> None:
+    def swap_in(self, now: float) -> None:
         """Brings swapped groups back, lowest rank first. They compute with the decodes of this step."""
         state = self._state
         while len(state.swapped):
@@ -31,37 +39,48 @@ class Admission:
             if len(group.unfinished) > state.batch.rows.num_free or not self._has_room_to_swap_in(group):
                 return
             state.running.add(state.swapped.remove(group.request.key))
+            group.timeline.run(now)
             self._return(group)
 
     def admit(self, now: float) -> None:
         """Admits groups that wait, as far as rows, blocks and the token budget go; none while anything is swapped."""
         state = self._state
         while len(state.waiting) and state.batch.draft.budget > 0 and not len(state.swapped):
-            group = state.policy.next_of(state.waiting)
-            if not self._fits(group):
+            group = self._trials.next_of_waiting() if self._trials.are_on else state.policy.next_of(state.waiting)
+            if group is None or not self._fits(group):
                 return
             state.running.add(state.waiting.remove(group.request.key))
-            if group.timeline.started is None:
-                group.timeline.started = now
+            group.timeline.run(now)
             self._start(group)
 
     def _fits(self, group: SequenceGroup) -> bool:
         state = self._state
         if len(group.unfinished) > state.batch.rows.num_free:
             return False
-        alone = not len(state.running)
-        while state.batch.blocks.can_allocate(group.computing, alone=alone) is not CanAllocate.OK:
+        alone, blocks = not len(state.running), state.batch.blocks
+        reserve = 0 if alone else blocks_to_grow(state.batch, _STEPS_AHEAD) + self._growth(group)
+        while blocks.can_allocate(group.computing, reserve=reserve, alone=alone) is not CanAllocate.OK:
             # Whatever was accepted can run alone; a pin may not keep it from that.
-            if not (alone and state.pins.give_way(state.batch.blocks.pool)):
+            if not (alone and state.pins.give_way(blocks.pool)):
                 return False
         return True
+
+    def _growth(self, group: SequenceGroup) -> int:
+        """Blocks that a group that is to be admitted takes beyond those for its tokens, likewise."""
+        blocks, last = self._state.batch.blocks, group.request.max_len - 1
+        return sum(
+            max(0, blocks.blocks_for(min(each.num_tokens + _STEPS_AHEAD, last)) - blocks.blocks_for(each.num_tokens))
+            for each in group.unfinished
+        )
 
     def _has_room_to_swap_in(self, group: SequenceGroup) -> bool:
         state, blocks = self._state, self._state.batch.blocks
         alone = not len(state.running)
         running = blocks_for_decodes(state.batch)
+        reserve = blocks_to_grow(state.batch, _STEPS_AHEAD) - running
         while True:
-            if blocks.has_room(running + state.swap_space.blocks_needed(group.computing, blocks), alone=alone):
+            needed = running + state.swap_space.blocks_needed(group.computing, blocks)
+            if blocks.has_room(needed, reserve=reserve, alone=alone):
                 return True
             if not (alone and state.pins.give_way(blocks.pool)):
                 return False

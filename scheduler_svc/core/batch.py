@@ -40,6 +40,7 @@ class Batch:
                 tuple(sequence.block_table),
                 sequence.request.sampling_of(sequence.index),
                 len(sequence.request.prompt),
+                sequence.request.traceparent,
             )
         )
         return row

@@ -20,8 +20,8 @@ class CanAllocate(enum.Enum):
 class BlockManager:
     """Gives sequences blocks as their tokens come, never ahead of them, and lets them share what is cached.
 
-    `watermark` is the share of the pool that admission leaves free, so that a newly admitted sequence is not preempted
-    at once for want of a block.
+    `watermark` is the share of the pool that admission leaves free at the least, so that a newly admitted sequence is
+    not preempted at once for want of a block.
     """
 
     def __init__(self, num_blocks: int, block_size: int, watermark: float) -> None:
@@ -33,17 +33,17 @@ class BlockManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, sequences: SequenceOf[Sequence], *, alone: bool = False) -> CanAllocate:
-        """Whether `allocate` of these sequences would succeed now, later, or never. The watermark is left free unless
-        they would run `alone`, when it protects nobody."""
+    def can_allocate(self, sequences: SequenceOf[Sequence], *, reserve: int = 0, alone: bool = False) -> CanAllocate:
+        """Whether `allocate` of these sequences would succeed now, later, or never. See `has_room`."""
         needed, total = self._needed(sequences)
         if total > self.pool.num_blocks:
             return CanAllocate.NEVER
-        return CanAllocate.OK if self.has_room(needed, alone=alone) else CanAllocate.LATER
+        return CanAllocate.OK if self.has_room(needed, reserve=reserve, alone=alone) else CanAllocate.LATER
 
-    def has_room(self, num_blocks: int, *, alone: bool = False) -> bool:
-        """Whether a group that takes this many free blocks may start."""
-        return num_blocks + (0 if alone else self._watermark_blocks) <= self.pool.num_free
+    def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
+        """Whether a group that takes this many free blocks may start. `reserve` blocks are left free, and no fewer than
+        the watermark, unless it would run `alone`, when they protect nobody."""
+        return num_blocks + (0 if alone else max(reserve, self._watermark_blocks)) <= self.pool.num_free
 
     def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """Gives sequences without blocks those for all their tokens; returns for each how many tokens it need not

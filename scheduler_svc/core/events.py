@@ -37,10 +37,12 @@ class EventLog:
             events.token_ids += token_ids[own].tolist()
 
     def sequence_end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Where sequences are selected at the end, which ones end is said there."""
         if not sequence.request.selects:
             self._of(sequence.request.key.client).finished.append(_sequence_end(sequence, sequence.index, reason))
 
     def request_end(self, group: SequenceGroup) -> None:
+        """All sequences of the group ended; what was held back is delivered."""
         if group.beams is not None:
             self._deliver_hypotheses(group, group.beams)
         elif group.request.selects:

@@ -27,6 +27,7 @@ def check(scheduler: Scheduler) -> None:
     _check_occupancy(scheduler, running)
     _check_rows(scheduler, [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING])
     _check_order(scheduler)
+    _require(not scheduler.trials.are_on or len(scheduler.running) <= 1, "a suspect does not run alone")
 
 
 def _require(condition: bool, message: str) -> None:

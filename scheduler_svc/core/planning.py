@@ -15,6 +15,14 @@ def blocks_for_decodes(batch: Batch) -> int:
     return len(rows.without_slot(rows.decoding())) + _num_copies(batch)
 
 
+def blocks_to_grow(batch: Batch, num_steps: int) -> int:
+    """Free blocks that all sequences in the batch take in so many steps after this one, where they share nothing."""
+    rows, block_size = np.flatnonzero(batch.rows.active), batch.blocks.block_size
+    # The last token of a sequence is never computed and takes no slot.
+    slots = np.minimum(batch.rows.num_tokens[rows] + num_steps, batch.rows.max_len[rows] - 1)
+    return int(np.maximum(-(-slots // block_size) - batch.rows.num_slots[rows] // block_size, 0).sum())
+
+
 def plan_decodes(batch: Batch) -> None:
     """Gives every decoding row the slot of its next token and adds it to the step. The blocks must be free."""
     rows = batch.rows.decoding()

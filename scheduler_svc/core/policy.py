@@ -138,6 +138,7 @@ class FairPolicy(Policy):
 
 
 def make_policy(kind: PolicyKind) -> Policy:
+    """A policy that has seen nothing yet."""
     match kind:
         case PolicyKind.FCFS:
             return Policy()

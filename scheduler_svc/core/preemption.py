@@ -2,7 +2,7 @@
 
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.planning import blocks_for_decodes
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequence import Milestone, SequenceGroup
 from scheduler_svc.core.state import SchedulerState
 
 
@@ -15,7 +15,7 @@ class Preemption:
         self.num_preemptions = 0
         self.num_swap_outs = 0
 
-    def make_room_for_decodes(self) -> bool:
+    def make_room_for_decodes(self, now: float) -> bool:
         """Preempts until every decoding row can have the slot of its next token. Returns whether it preempted."""
         state = self._state
         preempted = False
@@ -23,24 +23,26 @@ class Preemption:
             # Alone it fits without the pins, as it was asked when it came.
             if len(state.running) == 1 and state.pins.give_way(state.batch.blocks.pool):
                 continue
-            self.preempt(state.policy.victim_of(state.running))
+            self.preempt(state.policy.victim_of(state.running), now)
             preempted = True
         return preempted
 
-    def preempt(self, group: SequenceGroup) -> None:
+    def preempt(self, group: SequenceGroup, now: float) -> None:
         """Takes one running group out of the batch, by swap or by recompute."""
         swaps = self._mode is PreemptionMode.SWAP or (self._mode is PreemptionMode.AUTO and len(group.unfinished) > 1)
         if swaps and self._state.swap_out(group):
             self.num_swap_outs += 1
+            self._count(group, Milestone.SWAPPED_OUT, now)
         else:
             self._state.requeue(group)
-        self._count(group)
+            self._count(group, Milestone.RECOMPUTED, now)
 
-    def displace(self, group: SequenceGroup) -> None:
+    def displace(self, group: SequenceGroup, now: float) -> None:
         """Takes one running group out of the batch for one that waits; swapped groups would go before that one."""
         self._state.requeue(group)
-        self._count(group)
+        self._count(group, Milestone.RECOMPUTED, now)
 
-    def _count(self, group: SequenceGroup) -> None:
+    def _count(self, group: SequenceGroup, milestone: Milestone, now: float) -> None:
+        group.timeline.note(milestone, now)
         group.preemptions += 1
         self.num_preemptions += 1

@@ -33,6 +33,7 @@ class GroupQueue:
         return key in self._by_key
 
     def get(self, key: RequestKey) -> SequenceGroup:
+        """KeyError where it is not here."""
         return self._by_key[key]
 
     def first(self) -> SequenceGroup:
@@ -56,6 +57,7 @@ class GroupQueue:
         return self._by_rank[self._of_tenant[tenant][-1]]
 
     def add(self, group: SequenceGroup) -> None:
+        """Puts a group in that is not here."""
         key = group.request.key
         insort(self._ranks, group.rank)
         insort(self._of_tenant.setdefault(group.request.tenant, []), group.rank)
@@ -64,6 +66,7 @@ class GroupQueue:
         self.num_tokens += group.num_tokens
 
     def remove(self, key: RequestKey) -> SequenceGroup:
+        """Takes a group out and returns it. KeyError where it is not here."""
         group = self._by_key.pop(key)
         del self._by_rank[group.rank]
         _take_out(self._ranks, group.rank)

@@ -69,7 +69,7 @@ class Request:
     delivered. With `beam`, sequences are the beams of a search, as many as it is wide, and the `num_returned` best
     hypotheses are delivered. `emitted` is empty, or holds for each sequence what an earlier scheduler produced:
     generation goes on after it and counts it against `max_tokens`. `stop_token_ids` holds the model's eos ids too.
-    Cached prefixes are shared within a tenant.
+    Cached prefixes are shared within a tenant. `traceparent` is carried to the workers as it is.
     """
 
     key: RequestKey
@@ -84,6 +84,7 @@ class Request:
     num_returned: int = 1
     priority: int = 0
     beam: BeamParameters | None = None
+    traceparent: str | None = None
 
     @property
     def selects(self) -> bool:

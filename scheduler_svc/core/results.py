@@ -21,6 +21,10 @@ class Results:
         """Groups that are over, finished or failed."""
 
     def take(self, step: StepInFlight, result: StepResult) -> None:
+        """Takes in the result of `step`. What it says of rows that were released since is dropped.
+
+        Raises ValueError when a row that needs candidates has none.
+        """
         table = self._state.batch.rows
         current = table.incarnation[step.rows] == step.incarnations
         self._seal(step, current, result)

@@ -5,7 +5,7 @@ flight: planning counts on tokens that are still to come, and a sequence that tu
 row-step. Only rows whose next token the scheduler chooses itself (beam search) wait for their result.
 
 Who enters the batch is in `admission`, who leaves it under pressure in `preemption`, what it computes in `planning`,
-and what comes of it in `results`; they work on one `state`.
+what comes of it in `results`, and what follows when a worker refuses it in `trials`; they work on one `state`.
 """
 
 from collections import deque
@@ -18,6 +18,7 @@ from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import DuplicateKeyError, RefusedError
+from scheduler_svc.core.events import EventLog
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.planning import plan_decodes, plan_prefills
 from scheduler_svc.core.policy import Policy
@@ -31,6 +32,7 @@ from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_plan import ClientEvents, RequestFailure, StepInFlight, StepPlan, StepResult
 from scheduler_svc.core.submission import check_queue, check_request
 from scheduler_svc.core.swap import SwapSpace
+from scheduler_svc.core.trials import Trials
 
 
 class Scheduler:
@@ -41,7 +43,8 @@ class Scheduler:
         self.num_steps = 0
         self._state = SchedulerState(config)
         self._preemption = Preemption(self._state)
-        self._admission = Admission(self._state, self._preemption)
+        self._trials = Trials(self._state)
+        self._admission = Admission(self._state, self._preemption, self._trials)
         self._last_step_id = 0
         self._num_arrivals = 0
 
@@ -83,6 +86,10 @@ class Scheduler:
     @property
     def pins(self) -> Pins:
         return self._state.pins
+
+    @property
+    def trials(self) -> Trials:
+        return self._trials
 
     @property
     def waiting(self) -> GroupQueue:
@@ -158,11 +165,11 @@ class Scheduler:
         """Ends a request at once and frees its blocks. Returns whether there was one."""
         return self._state.end_group(key) is not None
 
-    def preempt(self, key: RequestKey) -> bool:
+    def preempt(self, key: RequestKey, now: float) -> bool:
         """Takes a running request out of the batch; it comes back by itself. Returns whether it ran."""
         if key not in self.running:
             return False
-        self._preemption.preempt(self.running.get(key))
+        self._preemption.preempt(self.running.get(key), now)
         return True
 
     # Pins
@@ -207,11 +214,13 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plans the next step, or returns None when there is nothing to compute until a result or a request comes."""
         self.expire_pins(now)
+        if self._trials.are_on:
+            self._trials.settle(now)
         batch = self._state.batch
-        self._admission.displace()
-        preempted = self._preemption.make_room_for_decodes()
+        self._admission.displace(now)
+        preempted = self._preemption.make_room_for_decodes(now)
         if not preempted:
-            self._admission.swap_in()
+            self._admission.swap_in(now)
         plan_decodes(batch)
         plan_prefills(batch, self.running)
         if not preempted:
@@ -224,6 +233,7 @@ class Scheduler:
         Raises ValueError when the result is not that step's.
         """
         step = self._take_in_flight(result)
+        self._trials.answered(step)
         results = Results(self._state, now)
         results.take(step, result)
         for group in results.ended:
@@ -264,13 +274,26 @@ class Scheduler:
 
     # Losing the worker
 
+    def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
+        """The worker refused the oldest step in flight, and said why. `void_in_flight` is to follow.
+
+        Returns the failure of the request at fault, once it is known which one that is (see `trials`).
+        """
+        events = EventLog()
+        group = self._trials.refused()
+        if group is not None:
+            self._state.end_group(group.request.key)
+            self._settle_pin(group)
+            events.request_failure(group, "STEP_REFUSED", f"the worker refused a step of this request alone: {detail}")
+        return events.by_client
+
     def void_in_flight(self, now: float) -> None:
         """Forgets all steps in flight, all computed tokens and all blocks, as when a worker was lost.
 
         Every group waits again, and every pin that held blocks is computed again.
         """
         state = self._state
-        state.forget_worker()
+        state.forget_worker(now)
         self._last_step_id = 0
         for pin in state.pins.lose_blocks():
             request = pin.request()

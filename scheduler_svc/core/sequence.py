@@ -26,6 +26,16 @@ class FinishReason(enum.Enum):
     LENGTH = enum.auto()
 
 
+class Milestone(enum.Enum):
+    """What may happen to a request between its first step and its end."""
+
+    SWAPPED_OUT = enum.auto()
+    RECOMPUTED = enum.auto()
+    """It was preempted, and prompt and output so far are to be computed again."""
+    WORKER_LOST = enum.auto()
+    RESUMED = enum.auto()
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One line of text being generated.
@@ -84,12 +94,23 @@ class Sequence:
 
 @dataclass(slots=True)
 class Timeline:
-    """When things happened to a request, in seconds of the caller's clock."""
+    """When things happened to a request, in seconds of the caller's clock. `milestones` are in order."""
 
     arrived: float
     started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+    milestones: list[tuple[Milestone, float]] = field(default_factory=list)
+
+    def run(self, now: float) -> None:
+        """The request is in the batch from now on."""
+        if self.started is None:
+            self.started = now
+        else:
+            self.milestones.append((Milestone.RESUMED, now))
+
+    def note(self, milestone: Milestone, now: float) -> None:
+        self.milestones.append((milestone, now))
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +154,7 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, request: Request, rank: int, block_size: int, now: float) -> "SequenceGroup":
+        """A group that arrives at `now`, in seconds, with the tokens that it has already."""
         emitted = request.emitted or [EmittedSequence(())] * request.num_sequences
         sequences = [
             Sequence(

@@ -9,7 +9,7 @@ from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import make_policy
 from scheduler_svc.core.queues import GroupQueue
 from scheduler_svc.core.request import RequestKey
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import Milestone, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import StepInFlight
 from scheduler_svc.core.swap import SwapSpace
 
@@ -86,12 +86,13 @@ class SchedulerState:
         self.swapped.add(group)
         return True
 
-    def forget_worker(self) -> None:
+    def forget_worker(self, now: float) -> None:
         """All steps in flight and both pools are gone: every group waits, with the rank that it had."""
         self.in_flight.clear()
         for queue in (self.running, self.swapped):
             for group in list(queue):
                 self.waiting.add(queue.remove(group.request.key))
+                group.timeline.note(Milestone.WORKER_LOST, now)
                 self._leave(group)
                 for sequence in group.unfinished:
                     sequence.block_table, sequence.row = [], None

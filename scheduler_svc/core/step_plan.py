@@ -22,6 +22,7 @@ class RowAssignment:
     block_table: SequenceOf[BlockId]
     sampling: RowSampling
     num_prompt_tokens: int
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

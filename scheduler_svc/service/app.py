@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import grpc.aio
 
@@ -13,12 +14,14 @@ from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.telemetry import configure_logging
-from scheduler_svc.core.request import ClientId
+from quire.tracing import open_tracer
+from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.connections import Connections
 from scheduler_svc.service.durable import DURABLE_CLIENT, DurableLimits, DurableRequests
 from scheduler_svc.service.metrics import DurableCollector, SchedulerMetrics, StateCollector
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
+from scheduler_svc.service.request_spans import RequestSpans
 from scheduler_svc.service.servicer import SchedulerServicer
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.settings import SchedulerSettings
@@ -27,30 +30,48 @@ _logger = logging.getLogger(__name__)
 _SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
 
+@dataclass(frozen=True, slots=True)
+class _Audience:
+    """All that hear of what happens to requests."""
+
+    connections: Connections
+    durable: DurableRequests
+    spans: RequestSpans
+
+    def deliver(self, step_id: int, events: dict[ClientId, ClientEvents]) -> None:
+        if DURABLE_CLIENT in events:
+            self.durable.deliver(step_id, events[DURABLE_CLIENT])
+        self.connections.deliver(step_id, events)
+        self.spans.delivered(events)
+
+    def deliver_prompt_logprobs(self, routed: dict[ClientId, list[PromptLogprobs]]) -> None:
+        self.durable.deliver_prompt_logprobs(routed.get(DURABLE_CLIENT, ()))
+        self.connections.deliver_prompt_logprobs(routed)
+
+
 async def serve(settings: SchedulerSettings) -> None:
     """Runs until it is cancelled, then drains. Raises ConfigurationError when it cannot start."""
     configure_logging("scheduler", settings.log_level)
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.SCHEDULER)
     metrics = SchedulerMetrics()
-    connections = Connections(abort=lambda key: loop.abort(key))
+    spans = RequestSpans(open_tracer(settings.otlp_traces_endpoint, "scheduler"), time.monotonic)
+
+    def abort(key: RequestKey) -> bool:
+        had_one = loop.abort(key)
+        spans.aborted(key)
+        return had_one
+
+    connections = Connections(abort)
     limits = DurableLimits(settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace)
-    durable = DurableRequests(lambda key: loop.abort(key), limits)
+    durable = DurableRequests(abort, limits)
 
     def report_attached(is_attached: bool) -> None:
         server.set_serving(is_attached)
         connections.report_readiness(is_attached)
 
-    def deliver(step_id: int, events: dict[ClientId, ClientEvents]) -> None:
-        if DURABLE_CLIENT in events:
-            durable.deliver(step_id, events[DURABLE_CLIENT])
-        connections.deliver(step_id, events)
-
-    def deliver_prompt_logprobs(routed: dict[ClientId, list[PromptLogprobs]]) -> None:
-        durable.deliver_prompt_logprobs(routed.get(DURABLE_CLIENT, ()))
-        connections.deliver_prompt_logprobs(routed)
-
-    loop = StepLoop(settings, metrics, deliver, deliver_prompt_logprobs, report_attached, identity)
-    servicer = SchedulerServicer(loop, connections, durable, time.monotonic)
+    audience = _Audience(connections, durable, spans)
+    loop = StepLoop(settings, metrics, audience.deliver, audience.deliver_prompt_logprobs, report_attached, identity)
+    servicer = SchedulerServicer(loop, connections, durable, time.monotonic, spans)
     metrics.watch(StateCollector(lambda: loop.scheduler))
     metrics.watch(DurableCollector(durable))
 
@@ -70,6 +91,7 @@ async def serve(settings: SchedulerSettings) -> None:
     finally:
         await server.stop(grace_s=1.0)
         loop.trace.close()
+        await asyncio.to_thread(spans.close)
 
 
 def _server_tls(identity: TlsIdentity | None) -> ServerTls | None:

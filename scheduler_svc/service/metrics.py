@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from scheduler_svc.core.request import ClientId
@@ -48,12 +48,12 @@ class SchedulerMetrics:
 
 
 class StateCollector(Collector):
-    """Gauges read off the core at scrape time."""
+    """What the core holds and has done, read at scrape time."""
 
     def __init__(self, scheduler_of: Callable[[], Scheduler | None]) -> None:
         self._scheduler_of = scheduler_of
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         scheduler = self._scheduler_of()
         if scheduler is None:
             return
@@ -71,9 +71,9 @@ class StateCollector(Collector):
         host_blocks = GaugeMetricFamily("quire_scheduler_host_blocks", "Blocks of the host pool.", labels=["state"])
         host_blocks.add_metric(["free"], host.num_free)
         host_blocks.add_metric(["used"], host.num_used)
-        preempted = GaugeMetricFamily("quire_scheduler_preemptions", "Preemptions since the start.")
+        preempted = CounterMetricFamily("quire_scheduler_preemptions", "Preemptions.")
         preempted.add_metric([], scheduler.num_preemptions)
-        swapped = GaugeMetricFamily("quire_scheduler_swap_outs", "Preemptions by swap since the start.")
+        swapped = CounterMetricFamily("quire_scheduler_swap_outs", "Preemptions by swap.")
         swapped.add_metric([], scheduler.num_swap_outs)
         yield from (requests, blocks, host_blocks, preempted, swapped)
 

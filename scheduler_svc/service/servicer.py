@@ -16,9 +16,11 @@ from scheduler_svc.service.connections import Connection, Connections
 from scheduler_svc.service.durable import DurableRequests, Reader
 from scheduler_svc.service.gateway_convert import gateway_messages, request_from_submit, welcome_message
 from scheduler_svc.service.pinning import PinFailedError
+from scheduler_svc.service.request_spans import RequestSpans
 from scheduler_svc.service.sampling_convert import check_sampling
 from scheduler_svc.service.state_convert import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
+from scheduler_svc.service.trace_convert import trace_context_of
 
 _logger = logging.getLogger(__name__)
 _MAX_GRACE_PERIOD_MS = 600_000
@@ -29,12 +31,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """One instance serves all gateways."""
 
     def __init__(
-        self, loop: StepLoop, connections: Connections, durable: DurableRequests, clock: Callable[[], float]
+        self,
+        loop: StepLoop,
+        connections: Connections,
+        durable: DurableRequests,
+        clock: Callable[[], float],
+        spans: RequestSpans,
     ) -> None:
         self._loop = loop
         self._connections = connections
         self._durable = durable
         self._clock = clock
+        self._spans = spans
         self._draining = False
 
     async def Connect(
@@ -191,9 +199,26 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if _can_be_replayed(submit):
             self._accept_durable(request, submit, connection)
             return
+        self._queue(request, submit)
+        connection.live[request.key] = request
+
+    def _queue(self, request: Request, submit: scheduler_pb2.Submit) -> None:
+        """Hands a request to the core. Raises what the gateway is told."""
+        span = self._spans.start(request, trace_context_of(submit))
+        if span is None:
+            self._submit_to_core(request)
+            return
+        try:
+            self._submit_to_core(dataclasses.replace(request, traceparent=span.context.traceparent))
+        except QuireError as error:
+            self._spans.refused(span, error)
+            raise
+        assert self._loop.scheduler is not None
+        self._spans.queued(span, self._loop.scheduler.waiting.get(request.key))
+
+    def _submit_to_core(self, request: Request) -> None:
         with refusals(self._loop.retry, self._clock()):
             self._loop.submit(request)
-        connection.live[request.key] = request
 
     def _accept_durable(self, request: Request, submit: scheduler_pb2.Submit, connection: Connection) -> None:
         reader = Reader(connection, request.key.handle)
@@ -204,8 +229,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 return
         durable = self._durable.admit(request, submit.SerializeToString())
         try:
-            with refusals(self._loop.retry, self._clock()):
-                self._loop.submit(dataclasses.replace(request, key=durable.key))
+            self._queue(dataclasses.replace(request, key=durable.key), submit)
         except QuireError:
             self._durable.forget(durable)
             raise
@@ -231,14 +255,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         key = RequestKey(connection.client, Handle(abort.handle))
         durable = self._durable.read_by(connection, key.handle)
         if durable is not None and abort.HasField("sequence_index"):
-            self._loop.abort_sequence(durable.key, abort.sequence_index)
+            self._abort_sequence(durable.key, abort.sequence_index)
         elif durable is not None:
             self._durable.end(durable)
         elif abort.HasField("sequence_index"):
-            self._loop.abort_sequence(key, abort.sequence_index)
+            self._abort_sequence(key, abort.sequence_index)
         else:
             connection.live.pop(key, None)
             self._loop.abort(key)
+            self._spans.aborted(key)
+
+    def _abort_sequence(self, key: RequestKey, index: int) -> None:
+        self._loop.abort_sequence(key, index)
+        self._spans.sequence_aborted(key)
 
 
 def _can_be_replayed(submit: scheduler_pb2.Submit) -> bool:

@@ -16,6 +16,7 @@ from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.pinning import Pinning
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs, PromptLogprobsRouter
 from scheduler_svc.service.replica import ReplicaInfo
+from scheduler_svc.service.step_refusal import refusal_of
 from scheduler_svc.service.step_trace import StepTrace
 from scheduler_svc.service.worker_group import StepLink, attach_workers
 from scheduler_svc.service.worker_link import WorkerLostError
@@ -25,6 +26,7 @@ _logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
 _ATTACH_TIMEOUT_S = 5.0
 _SHORTEST_TIMER_S = 0.001
+_LAST_WORDS_S = 0.1
 
 Deliver = Callable[[int, dict[ClientId, ClientEvents]], None]
 """Takes the id of a step and what it meant for each client."""
@@ -152,6 +154,7 @@ class StepLoop:
                 await self._drive(link)
             except WorkerLostError as error:
                 _logger.warning("%s; its steps are void, running requests wait for it to come back", error)
+                self._take_refusal(error)
             if self.scheduler is not None:
                 self.scheduler.void_in_flight(time.monotonic())
                 if self.num_live():
@@ -163,6 +166,12 @@ class StepLoop:
             else:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    def _take_refusal(self, error: WorkerLostError) -> None:
+        """Where the worker refused a step, the request at fault fails once it is found."""
+        refusal = refusal_of(error)
+        if refusal is not None and self.scheduler is not None:
+            self._hand_out(0, self.scheduler.refuse_in_flight(refusal), time.monotonic())
 
     async def _attach(self) -> StepLink:
         backoff_s = _FIRST_BACKOFF_S
@@ -233,9 +242,12 @@ class StepLoop:
 
     async def _drive(self, link: StepLink) -> None:
         """Sends steps and receives results until one of the two fails. Raises WorkerLostError."""
-        halves = [asyncio.create_task(self._send_steps(link)), asyncio.create_task(self._receive_results(link))]
+        receiving = asyncio.create_task(self._receive_results(link))
+        halves = [receiving, asyncio.create_task(self._send_steps(link))]
         try:
             await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+            # A write to a stream that broke does not say why it broke; the next read does.
+            await asyncio.wait([receiving], timeout=_LAST_WORDS_S)
         finally:
             self._set_attached(False)
             for half in halves:
@@ -286,9 +298,6 @@ class StepLoop:
             self._wake.set()
             self.trace.answered(result.step_id, answer.worker_us, now)
             self.trace.applied(result.step_id, now, time.monotonic())
-            if events.pop(PIN_CLIENT, None) is not None:
-                self._pinning.settle(scheduler.pins)
-                self._note_idle()
             self._deliver_prompt_logprobs(prompt_logprobs)
             self._hand_out(result.step_id, events, now)
 
@@ -299,6 +308,10 @@ class StepLoop:
             raise WorkerLostError(f"worker {link.address} has not answered a step for {now - oldest:.1f} s")
 
     def _hand_out(self, step_id: int, events: dict[ClientId, ClientEvents], now: float) -> None:
+        if events.pop(PIN_CLIENT, None) is not None:
+            assert self.scheduler is not None
+            self._pinning.settle(self.scheduler.pins)
+            self._note_idle()
         if not events:
             return
         self._deliver(step_id, events)

@@ -49,6 +49,11 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
         ),
         sealed_block_ids=encode_int32([block for block, _ in plan.sealed]),
         sealed_hashes=b"".join(content for _, content in plan.sealed),
+        traced=[
+            worker_pb2.TracedRow(row=assigned.row, traceparent=assigned.traceparent)
+            for assigned in plan.assign
+            if assigned.traceparent is not None
+        ],
     )
     return worker_pb2.RunRequest(step=step).SerializeToString()
 

@@ -46,7 +46,7 @@ class RandomSwaps:
     def __call__(self, scheduler: Scheduler) -> None:
         keys = [group.request.key for group in scheduler.running]
         if keys and self._rng.random() < 0.5:
-            assert scheduler.preempt(self._rng.choice(keys))
+            assert scheduler.preempt(self._rng.choice(keys), 0.0)
 
 
 def undisturbed(_: Scheduler) -> None:
@@ -208,7 +208,7 @@ async def test_150_searches_through_all_services_equal_transformers_while_blocks
         answers = await asyncio.gather(
             *(served.client.generate(case.prompt, client_options(case.options)) for case in reference.cases)
         )
-        num_swap_outs = await read_metric(port, "quire_scheduler_swap_outs")
+        num_swap_outs = await read_metric(port, "quire_scheduler_swap_outs_total")
     for case, answer in zip(reference.cases, answers, strict=True):
         assert_served(case, answer.sequences)
     ends = [each.finish_reason == FinishReason.STOP for answer in answers for each in answer.sequences]

@@ -58,7 +58,7 @@ async def test_requests_over_an_int8_pool_get_together_what_they_get_alone() -> 
         **flags, max_num_seqs=64, num_gpu_blocks=36, preemption_mode="auto", scheduler_metrics_port=port
     ) as served:
         together = await ask_all(served.client, order)
-        preemptions = await read_metric(port, "quire_scheduler_preemptions")
-        swap_outs = await read_metric(port, "quire_scheduler_swap_outs")
+        preemptions = await read_metric(port, "quire_scheduler_preemptions_total")
+        swap_outs = await read_metric(port, "quire_scheduler_swap_outs_total")
     assert together == alone
     assert 0 < swap_outs < preemptions, "both ways of preemption were taken"

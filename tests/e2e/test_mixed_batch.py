@@ -92,8 +92,8 @@ async def test_all_at_once_give_what_each_gives_alone(policy: str, alone: list[G
     settings = {"num_gpu_blocks": 60, "policy": policy, "preemption_mode": "auto", "scheduler_metrics_port": port}
     async with serving(dtype="float32", max_num_seqs=64, **settings) as served:
         answers = await ask_all(served.client, order)
-        preemptions = await read_metric(port, "quire_scheduler_preemptions")
-        swap_outs = await read_metric(port, "quire_scheduler_swap_outs")
+        preemptions = await read_metric(port, "quire_scheduler_preemptions_total")
+        swap_outs = await read_metric(port, "quire_scheduler_swap_outs_total")
     for index in order:
         assert_same(answers[index], alone[index])
     assert 0 < swap_outs < preemptions, "both ways of preemption were taken"

@@ -223,12 +223,17 @@ class Driver:
         self.scheduler = Scheduler(config)
         self.device = FakeDevice(config.block_size)
         self.max_in_flight = max_in_flight
-        self.results: deque[StepResult] = deque()
+        self.results: deque[StepResult | None] = deque()
+        """Of the steps in flight; None where the worker refuses the step, and for all after it."""
+        self.poisoned: dict[int, int] = {}
+        """Handles of requests that no step may compute once they have so many tokens."""
         self.outputs: dict[int, list[int]] = {}
         """The output of each request's first sequence."""
         self.samples: dict[tuple[int, int], list[int]] = {}
         """The output of every sequence, by handle and index."""
         self.finished: set[int] = set()
+        self.failed: set[int] = set()
+        self.num_refusals = 0
         self.usage: dict[int, Usage] = {}
         self.clock = 0.0
 
@@ -246,7 +251,7 @@ class Driver:
             return None
         plan = self.scheduler.schedule(self.clock)
         if plan is not None:
-            self.results.append(self.device.run(plan))
+            self.results.append(None if self._is_refused(plan) else self.device.run(plan))
         self.check()
         return plan
 
@@ -255,7 +260,10 @@ class Driver:
         if not self.results:
             return {}
         self.clock += 1.0
-        events = self.scheduler.apply(self.results.popleft(), self.clock)
+        result = self.results.popleft()
+        if result is None:
+            return self._refuse()
+        events = self.scheduler.apply(result, self.clock)
         for client, batch in events.items():
             if client != PIN_CLIENT:
                 self._record(batch)
@@ -270,7 +278,7 @@ class Driver:
 
     def preempt(self, request: Request) -> None:
         """Takes a request that runs out of the batch."""
-        assert self.scheduler.preempt(request.key)
+        assert self.scheduler.preempt(request.key, self.clock)
         self.check()
 
     def run_until_idle(self, max_steps: int = 10_000) -> None:
@@ -288,6 +296,21 @@ class Driver:
         self.results.clear()
         self.device = FakeDevice(self.scheduler.config.block_size)
         self.check()
+
+    def _is_refused(self, plan: StepPlan) -> bool:
+        sequences = [self.scheduler.rows.sequences[row] for row in plan.rows.tolist()]
+        return None in self.results or any(
+            sequence.num_tokens >= self.poisoned.get(sequence.request.key.handle, sequence.num_tokens + 1)
+            for sequence in sequences
+            if sequence is not None and sequence.request.key.client != PIN_CLIENT
+        )
+
+    def _refuse(self) -> dict[ClientId, ClientEvents]:
+        self.num_refusals += 1
+        events = self.scheduler.refuse_in_flight("row 0 is poisoned")
+        self.failed.update(each.key.handle for each in events.get(CLIENT, ClientEvents()).failed)
+        self.crash()
+        return events
 
     def check(self) -> None:
         invariants.check(self.scheduler)

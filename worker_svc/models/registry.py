@@ -70,16 +70,7 @@ def load_model(
     placement = Placement(device, dtype, ranks, quantization)
     family = FAMILIES.get(described.architecture)
     if model_impl == "transformers" or (model_impl == "auto" and family is None):
-        if ranks.size > 1:
-            raise ConfigurationError(
-                f"{described.architecture} runs through transformers' code, which is not split over ranks; "
-                "--tensor-parallel-size must be 1"
-            )
-        if quantization is not Quantization.NONE:
-            raise ConfigurationError(
-                f"{described.architecture} runs through transformers' code, whose layers are not quantized; "
-                f"--quantization is {quantization.value} and must be none"
-            )
+        _check_for_transformers(described, placement)
         return _load_by_transformers(described, placement, progress)
     if family is None:
         raise ConfigurationError(
@@ -87,6 +78,20 @@ def load_model(
             "--model-impl is native, use auto or transformers"
         )
     return _load_native(family, described, placement, progress)
+
+
+def _check_for_transformers(described: ModelDirectory, placement: Placement) -> None:
+    """Raises ConfigurationError for what transformers' code is not used with."""
+    if placement.ranks.size > 1:
+        raise ConfigurationError(
+            f"{described.architecture} runs through transformers' code, which is not split over ranks; "
+            "--tensor-parallel-size must be 1"
+        )
+    if placement.quantization is not Quantization.NONE:
+        raise ConfigurationError(
+            f"{described.architecture} runs through transformers' code, whose layers are not quantized; "
+            f"--quantization is {placement.quantization.value} and must be none"
+        )
 
 
 def _load_native(

@@ -164,8 +164,6 @@ async def test_repository_index_knows_no_repository_by_a_name(gateway):
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("ModelConfig", "ModelMetadata"),
-        ("ModelStatistics", "/metrics"),
         ("CudaSharedMemoryRegister", "in the messages"),
         ("NoSuchMethod", "ModelStreamInfer"),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 import pytest_asyncio
@@ -199,12 +200,61 @@ async def test_the_repository_has_the_one_model(client: TritonClient):
     assert index == {"models": [{"name": MODEL, "version": "1", "state": "READY"}]}
 
 
+async def test_the_configuration_is_the_model_s_in_triton_s_terms(client: TritonClient):
+    config = (await client.simple("get_model_config", model_name=MODEL, as_json=True))["config"]
+    metadata = await client.simple("get_model_metadata", model_name=MODEL, as_json=True)
+    assert (config["name"], config["platform"], config["backend"]) == (MODEL, "quire", "quire")
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert config["version_policy"] == {"specific": {"versions": ["1"]}}
+    for kind in ("input", "output"):
+        assert [each["name"] for each in config[kind]] == [each["name"] for each in metadata[f"{kind}s"]]
+        datatypes = [each["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES") for each in config[kind]]
+        assert datatypes == [each["datatype"] for each in metadata[f"{kind}s"]]
+    assert [each["name"] for each in config["input"] if not each.get("optional")] == ["text_input"]
+
+
+async def statistics_of(client: TritonClient, **asked) -> dict:
+    (statistics,) = (await client.simple("get_inference_statistics", as_json=True, **asked))["model_stats"]
+    return statistics
+
+
+def counts_of(statistics: dict) -> dict[str, int]:
+    return {name: int(each.get("count", 0)) for name, each in statistics["inference_stats"].items()}
+
+
+async def test_statistics_count_requests_and_their_time_by_how_they_ended(gateway, client: TritonClient):
+    before = await statistics_of(client)
+    started_ms = time.time() * 1000
+    await client.infer(INPUTS | {"text_input": ["hello", "good morning"]}, parameters=EIGHT)
+    await gateway.generation.Generate(generation_pb2.GenerateRequest(text="over quire's own service"))
+    with pytest.raises(TritonError):
+        await client.infer(INPUTS, parameters={"max_tokens": 900, "ignore_eos": True}, timeout_s=0.1)
+    async with asyncio.timeout(10):
+        await gateway.gateway._ledger.wait_until_empty()
+    with pytest.raises(TritonError):
+        await client.infer(INPUTS, parameters={"temperature": -1.0})
+    after = await statistics_of(client, model_name=MODEL, model_version="1")
+    assert int(after["inference_count"]) - int(before.get("inference_count", 0)) == 3
+    assert int(after["last_inference"]) >= int(started_ms)
+    grown = {name: count - counts_of(before)[name] for name, count in counts_of(after).items()}
+    assert grown == {"success": 3, "fail": 1, "queue": 3, "compute_infer": 3}
+    assert int(after["inference_stats"]["success"]["ns"]) > 0
+    assert int(after["inference_stats"]["fail"]["ns"]) > 0
+
+
+@pytest.mark.parametrize("method", ["get_model_config", "get_inference_statistics"])
+@pytest.mark.parametrize("asked", [{"model_name": "other"}, {"model_name": MODEL, "model_version": "7"}])
+async def test_what_is_asked_of_another_model_is_not_found(client: TritonClient, method, asked):
+    with pytest.raises(TritonError) as refused:
+        await client.simple(method, **asked)
+    assert refused.value.status == "StatusCode.NOT_FOUND"
+
+
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("get_model_config", "ModelMetadata tells the tensors"),
-        ("get_inference_statistics", "/metrics of the HTTP port"),
         ("load_model", "the model is the one that the server was started with"),
+        ("unload_model", "the model is the one that the server was started with"),
     ],
 )
 async def test_what_is_not_served_says_where_else_to_look(client: TritonClient, method, words):

@@ -10,6 +10,7 @@ from quire.client import AsyncClient, Client, RequestCompleted, RetryPolicy, Tok
 from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unavailable
 from tests.support.fake_gateway import start_fake_gateway
 from tests.support.flaky_gateway import EitherClient, FlakyGeneration
+from tests.support.resetting_proxy import ResettingProxy, resetting_proxy
 
 FULL = ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_ms=20)
 GONE = Unavailable("about to stop", reason="DRAINING")
@@ -32,6 +33,22 @@ async def calling(
     finally:
         await client.close()
         await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def reset_first(
+    kind: type[Client] | type[AsyncClient], num_resets: int, retry: RetryPolicy | None = None
+) -> AsyncIterator[tuple[EitherClient, FlakyGeneration, ResettingProxy]]:
+    """A client whose first connections are reset while they are being opened."""
+    generation = FlakyGeneration()
+    server = await start_fake_gateway("127.0.0.1:0", generation)
+    async with resetting_proxy(server.address, num_resets) as proxy:
+        client = EitherClient(kind(proxy.address, retry=retry))
+        try:
+            yield client, generation, proxy
+        finally:
+            await client.close()
+    await server.stop(0)
 
 
 @pytest.mark.parametrize("num_failures", [1, 3])
@@ -72,6 +89,41 @@ async def test_a_lost_generation_is_made_again_where_the_policy_says_so(kind) ->
     async with calling(kind, GONE, GONE, retry=GENERATES_AGAIN) as (client, generation):
         assert isinstance((await client.events("hi", timeout_s=10))[-1], RequestCompleted)
         assert generation.num_calls == 2 + 1
+
+
+@pytest.mark.parametrize("num_resets", [1, 3])
+async def test_an_idempotent_call_outlives_connections_that_are_reset_while_they_open(kind, num_resets: int) -> None:
+    async with reset_first(kind, num_resets) as (client, _, proxy):
+        assert (await client.call("tokenize", "hi", timeout_s=20)).token_ids == (104, 105)
+    assert proxy.num_connections == num_resets + 1
+
+
+async def test_a_generation_that_reached_nobody_is_made_again_by_a_policy(kind) -> None:
+    async with reset_first(kind, 2, retry=RetryPolicy()) as (client, generation, _):
+        assert (await client.call("generate", "hi", timeout_s=20)).text == "hi!"
+        assert generation.num_calls == 1
+    async with reset_first(kind, 2, retry=RetryPolicy()) as (client, generation, _):
+        assert isinstance((await client.events("hi", timeout_s=20))[-1], RequestCompleted)
+        assert generation.num_calls == 1
+
+
+async def test_without_a_policy_it_is_the_callers(kind) -> None:
+    async with reset_first(kind, 1) as (client, generation, _):
+        with pytest.raises(Unavailable):
+            await client.call("generate", "hi", timeout_s=20)
+        assert generation.num_calls == 0
+
+
+async def test_a_generation_that_reached_none_of_several_gateways_is_made_again_by_a_policy(kind) -> None:
+    generation = FlakyGeneration()
+    server = await start_fake_gateway("127.0.0.1:0", generation)
+    async with resetting_proxy(server.address, 1) as one, resetting_proxy(server.address, 1) as other:
+        client = EitherClient(kind([one.address, other.address], retry=RetryPolicy()))
+        assert (await client.call("generate", "hi", timeout_s=20)).text == "hi!"
+        assert one.num_connections > 0
+        assert other.num_connections > 0
+        await client.close()
+    await server.stop(0)
 
 
 async def test_a_stream_that_has_begun_is_not_started_again(kind) -> None:

@@ -19,6 +19,9 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
+from worker_svc.refusal import invalid
+from worker_svc.steps import AdmittedStep, Step
+from worker_svc.worker import Worker
 
 
 async def test_a_gateway_that_leaves_has_its_requests_aborted_after_the_grace_period(scheduler):
@@ -190,21 +193,79 @@ async def test_gateways_are_told_when_the_worker_is_lost_and_when_it_is_back(tmp
         await successor.stop()
 
 
-async def test_a_worker_that_refuses_every_step_is_attached_at_growing_intervals(scheduler, monkeypatch):
+def make_refused(handle: int) -> scheduler_pb2.Submit:
+    """A submission that the worker refuses, once the scheduler does not check it first."""
+    submit = make_submit(handle)
+    submit.sampling.temperature = -1
+    return submit
+
+
+@pytest.fixture
+def _unchecked(monkeypatch):
     monkeypatch.setattr("scheduler_svc.service.servicer.check_sampling", lambda submit, max_logprobs: None)
+
+
+@pytest.mark.usefixtures("_unchecked")
+async def test_a_worker_that_refuses_every_step_is_attached_at_growing_intervals(scheduler):
     stream, _ = await GatewayStream.open(scheduler)
-    refused = make_submit(1)
-    refused.sampling.temperature = -1
     first_epoch, started = (await state_of(scheduler)).scheduler_epoch, time.monotonic()
-    await stream.submit(refused)
-
-    async def attached_four_times_more() -> bool:
-        return (await state_of(scheduler)).scheduler_epoch >= first_epoch + 4
-
-    await until(attached_four_times_more)
+    for handle in (1, 2, 3):
+        await stream.submit(make_refused(handle))
+    await stream.read_until_over(1, 2, 3)
     assert time.monotonic() - started >= 0.05 + 0.1 + 0.2
-    await stream.abort(1)
-    await stream.submit(make_submit(2))
-    await stream.read_until_over(2)
-    assert stream.outputs[2] == expected_tokens(2)
+    await stream.submit(make_submit(4))
+    await stream.read_until_over(4)
+    assert stream.outputs[4] == expected_tokens(4)
+    # None of them was refused more than twice.
+    assert (await state_of(scheduler)).scheduler_epoch <= first_epoch + 6
+    stream.close()
+
+
+@pytest.mark.usefixtures("_unchecked")
+async def test_a_request_whose_steps_the_worker_refuses_fails_alone(scheduler):
+    stream, _ = await GatewayStream.open(scheduler)
+    for handle in (1, 2, 4, 5):
+        await stream.submit(make_submit(handle, max_tokens=300))
+    await stream.read()
+    await stream.submit(make_refused(3))
+    await stream.read_until_over(1, 2, 3, 4, 5)
+    assert (stream.failed[3].code, stream.failed[3].reason) == (code_pb2.INTERNAL, "STEP_REFUSED")
+    assert "temperature" in stream.failed[3].message
+    for handle in (1, 2, 4, 5):
+        assert stream.outputs[handle] == expected_tokens(handle, max_tokens=300)
+    await wait_nothing_in_use(scheduler)
+    stream.close()
+
+
+async def test_a_request_that_is_refused_in_the_middle_of_its_output_fails_alone(worker, tmp_path, monkeypatch):
+    def admit(self: Worker, step: Step) -> AdmittedStep:
+        if len(step.batch.rows) and int((step.batch.num_computed_tokens + step.batch.num_new_tokens).max()) > 60:
+            raise invalid("batch.num_new_tokens", "is one too many")
+        return admit_any(self, step)
+
+    admit_any = Worker.admit
+    monkeypatch.setattr(Worker, "admit", admit)
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        for handle, max_tokens in ((1, 40), (2, 80), (3, 40)):
+            await stream.submit(make_submit(handle, max_tokens=max_tokens))
+        await stream.read_until_over(1, 2, 3)
+        assert stream.failed.keys() == {2}
+        assert stream.failed[2].message.endswith("batch.num_new_tokens is one too many")
+        # What came before the refusal was delivered, and nothing twice.
+        assert stream.outputs[2] == expected_tokens(2, max_tokens=56)
+        for handle in (1, 3):
+            assert stream.outputs[handle] == expected_tokens(handle, max_tokens=40)
+        await wait_nothing_in_use(stub)
+        stream.close()
+
+
+@pytest.mark.usefixtures("_unchecked")
+async def test_a_scheduler_whose_last_request_was_refused_drains(scheduler):
+    stream, _ = await GatewayStream.open(scheduler)
+    await stream.submit(make_refused(1))
+    await stream.read_until_over(1)
+    drained = await scheduler.Drain(scheduler_pb2.DrainRequest(timeout_ms=5_000), timeout=5)
+    assert drained.remaining_requests == 0
     stream.close()

@@ -1,6 +1,5 @@
-"""docs/operations.md names the metrics, flags and reasons that there are."""
+"""docs/operations.md names the metrics and reasons that there are."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -8,24 +7,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.metrics import GatewayMetrics
-from gateway.settings import GatewaySettings
-from quire.cli.certs import CertsFlags
-from quire.cli.flags import ConnectionFlags
-from quire.local.settings import ServeSettings
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.durable import DurableLimits, DurableRequests
 from scheduler_svc.service.metrics import DurableCollector, SchedulerMetrics, StateCollector
-from scheduler_svc.settings import SchedulerSettings
 from tests.support.core_driver import make_config
 from tests.unit.docs.test_api_reasons import documented_reasons
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-SETTINGS = (GatewaySettings, SchedulerSettings, WorkerSettings, ServeSettings, ConnectionFlags, CertsFlags)
-# Of kubectl and docker compose.
-FOREIGN_FLAGS = {"--kustomize", "--build"}
 
 
 def gateway_registry() -> CollectorRegistry:
@@ -59,15 +49,6 @@ def test_every_metric_of_a_service_stands_in_its_table_and_no_other(service: str
 def test_metrics_in_the_text_are_in_the_tables() -> None:
     in_tables = set(re.findall(r"^\| `(quire_\w+)`", TEXT, re.MULTILINE))
     assert set(re.findall(r"\bquire_(?:gateway|scheduler|worker)_\w+", TEXT)) == in_tables
-
-
-def test_every_flag_is_one_of_a_service_or_command() -> None:
-    known = {
-        field.metadata["quire.setting"].flag or "--" + field.name.replace("_", "-")
-        for cls in SETTINGS
-        for field in dataclasses.fields(cls)
-    }
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT)) <= known | FOREIGN_FLAGS
 
 
 def test_every_reason_that_is_explained_is_one_that_is_given() -> None:

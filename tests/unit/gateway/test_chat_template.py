@@ -7,7 +7,7 @@ from gateway.request import ChatMessage
 from quire.rpc.errors import InvalidArgument
 from quire.settings import ConfigurationError
 
-MESSAGES = [ChatMessage("system", "Be brief."), ChatMessage("user", 'Say "é" <b>')]
+MESSAGES = [ChatMessage("system", "Be brief."), ChatMessage("user", 'Say "é" <b>', name="Ann")]
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -26,12 +26,14 @@ def render(source, messages=MESSAGES):
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
         "{% if tools is none %}no tools{% endif %}{{ strftime_now('%Y') | length }}",
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+        "{% for m in messages %}{{ m.name | default('nobody') }}{% if 'name' in m %}!{% endif %}{% endfor %}",
     ],
 )
 def test_renders_as_transformers_does(source):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     conversation = [{"role": message.role, "content": message.content} for message in MESSAGES]
+    conversation[1]["name"] = "Ann"
     (expected,), _ = render_jinja_template(
         [conversation], chat_template=source, add_generation_prompt=True, **SPECIAL_TOKENS
     )

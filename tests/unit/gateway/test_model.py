@@ -43,9 +43,9 @@ def test_the_models_repetition_penalty_is_applied(tmp_path, executor):
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
-        ("repetition_penalty", "0", "is 0; it must be in (0, 10]"),
-        ("repetition_penalty", "10.5", "is 10.5; it must be in (0, 10]"),
-        ("repetition_penalty", "NaN", "is nan; it must be in (0, 10]"),
+        ("repetition_penalty", "0", "is 0; it must be in [1e-30, 10]"),
+        ("repetition_penalty", "10.5", "is 10.5; it must be in [1e-30, 10]"),
+        ("repetition_penalty", "NaN", "is nan; it must be in [1e-30, 10]"),
         ("temperature", "-1", "is -1; it must be in [0, 100]"),
         ("temperature", "NaN", "is nan; it must be in [0, 100]"),
         ("top_k", "-1", "is -1; it must be in [0, 4,294,967,295]"),

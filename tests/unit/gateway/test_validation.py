@@ -81,8 +81,8 @@ def test_texts_of_too_many_bytes_are_refused_before_they_are_tokenized():
 
 
 def test_negative_numbers_that_only_json_can_bring_are_refused():
-    sampling = SamplingOptions(top_k=-1, seed=-1, n=-1)
-    assert fields_refused(sampling=sampling) == ["sampling.top_k", "sampling.n", "sampling.seed"]
+    sampling = SamplingOptions(top_k=-1, n=-1)
+    assert fields_refused(sampling=sampling) == ["sampling.top_k", "sampling.n"]
     assert fields_refused(TokenPrompt([1, -5])) == ["token_ids.ids[1]"]
 
 
@@ -114,14 +114,41 @@ def test_exactly_what_is_in_range_passes(temperature, top_p, min_p, penalty):
         check(sampling=sampling)
 
 
-@pytest.mark.parametrize("field", ["top_p", "repetition_penalty"])
 @pytest.mark.parametrize(("value", "is_refused"), [(1e-300, True), (7e-46, True), (1e-45, False), (1e-30, False)])
-def test_what_single_precision_rounds_to_zero_is_refused(field, value, is_refused):
-    sampling = SamplingOptions(**{field: value})
+def test_what_single_precision_rounds_to_zero_is_refused(value, is_refused):
+    sampling = SamplingOptions(top_p=value)
     if is_refused:
-        assert fields_refused(sampling=sampling) == [f"sampling.{field}"]
+        assert fields_refused(sampling=sampling) == ["sampling.top_p"]
     else:
         check(sampling=sampling)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1e-300, 1e-45, 9e-31, 10.1, float("nan")])
+def test_a_repetition_penalty_that_logits_overflow_by_is_refused_with_its_range(value):
+    with pytest.raises(InvalidArgument, match=r"sampling.repetition_penalty is .*; it must be in \[1e-30, 10\]"):
+        check(sampling=SamplingOptions(repetition_penalty=value))
+    for allowed in (1e-30, float(np.float32(1e-30)), 10):
+        check(sampling=SamplingOptions(repetition_penalty=allowed))
+
+
+@pytest.mark.parametrize(("seed", "is_refused"), [(-(2**63) - 1, True), (-(2**63), False), (-5, False), (2**64, True)])
+def test_seeds_are_numbers_of_64_bits_with_or_without_a_sign(seed, is_refused):
+    expected = pytest.raises(InvalidArgument, match=r"sampling.seed is .* in \[-9,223,372,036,854,775,808, 18,446,744")
+    with expected if is_refused else nullcontext():
+        check(sampling=SamplingOptions(seed=seed))
+
+
+def test_a_number_of_very_many_digits_is_shortened():
+    with pytest.raises(InvalidArgument) as caught:
+        check(sampling=SamplingOptions(seed=10**4000))
+    assert len(caught.value.message) < 300
+
+
+def test_names_of_speakers_have_a_length_and_are_text():
+    check(ChatPrompt([ChatMessage("user", "hello", "x" * 64)]))
+    with pytest.raises(InvalidArgument, match=r"messages\[0\].name has 65 characters; the most is 64"):
+        check(ChatPrompt([ChatMessage("user", "hello", "x" * 65)]))
+    assert fields_refused(ChatPrompt([ChatMessage("user", "hello", "\ud800")])) == ["messages[0].name"]
 
 
 @pytest.mark.parametrize(

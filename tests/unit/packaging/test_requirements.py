@@ -44,8 +44,16 @@ def test_worker_installs_torch() -> None:
 
 def test_all_is_every_service() -> None:
     extras = read_pyproject()["project"]["optional-dependencies"]
-    assert extras["all"] == [f"quire[{','.join((*SERVICE_EXTRAS, 'certs'))}]"]
+    assert extras["all"] == [f"quire[{','.join((*SERVICE_EXTRAS, 'certs', 'tracing'))}]"]
     assert list_requirements(PYPROJECT, ["all"]) == list_requirements(PYPROJECT, [])
+
+
+def test_the_image_has_wheels_for_all_that_it_installs() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    listed = re.search(r"list_requirements\.py ([a-z ]+) >", text)
+    assert listed is not None
+    assert "'quire[all]'" in text
+    assert read_pyproject()["project"]["optional-dependencies"]["all"] == [f"quire[{','.join(listed[1].split())}]"]
 
 
 def test_an_unknown_extra_is_refused() -> None:
@@ -55,7 +63,10 @@ def test_an_unknown_extra_is_refused() -> None:
 
 def test_everything_required_is_pinned() -> None:
     pyproject = read_pyproject()
-    required = list_requirements(PYPROJECT, [*SERVICE_EXTRAS, "dev"]) + pyproject["build-system"]["requires"]
+    required = (
+        list_requirements(PYPROJECT, [*SERVICE_EXTRAS, "certs", "tracing", "dev"])
+        + pyproject["build-system"]["requires"]
+    )
     assert {name_of(requirement) for requirement in required} <= read_pins().keys()
 
 

@@ -126,6 +126,24 @@ def test_a_template_that_is_no_text_is_refused(make: Make) -> None:
     assert "chat_template" in error_of(make(tokenizer_config={"chat_template": 1}))
 
 
+def test_a_template_of_a_processor_counts_where_there_is_no_other(make: Make) -> None:
+    directory = make(chat_template={"chat_template": "processor's"})
+    assert ModelDirectory.open(directory).chat_template == "processor's"
+    assert ModelDirectory.open(make(tokenizer_config={"chat_template": "own"})).chat_template == "own"
+
+
+def test_added_tokens_are_read_where_the_tokenizer_config_lists_none(make: Make) -> None:
+    files = {"added_tokens": {"<x>": 7}, "special_tokens_map": {"additional_special_tokens": ["<x>"]}}
+    config = ModelDirectory.open(make(**files)).tokenizer_config
+    assert config == {"added_tokens": {"<x>": 7}, "additional_special_tokens": ["<x>"]}
+    listed = {"added_tokens_decoder": {}}
+    assert ModelDirectory.open(make(tokenizer_config=listed, **files)).tokenizer_config == listed
+
+
+def test_added_tokens_without_ids_are_refused(make: Make) -> None:
+    assert "gives '<x>' the token id 'seven'" in error_of(make(added_tokens={"<x>": "seven"}))
+
+
 def test_weight_files_are_those_of_the_index(make: Make) -> None:
     directory = make(**{"model.safetensors.index": {"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}})
     model = ModelDirectory.open(directory)

@@ -93,7 +93,7 @@ def test_a_field_of_the_wrong_type_is_named(field, value, path, expected):
         ([{"role": "user", "content": ["hello"]}], "messages[0].content"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls"),
-        ([*HELLO, {"role": "user", "content": "x", "name": "Ann"}], "messages[1].name"),
+        ([*HELLO, {"role": "user", "content": "x", "name": 7}], "messages[1].name"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
     ],

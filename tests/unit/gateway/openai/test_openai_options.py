@@ -112,6 +112,18 @@ def test_content_in_parts_becomes_one_text():
     assert chat_options(body, "id").prompt.messages == [ChatMessage("user", "one\ntwo")]
 
 
+def test_names_of_speakers_reach_the_template_and_an_empty_one_is_none():
+    messages = [{"role": "user", "content": "hello", "name": name} for name in ("Ann", "", None)]
+    names = [message.name for message in chat_options(chat(messages=messages), "id").prompt.messages]
+    assert names == ["Ann", None, None]
+
+
+def test_a_seed_of_minus_one_is_none_as_vllm_has_it():
+    assert options(seed=-1).sampling.seed is None
+    assert options(seed=-5).sampling.seed == -5
+    assert options(seed=0).sampling.seed == 0
+
+
 def test_chat_log_probabilities():
     assert chat_options(chat(logprobs=True), "id").output.logprobs == 0
     assert chat_options(chat(logprobs=True, top_logprobs=3), "id").output.logprobs == 3

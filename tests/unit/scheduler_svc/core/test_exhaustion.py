@@ -111,8 +111,8 @@ def test_a_group_larger_than_host_memory_is_recomputed_while_smaller_ones_are_sw
     for _ in range(4):
         driver.plan()
         driver.deliver()
-    assert driver.scheduler.preempt(small.key)
-    assert driver.scheduler.preempt(large.key)
+    assert driver.scheduler.preempt(small.key, driver.clock)
+    assert driver.scheduler.preempt(large.key, driver.clock)
     assert [len(queue) for queue in (driver.scheduler.swapped, driver.scheduler.waiting)] == [1, 1]
     assert_finish(driver, [large, small])
 
@@ -144,7 +144,7 @@ def test_a_pin_gives_way_to_a_swapped_group_too():
     driver.deliver()
     driver.plan()
     driver.deliver()
-    assert driver.scheduler.preempt(group.key)
+    assert driver.scheduler.preempt(group.key, driver.clock)
     assert group.key in driver.scheduler.swapped
     # What the first request left is still cached, so it is pinned at once.
     assert driver.scheduler.pin("", [9] * 32, driver.clock, 1e6).is_held

@@ -156,11 +156,11 @@ def test_when_blocks_run_out_the_newest_is_preempted_and_later_recomputed():
 
 def test_preemption_takes_the_newest_and_spares_the_oldest():
     driver = Driver(make_config(num_blocks=4, block_size=4, max_model_len=16), max_in_flight=1)
-    old, new = make_request(1, prompt_len=8, max_tokens=8), make_request(2, prompt_len=8, max_tokens=8)
+    old, new = make_request(1, prompt_len=6, max_tokens=8), make_request(2, prompt_len=6, max_tokens=8)
     driver.submit(old)
     driver.submit(new)
-    driver.plan()
-    driver.deliver()
+    # Both fill their second block with the eighth token.
+    driver.run_steps(3)
     plan = driver.plan()
     assert plan is not None
     assert plan.rows.tolist() == [0]

@@ -1,5 +1,5 @@
-"""The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins and losses of the worker,
-against what each request must get. Invariants are checked after every rule."""
+"""The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins, refused steps and losses of
+the worker, against what each request must get. Invariants are checked after every rule."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         handle = data.draw(st.sampled_from(sorted(self.requests)))
-        live = handle not in self.driver.finished
+        live = handle not in self.driver.finished | self.driver.failed
         assert self.driver.scheduler.abort(self.requests[handle].key) == live
         if live:
             del self.requests[handle]
@@ -136,7 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def preempt(self, data):
         keys = [group.request.key for group in self.driver.scheduler.running]
-        assert self.driver.scheduler.preempt(data.draw(st.sampled_from(keys)))
+        assert self.driver.scheduler.preempt(data.draw(st.sampled_from(keys)), self.driver.clock)
 
     @rule(length=st.integers(0, 30), tenant=st.sampled_from(["a", "b"]), time_to_live=st.sampled_from([2.0, 50.0]))
     def pin(self, length, tenant, time_to_live):
@@ -162,6 +162,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_worker(self):
         self.driver.crash()
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), num_tokens=st.integers(1, 30))
+    def poison(self, data, num_tokens):
+        """From now on the worker refuses a request's steps, once it has so many tokens."""
+        self.driver.poisoned[data.draw(st.sampled_from(sorted(self.requests)))] = num_tokens
+
     @invariant()
     def holds(self):
         if not hasattr(self, "driver"):
@@ -177,9 +183,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.driver.run_until_idle()
         for (handle, index), expected in self.expected.items():
-            if handle in self.requests:
+            if handle in self.driver.finished:
                 assert self.driver.samples[handle, index] == expected
-        assert self.driver.finished == set(self.requests)
+        assert self.driver.failed <= self.driver.poisoned.keys()
+        assert self.driver.finished == self.requests.keys() - self.driver.failed
         scheduler = self.driver.scheduler
         assert scheduler.blocks.pool.num_used == scheduler.pins.num_pinned
         scheduler.expire_pins(self.driver.clock + 100)

@@ -1,0 +1,52 @@
+"""Where traces go."""
+
+from urllib.parse import urlsplit
+
+from quire.settings import ConfigurationError
+from quire.tracing.spans import Tracer
+
+_FLAG = "--otlp-traces-endpoint"
+
+
+def parse_endpoint(text: str) -> str:
+    """A collector's address, http://HOST:PORT or https://HOST:PORT. Raises ValueError for anything else."""
+    expected = "expected http://HOST:PORT, or https://HOST:PORT for TLS"
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
+        raise ValueError(expected)
+    if url.path not in ("", "/") or url.query or url.fragment:
+        raise ValueError(f"{expected}; OTLP over gRPC has no path")
+    if url.port is None:  # raises ValueError where it is no port
+        raise ValueError(f"{expected}; the port is missing, collectors usually have 4317")
+    return text.rstrip("/")
+
+
+def check_installed(endpoint: str | None) -> None:
+    """Raises ConfigurationError where there is an endpoint and nothing that could send there."""
+    if endpoint is None:
+        return
+    try:
+        import quire.tracing.otlp  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"{_FLAG} needs {error.name}, which is not installed; install quire[tracing]"
+        ) from error
+
+
+def open_tracer(endpoint: str | None, service: str) -> Tracer | None:
+    """Sends the spans of a service, for example "gateway", to a collector; None without an endpoint.
+
+    Returns at once: whether the collector is there shows later, in the log.
+
+    Raises:
+        ConfigurationError: OpenTelemetry is not installed, or one of its own variables makes no sense.
+    """
+    if endpoint is None:
+        return None
+    check_installed(endpoint)
+    from quire.tracing.otlp import OtlpTracer
+
+    try:
+        return OtlpTracer.open(endpoint, service)
+    except Exception as error:  # it has no common class for what it refuses
+        raise ConfigurationError(f"{_FLAG} {endpoint}: {error}") from error

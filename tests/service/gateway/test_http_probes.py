@@ -1,0 +1,54 @@
+"""Load balancers ask by HEAD: the same status and headers as by GET, and no body."""
+
+import httpx
+import pytest
+
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import running_gateway
+
+PATHS = ("/health", "/ready", "/version", "/metrics")
+# The time, and what of the metrics has changed since the other request.
+CHANGING = {"date", "x-request-id"}
+
+
+def headers_of(answer: httpx.Response) -> dict[str, str]:
+    return {name: value for name, value in answer.headers.items() if name not in CHANGING}
+
+
+@pytest.fixture
+async def ready_gateway(gateway, scheduler):
+    await gateway.gateway._generator.replicas.wait_until_ready()
+    return gateway
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_head_is_answered_as_get_without_a_body(ready_gateway, path):
+    async with httpx.AsyncClient(base_url=ready_gateway.http_url, timeout=20) as client:
+        asked, got = await client.head(path), await client.get(path)
+    assert (asked.status_code, got.status_code) == (200, 200)
+    assert headers_of(asked) == headers_of(got)
+    assert got.content
+    assert not asked.content
+
+
+async def test_a_connection_goes_on_after_head(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20, limits=httpx.Limits(max_connections=1)) as one:
+        for _ in range(3):
+            assert (await one.head("/metrics")).status_code == 200
+        assert (await one.get("/health")).json() == {"status": "ok"}
+
+
+async def test_head_says_not_ready_by_its_status():
+    scheduler = FakeScheduler(refuses_connections=True)
+    await scheduler.start()
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url) as client:
+        answer = await client.head("/ready")
+    assert (answer.status_code, answer.content) == (503, b"")
+    await scheduler.stop()
+
+
+async def test_other_methods_are_told_which_there_are(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as client:
+        answer = await client.post("/health")
+    assert answer.status_code == 405
+    assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}

@@ -1,0 +1,256 @@
+"""The gateway's spans, as a collector gets them, and what it tells schedulers of them."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from gateway.request import RequestOptions
+from gateway.request_spans import NoSpan, RequestSpans
+from quire.gateway.v1 import generation_pb2
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import RunningGateway, collect, error_of, running_gateway, stream_request
+from tests.support.trace_collector import CollectedSpan, TraceCollector, trace_collector
+
+OK, ERROR = 0, 2
+
+
+@pytest.fixture
+async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TraceCollector]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    async with trace_collector() as running:
+        yield running
+
+
+@pytest.fixture
+async def traced(scheduler: FakeScheduler, collector: TraceCollector) -> AsyncIterator[RunningGateway]:
+    async with running_gateway(scheduler, otlp_traces_endpoint=collector.endpoint) as running:
+        yield running
+
+
+def make_traceparent(*, sampled: bool = True) -> tuple[str, str, str]:
+    """The header, and the ids of trace and span in it."""
+    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+    return f"00-{trace_id}-{span_id}-{'01' if sampled else '00'}", trace_id, span_id
+
+
+async def span_of(collector: TraceCollector, trace_id: str) -> CollectedSpan:
+    return (await collector.trace(trace_id, 1))["quire-gateway"]
+
+
+async def test_a_grpc_request_continues_the_trace_of_its_metadata_and_the_scheduler_that_of_the_gateway(
+    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
+) -> None:
+    header, trace_id, caller = make_traceparent()
+    request = stream_request("hello", max_tokens=6, request_id="traced-1")
+    request.sampling.temperature = 0.5
+    request.sampling.top_p = 0.25
+    metadata = (("traceparent", header), ("tracestate", "vendor=value"))
+    done = await collect(traced.generation.GenerateStream(request, metadata=metadata))
+    span = await span_of(collector, trace_id)
+    assert (span.parent_id, span.status) == (caller, OK)
+    assert span.name == f"text_completion {traced.gateway._generator.model.name}"
+    assert span.attributes["gen_ai.request.id"] == "traced-1"
+    assert span.attributes["gen_ai.request.model"] == traced.gateway._generator.model.name
+    assert span.attributes["gen_ai.request.max_tokens"] == 6
+    assert span.attributes["gen_ai.request.temperature"] == 0.5
+    assert span.attributes["gen_ai.request.top_p"] == 0.25
+    assert span.attributes["gen_ai.request.n"] == 1
+    assert span.attributes["gen_ai.usage.input_tokens"] == done.completed.usage.prompt_tokens
+    assert span.attributes["gen_ai.usage.output_tokens"] == 6
+    assert span.attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert span.attributes["quire.outcome"] == "completed"
+    assert 0 < span.attributes["gen_ai.latency.time_to_first_token"] <= span.attributes["gen_ai.latency.e2e"]
+    told = scheduler.submits[-1].trace_context
+    assert told.traceparent == f"00-{trace_id}-{span.span_id}-01"
+    assert told.tracestate == "vendor=value"
+
+
+async def test_an_http_request_continues_the_trace_of_its_headers(
+    traced: RunningGateway, collector: TraceCollector
+) -> None:
+    header, trace_id, caller = make_traceparent()
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "n": 1}
+    async with httpx.AsyncClient() as client:
+        answer = await client.post(
+            f"{traced.http_url}/v1/chat/completions", json=body, headers={"traceparent": header}, timeout=10
+        )
+    assert answer.status_code == 200
+    span = await span_of(collector, trace_id)
+    assert span.parent_id == caller
+    assert span.attributes["gen_ai.operation.name"] == "chat"
+    assert span.attributes["gen_ai.usage.output_tokens"] == 4
+
+
+async def test_each_prompt_of_a_completion_has_a_span_in_the_callers_trace(
+    traced: RunningGateway, collector: TraceCollector
+) -> None:
+    header, trace_id, caller = make_traceparent()
+    async with httpx.AsyncClient() as client:
+        await client.post(
+            f"{traced.http_url}/v1/completions",
+            json={"prompt": ["one", "two"], "max_tokens": 2},
+            headers={"traceparent": header},
+            timeout=10,
+        )
+    await collector.trace(trace_id, 2)
+    spans = [span for span in collector.spans if span.trace_id == trace_id]
+    assert [span.parent_id for span in spans] == [caller] * 2
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "nonsense", "00-" + "0" * 32 + "-b7ad6b7169203331-01", "ff-" + "a" * 32 + "-b7ad6b7169203331-01", "00-abc-1"],
+)
+async def test_an_invalid_traceparent_is_ignored_and_a_trace_begins(
+    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector, header: str
+) -> None:
+    await collect(traced.generation.GenerateStream(stream_request(), metadata=(("traceparent", header),)))
+    (span,) = await collector.until(lambda spans: list(spans))
+    assert span.parent_id == ""
+    assert scheduler.submits[-1].trace_context.traceparent.startswith(f"00-{span.trace_id}-{span.span_id}-")
+
+
+async def test_a_request_without_context_after_one_with_it_on_the_same_connection_begins_its_own_trace(
+    traced: RunningGateway, collector: TraceCollector
+) -> None:
+    header, trace_id, _ = make_traceparent()
+    async with httpx.AsyncClient(timeout=10) as client:
+        for headers in ({"traceparent": header}, {}):
+            body = {"prompt": "one", "max_tokens": 2}
+            await client.post(f"{traced.http_url}/v1/completions", json=body, headers=headers)
+    first, second = await collector.until(lambda spans: len(spans) == 2 and list(spans))
+    assert (first.trace_id, second.parent_id) == (trace_id, "")
+    assert second.trace_id != trace_id
+
+
+async def test_a_caller_that_samples_nothing_is_followed(
+    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
+) -> None:
+    header, unsampled, _ = make_traceparent(sampled=False)
+    await collect(traced.generation.GenerateStream(stream_request(), metadata=(("traceparent", header),)))
+    assert scheduler.submits[-1].trace_context.traceparent.endswith("-00")
+    header, trace_id, _ = make_traceparent()
+    await collect(traced.generation.GenerateStream(stream_request(), metadata=(("traceparent", header),)))
+    await span_of(collector, trace_id)
+    assert unsampled not in {span.trace_id for span in collector.spans}
+
+
+async def test_a_request_that_its_caller_got_wrong_tells_its_error_and_is_no_fault_of_the_server(
+    traced: RunningGateway, collector: TraceCollector
+) -> None:
+    header, trace_id, _ = make_traceparent()
+    request = stream_request("a secret", max_tokens=100_000)
+    error = await error_of(traced.generation.GenerateStream(request, metadata=(("traceparent", header),)))
+    span = await span_of(collector, trace_id)
+    assert span.attributes["error.type"] == error.reason
+    assert span.attributes["quire.outcome"] == "invalid_argument"
+    assert span.attributes["rpc.grpc.status_code"] == 3
+    assert span.status == OK
+    assert "secret" not in repr(span)
+
+
+async def test_a_request_that_fails_by_our_fault_is_marked_as_failed(
+    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
+) -> None:
+    header, trace_id, _ = make_traceparent()
+    scheduler.emits.clear()
+    call = traced.generation.GenerateStream(stream_request(), metadata=(("traceparent", header),))
+    await scheduler.until(lambda: scheduler.live)
+    scheduler.fail(next(iter(scheduler.live)), code=13, reason="NON_FINITE_LOGITS", message="row 3")
+    await error_of(call)
+    span = await span_of(collector, trace_id)
+    assert (span.status, span.attributes["error.type"]) == (ERROR, "NON_FINITE_LOGITS")
+
+
+async def test_a_request_whose_client_leaves_is_abandoned(
+    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
+) -> None:
+    header, trace_id, _ = make_traceparent()
+    scheduler.step_delay_s = 0.02
+    call = traced.generation.GenerateStream(stream_request(max_tokens=500), metadata=(("traceparent", header),))
+    await call.read()
+    call.cancel()
+    span = await span_of(collector, trace_id)
+    assert span.attributes["quire.outcome"] == "abandoned"
+    assert span.attributes["gen_ai.usage.output_tokens"] >= 1
+    assert "gen_ai.response.finish_reasons" not in span.attributes
+
+
+async def test_an_http_request_whose_client_leaves_is_abandoned(
+    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
+) -> None:
+    header, trace_id, _ = make_traceparent()
+    scheduler.step_delay_s = 0.02
+    body = {"prompt": "one", "max_tokens": 500, "stream": True}
+    async with (
+        httpx.AsyncClient(timeout=10) as client,
+        client.stream(
+            "POST", f"{traced.http_url}/v1/completions", json=body, headers={"traceparent": header}
+        ) as answer,
+    ):
+        await anext(answer.aiter_lines())
+    span = await span_of(collector, trace_id)
+    assert span.attributes["quire.outcome"] == "abandoned"
+
+
+async def test_a_request_that_is_cancelled_by_its_id_says_so(
+    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
+) -> None:
+    header, trace_id, _ = make_traceparent()
+    scheduler.emits.clear()
+    request = stream_request(request_id="mine")
+    call = traced.generation.GenerateStream(request, metadata=(("traceparent", header),))
+    await scheduler.until(lambda: scheduler.live)
+    await traced.generation.Cancel(generation_pb2.CancelRequest(request_id="mine"))
+    await error_of(call)
+    span = await span_of(collector, trace_id)
+    assert (span.status, span.attributes["quire.outcome"]) == (OK, "cancelled")
+    assert span.attributes["error.type"] == "CANCELLED_BY_ID"
+
+
+async def test_a_request_that_is_submitted_again_stays_in_its_trace(
+    traced: RunningGateway, scheduler: FakeScheduler, collector: TraceCollector
+) -> None:
+    header, trace_id, _ = make_traceparent()
+    scheduler.step_delay_s = 0.02
+    call = traced.generation.GenerateStream(stream_request(max_tokens=20), metadata=(("traceparent", header),))
+    responses = aiter(call)
+    assert (await anext(responses)).HasField("chunk")
+    scheduler.break_streams()
+    await scheduler.until(lambda: len(scheduler.submits) == 2)
+    assert scheduler.submits[0].trace_context == scheduler.submits[1].trace_context
+    async with asyncio.timeout(10):
+        assert [response async for response in responses][-1].HasField("completed")
+    span = await span_of(collector, trace_id)
+    assert (span.attributes["quire.submissions"], span.attributes["quire.outcome"]) == (2, "completed")
+
+
+async def test_a_collector_that_is_down_costs_requests_nothing_and_the_log_one_line(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unused_tcp_port: int
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "5")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
+    loop = asyncio.get_running_loop()
+    endpoint = f"http://127.0.0.1:{unused_tcp_port}"
+    async with running_gateway(scheduler, otlp_traces_endpoint=endpoint) as gateway:
+        for _ in range(5):
+            await collect(gateway.generation.GenerateStream(stream_request()))
+        stopped_at = loop.time()
+    assert loop.time() - stopped_at < 5
+    assert sum("traces cannot be sent" in record.message for record in caplog.records) == 1
+
+
+async def test_without_an_endpoint_nothing_is_made_or_sent(gateway: RunningGateway, scheduler: FakeScheduler) -> None:
+    header, _, _ = make_traceparent()
+    await collect(gateway.generation.GenerateStream(stream_request(), metadata=(("traceparent", header),)))
+    assert not scheduler.submits[-1].HasField("trace_context")
+    spans = RequestSpans(None, "model")
+    assert (
+        spans.generation(RequestOptions(prompt=None))
+        is spans.generation(RequestOptions(prompt=None))
+        is spans.resumption()
+    )
+    assert type(spans.resumption()) is NoSpan

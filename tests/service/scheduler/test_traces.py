@@ -1,0 +1,247 @@
+"""The scheduler's spans, as a collector gets them."""
+
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest
+
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.scheduler_process import (
+    GatewayStream,
+    make_submit,
+    running_scheduler,
+    until,
+    wait_attached,
+    wait_nothing_in_use,
+)
+from tests.support.trace_collector import CollectedSpan, TraceCollector, trace_collector
+
+OK, ERROR = 0, 2
+TIGHT = FakeWorkerConfig(num_blocks=9, num_host_blocks=16, block_size=4, failing_seeds=frozenset({13}))
+"""Nine blocks of four tokens: two requests that grow cannot both stay."""
+
+
+@pytest.fixture
+async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TraceCollector]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    async with trace_collector() as running:
+        yield running
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[FakeWorker]:
+    fake = FakeWorker(TIGHT)
+    fake.address = await fake.start()
+    yield fake
+    await fake.stop()
+
+
+@pytest.fixture
+async def scheduler(worker, tmp_path, collector, request):
+    settings = getattr(request, "param", {})
+    socket = str(tmp_path / "s.sock")
+    async with running_scheduler(socket, worker.address, otlp_traces_endpoint=collector.endpoint, **settings) as stub:
+        await wait_attached(stub)
+        yield stub
+        await wait_nothing_in_use(stub)
+
+
+def traced_submit(handle: int, **fields) -> tuple[scheduler_pb2.Submit, str, str]:
+    """A submission, and the ids of trace and span that it names."""
+    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+    context = scheduler_pb2.TraceContext(traceparent=f"00-{trace_id}-{span_id}-01")
+    return make_submit(handle, trace_context=context, **fields), trace_id, span_id
+
+
+async def wait_step_begun(worker: FakeWorker) -> None:
+    async def begun() -> bool:
+        return worker.num_steps > 0
+
+    await until(begun)
+
+
+async def span_of(collector: TraceCollector, trace_id: str) -> CollectedSpan:
+    return (await collector.trace(trace_id, 1))["quire-scheduler"]
+
+
+async def test_a_request_tells_its_times_in_order(scheduler, collector) -> None:
+    stream, _ = await GatewayStream.open(scheduler)
+    submit, trace_id, parent = traced_submit(7, prompt_len=9)
+    await stream.submit(submit)
+    await stream.read_until_over(7)
+    span = await span_of(collector, trace_id)
+    assert (span.name, span.parent_id, span.status) == ("schedule", parent, OK)
+    assert span.event_names == ["queued", "scheduled", "first token"]
+    assert span.attributes["gen_ai.request.id"] == "request-7"
+    assert span.attributes["gen_ai.usage.input_tokens"] == 9
+    assert span.attributes["gen_ai.usage.output_tokens"] == 8
+    latency = {name.rpartition(".")[2]: value for name, value in span.attributes.items() if ".latency." in name}
+    assert latency["time_in_queue"] + latency["time_in_model_inference"] == pytest.approx(latency["e2e"])
+    prefill, decode = latency["time_in_model_prefill"], latency["time_in_model_decode"]
+    assert prefill + decode == pytest.approx(latency["time_in_model_inference"])
+    assert latency["time_in_queue"] + prefill == pytest.approx(latency["time_to_first_token"])
+    stream.close()
+
+
+async def test_cached_tokens_are_told(scheduler, collector) -> None:
+    stream, _ = await GatewayStream.open(scheduler)
+    for _ in range(2):
+        submit, trace_id, _ = traced_submit(7, prompt_len=9)
+        await stream.submit(submit)
+        stream.completed.clear()
+        await stream.read_until_over(7)
+    span = await span_of(collector, trace_id)
+    assert dict(span.events)["scheduled"] == {"quire.cached_tokens": 8}
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "mode"),
+    [({"preemption_mode": "swap"}, "swap"), ({"preemption_mode": "recompute"}, "recompute")],
+    indirect=["scheduler"],
+)
+async def test_a_preemption_and_what_follows_are_events(scheduler, collector, mode) -> None:
+    stream, _ = await GatewayStream.open(scheduler)
+    submits = [traced_submit(handle, prompt_len=4, max_tokens=20) for handle in (1, 2)]
+    for submit, _, _ in submits:
+        await stream.submit(submit)
+    await stream.read_until_over(1, 2)
+    spans = [await span_of(collector, trace_id) for _, trace_id, _ in submits]
+    preempted = [span for span in spans if span.attributes["quire.preemptions"]]
+    assert preempted
+    for span in preempted:
+        names = span.event_names
+        count = span.attributes["quire.preemptions"]
+        assert names.count("preempted") == names.count("resumed") == count
+        assert names.index("preempted") < names.index("resumed")
+        assert [details for name, details in span.events if name == "preempted"] == [
+            {"quire.preemption.mode": mode}
+        ] * count
+    stream.close()
+
+
+async def test_a_lost_worker_is_an_event_of_the_requests_that_ran(scheduler, collector, worker) -> None:
+    stream, _ = await GatewayStream.open(scheduler)
+    submit, trace_id, _ = traced_submit(7, max_tokens=20)
+    worker.hang.set()
+    await stream.submit(submit)
+    await wait_step_begun(worker)
+    await worker.stop()
+    successor = FakeWorker(TIGHT)
+    await successor.start(worker.address)
+    await stream.read_until_over(7)
+    span = await span_of(collector, trace_id)
+    assert [name for name in span.event_names if name in ("worker lost", "resumed")] == ["worker lost", "resumed"]
+    stream.close()
+    await wait_nothing_in_use(scheduler)
+    await successor.stop()
+
+
+async def test_a_request_that_fails_is_marked(scheduler, collector) -> None:
+    stream, _ = await GatewayStream.open(scheduler)
+    submit, trace_id, _ = traced_submit(13)
+    await stream.submit(submit)
+    await stream.read_until_over(13)
+    span = await span_of(collector, trace_id)
+    assert (span.status, span.attributes["quire.outcome"]) == (ERROR, "failed")
+    assert span.attributes["error.type"] == stream.failed[13].reason
+    stream.close()
+
+
+async def test_a_request_that_is_refused_says_why(scheduler, collector) -> None:
+    stream, _ = await GatewayStream.open(scheduler)
+    submit, trace_id, parent = traced_submit(7, prompt_len=100)
+    await stream.submit(submit)
+    await stream.read_until_over(7)
+    span = await span_of(collector, trace_id)
+    assert (span.parent_id, span.attributes["quire.outcome"]) == (parent, "refused")
+    assert span.attributes["error.type"] == "NEVER_FITS"
+    stream.close()
+
+
+async def test_a_request_that_waits_is_aborted_without_ever_having_run(scheduler, collector, worker) -> None:
+    stream, _ = await GatewayStream.open(scheduler)
+    worker.hang.set()
+    first, first_trace, _ = traced_submit(1, prompt_len=30, max_tokens=4)
+    second, second_trace, _ = traced_submit(2, prompt_len=30, max_tokens=4)
+    await stream.submit(first)
+    await wait_step_begun(worker)
+    await stream.submit(second)
+    await stream.abort(2)
+    span = await span_of(collector, second_trace)
+    assert (span.event_names, span.attributes["quire.outcome"]) == (["queued"], "aborted")
+    assert "gen_ai.latency.time_in_queue" not in span.attributes
+    await stream.abort(1)
+    assert (await span_of(collector, first_trace)).event_names == ["queued", "scheduled"]
+    worker.hang.clear()
+    stream.close()
+
+
+async def test_a_request_ends_with_its_last_sequence(scheduler, collector, worker) -> None:
+    stream, _ = await GatewayStream.open(scheduler)
+    worker.hang.set()
+    submit, trace_id, _ = traced_submit(1, n=2, max_tokens=4)
+    await stream.submit(submit)
+    await wait_step_begun(worker)
+    for index in (0, 1):
+        abort = scheduler_pb2.Abort(handle=1, sequence_index=index)
+        await stream.call.write(scheduler_pb2.ConnectRequest(abort=abort))
+    assert (await span_of(collector, trace_id)).attributes["quire.outcome"] == "aborted"
+    worker.hang.clear()
+    stream.close()
+
+
+async def test_requests_of_a_gateway_that_leaves_end(scheduler, collector, worker) -> None:
+    stream, _ = await GatewayStream.open(scheduler, grace_period_ms=0)
+    worker.hang.set()
+    submit, trace_id, _ = traced_submit(1)
+    await stream.submit(submit)
+    await wait_step_begun(worker)
+    stream.close()
+    assert (await span_of(collector, trace_id)).attributes["quire.outcome"] == "aborted"
+    worker.hang.clear()
+
+
+async def test_a_durable_request_is_one_span_whoever_reads_it(scheduler, collector) -> None:
+    first, _ = await GatewayStream.open(scheduler, "gateway-a")
+    submit, trace_id, parent = traced_submit(7, max_tokens=20, durable=scheduler_pb2.Durable())
+    await first.submit(submit)
+    await first.read()
+    first.close()
+    second, _ = await GatewayStream.open(scheduler, "gateway-b")
+    second.outputs[9] = []
+    resume = scheduler_pb2.Resume(handle=9, tenant="", request_id="request-7")
+    await second.call.write(scheduler_pb2.ConnectRequest(resume=resume))
+    await second.read_until_over(9)
+    span = await span_of(collector, trace_id)
+    assert (span.parent_id, span.attributes["quire.outcome"]) == (parent, "completed")
+    assert span.attributes["gen_ai.usage.output_tokens"] == 20
+    second.close()
+
+
+async def test_what_no_gateway_traces_or_samples_is_not_traced(scheduler, collector) -> None:
+    stream, _ = await GatewayStream.open(scheduler)
+    unsampled = scheduler_pb2.TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-00")
+    await stream.submit(make_submit(1))
+    await stream.submit(make_submit(2, trace_context=unsampled))
+    submit, trace_id, _ = traced_submit(3)
+    await stream.submit(submit)
+    await stream.read_until_over(1, 2, 3)
+    await span_of(collector, trace_id)
+    assert [span.trace_id for span in collector.spans] == [trace_id]
+    stream.close()
+
+
+async def test_a_scheduler_that_stops_sends_what_it_knows_of_live_requests(worker, tmp_path, collector) -> None:
+    endpoint = collector.endpoint
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, otlp_traces_endpoint=endpoint) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub, grace_period_ms=60_000)
+        worker.hang.set()
+        submit, trace_id, _ = traced_submit(1)
+        await stream.submit(submit)
+        await wait_step_begun(worker)
+    worker.hang.clear()
+    span = await span_of(collector, trace_id)
+    assert (span.event_names, span.attributes["quire.outcome"]) == (["queued", "scheduled"], "left")

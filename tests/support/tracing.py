@@ -1,0 +1,19 @@
+"""A tracer whose spans stay in memory."""
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from quire.tracing.otlp import OtlpTracer
+
+
+class MemoryTraces:
+    """`tracer` writes; what ended of it is read once, after which it takes no more."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.tracer = OtlpTracer("test", self._exporter)
+
+    def close(self) -> list[ReadableSpan]:
+        """All spans, in order of their ends."""
+        self.tracer.close()
+        return list(self._exporter.get_finished_spans())

@@ -1,0 +1,145 @@
+"""What documents name is there: flags in a command, files and folders in the repository, headings in their document."""
+
+import ast
+import dataclasses
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+import quire.cli
+from gateway.settings import GatewaySettings
+from scheduler_svc.settings import SchedulerSettings
+from worker_svc.settings import WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("docs", "examples", "deploy")
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(document for folder in FOLDERS for document in (ROOT / folder).rglob("*.md")),
+]
+SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
+# Where flags are added by hand.
+SCRIPTS = ("bench", "tools", "examples")
+# What other programs take: docker compose, kubectl, pip, chrt.
+FOREIGN_FLAGS = {"--build", "--profile", "--kustomize", "--extra-index-url", "--no-deps", "--fifo"}
+# Spoken of as what there is not.
+ABSENT = {"setup.py"}
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)*/?")
+# Files of a model, of results or of a user have other endings.
+OUR_ENDINGS = (".py", ".cpp", ".h", ".proto", ".md", ".yaml", ".toml", ".sh")
+HIDDEN = {"build", "dist", "node_modules", "__pycache__"}
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def document(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    return {"--help"} | set(flags_of_settings()) | set(flags_of_scripts())
+
+
+@pytest.fixture(scope="module")
+def files() -> set[str]:
+    """All files and folders of the repository, folders without their slash."""
+    return {str(path.relative_to(ROOT)) for path in walk(ROOT)}
+
+
+def test_every_flag_is_one_of_a_command(document: Path, known_flags: set[str]) -> None:
+    assert set(FLAG.findall(document.read_text(encoding="utf-8"))) - known_flags <= FOREIGN_FLAGS
+
+
+def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
+    for link in LINK.findall(document.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        name, _, heading = link.partition("#")
+        target = document.parent / name if name else document
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
+
+
+def test_every_path_is_in_the_repository(document: Path, files: set[str]) -> None:
+    missing = {path for path in paths_in(document) if not is_there(path, document, files)}
+    assert missing <= ABSENT
+
+
+def test_the_checks_find_what_is_wrong(tmp_path: Path, known_flags: set[str], files: set[str]) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(
+        "`--port` of `gateway/nothing.py`, `core/policies.py`, `nowhere.py` and `gateway/app.py`\n# A `b`\n"
+    )
+    assert "--port" not in known_flags
+    assert {"--http-port", "--beam-width", "--requests-per-minute", "--runs"} <= known_flags
+    assert [path for path in paths_in(document) if not is_there(path, document, files)] == [
+        "gateway/nothing.py",
+        "core/policies.py",
+        "nowhere.py",
+    ]
+    assert headings(document) == {"a-b"}
+
+
+def flags_of_settings() -> Iterator[str]:
+    """Those of the services and of every command of `quire`."""
+    modules = [
+        importlib.import_module(f"quire.cli.{module.name}") for module in pkgutil.iter_modules(quire.cli.__path__)
+    ]
+    classes = {*SERVICES, *(value for module in modules for value in vars(module).values() if isinstance(value, type))}
+    for cls in filter(dataclasses.is_dataclass, classes):
+        for field in dataclasses.fields(cls):
+            if (option := field.metadata.get("quire.setting")) is not None:
+                yield option.flag or "--" + field.name.replace("_", "-")
+
+
+def flags_of_scripts() -> Iterator[str]:
+    for file in (file for folder in SCRIPTS for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":
+                yield from (each.value for each in node.args if isinstance(each, ast.Constant))
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.name in HIDDEN or (path.name.startswith(".") and path.is_dir()):
+            continue
+        yield path
+        if path.is_dir():
+            yield from walk(path)
+
+
+def paths_in(document: Path) -> Iterator[str]:
+    """What stands as code and looks like a file of ours, or a folder or file below one of our folders."""
+    for text in CODE.findall(document.read_text(encoding="utf-8")):
+        if PATH.fullmatch(text) and (text.endswith(OUR_ENDINGS) or is_below_ours(text)):
+            yield text
+
+
+def is_below_ours(text: str) -> bool:
+    first, slash, _ = text.partition("/")
+    return bool(slash) and (ROOT / first).is_dir()
+
+
+def is_there(path: str, document: Path, files: set[str]) -> bool:
+    """From the root, from the document's folder, or as the end of a path: `core/pins.py`."""
+    name = path.rstrip("/")
+    if "*" in name:
+        return any(fnmatch(file, name) or fnmatch(file, f"*/{name}") for file in files)
+    return (document.parent / name).exists() or name in files or any(file.endswith(f"/{name}") for file in files)
+
+
+def headings(document: Path) -> set[str]:
+    """The headings, and other places that have a name, as links name them."""
+    text = document.read_text(encoding="utf-8")
+    lines = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in lines}
+    return slugs | set(re.findall(r'<a id="([^"]+)"', text))

@@ -1,0 +1,175 @@
+"""A model directory's tokenizer gives what transformers' AutoTokenizer gives for the same directory."""
+
+import json
+import string
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from gateway.model import ServedModel
+from gateway.request import ChatMessage
+from quire.settings import ConfigurationError
+from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, write_model_directory
+
+TEXTS = [
+    "hello world",
+    "",
+    " the cat <s>sat</s> on <x> the mat",
+    "<|im_start|>user\nhello<|im_end|> <extra> <own>",
+    "it 's a cat . is n't it ? we 've ' quoted ' , they 're",
+    "naïve café 😀 <pad><unk>[UNK]",
+]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    """BERT's kind, which writes a space before each word whatever the text had."""
+    words = ["[UNK]", BOS, EOS, "the", "cat", "sat", "on", "mat", "it", "is", "hello", "world", "we", "they", "quoted"]
+    words += [*".?!,'ntsvemr", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
+    vocabulary = {word: place for place, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return tokenizer
+
+
+def unigram() -> tokenizers.Tokenizer:
+    """T5's kind, whose words begin with "▁"."""
+    pieces = ["▁", "▁the", "▁cat", "sat", "▁on", "▁mat", "hello", "▁is", *string.ascii_letters, *".?!,'<>|_\n"]
+    vocabulary = [
+        (BOS, 0.0),
+        (EOS, 0.0),
+        ("<unk>", 0.0),
+        *((piece, -float(place)) for place, piece in enumerate(pieces, 1)),
+    ]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def token(content: str, **flags: bool) -> dict:
+    """A token as transformers writes it to tokenizer_config.json."""
+    fields = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+    return {"content": content} | fields | flags
+
+
+TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "word_piece": word_piece, "unigram": unigram}
+IM = {"400": token("<|im_start|>"), "401": token("<|im_end|>", rstrip=True)}
+CONFIGS = {
+    "empty": {},
+    "named": {"bos_token": BOS, "eos_token": EOS},
+    "named, not in the vocabulary": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<pad>"},
+    "named, as objects": {"bos_token": {"__type": "AddedToken"} | token("<x>", lstrip=True)},
+    "bos is not wanted": {"bos_token": BOS, "eos_token": EOS, "add_bos_token": False},
+    "eos is wanted": {"bos_token": BOS, "eos_token": EOS, "add_bos_token": True, "add_eos_token": True},
+    "listed": {"added_tokens_decoder": IM, "eos_token": "<|im_end|>"},
+    "listed, as text": {"added_tokens_decoder": {"400": token("<x>", special=False), "401": token("hello")}},
+    "listed, and named": {"added_tokens_decoder": {"9": token("<x>", special=False)}, "eos_token": "<x>"},
+    "listed otherwise than in the file": {"added_tokens_decoder": {"1": token(EOS, lstrip=True, rstrip=True)}},
+    "listed in another order": {"added_tokens_decoder": {"1000": token("<a>"), "999": token("<x>")}},
+    "extra": {"extra_special_tokens": ["<extra>", "<x>"]},
+    "additional": {"additional_special_tokens": ["<extra>"], "added_tokens_decoder": IM},
+    "extra by name": {"extra_special_tokens": {"own_token": "<own>", "image_token": "<x>"}},
+    "of this model": {"own_token": "<own>", "model_max_length": 3},
+    "with what is no token": {
+        "strange_token": {"x": 1},
+        "add_own_token": True,
+        "added_tokens": ["<x>"],
+        "bos_token": "",
+    },
+    "clean": {"clean_up_tokenization_spaces": True},
+    "split": {"split_special_tokens": True, "eos_token": EOS},
+    "truncating": {"model_max_length": 2, "truncation_side": "left"},
+}
+LEGACY = {
+    "special_tokens_map": {"special_tokens_map": {"bos_token": "<x>", "eos_token": token("<|im_end|>")}},
+    "over the configuration": {
+        "tokenizer_config": {"eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"},
+        "special_tokens_map": {"eos_token": "<x>"},
+    },
+    "added_tokens": {
+        "added_tokens": {"<extra>": 600, "<x>": 599, "hello": 3},
+        "special_tokens_map": {"eos_token": "<x>"},
+    },
+}
+
+
+@pytest.fixture
+def executor():
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def written(folder, tokenizer: tokenizers.Tokenizer, **files: object):
+    """A model directory with such JSON files."""
+    texts = {f"{name}__json": json.dumps(content) for name, content in files.items()}
+    return write_model_directory(folder / "model", tokenizer, **texts)
+
+
+async def assert_alike(directory, executor) -> None:
+    ours, theirs = ServedModel.open(directory, None, executor).tokenizer, AutoTokenizer.from_pretrained(directory)
+    assert ours.size == max(theirs.get_vocab().values()) + 1
+    for text in TEXTS:
+        for special in (True, False):
+            token_ids = await ours.encode(text, add_special_tokens=special)
+            assert token_ids == theirs.encode(text, add_special_tokens=special), (text, special)
+        for kept in (True, False):
+            expected = theirs.decode(token_ids, skip_special_tokens=not kept)
+            assert ours.decode(token_ids, include_special_tokens=kept) == expected
+            pieces = ours.detokenizer(include_special_tokens=kept)
+            assert "".join([*map(pieces.push, token_ids), pieces.flush()]) == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("kind", TOKENIZERS)
+async def test_tokens_and_texts_are_those_of_transformers(tmp_path, executor, kind, config):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
+    await assert_alike(written(tmp_path, TOKENIZERS[kind](), tokenizer_config=config), executor)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("files", LEGACY.values(), ids=LEGACY.keys())
+@pytest.mark.parametrize("kind", TOKENIZERS)
+async def test_older_files_are_read_as_transformers_reads_them(tmp_path, executor, kind, files):
+    files = {"tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"}} | files
+    await assert_alike(written(tmp_path, TOKENIZERS[kind](), **files), executor)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("place", ["tokenizer_config", "named", "file", "file over the configuration"])
+async def test_chats_are_those_of_transformers(tmp_path, executor, place):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<x>", "added_tokens_decoder": IM}
+    in_config = {
+        "tokenizer_config": {"chat_template": TEMPLATE},
+        "named": {"chat_template": [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": "rag"}]},
+        "file over the configuration": {"chat_template": "not this one"},
+    }
+    directory = written(tmp_path, byte_level(), tokenizer_config=config | in_config.get(place, {}))
+    if place.startswith("file"):
+        (directory / "chat_template.jinja").write_text(TEMPLATE)
+    messages = [ChatMessage("user", "hello <x>"), ChatMessage("assistant", "the cat")]
+    expected = AutoTokenizer.from_pretrained(directory).apply_chat_template(
+        [{"role": each.role, "content": each.content} for each in messages], return_dict=False
+    )
+    ours = await ServedModel.open(directory, None, executor).encode_chat(messages, add_generation_prompt=False)
+    assert ours == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"added_tokens_decoder": ["<x>"]}, "added_tokens_decoder in tokenizer_config.json"),
+        ({"added_tokens_decoder": {"x": "<x>"}}, "added_tokens_decoder in tokenizer_config.json"),
+        ({"added_tokens_decoder": {"5": {"id": 7}}}, r"added_tokens_decoder\[5\] .* not a token"),
+        ({"extra_special_tokens": ["<x>", 7]}, r"extra_special_tokens\[1\] in tokenizer_config.json is 7, not a token"),
+        ({"bos_token": 7}, "bos_token in tokenizer_config.json is 7, not a token"),
+    ],
+)
+def test_what_is_no_token_is_a_configuration_error(tmp_path, executor, config, says):
+    with pytest.raises(ConfigurationError, match=says):
+        ServedModel.open(written(tmp_path, byte_level(), tokenizer_config=config), None, executor)

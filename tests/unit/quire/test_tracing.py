@@ -1,0 +1,260 @@
+"""Traces: where they go, what they continue, and what is there without them."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from gateway.settings import GatewaySettings
+from quire.local import preflight
+from quire.local.settings import ServeSettings
+from quire.rpc.tls import Role
+from quire.settings import ConfigurationError, load_settings
+from quire.telemetry import configure_logging
+from quire.tracing import TraceContext, open_tracer, parse_endpoint
+from quire.tracing.otlp import OtlpTracer, ReportingExporter
+from scheduler_svc.settings import SchedulerSettings
+from tests.support.certificates import make_certificates
+from tests.support.trace_collector import trace_collector
+from tests.support.tracing import MemoryTraces
+from worker_svc.settings import WorkerSettings
+
+ALL_SETTINGS = (GatewaySettings, SchedulerSettings, WorkerSettings, ServeSettings)
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = TraceContext(f"00-{TRACE_ID}-{SPAN_ID}-01")
+
+
+class StubbornExporter(SpanExporter):
+    """Fails, succeeds or blocks as it is told."""
+
+    def __init__(self) -> None:
+        self.result: SpanExportResult | Exception = SpanExportResult.SUCCESS
+        self.is_shut_down = threading.Event()
+        self.num_batches = 0
+        self.blocks = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.num_batches += 1
+        if self.blocks:
+            self.is_shut_down.wait(30)
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    def shutdown(self) -> None:
+        self.is_shut_down.set()
+
+
+# Endpoints
+
+
+@pytest.mark.parametrize("text", ["http://localhost:4317", "https://collector.example:443", "http://[::1]:4317"])
+def test_an_endpoint_is_taken_as_it_is(text: str) -> None:
+    assert parse_endpoint(text) == text
+    assert parse_endpoint(f"{text}/") == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "localhost:4317",
+        "collector",
+        "grpc://localhost:4317",
+        "http://:4317",
+        "http://localhost",
+        "http://localhost:port",
+        "http://localhost:99999",
+        "http://localhost:4318/v1/traces",
+        "http://user:secret@localhost:4317",
+        "http://localhost:4317?x=1",
+    ],
+)
+@pytest.mark.parametrize("cls", ALL_SETTINGS)
+def test_an_endpoint_that_cannot_be_one_is_a_configuration_error(cls: type, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^--otlp-traces-endpoint: "):
+        load_settings(cls, [f"--otlp-traces-endpoint={text}"], {}, program="q")
+
+
+@pytest.mark.parametrize("cls", ALL_SETTINGS)
+def test_the_endpoint_has_a_variable_and_is_none_without(cls: type) -> None:
+    assert load_settings(cls, [], {}, program="q").otlp_traces_endpoint is None
+    given = load_settings(cls, [], {"QUIRE_OTLP_TRACES_ENDPOINT": "http://c:4317"}, program="q")
+    assert given.otlp_traces_endpoint == "http://c:4317"
+
+
+# Without it
+
+
+def test_without_an_endpoint_there_is_no_tracer() -> None:
+    assert open_tracer(None, "gateway") is None
+
+
+@pytest.mark.parametrize("module", ["quire.tracing", "scheduler_svc.service.app", "worker_svc.app"])
+def test_a_service_that_traces_nothing_imports_nothing_of_opentelemetry(module: str) -> None:
+    code = f"import sys, {module}; print(*(name for name in sys.modules if name.startswith('opentelemetry')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []
+
+
+def test_a_gateway_that_traces_nothing_imports_no_more_than_fastapi_does() -> None:
+    code = "import sys, fastapi; before = set(sys.modules); import gateway.app; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert [name for name in done.stdout.split() if name.startswith("opentelemetry")] == []
+
+
+def test_a_missing_package_is_a_configuration_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "quire.tracing.otlp")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(ConfigurationError, match=r"^--otlp-traces-endpoint needs .* install quire\[tracing\]$"):
+        open_tracer("http://localhost:4317", "gateway")
+    with pytest.raises(ConfigurationError, match=r"quire\[tracing\]"):
+        preflight.check(ServeSettings(otlp_traces_endpoint="http://localhost:4317"))
+
+
+# Contexts
+
+
+def test_a_span_continues_the_trace_that_it_is_given_and_says_which_one_it_is() -> None:
+    traces = MemoryTraces()
+    span = traces.tracer.start("work", TraceContext(PARENT.traceparent, "vendor=1"), {"a": 1})
+    assert span.is_recording
+    assert span.context.traceparent.startswith(f"00-{TRACE_ID}-")
+    assert span.context.tracestate == "vendor=1"
+    span.end()
+    span.end()
+    (ended,) = traces.close()
+    assert ended.parent is not None
+    assert f"{ended.parent.span_id:016x}" == SPAN_ID
+    assert ended.resource.attributes["service.name"] == "quire-test"
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [
+        "",
+        "\u00e9",
+        f"00-{'0' * 32}-{SPAN_ID}-01",
+        f"00-{TRACE_ID}-{'0' * 16}-01",
+        f"ff-{TRACE_ID}-{SPAN_ID}-01",
+        f"00-{TRACE_ID}-{SPAN_ID}",
+        f"00-{TRACE_ID}-{SPAN_ID}-01-more",
+        "x" * 100_000,
+    ],
+)
+def test_a_malformed_context_begins_a_trace_and_links_nothing(traceparent: str) -> None:
+    traces = MemoryTraces()
+    span = traces.tracer.start("work", TraceContext(traceparent), {})
+    span.link(TraceContext(traceparent))
+    span.end()
+    (ended,) = traces.close()
+    assert (ended.parent, list(ended.links)) == (None, [])
+
+
+def test_a_span_links_to_another_trace() -> None:
+    traces = MemoryTraces()
+    span = traces.tracer.start("work", None, {})
+    span.link(PARENT)
+    span.end()
+    (ended,) = traces.close()
+    assert [f"{link.context.trace_id:032x}" for link in ended.links] == [TRACE_ID]
+
+
+def test_an_unsampled_context_is_followed_and_handed_on() -> None:
+    traces = MemoryTraces()
+    span = traces.tracer.start("work", TraceContext(f"00-{TRACE_ID}-{SPAN_ID}-00"), {})
+    assert not span.is_recording
+    assert span.context.traceparent.startswith(f"00-{TRACE_ID}-")
+    assert span.context.traceparent.endswith("-00")
+    span.end()
+    assert traces.close() == []
+
+
+def test_headers_name_a_context_if_one_alone_names_a_parent() -> None:
+    assert TraceContext.from_headers([("host", "x")]) is None
+    assert TraceContext.from_headers([("tracestate", "a=1")]) is None
+    assert TraceContext.from_headers([("traceparent", "a"), ("traceparent", "b")]) is None
+    both = [("tracestate", "a=1"), ("traceparent", "p"), ("tracestate", "b=2")]
+    assert TraceContext.from_headers(both) == TraceContext("p", "a=1,b=2")
+
+
+def test_the_names_of_opentelemetrys_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    traces = MemoryTraces()
+    traces.tracer.start("work", None, {}).end()
+    attributes = traces.close()[0].resource.attributes
+    assert (attributes["service.name"], attributes["deployment.environment.name"]) == ("mine", "test")
+
+
+# Collectors
+
+
+def test_a_collector_that_fails_is_told_of_once_and_once_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    inner = StubbornExporter()
+    exporter = ReportingExporter(inner, "http://c:4317")
+    for result in (SpanExportResult.FAILURE, ValueError("closed"), SpanExportResult.FAILURE):
+        inner.result = result
+        assert exporter.export(()) is SpanExportResult.FAILURE
+    inner.result = SpanExportResult.SUCCESS
+    exporter.export(())
+    exporter.export(())
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert all("http://c:4317" in record.message for record in caplog.records)
+
+
+def test_closing_gives_up_on_a_collector_that_does_not_answer() -> None:
+    inner = StubbornExporter()
+    inner.blocks = True
+    tracer = OtlpTracer("test", ReportingExporter(inner, "http://c:4317"))
+    for _ in range(2000):
+        tracer.start("work", None, {}).end()
+    started = time.monotonic()
+    tracer.close()
+    assert time.monotonic() - started < 10
+    assert inner.is_shut_down.is_set()
+    # The rest was dropped, and not tried batch by batch.
+    assert inner.num_batches == 1
+
+
+def test_the_log_of_a_service_is_not_the_exporters(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = logging.getLogger("opentelemetry")
+    monkeypatch.setattr(library, "level", library.level)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    configure_logging("gateway", "info")
+    assert not logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").isEnabledFor(logging.ERROR)
+
+
+async def test_https_encrypts_and_believes_the_authority_that_opentelemetrys_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certificates(tmp_path)
+    name = Role.GATEWAY.value
+    pair = ((tmp_path / f"{name}.key").read_bytes(), (tmp_path / f"{name}.pem").read_bytes())
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(tmp_path / "ca.pem"))
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    async with trace_collector(grpc.ssl_server_credentials([pair])) as collector:
+        tracer = open_tracer(f"https://{collector.address}", "gateway")
+        assert tracer is not None
+        tracer.start("work", None, {}).end()
+        assert [span.service for span in await collector.until(lambda spans: spans)] == ["quire-gateway"]
+        tracer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "100000"), ("OTEL_EXPORTER_OTLP_COMPRESSION", "lzw")]
+)
+def test_a_variable_that_makes_no_sense_is_a_configuration_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=r"^--otlp-traces-endpoint http://c:4317: "):
+        open_tracer("http://c:4317", "gateway")

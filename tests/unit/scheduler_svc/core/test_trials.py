@@ -1,0 +1,126 @@
+"""A request whose steps the worker refuses fails alone, whoever runs beside it."""
+
+import pytest
+
+from scheduler_svc.core.beam import BeamParameters
+from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.pins import PIN_CLIENT
+from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
+
+
+def make_driver(*, poisoned: dict[int, int], num_requests: int = 6, max_in_flight: int = 2, **config) -> Driver:
+    driver = Driver(make_config(**config), max_in_flight)
+    driver.poisoned = poisoned
+    for handle in range(num_requests):
+        driver.submit(make_request(handle, max_tokens=12, priority=handle))
+    return driver
+
+
+def assert_others_finish(driver: Driver, num_requests: int = 6) -> None:
+    driver.run_until_idle()
+    assert driver.failed == set(driver.poisoned)
+    assert driver.finished == set(range(num_requests)) - driver.failed
+    for handle in driver.finished:
+        assert driver.outputs[handle] == expected_output(make_request(handle, max_tokens=12))
+    assert driver.scheduler.blocks.pool.num_used == 0
+
+
+@pytest.mark.parametrize("culprit", [0, 3, 5])
+@pytest.mark.parametrize("num_tokens", [1, 6, 9])
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_the_request_at_fault_fails_after_two_refusals_and_the_others_finish(culprit, num_tokens, max_in_flight):
+    driver = make_driver(poisoned={culprit: num_tokens}, max_in_flight=max_in_flight)
+    assert_others_finish(driver)
+    assert driver.num_refusals == 2
+
+
+@pytest.mark.parametrize("policy", PolicyKind)
+def test_under_every_policy_the_same_request_is_found(policy):
+    assert_others_finish(make_driver(poisoned={2: 1}, policy=policy, num_blocks=12))
+
+
+def test_each_further_request_at_fault_costs_one_refusal():
+    driver = make_driver(poisoned={1: 1, 4: 1, 5: 1})
+    assert_others_finish(driver)
+    assert driver.num_refusals == 4
+
+
+def test_the_failure_says_what_the_worker_said():
+    driver = make_driver(poisoned={0: 1}, num_requests=1)
+    driver.plan()
+    assert driver.deliver() == {}
+    driver.plan()
+    (failure,) = driver.deliver()[CLIENT].failed
+    assert failure.key == make_request(0).key
+    assert failure.reason == "STEP_REFUSED"
+    assert failure.message.endswith("row 0 is poisoned")
+
+
+def test_suspects_run_alone_and_what_came_later_waits_for_the_end_of_the_trials():
+    driver = make_driver(poisoned={0: 1}, num_requests=3, max_in_flight=1)
+    driver.run_steps(1)
+    driver.poisoned = {}
+    driver.submit(make_request(9))
+    batches = []
+    while 9 not in driver.finished:
+        driver.plan()
+        batches.append([group.request.key.handle for group in driver.scheduler.running])
+        driver.deliver()
+    assert batches[:9] == [[0]] * 3 + [[1]] * 3 + [[2]] * 3
+    assert batches[9] == [0, 1, 2, 9]
+
+
+def test_requests_that_are_refused_only_together_finish_all_the_same(monkeypatch):
+    driver = make_driver(poisoned={}, num_requests=3)
+    monkeypatch.setattr(driver, "_is_refused", lambda plan: None in driver.results or len(plan.rows) > 1)
+    assert_others_finish(driver, num_requests=3)
+    assert 0 < driver.num_refusals <= 4
+
+
+def test_a_suspect_that_is_aborted_on_trial_makes_way():
+    driver = make_driver(poisoned={2: 1}, num_requests=3)
+    while driver.num_refusals == 0:
+        driver.plan()
+        driver.deliver()
+    driver.plan()
+    assert driver.scheduler.abort(make_request(0).key)
+    driver.check()
+    driver.run_until_idle()
+    assert (driver.failed, driver.finished) == ({2}, {1})
+
+
+def test_groups_of_several_sequences_are_tried_whole():
+    driver = Driver(make_config(num_host_blocks=16))
+    samples = make_request(1, num_sequences=3, max_tokens=8)
+    search = make_request(2, num_sequences=3, num_returned=3, max_tokens=8, beam=BeamParameters(3))
+    driver.poisoned = {3: 7}
+    for request in (samples, search, make_request(3, num_sequences=2, max_tokens=8)):
+        driver.submit(request)
+    driver.run_until_idle()
+    assert (driver.failed, driver.finished) == ({3}, {1, 2})
+    for request in (samples, search):
+        for index in range(3):
+            assert driver.samples[request.key.handle, index] == expected_output(request, index)
+
+
+def test_a_worker_that_is_lost_amid_the_trials_leaves_them_as_they_were():
+    driver = make_driver(poisoned={3: 1})
+    while driver.num_refusals == 0:
+        driver.plan()
+        driver.deliver()
+    driver.plan()
+    driver.crash()
+    assert_others_finish(driver)
+    assert driver.num_refusals == 2
+
+
+def test_a_pin_that_is_refused_is_let_go_of(monkeypatch):
+    driver = Driver(make_config())
+    monkeypatch.setattr(driver, "_is_refused", lambda plan: True)
+    pin = driver.scheduler.pin("", [1] * 8, 0.0, 100.0)
+    driver.run_until_idle()
+    assert driver.num_refusals == 2
+    assert not pin.is_held
+    assert list(driver.scheduler.pins) == []
+    assert driver.scheduler.num_live == 0
+    assert pin.key.client == PIN_CLIENT

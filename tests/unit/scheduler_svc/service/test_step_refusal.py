@@ -1,0 +1,52 @@
+"""Which losses of a worker say something against a step."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+
+from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, QuireError, Unavailable, to_rpc_status
+from scheduler_svc.service.step_refusal import refusal_of
+from scheduler_svc.service.worker_link import WorkerLostError
+
+
+def make_lost(cause: Exception | None) -> WorkerLostError:
+    error = WorkerLostError("worker 127.0.0.1:1 left")
+    error.__cause__ = cause
+    return error
+
+
+def make_rpc_error(error: QuireError) -> grpc.aio.AioRpcError:
+    status = to_rpc_status(error)
+    return grpc.aio.AioRpcError(
+        status.code, grpc.aio.Metadata(), grpc.aio.Metadata(*status.trailing_metadata), status.details
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("batch.rows holds row 3 twice"),
+        Internal("step 7 failed on the device", reason="STEP_FAILED"),
+        Internal("the step could not be taken", reason="UNEXPECTED"),
+    ],
+)
+def test_a_step_that_the_worker_refused_or_could_not_run_is_refused(error):
+    assert refusal_of(make_lost(make_rpc_error(error))) == error.message
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        None,
+        asyncio.InvalidStateError("the call is over"),
+        make_rpc_error(Unavailable("Socket closed")),
+        make_rpc_error(FailedPrecondition("another scheduler came", reason="SUPERSEDED")),
+        grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Received RST_STREAM with error code 2"
+        ),
+    ],
+)
+def test_a_worker_that_died_or_was_taken_over_said_nothing_of_the_step(cause):
+    assert refusal_of(make_lost(cause)) is None
