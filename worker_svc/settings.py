@@ -64,7 +64,9 @@ class WorkerSettings:
     )
     max_num_batched_tokens: int = setting(2048, "tokens of one step", minimum=1, maximum=1 << 20)
     max_model_len: int | None = setting(None, "longest sequence; without it, what the model knows", minimum=1)
-    num_threads: int | None = setting(None, "threads of one operation on cpu; without it, torch decides", minimum=1)
+    num_threads: int | None = setting(
+        None, "threads of one operation on cpu; without it, one for each processor that the worker may use", minimum=1
+    )
     thread_binding: str = setting(
         "auto",
         "on cpu, auto keeps each thread of an operation on one processor where there are as many threads as processors",

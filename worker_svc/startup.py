@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from quire.model_directory import ModelDirectory, resolve_model
+from quire.processors import num_processors
 from quire.settings import ConfigurationError
 from worker_svc.cuda_graphs import check_cuda_graphs, record_cuda_graphs
 from worker_svc.device_loop import DeviceLoop
@@ -36,8 +37,8 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
         ConfigurationError: the model, the device or the pool cannot be had as the settings say.
     """
     device = choose_device(settings.device, settings.tensor_parallel_rank)
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
+    # torch counts the processors of the machine, whatever a container's limit leaves of them.
+    torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_processors()))
     ranks = meet(settings, device)
     directory = ModelDirectory.open(resolve_model(settings.model))
     dtype = resolve_dtype(directory.config, settings.dtype, device)

@@ -10,6 +10,7 @@ from pathlib import Path
 import quire
 from gateway.settings import GatewaySettings
 from quire.local.settings import ServeSettings
+from quire.processors import num_processors
 from quire.settings import to_argv
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
@@ -85,11 +86,11 @@ class Commands:
         return {**shared, **own}
 
     def _num_threads(self) -> int | None:
-        """Of one worker: where several share the processors, torch's default would have each take all of them."""
+        """Of one worker: where several share the processors, by default each would take all of them."""
         size = self.settings.tensor_parallel_size
         if self.settings.num_threads is not None or size == 1:
             return self.settings.num_threads
-        return max(len(os.sched_getaffinity(0)) // size, 1)
+        return max(num_processors() // size, 1)
 
     @property
     def ranks(self) -> range:

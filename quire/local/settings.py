@@ -81,7 +81,9 @@ class ServeSettings:
     )
     num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
     max_model_len: int | None = setting(None, "longest sequence; none is what the model knows", minimum=1)
-    num_threads: int | None = setting(None, "threads of one operation on cpu; none lets torch decide", minimum=1)
+    num_threads: int | None = setting(
+        None, "threads of one operation on cpu; none gives each processor that may be used one", minimum=1
+    )
     thread_binding: str = setting(
         "auto",
         "on cpu, auto keeps each thread of an operation on one processor where there are as many threads as processors",

@@ -1,0 +1,56 @@
+"""Limits of containers count, not only the processors of the machine."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.processors import num_processors
+
+AVAILABLE = len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def limited(tmp_path: Path):
+    """Control groups in a directory of ours: their files, and the groups that this process is in."""
+
+    def limited(own: str, **files: str) -> int:
+        for name, text in files.items():
+            file = tmp_path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        (tmp_path / "own").write_text(own)
+        return num_processors(tmp_path, tmp_path / "own")
+
+    return limited
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("100000 100000", 1), ("50000 100000", 1), ("190000 100000", 1), ("max 100000", AVAILABLE), ("", AVAILABLE)],
+)
+def test_the_limit_of_a_container_is_rounded_down_to_one_at_the_least(limited, quota: str, expected: int) -> None:
+    assert limited("0::/\n", **{"cpu.max": quota}) == expected
+
+
+def test_more_than_there_are_is_no_limit(limited) -> None:
+    assert limited("0::/\n", **{"cpu.max": "99900000 100000"}) == AVAILABLE
+
+
+def test_the_tightest_group_around_the_process_counts(limited) -> None:
+    files = {"a/cpu.max": "100000 100000", "a/b/cpu.max": "max 100000"}
+    assert limited("0::/a/b\n", **files) == 1
+
+
+def test_a_path_of_the_host_that_the_container_does_not_see_is_passed_over(limited) -> None:
+    assert limited("0::/kubepods/pod7\n", **{"cpu.max": "100000 100000"}) == 1
+
+
+def test_control_groups_of_version_1_count_too(limited) -> None:
+    files = {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}
+    assert limited("3:memory:/\n2:cpu,cpuacct:/\n", **files) == 1
+    assert limited("2:cpu,cpuacct:/\n", **(files | {"cpu/cpu.cfs_quota_us": "-1"})) == AVAILABLE
+
+
+def test_without_control_groups_all_that_it_may_run_on_count(tmp_path: Path) -> None:
+    assert num_processors(tmp_path, tmp_path / "missing") == AVAILABLE
