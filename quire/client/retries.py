@@ -21,6 +21,8 @@ _IDEMPOTENT: tuple[ServiceDescriptor | MethodDescriptor, ...] = (
 
 # gRPC says in words alone that it found nobody to send a call to; tests call ports where nobody listens.
 _NOBODY_REACHED = ("failed to connect to all addresses", "connections to all backends failing")
+# Calls in a row that reach nobody, after which it is the address that is wrong, or all gateways are down.
+_MOST_IN_VAIN = 5
 
 # Of waits that grow, those who were refused together come back apart.
 _JITTER = 0.25
@@ -63,8 +65,8 @@ def _name(each: ServiceDescriptor | MethodDescriptor) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """When a client calls again: where a gateway refuses and says when to come back (RESOURCE_EXHAUSTED with
-    RetryInfo), where it reached no gateway, and where UNAVAILABLE ends a call that may be made twice. A stream is
-    started again only while nothing of it has come.
+    RetryInfo), where UNAVAILABLE ends a call that may be made twice, and where it reached no gateway, but not five
+    times in a row. A stream is started again only while nothing of it has come.
 
     Between two calls it waits as long as the gateway says, or else `first_delay_s`, twice as long each time up to
     `last_delay_s`, and up to a quarter more. It never waits beyond the call's `timeout_s`.
@@ -110,10 +112,12 @@ class Attempts:
     is_idempotent: bool
     draw: Callable[[], float] = random.random
     _made: int = field(default=1, init=False)
+    _in_vain: int = field(default=0, init=False)
 
     def delay_after(self, error: QuireError) -> float:
         """Seconds to wait before the next call. Raises the error where there is none."""
         policy = self.policy
+        self._in_vain = self._in_vain + 1 if error.message.startswith(_NOBODY_REACHED) else 0
         if policy is None or not self._may_follow(error, policy):
             raise error from None
         own_s = min(policy.first_delay_s * 2.0 ** min(self._made - 1, 60), policy.last_delay_s)
@@ -129,5 +133,5 @@ class Attempts:
             return False
         if isinstance(error, ResourceExhausted):
             return error.retry_after_ms is not None
-        is_safe = self.is_idempotent or policy.lost_generations or error.message.startswith(_NOBODY_REACHED)
+        is_safe = self.is_idempotent or policy.lost_generations or 0 < self._in_vain < _MOST_IN_VAIN
         return isinstance(error, Unavailable) and is_safe

@@ -107,6 +107,15 @@ async def test_a_generation_that_reached_nobody_is_made_again_by_a_policy(kind) 
         assert generation.num_calls == 1
 
 
+async def test_a_generation_that_never_reaches_anybody_is_given_up_whatever_the_policy(kind) -> None:
+    retry = RetryPolicy(attempts=None, first_delay_s=0.01)
+    async with reset_first(kind, 1000, retry=retry) as (client, generation, proxy):
+        with pytest.raises(Unavailable):
+            await client.call("generate", "hi", timeout_s=60)
+        assert generation.num_calls == 0
+        assert proxy.num_connections < 50
+
+
 async def test_without_a_policy_it_is_the_callers(kind) -> None:
     async with reset_first(kind, 1) as (client, generation, _):
         with pytest.raises(Unavailable):
