@@ -7,9 +7,9 @@ from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.trials import Trials
 
-_STEPS_AHEAD = 2
-"""For so many steps after a group is admitted, all who run find blocks to grow into; else it would come and go with
-every block that becomes free. ADR 0012 has what more and fewer cost."""
+_STEPS_AHEAD = 1
+"""For so many steps after the one that a group is admitted to, all who run find blocks to grow into; else it would come
+and go with every block that becomes free. ADR 0012 has what more and fewer cost."""
 
 
 class Admission:

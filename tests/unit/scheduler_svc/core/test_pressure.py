@@ -75,10 +75,10 @@ def test_looking_ahead_preempts_a_third_less_and_takes_no_longer(monkeypatch):
     assert ahead.num_steps < 1.01 * blind.num_steps
 
 
-def test_a_group_that_would_be_preempted_by_its_second_step_waits():
+def test_a_group_that_would_be_preempted_by_its_next_step_waits():
     driver = Driver(make_config(num_blocks=5), max_in_flight=1)
-    driver.submit(make_request(1, prompt_len=7, max_tokens=8))
-    driver.submit(make_request(2, prompt_len=7, max_tokens=8))
+    driver.submit(make_request(1, prompt_len=8, max_tokens=8))
+    driver.submit(make_request(2, prompt_len=8, max_tokens=8))
     driver.plan()
     # Two blocks each leave one, and both would take another for their ninth token.
     assert [group.request.key.handle for group in driver.scheduler.running] == [1]
