@@ -18,6 +18,7 @@ from quire.rpc.health_servicer import SERVICE_NAME as HEALTH_SERVICE_NAME
 from quire.rpc.health_servicer import HealthServicer
 from quire.rpc.interceptors import ErrorInterceptor
 from quire.rpc.limits import ConnectionLimits
+from quire.rpc.listening import listening_at, stop_listening
 from quire.rpc.roles import role_interceptors
 from quire.rpc.tls import ServerTls
 
@@ -41,12 +42,14 @@ class RpcServer:
         arrivals: Arrivals,
         health: HealthServicer,
         admin: AdminServer | None,
+        listeners: frozenset[int],
     ) -> None:
         self.address = address
         self.admin = admin
         self._servers = tuple(servers)
         self._arrivals = arrivals
         self._health = health
+        self._listeners = listeners
 
     @classmethod
     async def start(
@@ -89,8 +92,10 @@ class RpcServer:
         health = HealthServicer(service_names)
         _add_services(servers, register, health, service_names)
         async with _admin_server(admin_port, admin_tls) as admin:
+            # Others of this process may share the port.
+            others = listening_at(wanted[0])
             bound = await _listen(servers, wanted, tls)
-        return cls(servers, str(bound[0]), arrivals, health, admin)
+        return cls(servers, str(bound[0]), arrivals, health, admin, listening_at(bound[0]) - others)
 
     def set_serving(self, serving: bool) -> None:
         """What health answers from now on, for the server as a whole and for each service."""
@@ -99,6 +104,8 @@ class RpcServer:
     async def hand_over(self, grace_s: float) -> None:
         """Leaves the port to those who share it: closes it between two calls, and has clients make their next ones over
         a new connection. Returns once the calls that came by it are over; after `grace_s` seconds it cancels them."""
+        # First nobody new, then those who are told to connect anew: they must not reach this process again.
+        stop_listening(self._listeners)
         await self._arrivals.wait_for_a_pause(_LONGEST_WAIT_FOR_A_PAUSE_S)
         await self._servers[0].stop(grace_s)
 
