@@ -13,7 +13,7 @@ import torch
 from kernels import reference
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library, LibraryUnavailableError
-from kernels.packed_weight import PackedWeight
+from kernels.packed_weight import PackedWeight, Rounding
 from kernels.reference_attention import ScoreRule
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Implementation(Protocol):
 class Products(Protocol):
     """Products with weights that were packed once."""
 
-    def pack_weight(self, weight: torch.Tensor, gated: bool, quantized: bool = False) -> PackedWeight: ...
+    def pack_weight(self, weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight: ...
 
     def product(
         self,

@@ -17,7 +17,7 @@ import torch
 from kernels import host_copy, int8_cache, reference
 from kernels.checks import FLOATING, check_device, check_dtype, check_kv_cache, check_pairs, check_shape
 from kernels.choice import block_moves_for, implementation_for, knows_int8_pools, packed_products_for
-from kernels.packed_weight import ACTIVATIONS, PackedWeight
+from kernels.packed_weight import ACTIVATIONS, PackedWeight, Rounding
 
 
 def reshape_and_cache(
@@ -224,19 +224,19 @@ def has_packed_products(device: torch.device, dtype: torch.dtype) -> bool:
     return packed_products_for(device, dtype) is not None
 
 
-def pack_weight(weight: torch.Tensor, *, gated: bool = False, quantized: bool = False) -> PackedWeight:
+def pack_weight(weight: torch.Tensor, *, gated: bool = False, rounding: Rounding = Rounding.NONE) -> PackedWeight:
     """Puts a weight into the order in which `product` reads it; the weight itself is not kept where that pays.
 
     Args:
         weight: [out, in]; gated: the rows of the gates, then as many of what they are multiplied with.
         gated: the product is to be `silu_and_mul` of what it would be.
-        quantized: the weight is rounded to int8, with one scale for each output (`kernels.int8`).
+        rounding: what of the product is to be rounded to int8.
     """
     check_shape("weight", weight, (None, None))
     check_dtype("weight", weight, FLOATING)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"weight has {weight.shape[0]} rows; expected an even number of a gated one")
-    return (packed_products_for(weight.device, weight.dtype) or reference).pack_weight(weight, gated, quantized)
+    return (packed_products_for(weight.device, weight.dtype) or reference).pack_weight(weight, gated, rounding)
 
 
 def product(

@@ -1,11 +1,22 @@
 """Weights of a product in the order in which an implementation reads them."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
 ACTIVATIONS = ("identity", "relu", "silu", "gelu_tanh")
 """What a product can do to its sums before they are rounded."""
+
+
+class Rounding(Enum):
+    """What of a product is rounded to int8, as `kernels.int8` does it."""
+
+    NONE = "none"
+    WEIGHT = "weight"
+    """With one scale for each output."""
+    WEIGHT_AND_INPUT = "weight and input"
+    """The input too, with one scale for each token: sums are exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +33,8 @@ class PackedWeight:
     in_features: int
     gated: bool
     """The first half of the outputs are gates: the product is `silu(gate) * up`."""
+
+    rounding: Rounding
 
     @property
     def width(self) -> int:

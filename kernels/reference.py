@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from kernels.int8 import quantize
-from kernels.packed_weight import PackedWeight
+from kernels.packed_weight import PackedWeight, Rounding
 from kernels.reference_attention import ScoreRule, paged_attention
 
 __all__ = [
@@ -114,12 +114,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate).mul_(up)
 
 
-def pack_weight(weight: torch.Tensor, gated: bool, quantized: bool = False) -> PackedWeight:
+def pack_weight(weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight:
     out_features, in_features = weight.shape
-    if not quantized:
-        return PackedWeight(weight, None, weight.dtype, out_features, in_features, gated)
+    if rounding is Rounding.NONE:
+        return PackedWeight(weight, None, weight.dtype, out_features, in_features, gated, rounding)
     lines = quantize(weight)
-    return PackedWeight(lines.codes, lines.scales.squeeze(-1), weight.dtype, out_features, in_features, gated)
+    return PackedWeight(lines.codes, lines.scales.squeeze(-1), weight.dtype, out_features, in_features, gated, rounding)
 
 
 def product(
@@ -127,8 +127,14 @@ def product(
 ) -> torch.Tensor:
     if weight.scales is None:
         sums = functional.linear(x, weight.data, bias)
-    else:
+    elif weight.rounding is Rounding.WEIGHT:
         sums = functional.linear(x.float(), weight.data.float()) * weight.scales
+        sums = sums if bias is None else sums + bias
+    else:
+        lines = quantize(x)
+        # In float64 whole numbers of this size are exact.
+        exact = functional.linear(lines.codes.double(), weight.data.double()).float()
+        sums = exact * lines.scales * weight.scales
         sums = sums if bias is None else sums + bias
     return (silu_and_mul(sums) if weight.gated else _ACTIVATIONS[activation](sums)).to(output_dtype)
 

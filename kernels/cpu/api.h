@@ -93,30 +93,52 @@ enum Activation : int64_t {
   kSiluAndMul = 4,  // silu(gate) * up, of weights that were packed as such
 };
 
-// Rows of a weight to panels of kPanel columns (pack_weight.cpp): bfloat16, or int8 codes.
+// Rows of a weight to panels of kPanel columns (pack_weight.cpp).
 struct PackArgs {
-  void* packed;        // [panels, in_features padded to kPanel, kPanel]
+  void* packed;        // [panels, in_features padded to whole blocks, kPanel]
   const void* weight;  // [out_features, in_features]; gated: the gates' rows, then as many of what they are multiplied with
   int64_t out_features;
   int64_t in_features;
   int64_t weight_stride;
   int64_t gated;
-  int64_t element_bytes;  // 2 or 1
+  int64_t multiplied;  // a Multiplied
 };
 
-// output = activation(x W^T + bias) in bfloat16, summed in float. With scales W is codes times them.
+// What a product multiplies, which says what its weight is packed as.
+enum Multiplied : int64_t {
+  kNumbers = 0,       // bfloat16 by bfloat16
+  kCodes = 1,         // bfloat16 by int8 codes
+  kCodesByCodes = 2,  // int8 codes by int8 codes: sums are whole numbers
+};
+
+// Lines of numbers to int8 codes, each with its scale, as kernels/int8.py has it.
+struct QuantizeArgs {
+  int8_t* codes;  // [rows, code_stride], zeros after the codes of a line
+  float* scales;  // [rows]; NaN for a line that is not finite
+  const void* x;  // [rows, n]
+  int64_t dtype;
+  int64_t threads;
+  int64_t rows;
+  int64_t n;
+  int64_t x_stride;
+  int64_t code_stride;
+};
+
+// output = activation(x W^T + bias), summed in float or exactly. Codes stand for themselves times their scale.
 struct ProductArgs {
   void* output;        // [T, out_features], half as many where it is gated
   const void* x;       // [T, in_features]
-  const void* weight;  // packed: bfloat16, or codes where there are scales
-  const void* bias;    // [out_features] or null
-  const float* scales;  // [out_features] or null
+  const void* weight;  // packed
+  const void* bias;    // [out_features] bfloat16, or null
+  const float* scales;    // [out_features] of the weight, or null
+  const float* x_scales;  // [T], or null
+  int64_t multiplied;     // a Multiplied
   int64_t output_dtype;  // bfloat16 or float
   int64_t activation;
   int64_t threads;
   int64_t num_tokens;
   int64_t out_features;
-  int64_t in_features;  // a multiple of kPanel: the caller adds zeros to x
+  int64_t in_features;  // whole blocks of lines: the caller adds zeros to x
   int64_t x_stride;
   int64_t output_stride;
 };
@@ -162,6 +184,7 @@ enum Operation : int64_t {
   kGate = 3,
   kRotary = 4,
   kProduct = 5,
+  kQuantize = 6,
 };
 
 // One operation of a recording. Its tensors have room for the most tokens that it will be run with.
@@ -189,9 +212,9 @@ QUIRE_API const char* quire_isas();
 // A context for one of them, or null where it is not among them. To be closed by quire_close.
 QUIRE_API quire::Context* quire_open(const char* isa, const quire::OpenMp* openmp);
 QUIRE_API void quire_close(quire::Context* context);
-// The sizes of AttentionArgs, NormArgs, SiluArgs, RotaryArgs, PackArgs, ProductArgs, RecordedOperation and RunArgs: a
-// library that was built from another api.h is told by them.
-QUIRE_API void quire_argument_sizes(int64_t sizes[8]);
+// The sizes of AttentionArgs, NormArgs, SiluArgs, RotaryArgs, PackArgs, QuantizeArgs, ProductArgs, RecordedOperation and
+// RunArgs: a library that was built from another api.h is told by them.
+QUIRE_API void quire_argument_sizes(int64_t sizes[9]);
 
 QUIRE_API int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args);
 QUIRE_API int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args);
@@ -200,5 +223,6 @@ QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire:
 // rotary, reshape_and_cache, or both at once.
 QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args);
 QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args);
+QUIRE_API int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args);
 QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);
 QUIRE_API int32_t quire_run(const quire::Context* context, const quire::RunArgs* args);

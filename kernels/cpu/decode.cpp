@@ -1,15 +1,14 @@
 // Attention of one new token a row, straight from the pool: each key and value is read once for all query heads of its
 // head, while those of the next span or head are on their way from memory. The tiles of one block lie side by side, so the
 // heads of a unit take turns at every span: memory is read in long stretches, wherever the blocks are.
-#include "codes.h"
 #include "group.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
 // Leaves the result in the output or, where it is a part of the context only, as states.
-template <class T>
-void finish(const AttentionArgs& args, const Unit& unit, const Group<T>& group, int64_t token, int64_t first_head) {
+template <class T, class Stored>
+void finish(const AttentionArgs& args, const Unit& unit, const Group<Stored>& group, int64_t token, int64_t first_head) {
   for (int64_t h = 0; h < group.heads; ++h) {
     const float* sums = group.sums + h * group.stride;
     if (unit.states == nullptr) {
@@ -24,65 +23,49 @@ void finish(const AttentionArgs& args, const Unit& unit, const Group<T>& group, 
 }
 
 // One key/value head of the unit, number i of it, on one span; `distance` is that of its first token.
-template <class T>
-void attend(const AttentionArgs& args, const Unit& unit, const Group<T>& heads, int64_t i, const Place<T>& place,
-            const Place<T>& next, int64_t distance) {
+template <class Stored>
+void attend(const AttentionArgs& args, const Unit& unit, const Group<Stored>& heads, int64_t i,
+            const Place<Stored>& place, const Place<Stored>& next, int64_t distance) {
   const int64_t group_size = args.num_heads / args.num_kv_heads;
-  Group<T> group = heads.part(i * group_size, group_size);
+  Group<Stored> group = heads.part(i * group_size, group_size);
+  const Scales<Stored> scales(place, group.line);
   multiply_keys(group, place, next);
+  scale_tokens(group, scales.keys);
   weigh_heads(args, group, (unit.head_begin + i) * group_size, place.count(), distance);
+  scale_tokens(group, scales.values);
   add_weighted_values(group, place, next);
 }
 
 // All heads of the unit on one span.
-template <class T>
-void attend(const AttentionArgs& args, const Unit& unit, const Group<T>& heads, const Span<T, kSpan>& span,
-            const Span<T, kSpan>& next_span, int64_t distance, T*) {
-  const int64_t tile = args.block_size * args.head_dim, values = value_offset<T>(args);
+template <class Stored>
+void attend(const AttentionArgs& args, const Unit& unit, const Group<Stored>& heads, const Span<Stored, kSpan>& span,
+            const Span<Stored, kSpan>& next_span, int64_t distance) {
+  const int64_t tile = args.block_size * heads.line, values = value_offset<Stored>(args);
   const int64_t num_kv_heads = unit.head_end - unit.head_begin;
   for (int64_t i = 0; i < num_kv_heads; ++i) {
-    const Place<T> place{&span, i * tile, values};
-    const Place<T> next = i + 1 < num_kv_heads ? Place<T>{&span, (i + 1) * tile, values} : Place<T>{&next_span, 0, values};
+    const Place<Stored> place{&span, i * tile, values};
+    const Place<Stored> next =
+        i + 1 < num_kv_heads ? Place<Stored>{&span, (i + 1) * tile, values} : Place<Stored>{&next_span, 0, values};
     attend(args, unit, heads, i, place, next, distance);
   }
-}
-
-// The same from codes, made floating head by head in `lines`.
-template <class T>
-void attend(const AttentionArgs& args, const Unit& unit, const Group<T>& heads, const Span<int8_t, kSpan>& span,
-            const Span<int8_t, kSpan>& next_span, int64_t distance, T* lines) {
-  const int64_t tile = args.block_size * args.quantized_line, num_kv_heads = unit.head_end - unit.head_begin;
-  Span<T, kSpan> floating;
-  for (int64_t i = 0; i < num_kv_heads; ++i) {
-    const bool last = i + 1 == num_kv_heads;
-    make_floating(args, span, i * tile, last ? next_span : span, last ? 0 : (i + 1) * tile, lines, floating);
-    const Place<T> place{&floating, 0, kSpan * args.head_dim};
-    attend(args, unit, heads, i, place, place, distance);
-  }
-}
-
-template <class T>
-T* take_lines(const AttentionArgs& args, Arena& arena) {
-  return arena.take<T>(args.quantized_line > 0 ? 2 * kSpan * args.head_dim : 0);
 }
 
 // From a pool of Stored: T, or int8_t for codes.
 template <class T, class Stored>
 void decode_from(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
   Arena arena(scratch);
-  Group<T> heads(args, unit.head_end - unit.head_begin, arena);
-  T* lines = take_lines<T>(args, arena);
+  Group<Stored> heads(args, unit.head_end - unit.head_begin, arena);
   const int64_t token = args.query_start_loc[unit.row], position = args.seq_lens[unit.row] - 1;
   const int64_t first_head = unit.head_begin * (args.num_heads / args.num_kv_heads);
-  heads.start(args, token, first_head);
+  heads.template start<T>(args, token, first_head);
   Span<Stored, kSpan> span, next;
   next.fill(args, unit.row, unit.head_begin, unit.begin, unit.end);
   for (int64_t at = unit.begin; at < unit.end; at += kSpan) {
     span = next;
     if (at + kSpan < unit.end) next.fill(args, unit.row, unit.head_begin, at + kSpan, unit.end);
-    attend(args, unit, heads, span, next, at - position, lines);
+    attend(args, unit, heads, span, next, at - position);
   }
-  finish(args, unit, heads, token, first_head);
+  finish<T>(args, unit, heads, token, first_head);
 }
 
 template <class T>
@@ -93,12 +76,16 @@ void decode(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
     decode_from<T, T>(args, unit, scratch);
 }
 
+template <class Stored>
+int64_t scratch_from(const AttentionArgs& args) {
+  Arena arena(nullptr);
+  Group<Stored> heads(args, args.num_kv_heads, arena);
+  return arena.used();
+}
+
 template <class T>
 int64_t scratch_of(const AttentionArgs& args) {
-  Arena arena(nullptr);
-  Group<T> heads(args, args.num_kv_heads, arena);
-  take_lines<T>(args, arena);
-  return arena.used();
+  return args.quantized_line > 0 ? scratch_from<int8_t>(args) : scratch_from<T>(args);
 }
 
 // The states of one head: that of the first chunk takes the others in, which lie `stride` floats apart. Returns the sum.

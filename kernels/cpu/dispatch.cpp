@@ -42,12 +42,15 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-bool has_avx512_bf16() { return has_avx512() && has_feature(7, 1, &Registers::a, 5); }
+bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512vnni") && has_feature(7, 1, &Registers::a, 5);
+}
 
-// Matrix units also need the system's leave, once a process.
+// Matrix units for bfloat16 and int8 also need the system's leave, once a process.
 bool has_amx() {
   constexpr long kAskForPermission = 0x1023, kTileData = 18;
   return has_avx512_bf16() && has_feature(7, 0, &Registers::d, 24) && has_feature(7, 0, &Registers::d, 22) &&
+         has_feature(7, 0, &Registers::d, 25) &&
          syscall(SYS_arch_prctl, kAskForPermission, kTileData) == 0;
 }
 
@@ -99,6 +102,11 @@ Status add(Operations& operations, const RecordedOperation& recorded, const RunA
       args.num_tokens = lines;
       return operations.add_rotary(args);
     }
+    case kQuantize: {
+      QuantizeArgs args = *static_cast<const QuantizeArgs*>(recorded.args);
+      args.rows = lines;
+      return operations.add_quantize(args);
+    }
     default: {
       ProductArgs args = *static_cast<const ProductArgs*>(recorded.args);
       args.num_tokens = lines;
@@ -136,15 +144,16 @@ quire::Context* quire_open(const char* name, const quire::OpenMp* openmp) {
 
 void quire_close(quire::Context* context) { delete context; }
 
-void quire_argument_sizes(int64_t sizes[8]) {
+void quire_argument_sizes(int64_t sizes[9]) {
   sizes[0] = sizeof(quire::AttentionArgs);
   sizes[1] = sizeof(quire::NormArgs);
   sizes[2] = sizeof(quire::SiluArgs);
   sizes[3] = sizeof(quire::RotaryArgs);
   sizes[4] = sizeof(quire::PackArgs);
-  sizes[5] = sizeof(quire::ProductArgs);
-  sizes[6] = sizeof(quire::RecordedOperation);
-  sizes[7] = sizeof(quire::RunArgs);
+  sizes[5] = sizeof(quire::QuantizeArgs);
+  sizes[6] = sizeof(quire::ProductArgs);
+  sizes[7] = sizeof(quire::RecordedOperation);
+  sizes[8] = sizeof(quire::RunArgs);
 }
 
 int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args) {
@@ -165,6 +174,10 @@ int32_t quire_silu_and_mul(const quire::Context* context, const quire::SiluArgs*
 
 int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args) {
   return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_rotary(*args); });
+}
+
+int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_quantize(*args); });
 }
 
 int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args) {

@@ -24,10 +24,13 @@ inline Vec activate(int64_t activation, Vec x) {
   }
 }
 
-// Sums that end up in columns `column` on of a line of the weight, with its scales and bias.
-inline Vec biased(const ProductArgs& args, const float* sums, int64_t column, int lanes) {
+// Sums of a token that end up in columns `column` on of a line of the weight, with scales and bias.
+template <class Sum>
+inline Vec biased(const ProductArgs& args, int64_t token, const Sum* sums, int64_t column, int lanes) {
   const BF16* bias = static_cast<const BF16*>(args.bias);
-  const Vec product = args.scales == nullptr ? load(sums) : load(sums) * load(args.scales + column, lanes);
+  Vec product = load(sums);
+  if (args.x_scales != nullptr) product = product * set1(args.x_scales[token]);
+  if (args.scales != nullptr) product = product * load(args.scales + column, lanes);
   return bias == nullptr ? product : product + load(bias + column, lanes);
 }
 
@@ -40,15 +43,16 @@ inline void store_line(const ProductArgs& args, int64_t token, int64_t column, V
 }
 
 // One panel of one token, from its kPanel sums.
-inline void finish_line(const ProductArgs& args, int64_t panel, int64_t token, const float* sums) {
+template <class Sum>
+inline void finish_line(const ProductArgs& args, int64_t panel, int64_t token, const Sum* sums) {
   const bool gated = is_gated(args);
   const int64_t width = gated ? kPanel / 2 : kPanel, columns = gated ? args.out_features / 2 : args.out_features;
   for (int64_t i = 0; i < width; i += kWidth) {
     const int64_t column = panel * width + i;
     if (column >= columns) return;
     const int lanes = static_cast<int>(columns - column < kWidth ? columns - column : kWidth);
-    Vec x = biased(args, sums + i, column, lanes);
-    x = gated ? silu(x) * biased(args, sums + width + i, columns + column, lanes) : activate(args.activation, x);
+    Vec x = biased(args, token, sums + i, column, lanes);
+    x = gated ? silu(x) * biased(args, token, sums + width + i, columns + column, lanes) : activate(args.activation, x);
     store_line(args, token, column, x, lanes);
   }
 }

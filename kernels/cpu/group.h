@@ -1,6 +1,7 @@
 // What the query heads of one key/value head do with one span of keys and values.
 #pragma once
 
+#include "codes.h"
 #include "context.h"
 #include "dot.h"
 #include "isa.h"
@@ -26,11 +27,32 @@ struct Place {
   const T* value(int t) const { return key(t) + values; }
 };
 
-// The query heads of some key/value heads: scratch memory of one thread.
+// The scales of the codes of one head in a span; 0 where there is no token. Pools of numbers have none.
+template <class T>
+struct Scales {
+  static constexpr const float *keys = nullptr, *values = nullptr;
+
+  Scales(const Place<T>&, int64_t) {}
+};
+
+template <>
+struct Scales<int8_t> {
+  float keys[kSpan] = {}, values[kSpan] = {};
+
+  Scales(const Place<int8_t>& place, int64_t line) {
+    for (int t = 0; t < place.count(); ++t) {
+      keys[t] = scale_of(place.key(t), line);
+      values[t] = scale_of(place.value(t), line);
+    }
+  }
+};
+
+// The query heads of some key/value heads, over a pool of T: scratch memory of one thread.
 template <class T>
 struct Group {
   int64_t heads;
   int64_t head_dim;
+  int64_t line;  // elements of a token in the pool
   int64_t stride;
   typename Dot<T>::Query* query;  // [heads, stride], zeros after the head
   float* sums;                    // [heads, stride]
@@ -39,7 +61,10 @@ struct Group {
   Softmax* softmax;               // [heads]
 
   Group(const AttentionArgs& args, int64_t num_kv_heads, Arena& arena)
-      : heads(args.num_heads / args.num_kv_heads * num_kv_heads), head_dim(args.head_dim), stride(padded(head_dim)) {
+      : heads(args.num_heads / args.num_kv_heads * num_kv_heads),
+        head_dim(args.head_dim),
+        line(line_size<T>(args)),
+        stride(padded(head_dim)) {
     query = arena.take<typename Dot<T>::Query>(heads * stride);
     sums = arena.take<float>(heads * stride);
     weights = arena.take<float>(heads * kSpan);
@@ -47,11 +72,13 @@ struct Group {
     softmax = arena.take<Softmax>(heads);
   }
 
+  // With queries of Element.
+  template <class Element>
   void start(const AttentionArgs& args, int64_t token, int64_t first_head) {
     std::memset(query, 0, heads * stride * sizeof(*query));
     std::memset(sums, 0, heads * stride * sizeof(float));
     for (int64_t h = 0; h < heads; ++h) {
-      copy_query(query + h * stride, query_of<T>(args, token, first_head + h), head_dim);
+      copy_query(query + h * stride, query_of<Element>(args, token, first_head + h), head_dim);
       softmax[h] = Softmax();
     }
   }
@@ -135,10 +162,22 @@ inline void for_heads(int64_t heads, Function function) {
 template <class T>
 void multiply_keys(Group<T>& group, const Place<T>& place, const Place<T>& next) {
   for (int t = 0; t < place.count(); t += kTokensAtOnce) {
-    for (int i = t; i < t + kTokensAtOnce; ++i) prefetch(next.key(i), group.head_dim);
+    for (int i = t; i < t + kTokensAtOnce; ++i) prefetch(next.key(i), group.line);
     for_heads<kSums / kTokensAtOnce>(group.heads, [&]<int kHeads>(int64_t h) { multiply<T, kHeads>(group, h, place, t); });
   }
 }
+
+// What is by token in the weights times what codes of that token stand for.
+inline void scale_tokens(const Group<int8_t>& group, const float* scales) {
+  for (int64_t h = 0; h < group.heads; ++h) {
+    float* weights = group.weights + h * kSpan;
+    for (int t = 0; t < kSpan; t += kWidth) store(weights + t, load(weights + t) * load(scales + t));
+  }
+}
+
+// Pools of numbers have no scales.
+template <class T>
+inline void scale_tokens(const Group<T>&, const float*) {}
 
 template <class T>
 void scale_sums(Group<T>& group, int64_t h, float factor) {

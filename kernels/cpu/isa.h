@@ -19,8 +19,10 @@ inline constexpr int64_t kKeyTile = 64;
 // Rows of scratch memory are padded to this many elements, enough for any vector and matrix tile.
 inline constexpr int64_t kPad = 32;
 
-// Columns of a packed weight that lie together, and what its lines are padded to.
+// Columns of a packed weight that lie together. Its lines do so in blocks of 16 words of 32 bits of what they are multiplied
+// with: two bfloat16 or four codes a word.
 inline constexpr int64_t kPanel = 32;
+inline constexpr int64_t kWordsOfBlock = 16;
 
 // One piece of attention that a thread does at a time.
 struct Unit {
@@ -95,7 +97,8 @@ struct IsaKernels {
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> layer_norm;
   ByDtype<void (*)(const SiluArgs&, int64_t begin, int64_t end)> silu_and_mul;
   ByDtype<void (*)(const RotaryArgs&, int64_t begin, int64_t end)> rotary;
-  // Panels begin to end, for all tokens. Codes need scratch memory for one panel in bfloat16.
+  ByDtype<void (*)(const QuantizeArgs&, int64_t begin, int64_t end)> quantize;
+  // Panels begin to end, for all tokens. Numbers by codes need scratch memory for one panel in bfloat16.
   void (*product)(const ProductArgs&, int64_t begin, int64_t end, std::byte* scratch);
 };
 

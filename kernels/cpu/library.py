@@ -20,7 +20,8 @@ NORM_ARGS = struct.Struct("13qd")
 SILU_ARGS = struct.Struct("7q")
 ROTARY_ARGS = struct.Struct("33q")
 PACK_ARGS = struct.Struct("7q")
-PRODUCT_ARGS = struct.Struct("13q")
+QUANTIZE_ARGS = struct.Struct("9q")
+PRODUCT_ARGS = struct.Struct("15q")
 RECORDED_OPERATION = struct.Struct("3q")
 RUN_ARGS = struct.Struct("5q")
 _ARGS = (
@@ -29,6 +30,7 @@ _ARGS = (
     SILU_ARGS,
     ROTARY_ARGS,
     PACK_ARGS,
+    QUANTIZE_ARGS,
     PRODUCT_ARGS,
     RECORDED_OPERATION,
     RUN_ARGS,
@@ -50,7 +52,8 @@ class OperationKind(Enum):
     LAYER_NORM = (2, NORM_ARGS, 7)
     SILU_AND_MUL = (3, SILU_ARGS, 4)
     ROTARY = (4, ROTARY_ARGS, 31)
-    PRODUCT = (5, PRODUCT_ARGS, 8)
+    PRODUCT = (5, PRODUCT_ARGS, 10)
+    QUANTIZE = (6, QUANTIZE_ARGS, 5)
 
     def __init__(self, number: int, arguments: struct.Struct, lines_field: int) -> None:
         self.number = number
@@ -71,6 +74,7 @@ class Operations(Protocol):
     layer_norm: Operation
     silu_and_mul: Operation
     rotary: Operation
+    quantize: Operation
     product: Operation
     pack_weight: Operation
 
@@ -107,6 +111,7 @@ class Library:
         self.silu_and_mul = _operation(library, "quire_silu_and_mul")
         self.rotary = _operation(library, "quire_rotary")
         self.pack_weight = _operation(library, "quire_pack_weight")
+        self.quantize = _operation(library, "quire_quantize")
         self.product = _operation(library, "quire_product")
         self.run = _operation(library, "quire_run")
         weakref.finalize(self, library.quire_close, context)

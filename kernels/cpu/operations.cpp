@@ -78,6 +78,11 @@ Status Operations::add_rotary(const RotaryArgs& args) {
              [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
 }
 
+Status Operations::add_quantize(const QuantizeArgs& args) {
+  const auto kernel = context_.kernels.quantize.of[args.dtype];
+  return add(args.rows, grain(kWorthThreads, args.n), [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
+}
+
 Status Operations::add_product(const ProductArgs& args) {
   const auto kernel = context_.kernels.product;
   const int64_t elements = args.in_features * kPanel * (1 + args.num_tokens / 16);
@@ -85,7 +90,7 @@ Status Operations::add_product(const ProductArgs& args) {
   return add(
       args.num_tokens > 0 ? num_panels(args) : 0, grain(kWorthReading, elements),
       [=](int64_t begin, int64_t end, std::byte* scratch) { kernel(args, begin, end, scratch); },
-      args.scales == nullptr ? 0 : panel_bytes);
+      args.multiplied == kCodes ? panel_bytes : 0);
 }
 
 }  // namespace quire

@@ -21,6 +21,7 @@ class Operations {
   Status add_layer_norm(const NormArgs& args);
   Status add_silu_and_mul(const SiluArgs& args);
   Status add_rotary(const RotaryArgs& args);
+  Status add_quantize(const QuantizeArgs& args);
   Status add_product(const ProductArgs& args);
 
   // Throws std::bad_alloc.

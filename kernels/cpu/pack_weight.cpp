@@ -1,8 +1,9 @@
 // Weights in the order in which product.cpp reads them.
 //
-// A panel is kPanel columns of the product. It is a row of blocks of kPanel lines: two tiles of 16 columns, each 16 lines of
-// pairs. So a line of 64 bytes is what a vector multiplies by one pair of a token, a tile is what a matrix unit loads,
-// and a thread reads its panels from end to end without a jump.
+// A panel is kPanel columns of the product. It is a row of blocks: two tiles of 16 columns, each 16 lines of words, which
+// are the numbers that a word of a token is multiplied with: two, or four codes that are multiplied with codes. So a line
+// of a tile is what a vector multiplies by one word of a token, a tile is what a matrix unit loads, and a thread reads its
+// panels from end to end without a jump.
 #include <sys/mman.h>
 
 #include <cstdint>
@@ -26,24 +27,15 @@ int64_t row_of(const PackArgs& args, int64_t panel, int64_t column) {
   return column < kTile ? row : half + row;
 }
 
-// One column of a panel; its lines are one pair each.
-template <class Element>
+// One column of a panel.
+template <class Element, int64_t kOfWord>
 void pack_column(const PackArgs& args, Element* panel, int64_t column, const Element* row) {
-  const int64_t lines = padded(args.in_features, kPanel);
+  constexpr int64_t kLines = kWordsOfBlock * kOfWord, kTileLine = kTile * kOfWord;
+  const int64_t lines = padded(args.in_features, kLines);
   for (int64_t k = 0; k < lines; ++k) {
-    Element* tile = panel + k / kPanel * kPanel * kPanel + column / kTile * kTile * kPanel;
-    const int64_t pair = k % kPanel / 2;
-    tile[pair * kPanel + column % kTile * 2 + k % 2] = row != nullptr && k < args.in_features ? row[k] : 0;
-  }
-}
-
-template <class Element>
-void pack_panel(const PackArgs& args, int64_t panel) {
-  Element* packed = static_cast<Element*>(args.packed) + panel * padded(args.in_features, kPanel) * kPanel;
-  for (int64_t column = 0; column < kPanel; ++column) {
-    const int64_t row = row_of(args, panel, column);
-    const Element* weight = static_cast<const Element*>(args.weight);
-    pack_column(args, packed, column, row < 0 ? nullptr : weight + row * args.weight_stride);
+    Element* tile = panel + k / kLines * kLines * kPanel + column / kTile * kLines * kTile;
+    const int64_t word = k % kLines / kOfWord;
+    tile[word * kTileLine + column % kTile * kOfWord + k % kOfWord] = row != nullptr && k < args.in_features ? row[k] : 0;
   }
 }
 
@@ -56,14 +48,34 @@ void want_huge_pages(void* memory, int64_t bytes) {
   if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 }
 
+template <class Element, int64_t kOfWord>
+void pack_panels(const PackArgs& args) {
+  const int64_t panels = num_panels(args.out_features, args.gated != 0);
+  const int64_t size = padded(args.in_features, kWordsOfBlock * kOfWord) * kPanel;
+  want_huge_pages(args.packed, panels * size * sizeof(Element));
+  const Element* weight = static_cast<const Element*>(args.weight);
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    for (int64_t column = 0; column < kPanel; ++column) {
+      const int64_t row = row_of(args, panel, column);
+      pack_column<Element, kOfWord>(args, static_cast<Element*>(args.packed) + panel * size, column,
+                                    row < 0 ? nullptr : weight + row * args.weight_stride);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace quire
 
 int32_t quire_pack_weight(const quire::Context*, const quire::PackArgs* args) {
-  using quire::kPanel;
-  const int64_t panels = quire::num_panels(args->out_features, args->gated != 0);
-  quire::want_huge_pages(args->packed, panels * quire::padded(args->in_features, kPanel) * kPanel * args->element_bytes);
-  const auto pack_panel = args->element_bytes == 1 ? quire::pack_panel<uint8_t> : quire::pack_panel<uint16_t>;
-  for (int64_t panel = 0; panel < panels; ++panel) pack_panel(*args, panel);
+  switch (args->multiplied) {
+    case quire::kNumbers:
+      quire::pack_panels<uint16_t, 2>(*args);
+      break;
+    case quire::kCodes:
+      quire::pack_panels<uint8_t, 2>(*args);
+      break;
+    default:
+      quire::pack_panels<uint8_t, 4>(*args);
+  }
   return quire::kOk;
 }

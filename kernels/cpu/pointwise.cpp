@@ -1,4 +1,5 @@
-// Norms and the gated activation, line by line. All of it is computed in float and rounded once.
+// Norms, the gated activation and codes, line by line. All of it is computed in float and rounded once.
+#include "codes.h"
 #include "isa.h"
 #include "vec.h"
 
@@ -129,8 +130,18 @@ void silu_and_mul(const SiluArgs& args, int64_t begin, int64_t end) {
   }
 }
 
+template <class T>
+void quantize(const QuantizeArgs& args, int64_t begin, int64_t end) {
+  for (int64_t line = begin; line < end; ++line) {
+    int8_t* codes = args.codes + line * args.code_stride;
+    std::memset(codes, 0, args.code_stride);
+    args.scales[line] = make_codes(codes, line_of<T>(args.x, line, args.x_stride), args.n);
+  }
+}
+
 }  // namespace
 
+extern const decltype(IsaKernels::quantize) quantize_kernels = {{quantize<float>, quantize<BF16>, quantize<F16>}};
 extern const decltype(IsaKernels::rms_norm) rms_norm_kernels = {{rms_norm<float>, rms_norm<BF16>, rms_norm<F16>}};
 extern const decltype(IsaKernels::layer_norm) layer_norm_kernels = {
     {layer_norm<float>, layer_norm<BF16>, layer_norm<F16>}};

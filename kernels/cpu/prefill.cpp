@@ -123,7 +123,7 @@ int64_t read(const Tile<T>& tile, const Work<T>& work, int64_t at, int64_t end, 
   }
   Span<int8_t, kKeyTile> codes;
   codes.fill(work.args, work.row, work.kv_head, at, end);
-  make_floating(work.args, codes, 0, codes, 0, tile.floating, tokens);
+  make_floating(work.args, codes, tile.floating, tokens);
   return kKeyTile * work.args.head_dim;
 }
 

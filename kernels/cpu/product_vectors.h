@@ -7,47 +7,79 @@ namespace {
 
 constexpr int kVectors = kPanel / kWidth;
 
-inline float word(const BF16* pair) {
-  float bits;
-  std::memcpy(&bits, pair, sizeof(bits));
+// A vector of words of a block, what a word of a token is multiplied with them as, and sums of such products.
+template <class Sum>
+struct Lanes;
+
+template <>
+struct Lanes<float> {
+  using Words = Vec;
+
+  static Vec load(const void* words) { return quire::QUIRE_ISA::load(static_cast<const float*>(words)); }
+  static Vec of_token(int32_t word) {
+    float bits;
+    std::memcpy(&bits, &word, sizeof(bits));
+    return set1(bits);
+  }
+  static Vec add(Vec sum, Vec weights, Vec of_token) {
+#if defined(__AVX512BF16__)
+    const auto pairs = reinterpret_cast<__m512bh>(weights.v), with = reinterpret_cast<__m512bh>(of_token.v);
+    return {_mm512_dpbf16_ps(sum.v, pairs, with)};
+#else
+    sum = fma(first_of_pairs(weights), first_of_pairs(of_token), sum);
+    return fma(second_of_pairs(weights), second_of_pairs(of_token), sum);
+#endif
+  }
+};
+
+template <>
+struct Lanes<int32_t> {
+  using Words = Whole;
+
+  static Whole load(const void* words) { return load_whole(words); }
+  static Whole of_token(int32_t word) { return set1_whole(word ^ kCodeOffset); }
+  static Whole add(Whole sum, Whole weights, Whole of_token) { return add_codes(sum, weights, of_token); }
+};
+
+// What sums are too much by where the processor multiplies with codes that are offset.
+template <class Sum>
+constexpr bool kIsOff = std::is_same_v<Sum, int32_t> && kCodeOffset != 0;
+
+inline int32_t word(const void* words, int64_t at) {
+  int32_t bits;
+  std::memcpy(&bits, static_cast<const char*>(words) + at * sizeof(bits), sizeof(bits));
   return bits;
 }
 
-inline Vec words(const BF16* pairs) { return load(reinterpret_cast<const float*>(pairs)); }
-
-inline Vec add_pairs(Vec sum, Vec a, Vec b) {
-#if defined(__AVX512BF16__)
-  return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
-#else
-  return fma(second_of_pairs(a), second_of_pairs(b), fma(first_of_pairs(a), first_of_pairs(b), sum));
-#endif
-}
-
 // One panel for kTokens tokens from `token` on.
-template <int kTokens, class Weight>
-void multiply_panel(const ProductArgs& args, int64_t panel, const Weight* weights_of_panel, int64_t token) {
-  const BF16* x = x_of(args, token);
-  Blocks<Weight> blocks(weights_of_panel, args.in_features / kPanel);
-  const Weight* ahead = weights_of_panel + kAhead<Weight>;
-  Vec sums[kTokens][kVectors] = {};
-  for (int64_t k = 0; k < args.in_features; k += kPanel, ahead += kBlock) {
-    const BF16* block = blocks.next();
-    for (int64_t pair = 0; pair < kTile; ++pair) {
-      Vec weights[kVectors];
+template <class Kind, int kTokens>
+void multiply_panel(const ProductArgs& args, int64_t panel, const typename Kind::Weight* weights_of_panel, int64_t token) {
+  using Sum = typename Kind::Sum;
+  using Words = typename Lanes<Sum>::Words;
+  constexpr int64_t kBytes = kBlock<Kind> * sizeof(typename Kind::Weight);
+  const auto* x = x_of<Kind>(args, token);
+  Blocks<Kind> blocks(weights_of_panel, args.in_features / kLines<Kind>);
+  const char* ahead = reinterpret_cast<const char*>(weights_of_panel) + kAhead;
+  Words sums[kTokens][kVectors] = {}, off[kVectors] = {};
+  for (int64_t k = 0; k < args.in_features; k += kLines<Kind>, ahead += kBytes) {
+    const char* block = static_cast<const char*>(blocks.next());
+    for (int64_t at = 0; at < kWordsOfBlock; ++at) {
+      Words weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
-        const int64_t column = i * kWidth;
-        weights[i] = words(block + column / kTile * kTile * kPanel + pair * kPanel + column % kTile * 2);
+        const int64_t column = i * kWidth, tile = column / kTile * kTile * kWordsOfBlock;
+        weights[i] = Lanes<Sum>::load(block + (tile + at * kTile + column % kTile) * 4);
+        if constexpr (kIsOff<Sum>) off[i] = add_codes(off[i], weights[i], set1_whole(kCodeOffset));
       }
-      fetch<_MM_HINT_T0>(ahead + pair * 2 * kPanel, 2 * kPanel);
+      fetch<_MM_HINT_T0>(ahead + at * (kBytes / kWordsOfBlock), kBytes / kWordsOfBlock);
       for (int t = 0; t < kTokens; ++t) {
-        const Vec of_token = set1(word(x + t * args.x_stride + k + 2 * pair));
-        for (int i = 0; i < kVectors; ++i) sums[t][i] = add_pairs(sums[t][i], weights[i], of_token);
+        const Words of_token = Lanes<Sum>::of_token(word(x + t * args.x_stride + k, at));
+        for (int i = 0; i < kVectors; ++i) sums[t][i] = Lanes<Sum>::add(sums[t][i], weights[i], of_token);
       }
     }
   }
   for (int t = 0; t < kTokens; ++t) {
-    alignas(64) float line[kPanel];
-    for (int i = 0; i < kVectors; ++i) store(line + i * kWidth, sums[t][i]);
+    alignas(64) Sum line[kPanel];
+    for (int i = 0; i < kVectors; ++i) store(line + i * kWidth, kIsOff<Sum> ? sums[t][i] - off[i] : sums[t][i]);
     finish_line(args, panel, token + t, line);
   }
 }
@@ -57,17 +89,19 @@ constexpr int kMostTokens = kSums / kVectors;
 
 class Multiplier {
  public:
-  static constexpr int64_t kTokensAtOnce = kMostTokens;
+  // For more tokens codes are made floating once.
+  static constexpr int64_t kTokensOfCodes = kMostTokens;
 
   // Tokens begin to end by one panel, whose weights are `weights`.
-  template <class Weight>
-  void multiply(const ProductArgs& args, int64_t panel, const Weight* weights, int64_t begin, int64_t end) {
+  template <class Kind>
+  void multiply(const ProductArgs& args, int64_t panel, const typename Kind::Weight* weights, Bytes, int64_t begin,
+                int64_t end) {
     int64_t token = begin;
-    for (; token + kMostTokens <= end; token += kMostTokens) multiply_panel<kMostTokens>(args, panel, weights, token);
+    for (; token + kMostTokens <= end; token += kMostTokens) multiply_panel<Kind, kMostTokens>(args, panel, weights, token);
     if constexpr (kMostTokens > 4)
-      for (; token + 4 <= end; token += 4) multiply_panel<4>(args, panel, weights, token);
-    for (; token + 2 <= end; token += 2) multiply_panel<2>(args, panel, weights, token);
-    for (; token < end; ++token) multiply_panel<1>(args, panel, weights, token);
+      for (; token + 4 <= end; token += 4) multiply_panel<Kind, 4>(args, panel, weights, token);
+    for (; token + 2 <= end; token += 2) multiply_panel<Kind, 2>(args, panel, weights, token);
+    for (; token < end; ++token) multiply_panel<Kind, 1>(args, panel, weights, token);
   }
 };
 

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.cpu.bindings import CpuKernels, check_status
+from kernels.cpu.arguments import check_status
+from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import RECORDED_OPERATION, RUN_ARGS, Library, Operation, OperationKind
 
 _CACHE_LINE = 64
@@ -122,6 +123,7 @@ class _NotingLibrary:
         self.layer_norm = noting(OperationKind.LAYER_NORM)
         self.silu_and_mul = noting(OperationKind.SILU_AND_MUL)
         self.rotary = noting(OperationKind.ROTARY)
+        self.quantize = noting(OperationKind.QUANTIZE)
         self.product = noting(OperationKind.PRODUCT)
         self.pack_weight = _refuse_to_pack
 

@@ -68,8 +68,8 @@ inline void write_codes(const RotaryArgs& args, int64_t token, int64_t head, con
     rotate(key, rotated, cos_sin, dims);
     key = rotated;
   }
-  quantize(line, key, dims, bytes);
-  quantize(line + lines_of_keys(args) * bytes, source_of<T>(args.value, token, head), dims, bytes);
+  quantize_line(line, key, dims, bytes);
+  quantize_line(line + lines_of_keys(args) * bytes, source_of<T>(args.value, token, head), dims, bytes);
 }
 
 template <class T>

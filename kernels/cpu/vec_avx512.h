@@ -43,6 +43,31 @@ inline Vec load(const int8_t* p, int n) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p)))};
 }
 
+// kWidth whole numbers of 32 bits, or words of four codes.
+struct Whole {
+  __m512i v;
+};
+
+inline Whole load_whole(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline Whole set1_whole(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline void store(int32_t* p, Whole x) { _mm512_storeu_si512(p, x.v); }
+inline Vec load(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
+inline Whole operator-(Whole a, Whole b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+
+// Adds the products of the four codes of each word. Those of `b` are to be given xor kCodeOffset.
+#if defined(__AVX512VNNI__)
+inline constexpr int32_t kCodeOffset = static_cast<int32_t>(0x80808080u);  // makes them unsigned, 128 more than they are
+inline Whole add_codes(Whole sum, Whole a, Whole b) { return {_mm512_dpbusd_epi32(sum.v, b.v, a.v)}; }
+#else
+inline constexpr int32_t kCodeOffset = 0;
+inline __m512i even_codes(Whole x) { return _mm512_srai_epi16(_mm512_slli_epi16(x.v, 8), 8); }
+inline __m512i odd_codes(Whole x) { return _mm512_srai_epi16(x.v, 8); }
+inline Whole add_codes(Whole sum, Whole a, Whole b) {
+  const __m512i even = _mm512_madd_epi16(even_codes(a), even_codes(b)), odd = _mm512_madd_epi16(odd_codes(a), odd_codes(b));
+  return {_mm512_add_epi32(sum.v, _mm512_add_epi32(even, odd))};
+}
+#endif
+
 inline __m256i narrow_bf16(Vec x) {
 #if defined(__AVX512BF16__)
   return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v));

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import ops
-from kernels.packed_weight import PackedWeight
+from kernels.packed_weight import PackedWeight, Rounding
 from worker_svc.layers.activation import (
     Activation,
     FusedActivation,
@@ -92,12 +92,12 @@ class OwnProduct:
         bias: torch.Tensor | None,
         activation_name: str | None,
         *,
-        quantized: bool = False,
+        rounding: Rounding = Rounding.NONE,
     ) -> "OwnProduct":
-        """Packs the weights, `quantized` to int8."""
+        """Packs the weights."""
         if activation_name is not None and is_gated_silu(activation_name):
-            return cls(ops.pack_weight(weight, gated=True, quantized=quantized), bias, "identity", None)
-        packed = ops.pack_weight(weight, quantized=quantized)
+            return cls(ops.pack_weight(weight, gated=True, rounding=rounding), bias, "identity", None)
+        packed = ops.pack_weight(weight, rounding=rounding)
         if activation_name is None:
             return cls(packed, bias, "identity", None)
         fused = own_activation(activation_name)

@@ -9,6 +9,7 @@ from enum import Enum
 
 import torch
 
+from kernels import ops
 from quire.settings import ConfigurationError
 
 
@@ -22,8 +23,8 @@ class Quantization(Enum):
     """The same weights, and inputs rounded to int8 with one scale a token; sums are exact integers."""
 
 
-def check_quantization(quantization: Quantization, device: torch.device) -> None:
-    """ConfigurationError for a quantization that this device does not have."""
+def check_quantization(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
+    """ConfigurationError for a quantization that this device does not have for models of this dtype."""
     if quantization is not Quantization.INT8_DYNAMIC:
         return
     if device.type != "cpu":
@@ -31,7 +32,7 @@ def check_quantization(quantization: Quantization, device: torch.device) -> None
             f"--quantization is int8-dynamic, which is for cpu, and the device is {device.type}; "
             "use int8-weight-only or none"
         )
-    if not has_int8_products():
+    if not ops.has_packed_products(device, dtype) and not has_int8_products():
         raise ConfigurationError(
             "--quantization is int8-dynamic, which needs oneDNN, and this build of torch has none; "
             "use int8-weight-only or none"

@@ -16,10 +16,15 @@ import torch
 
 from kernels import ops
 from kernels.int8 import quantize
+from kernels.packed_weight import Rounding
 from worker_svc.layers.activation import Activation, activation
 from worker_svc.layers.product import OwnProduct, Product, make_product
 from worker_svc.layers.quantization import Quantization
 
+_ROUNDING = {
+    Quantization.INT8_WEIGHT_ONLY: Rounding.WEIGHT,
+    Quantization.INT8_DYNAMIC: Rounding.WEIGHT_AND_INPUT,
+}
 _MOST_TOKENS_AS_THEY_ARE = 8
 # torch's kernel reads its inputs in vectors of this many and does not look whether there are so many.
 _INPUT_STEP = 16
@@ -96,12 +101,11 @@ def make_linear_product(
     """`make_product` of weights [out, in] that are rounded as `quantization` says; they are not kept."""
     if quantization is Quantization.NONE or not weight.numel():
         return make_product(weight, bias, activation_name)
-    applied = None if activation_name is None else activation(activation_name)
-    if quantization is Quantization.INT8_DYNAMIC:
-        return DynamicProduct.of(weight, bias, applied)
     if ops.has_packed_products(weight.device, weight.dtype):
-        return OwnProduct.of(weight, bias, activation_name, quantized=True)
-    return WeightOnlyProduct.of(weight, bias, applied)
+        return OwnProduct.of(weight, bias, activation_name, rounding=_ROUNDING[quantization])
+    applied = None if activation_name is None else activation(activation_name)
+    kind = DynamicProduct if quantization is Quantization.INT8_DYNAMIC else WeightOnlyProduct
+    return kind.of(weight, bias, applied)
 
 
 def _finish(

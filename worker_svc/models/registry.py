@@ -66,7 +66,7 @@ def load_model(
     described = ModelDirectory.open(directory)
     if described.config.get("quantization_config"):
         raise ConfigurationError(f"{directory / 'config.json'}: quantized models are not supported")
-    check_quantization(quantization, device)
+    check_quantization(quantization, device, dtype)
     placement = Placement(device, dtype, ranks, quantization)
     family = FAMILIES.get(described.architecture)
     if model_impl == "transformers" or (model_impl == "auto" and family is None):

@@ -14,6 +14,7 @@ from tests.support.more_models import NATIVE, make_family
 from tests.support.paged import PagedRunner, Span
 from worker_svc.info import PoolGeometry, WorkerLimits
 from worker_svc.kv_pool import KvPool
+from worker_svc.layers.quantization import Quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.recorded_forward import RecordedForward, make_decodes, make_forward, room_for
@@ -30,8 +31,10 @@ STEPS = (
 needs_library = pytest.mark.parametrize("threads", [1, 2] if ISAS else [])
 
 
-def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
-    return load_model(directory, device=torch.device("cpu"), dtype=dtype)
+def load(
+    directory: Path, dtype: torch.dtype = torch.bfloat16, quantization: Quantization = Quantization.NONE
+) -> CausalLM:
+    return load_model(directory, device=torch.device("cpu"), dtype=dtype, quantization=quantization)
 
 
 def make_runner(model: CausalLM) -> PagedRunner:
@@ -55,9 +58,12 @@ def record(runner: PagedRunner) -> RecordedForward:
 
 
 @needs_library
-def test_a_pool_of_int8_is_recorded_too(threads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", Quantization)
+def test_int8_in_the_pool_and_the_weights_is_recorded_too(
+    threads: int, quantization: Quantization, tmp_path: Path
+) -> None:
     make_family(tmp_path, NATIVE["qwen3"])
-    model = load(tmp_path)
+    model = load(tmp_path, quantization=quantization)
     plain, recorded = make_runner(model), make_runner(model)
     for runner in (plain, recorded):
         shape = (*runner.pools[0].shape[:-1], line_bytes(model.head_dim))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernels import ops, reference
 from kernels.cpu.bindings import CpuKernels
 from kernels.int8 import quantize
-from kernels.packed_weight import ACTIVATIONS
+from kernels.packed_weight import ACTIVATIONS, Rounding
 from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
 
 pytestmark = pytest.mark.parametrize("isa", ISAS)
@@ -24,6 +24,11 @@ def make_weight(out_features: int, in_features: int) -> torch.Tensor:
     return (torch.randn(out_features, in_features) * in_features**-0.5).bfloat16()
 
 
+def as_rounded(lines: torch.Tensor) -> torch.Tensor:
+    rounded = quantize(lines)
+    return rounded.codes.double() * rounded.scales.double()
+
+
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
@@ -36,7 +41,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     gap=st.integers(0, 5),
     gated=st.booleans(),
     has_bias=st.booleans(),
-    quantized=st.booleans(),
+    rounding=st.sampled_from(list(Rounding)),
     threads=st.integers(1, 2),
 )
 def test_any_shape_equals_the_sums_of_float64(
@@ -47,7 +52,7 @@ def test_any_shape_equals_the_sums_of_float64(
     gap: int,
     gated: bool,
     has_bias: bool,
-    quantized: bool,
+    rounding: Rounding,
     threads: int,
 ) -> None:
     kernels = make_kernels(isa)
@@ -57,12 +62,13 @@ def test_any_shape_equals_the_sums_of_float64(
     weight = make_weight(out_features, in_features)
     bias = torch.randn(out_features).bfloat16() if has_bias else None
     with torch_threads(threads):
-        packed = kernels.pack_weight(weight, gated, quantized)
+        packed = kernels.pack_weight(weight, gated, rounding)
         actual = kernels.product(x, packed, bias, "identity", torch.float32)
         rounded = kernels.product(x, packed, bias, "identity", torch.bfloat16)
-    if quantized:
-        lines = quantize(weight)
-        weight = lines.codes.double() * lines.scales.double()
+    if rounding is not Rounding.NONE:
+        weight = as_rounded(weight)
+    if rounding is Rounding.WEIGHT_AND_INPUT:
+        x = as_rounded(x)
     expected = exact(x, weight, bias)
     if gated:
         gate, up = expected.chunk(2, dim=-1)
@@ -73,7 +79,7 @@ def test_any_shape_equals_the_sums_of_float64(
 
 def test_threads_that_share_the_panels_give_the_same_bits(isa: str) -> None:
     kernels, x = make_kernels(isa), torch.randn(67, 768).bfloat16()
-    packed = kernels.pack_weight(make_weight(1100, 768), False)
+    packed = kernels.pack_weight(make_weight(1100, 768), False, Rounding.NONE)
     with torch_threads(1):
         alone = kernels.product(x, packed, None, "silu", torch.bfloat16)
     with torch_threads(2):
@@ -82,26 +88,45 @@ def test_threads_that_share_the_panels_give_the_same_bits(isa: str) -> None:
 
 def test_tokens_beyond_what_the_second_cache_holds(isa: str) -> None:
     kernels, x, weight = make_kernels(isa), torch.randn(300, 3072).bfloat16(), make_weight(70, 3072)
-    actual = kernels.product(x, kernels.pack_weight(weight, False), None, "identity", torch.float32)
+    actual = kernels.product(x, kernels.pack_weight(weight, False, Rounding.NONE), None, "identity", torch.float32)
     torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
+
+
+def test_whole_sums_do_not_overflow_and_are_exact(isa: str) -> None:
+    kernels, x, weight = make_kernels(isa), torch.ones(19, 8192).bfloat16(), torch.ones(33, 8192).bfloat16()
+    x[:, ::3] = -1
+    weight[5:] = -1
+    packed = kernels.pack_weight(weight, False, Rounding.WEIGHT_AND_INPUT)
+    actual = kernels.product(x, packed, None, "identity", torch.float32)
+    torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-6, atol=0.0)
+
+
+def test_tokens_that_are_rounded_get_the_same_bits_on_every_instruction_set(isa: str) -> None:
+    x, weight = torch.randn(37, 500).bfloat16(), make_weight(70, 500)
+    results = []
+    for kernels in (make_kernels(isa), reference):
+        packed = kernels.pack_weight(weight, False, Rounding.WEIGHT_AND_INPUT)
+        results.append(kernels.product(x, packed, None, "identity", torch.float32))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_equals_torchs(activation: str, isa: str) -> None:
     kernels, weight, bias = make_kernels(isa), make_weight(45, 64), torch.randn(45).bfloat16()
     x = (8 * torch.randn(9, 64)).bfloat16()
-    actual = kernels.product(x, kernels.pack_weight(weight, False), bias, activation, torch.float32)
-    plain = reference.pack_weight(weight.double(), False)
+    actual = kernels.product(x, kernels.pack_weight(weight, False, Rounding.NONE), bias, activation, torch.float32)
+    plain = reference.pack_weight(weight.double(), False, Rounding.NONE)
     expected = reference.product(x.double(), plain, bias.double(), activation, torch.float64)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_nan_is_not_hidden_and_stays_with_its_token(activation: str, gated: bool, isa: str) -> None:
+def test_nan_is_not_hidden_and_stays_with_its_token(activation: str, gated: bool, rounding: Rounding, isa: str) -> None:
     kernels, x = make_kernels(isa), torch.randn(20, 40).bfloat16()
     x[3, 7], x[11, 39] = torch.nan, torch.inf
-    packed = kernels.pack_weight(make_weight(48, 40), gated)
+    packed = kernels.pack_weight(make_weight(48, 40), gated, rounding)
     actual = kernels.product(x, packed, None, "identity" if gated else activation, torch.bfloat16)
     assert actual[3].isnan().all()
     others = [token for token in range(20) if token not in (3, 11)]
@@ -111,14 +136,14 @@ def test_nan_is_not_hidden_and_stays_with_its_token(activation: str, gated: bool
 @pytest.mark.parametrize("shape", [(0, 24), (2, 0, 24), (24,), (2, 3, 24)])
 def test_any_number_of_dimensions(shape: tuple[int, ...], isa: str) -> None:
     kernels, weight, x = make_kernels(isa), make_weight(10, 24), torch.randn(shape).bfloat16()
-    actual = kernels.product(x, kernels.pack_weight(weight, False), None, "identity", torch.float32)
+    actual = kernels.product(x, kernels.pack_weight(weight, False, Rounding.NONE), None, "identity", torch.float32)
     assert actual.shape == (*shape[:-1], 10)
     torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
 
 
 def test_a_weight_that_is_transposed_is_packed_as_it_reads(isa: str) -> None:
     kernels, weight, x = make_kernels(isa), make_weight(40, 50).t(), torch.randn(3, 40).bfloat16()
-    actual = kernels.product(x, kernels.pack_weight(weight, False), None, "identity", torch.float32)
+    actual = kernels.product(x, kernels.pack_weight(weight, False, Rounding.NONE), None, "identity", torch.float32)
     torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
 
 

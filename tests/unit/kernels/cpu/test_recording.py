@@ -11,6 +11,7 @@ from kernels.choice import recording_with
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library
 from kernels.cpu.recording import NotRecordableError, Recorder, Recording
+from kernels.packed_weight import Rounding
 from kernels.record import record as make_recording
 from tests.support.cpu_kernels import ISAS, torch_threads
 
@@ -23,12 +24,13 @@ QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 class Layer:
     """All operations of the library at work, over inputs that have room for more than a run takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounding: Rounding = Rounding.NONE) -> None:
         torch.manual_seed(3)
-        self.qkv = ops.pack_weight((torch.randn(QKV, HIDDEN) / 8).bfloat16())
-        self.out = ops.pack_weight((torch.randn(HIDDEN, HEADS * HEAD_DIM) / 8).bfloat16())
-        self.gate_up = ops.pack_weight((torch.randn(2 * INNER, HIDDEN) / 8).bfloat16(), gated=True)
-        self.down = ops.pack_weight((torch.randn(2 * HIDDEN, INNER) / 8).bfloat16())
+        self.qkv = ops.pack_weight((torch.randn(QKV, HIDDEN) / 8).bfloat16(), rounding=rounding)
+        self.out = ops.pack_weight((torch.randn(HIDDEN, HEADS * HEAD_DIM) / 8).bfloat16(), rounding=rounding)
+        gate_up = (torch.randn(2 * INNER, HIDDEN) / 8).bfloat16()
+        self.gate_up = ops.pack_weight(gate_up, gated=True, rounding=rounding)
+        self.down = ops.pack_weight((torch.randn(2 * HIDDEN, INNER) / 8).bfloat16(), rounding=rounding)
         self.norm, self.bias = torch.randn(2, HIDDEN).bfloat16()
         self.head_norm = torch.randn(HEAD_DIM).bfloat16()
         self.cos_sin = torch.randn(100, HEAD_DIM)
@@ -81,9 +83,12 @@ def record(library: Library, layer: Layer) -> tuple[Recording, torch.Tensor]:
     return recorder.recording(layer), output
 
 
+@pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_every_run_gives_what_the_operations_give_one_by_one(library: Library, threads: int) -> None:
-    one_by_one, recorded = Layer(), Layer()
+def test_every_run_gives_what_the_operations_give_one_by_one(
+    library: Library, threads: int, rounding: Rounding
+) -> None:
+    one_by_one, recorded = Layer(rounding), Layer(rounding)
     before = recorded.x.clone(), recorded.kv_cache.clone()
     recording, output = record(library, recorded)
     for tensor, unchanged in zip((recorded.x, recorded.kv_cache), before, strict=True):

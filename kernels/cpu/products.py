@@ -1,0 +1,102 @@
+"""Calls the CPU library for products with packed weights."""
+
+import torch
+
+from kernels.cpu.arguments import DTYPES, Empty, as_lines, check_status, dense
+from kernels.cpu.library import PACK_ARGS, PRODUCT_ARGS, QUANTIZE_ARGS, Operations
+from kernels.int8 import quantize
+from kernels.packed_weight import ACTIVATIONS, PackedWeight, Rounding
+
+# The enum Activation of api.h.
+_ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
+_SILU_AND_MUL = len(ACTIVATIONS)
+# kPanel of isa.h.
+_PANEL = 32
+# The enum Multiplied of api.h, and lines of a block, to multiples of which weights are padded.
+_PACKING = {Rounding.NONE: (0, 32), Rounding.WEIGHT: (1, 32), Rounding.WEIGHT_AND_INPUT: (2, 64)}
+
+
+class CpuProducts:
+    """The products of `kernels.ops`, of bfloat16.
+
+    Args:
+        make_empty: makes the tensors that are returned, and those in between.
+    """
+
+    def __init__(self, library: Operations, make_empty: Empty) -> None:
+        self._library = library
+        self._context = library.context
+        self._empty = make_empty
+
+    def pack_weight(self, weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight:
+        rounded, dtype = None if rounding is Rounding.NONE else quantize(weight), weight.dtype
+        weight = dense(weight) if rounded is None else rounded.codes
+        out_features, in_features = weight.shape
+        multiplied, block = _PACKING[rounding]
+        panels = -(-(out_features // 2) // (_PANEL // 2)) if gated else -(-out_features // _PANEL)
+        data = torch.empty((panels, -(-in_features // block) * block, _PANEL), dtype=weight.dtype)
+        arguments = PACK_ARGS.pack(
+            data.data_ptr(),
+            weight.data_ptr(),
+            out_features,
+            in_features,
+            weight.stride(0),
+            int(gated),
+            multiplied,
+        )
+        check_status(self._library.pack_weight(self._context, arguments))
+        scales = None if rounded is None else rounded.scales.squeeze(-1)
+        return PackedWeight(data, scales, dtype, out_features, in_features, gated, rounding)
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: PackedWeight,
+        bias: torch.Tensor | None,
+        activation: str,
+        output_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        padded_in = weight.data.shape[1]
+        tokens, x_scales = as_lines(x), None
+        if weight.rounding is Rounding.WEIGHT_AND_INPUT:
+            tokens, x_scales = self._quantize(tokens, padded_in)
+        elif padded_in != weight.in_features:
+            tokens = torch.nn.functional.pad(tokens, (0, padded_in - weight.in_features))
+        output = self._empty((*x.shape[:-1], weight.width), output_dtype)
+        arguments = PRODUCT_ARGS.pack(
+            output.data_ptr(),
+            tokens.data_ptr(),
+            weight.data.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if weight.scales is None else weight.scales.data_ptr(),
+            0 if x_scales is None else x_scales.data_ptr(),
+            _PACKING[weight.rounding][0],
+            DTYPES[output_dtype],
+            _SILU_AND_MUL if weight.gated else _ACTIVATIONS[activation],
+            torch.get_num_threads(),
+            tokens.shape[0],
+            weight.out_features,
+            padded_in,
+            tokens.stride(0),
+            weight.width,
+        )
+        check_status(self._library.product(self._context, arguments))
+        return output
+
+    def _quantize(self, tokens: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of tokens [T, n], [T, width] with zeros after the n, and scales, [T]."""
+        num_tokens, n = tokens.shape
+        codes, scales = self._empty((num_tokens, width), torch.int8), self._empty((num_tokens,), torch.float32)
+        arguments = QUANTIZE_ARGS.pack(
+            codes.data_ptr(),
+            scales.data_ptr(),
+            tokens.data_ptr(),
+            DTYPES[tokens.dtype],
+            torch.get_num_threads(),
+            num_tokens,
+            n,
+            tokens.stride(0),
+            width,
+        )
+        check_status(self._library.quantize(self._context, arguments))
+        return codes, scales
