@@ -15,11 +15,14 @@ import torch
 
 from bench.models import write_model
 from bench.report import Series, write_results
-from kernels.cpu.library import PRODUCT_ARGS, OperationKind
+from kernels.cpu.library import OperationKind
+from kernels.cpu.products import ProductShape
 from kernels.cpu.recording import RecordedCall
+from kernels.int8_cache import as_words
 from kernels.record import record
 from quire.settings import ConfigurationError
 from worker_svc.kv_pool import PoolRequest, allocate_pool, pool_geometry
+from worker_svc.layers.quantization import Quantization
 from worker_svc.models.base import NativeCausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.recorded_forward import room_for
@@ -32,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="sequences that decode together")
     parser.add_argument("--context", type=int, default=256, help="tokens of each sequence")
     parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--quantization", choices=[each.value for each in Quantization], default="none")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--model", type=Path, help="default: a LLaMA of 160M, random weights")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -45,10 +50,16 @@ def main(arguments: argparse.Namespace) -> None:
         if directory is None:
             directory = Path(made)
             write_model("llama-160m", directory)
-        model = load_model(directory, device=torch.device("cpu"), dtype=torch.bfloat16)
+        model = load_model(
+            directory,
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+            quantization=Quantization(arguments.quantization),
+        )
     if not isinstance(model, NativeCausalLM):
         raise ConfigurationError(f"--model is {directory}; expected a model of Quire's own code")
-    passes = Passes(model, max(arguments.batches), arguments.context)
+    pool_dtype = torch.int8 if arguments.kv_cache_dtype == "int8" else model.dtype
+    passes = Passes(model, max(arguments.batches), arguments.context, pool_dtype)
     series = []
     for batch in arguments.batches:
         stages, rate = measure(passes, batch, arguments.runs)
@@ -59,7 +70,14 @@ def main(arguments: argparse.Namespace) -> None:
             print(f"{stage.name:<28} {stage.best_ms:7.2f} ms{beside}", flush=True)
         series += [stage.series(batch) for stage in stages]
     if arguments.out is not None:
-        write_results(arguments.out, "Stages of a forward pass on the CPU", series, context=arguments.context)
+        write_results(
+            arguments.out,
+            "Stages of a forward pass on the CPU",
+            series,
+            context=arguments.context,
+            quantization=arguments.quantization,
+            kv_cache_dtype=arguments.kv_cache_dtype,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +106,22 @@ class Stage:
 class Passes:
     """A model's layers, recorded over a pool in which `num_rows` sequences of `context` tokens lie."""
 
-    def __init__(self, model: NativeCausalLM, num_rows: int, context: int) -> None:
+    def __init__(self, model: NativeCausalLM, num_rows: int, context: int, dtype: torch.dtype) -> None:
         blocks = -(-context // _BLOCK_SIZE)
-        request = PoolRequest(_BLOCK_SIZE, num_rows * blocks, None, 0, num_rows * blocks)
-        pool = allocate_pool(pool_geometry(model, request, None), torch.device("cpu"), model.dtype)
+        request = PoolRequest(_BLOCK_SIZE, num_rows * blocks, None, 0, num_rows * blocks, dtype)
+        geometry = pool_geometry(model, request, None)
+        pool = allocate_pool(geometry, torch.device("cpu"), dtype)
         for layer in pool.gpu:
-            layer.normal_()
+            if dtype == torch.int8:
+                # Codes and scales of any value take the same time, unless they are no normal numbers: halves.
+                as_words(layer).fill_(0.5)
+            else:
+                layer.normal_()
         self._room = room_for(pool, blocks * _BLOCK_SIZE, num_tokens=num_rows, num_rows=num_rows)
         self._fill(num_rows, context, blocks)
         hidden = model.embed(self._room)
         self.recording = record(num_rows, lambda: _ignore(model.run_layers(hidden, self._room)))
-        self.kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * context * model.dtype.itemsize
+        self.kv_bytes = geometry.block_bytes * context // _BLOCK_SIZE
 
     def _fill(self, num_rows: int, context: int, blocks: int) -> None:
         room, attention = self._room, self._room.attention
@@ -121,7 +144,7 @@ def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], float]:
             parts[name] = passes.recording.part(lambda each, name=name: _name(each) == name)
             read_bytes[name] = batch * passes.kv_bytes if call.kind is OperationKind.PAGED_ATTENTION else 0
         if call.kind is OperationKind.PRODUCT:
-            read_bytes[name] += _weight_bytes(call)
+            read_bytes[name] += ProductShape.of(call.arguments).weight_bytes
     read_bytes["all layers"] = sum(read_bytes.values())
     numbers = torch.ones(_SUMMED_BYTES // 4)
     times: dict[str, list[float]] = {name: [] for name in parts}
@@ -137,17 +160,8 @@ def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], float]:
 def _name(call: RecordedCall) -> str:
     if call.kind is not OperationKind.PRODUCT:
         return call.kind.name.lower()
-    return "product {in_features} x {out_features}".format(**_shape(call))
-
-
-def _shape(call: RecordedCall) -> dict[str, int]:
-    fields = PRODUCT_ARGS.unpack(call.arguments)
-    return {"out_features": fields[9], "in_features": fields[10]}
-
-
-def _weight_bytes(call: RecordedCall) -> int:
-    shape = _shape(call)
-    return shape["out_features"] * shape["in_features"] * torch.bfloat16.itemsize
+    shape = ProductShape.of(call.arguments)
+    return f"product {shape.in_features} x {shape.out_features}"
 
 
 def _seconds(call: Callable[[], object]) -> float:

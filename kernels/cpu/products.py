@@ -1,5 +1,7 @@
 """Calls the CPU library for products with packed weights."""
 
+from dataclasses import dataclass
+
 import torch
 
 from kernels.cpu.arguments import DTYPES, Empty, as_lines, check_status, dense
@@ -14,6 +16,30 @@ _SILU_AND_MUL = len(ACTIVATIONS)
 _PANEL = 32
 # The enum Multiplied of api.h, and lines of a block, to multiples of which weights are padded.
 _PACKING = {Rounding.NONE: (0, 32), Rounding.WEIGHT: (1, 32), Rounding.WEIGHT_AND_INPUT: (2, 64)}
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """What packed arguments of a product say of its weight.
+
+    Attributes:
+        out_features: of the weight.
+        in_features: padded to whole blocks.
+    """
+
+    out_features: int
+    in_features: int
+    element_bytes: int
+
+    @classmethod
+    def of(cls, arguments: bytes) -> "ProductShape":
+        """Reads the struct ProductArgs."""
+        *_, multiplied, _, _, _, _, out_features, in_features, _, _ = PRODUCT_ARGS.unpack(arguments)
+        return cls(out_features, in_features, 2 if multiplied == _PACKING[Rounding.NONE][0] else 1)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.out_features * self.in_features * self.element_bytes
 
 
 class CpuProducts:
