@@ -1,6 +1,7 @@
 """Who enters the batch: swapped groups first, then those that wait, as the policy has it."""
 
-from scheduler_svc.core.block_manager import CanAllocate
+from collections.abc import Sequence as SequenceOf
+
 from scheduler_svc.core.planning import blocks_for_decodes, blocks_to_grow, plan_chunk
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.sequence import SequenceGroup
@@ -21,13 +22,15 @@ class Admission:
         self._trials = trials
 
     def displace(self, now: float) -> None:
-        """Makes room for a group that waits, where the policy lets it push out one that runs."""
+        """Makes room for a group that waits, where the policy lets it push out others; nobody leaves in vain."""
         state = self._state
         if self._trials.are_on:
             return
         while len(state.waiting) and len(state.running) and not len(state.swapped):
             group, victim = state.policy.next_of(state.waiting), state.policy.victim_of(state.running)
             if not state.policy.displaces(group, victim) or self._fits(group):
+                return
+            if not self._fits(group, [each for each in state.running if state.policy.displaces(group, each)]):
                 return
             self._preemption.displace(victim, now)
 
@@ -53,13 +56,18 @@ class Admission:
             group.timeline.run(now)
             self._start(group)
 
-    def _fits(self, group: SequenceGroup) -> bool:
+    def _fits(self, group: SequenceGroup, displaced: SequenceOf[SequenceGroup] = ()) -> bool:
+        """Whether there are rows and blocks for a group that waits, if `displaced` no longer ran."""
         state = self._state
-        if len(group.unfinished) > state.batch.rows.num_free:
+        leaving = [sequence for each in displaced for sequence in each.unfinished]
+        if len(group.unfinished) > state.batch.rows.num_free + len(leaving):
             return False
-        alone, blocks = not len(state.running), state.batch.blocks
+        alone, blocks = len(state.running) == len(displaced), state.batch.blocks
+        if alone and displaced:
+            return True
         reserve = 0 if alone else blocks_to_grow(state.batch, _STEPS_AHEAD) + self._growth(group)
-        while blocks.can_allocate(group.computing, reserve=reserve, alone=alone) is not CanAllocate.OK:
+        freed = blocks.freed_by(leaving, group.computing) if leaving else 0
+        while not blocks.can_allocate(group.computing, reserve=reserve, alone=alone, freed=freed):
             # Whatever was accepted can run alone; a pin may not keep it from that.
             if not (alone and state.pins.give_way(blocks.pool)):
                 return False

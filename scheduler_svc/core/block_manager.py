@@ -1,20 +1,12 @@
 """Block tables: which physical blocks hold a sequence's tokens (the paper's sections 4.2 and 4.4)."""
 
-import enum
 import math
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.sequence import Sequence
-
-
-class CanAllocate(enum.Enum):
-    """Whether a sequence's blocks can be had."""
-
-    OK = enum.auto()
-    LATER = enum.auto()
-    NEVER = enum.auto()
 
 
 class BlockManager:
@@ -33,12 +25,17 @@ class BlockManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, sequences: SequenceOf[Sequence], *, reserve: int = 0, alone: bool = False) -> CanAllocate:
-        """Whether `allocate` of these sequences would succeed now, later, or never. See `has_room`."""
-        needed, total = self._needed(sequences)
-        if total > self.pool.num_blocks:
-            return CanAllocate.NEVER
-        return CanAllocate.OK if self.has_room(needed, reserve=reserve, alone=alone) else CanAllocate.LATER
+    def can_allocate(
+        self, sequences: SequenceOf[Sequence], *, reserve: int = 0, alone: bool = False, freed: int = 0
+    ) -> bool:
+        """Whether `allocate` of these sequences would succeed, once `freed` blocks more are free. See `has_room`."""
+        return self.has_room(self._needed(sequences) - freed, reserve=reserve, alone=alone)
+
+    def freed_by(self, leaving: SequenceOf[Sequence], coming: SequenceOf[Sequence]) -> int:
+        """Blocks that become free if those leaving give theirs back, but for those that the coming ones take over."""
+        taken = {block for sequence in coming for block in self.hits(sequence)}
+        held = Counter(block for sequence in leaving for block in sequence.block_table)
+        return sum(self.pool.ref_count(block) == count for block, count in held.items() if block not in taken)
 
     def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
         """Whether a group that takes this many free blocks may start. `reserve` blocks are left free, and no fewer than
@@ -68,10 +65,10 @@ class BlockManager:
         being_computed.update(zip(hashes, sequence.block_table, strict=False))
         return len(shared) * self.block_size
 
-    def _needed(self, sequences: SequenceOf[Sequence]) -> tuple[int, int]:
-        """Free blocks that `allocate` takes, cached ones included, and blocks that the sequences hold then."""
+    def _needed(self, sequences: SequenceOf[Sequence]) -> int:
+        """Free blocks that `allocate` takes, cached ones included."""
         known: set[BlockHash] = set()
-        needed = total = 0
+        needed = 0
         for sequence in sequences:
             hashes = self._shareable(sequence)
             own = self.blocks_for(sequence.num_tokens) - sum(content in known for content in hashes)
@@ -80,10 +77,9 @@ class BlockManager:
                 for content, block in zip(hashes, self.pool.hits(hashes), strict=False)
                 if content not in known
             )
-            total += own
             needed += own - held
             known.update(hashes)
-        return needed, total
+        return needed
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child, which has no blocks, shares all of the parent's (the paper's section 4.4)."""

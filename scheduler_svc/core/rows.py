@@ -77,6 +77,10 @@ class RowTable:
         self.prefills[child] = False
         self.shares_tail[[parent, child]] = self.num_tokens[parent] % block_size != 0
 
+    def is_prefilling(self, row: int) -> bool:
+        """Whether the row has chunks to compute of what it came with."""
+        return bool(self.active[row] and self.prefills[row])
+
     def sampled(self, rows: np.ndarray) -> None:
         """A step was planned in which these rows sample."""
         self.prefills[rows] = False

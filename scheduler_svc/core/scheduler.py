@@ -154,8 +154,8 @@ class Scheduler:
         ending = [sequence for sequence in group.unfinished if sequence.index == index and not group.request.selects]
         if len(ending) == len(group.unfinished):
             return self.abort(key)
-        if group.is_one_prompt and queue is self.running:
-            # The others may wait for what this one computes.
+        if any(sequence.row is not None and self.rows.is_prefilling(sequence.row) for sequence in ending):
+            # The others may count on blocks that it has yet to compute: their start, or all of a prompt.
             self._state.requeue(group)
         for sequence in ending:
             self._state.end(sequence)

@@ -121,6 +121,36 @@ def test_recompute_of_a_group_in_small_chunks_reads_no_block_before_it_is_comput
     assert_all_samples(driver, request)
 
 
+@pytest.mark.parametrize("steps", range(6))
+def test_one_sequence_can_be_ended_while_it_recomputes_what_the_others_share(steps: int) -> None:
+    driver = Driver(make_config(num_blocks=40, max_num_batched_tokens=8, max_num_seqs=8))
+    request = make_request(1, prompt_len=21, max_tokens=10, num_sequences=3)
+    driver.submit(request)
+    while len(driver.samples[1, 0]) < 4:
+        driver.plan()
+        driver.deliver()
+    driver.crash()
+    for _ in range(steps):
+        driver.plan()
+        driver.deliver()
+    assert driver.scheduler.abort_sequence(request.key, 0)
+    driver.run_until_idle()
+    for index in (1, 2):
+        assert driver.samples[1, index] == expected_output(request, index)
+
+
+def test_where_samples_are_selected_at_the_end_nothing_is_thrown_away():
+    driver = Driver(make_config(max_num_batched_tokens=8))
+    request = make_request(1, prompt_len=30, max_tokens=4, num_sequences=3, num_returned=1)
+    driver.submit(request)
+    driver.plan()
+    driver.deliver()
+    assert driver.scheduler.abort_sequence(request.key, 0)
+    assert request.key in driver.scheduler.running
+    driver.run_until_idle()
+    assert driver.finished == {1}
+
+
 def test_one_sequence_can_be_ended_and_the_others_go_on():
     driver = Driver(make_config())
     request = make_request(1, max_tokens=12, num_sequences=3)
