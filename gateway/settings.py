@@ -4,26 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.rpc.address import parse_address
+from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags
 from quire.settings import parse_bytes, setting
-from quire.tracing import parse_endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """Serves clients over gRPC and HTTP, and spreads their requests over schedulers."""
+@dataclass(frozen=True)
+class GatewayFlags(ServiceFlags):
+    """How gateways serve clients."""
 
     grpc_host: str = setting("127.0.0.1", "where to listen for gRPC")
     grpc_port: int = setting(50051, "port for gRPC; 0 picks a free one", minimum=0, maximum=65535)
     http_host: str = setting("127.0.0.1", "where to listen for HTTP")
     http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535)
-    reuse_port: bool = setting(False, "share both ports with other gateways of the same user on this machine")
-    hand_over: bool = setting(False, "close both ports as soon as this gateway drains; those that share them serve on")
-    local_socket: Path | None = setting(
-        None, "unix socket on which to serve gRPC too, to reach this gateway where ports are shared", metavar="PATH"
-    )
-    tls_dir: Path | None = setting(
-        None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
-    )
     tls_client_auth: bool = setting(False, "callers must show a certificate that ca.pem of --tls-dir has signed")
     public_cert: Path | None = setting(
         None,
@@ -31,31 +23,32 @@ class GatewaySettings:
         metavar="FILE",
     )
     public_key: Path | None = setting(None, "key of --public-cert, not encrypted", metavar="FILE")
-    schedulers: tuple[str, ...] = setting(("127.0.0.1:50052",), "addresses of the schedulers, one per replica")
-    model: str | None = setting(None, "model directory, for tokenizer and defaults; the embedded model if absent")
-    served_model_name: str | None = setting(None, "name that clients use; the directory's name if absent")
-    request_id_prefix: str = setting("req-", "start of the request ids that the gateway makes")
-
-    max_message_bytes: int = setting(
-        4 * 1024 * 1024, "largest message that a client may send", parse=parse_bytes, minimum=1024
-    )
-    max_prompt_tokens: int | None = setting(None, "longest prompt; what the model takes if absent", minimum=1)
-    max_logprobs: int = setting(20, "most log probabilities per position", minimum=0)
-    max_stop_strings: int = setting(16, "most stop strings of a request", minimum=0)
-    max_stop_string_bytes: int = setting(1024, "longest stop string, in UTF-8", minimum=1)
-    max_stop_token_ids: int = setting(128, "most stop token ids of a request", minimum=0)
-    max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1)
-    max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
-
     keys_files: tuple[Path, ...] = setting(
         (),
         "files of API keys, made by `quire keys`; without one everybody may call",
         flag="--keys-file",
         metavar="FILE",
     )
-    open_metrics: bool = setting(False, "show /metrics without an API key")
+    open_metrics: bool = setting(False, "show /metrics of the HTTP port without an API key")
+
+    served_model_name: str | None = setting(
+        None, "the name under which clients ask for the model; none takes the directory's"
+    )
+    request_id_prefix: str = setting("req-", "start of the request ids that the gateway makes")
+    max_message_bytes: int = setting(
+        4 * 1024 * 1024, "largest message that a client may send", parse=parse_bytes, minimum=1024
+    )
+    max_prompt_tokens: int | None = setting(None, "longest prompt; none is what the model takes", minimum=1)
+    max_logprobs: int = setting(20, "most log probabilities of a position", minimum=0)
+    max_stop_strings: int = setting(16, "most stop strings of a request", minimum=0)
+    max_stop_string_bytes: int = setting(1024, "longest stop string, in UTF-8", minimum=1)
+    max_stop_token_ids: int = setting(128, "most stop token ids of a request", minimum=0)
+    max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1)
+    max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
+    tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
+
     max_connections: int = setting(
-        4096, "most connections to each of the two ports; further ones are closed", minimum=1, maximum=1 << 20
+        4096, "most connections to each port of a gateway; further ones are closed", minimum=1, maximum=1 << 20
     )
     max_streams_per_connection: int = setting(
         4096, "most calls at once in one gRPC connection; further ones wait in the client", minimum=1, maximum=1 << 20
@@ -82,14 +75,31 @@ class GatewaySettings:
     reconnect_grace: float = setting(
         10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0, metavar="SECONDS"
     )
-    tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
-    admin_port: int | None = setting(
-        None,
-        "port of channelz on 127.0.0.1, which shows connections and calls; none shows nothing",
+    niceness: int = setting(
+        5,
+        "how far gateways stand back for the other services on the same processors, see nice(1)",
         minimum=0,
-        maximum=65535,
+        maximum=19,
     )
-    metrics_host: str = setting("127.0.0.1", "where to serve metrics apart from the HTTP API")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tls_client_auth and self.tls_dir is None:
+            raise ValueError("--tls-client-auth asks for certificates, which needs TLS; give --tls-dir")
+        if (self.public_cert is None) != (self.public_key is None):
+            raise ValueError("--public-cert and --public-key go together; one of them is not given")
+
+
+@dataclass(frozen=True)
+class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
+    """Serves clients over gRPC and HTTP, and spreads their requests over schedulers."""
+
+    schedulers: tuple[str, ...] = setting(("127.0.0.1:50052",), "addresses of the schedulers, one per replica")
+    reuse_port: bool = setting(False, "share both ports with other gateways of the same user on this machine")
+    hand_over: bool = setting(False, "close both ports as soon as this gateway drains; those that share them serve on")
+    local_socket: Path | None = setting(
+        None, "unix socket on which to serve gRPC too, to reach this gateway where ports are shared", metavar="PATH"
+    )
     metrics_port: int | None = setting(
         None,
         "port of this gateway's own metrics, without API keys, to find it where the HTTP port is shared; none serves "
@@ -97,28 +107,11 @@ class GatewaySettings:
         minimum=0,
         maximum=65535,
     )
-    otlp_traces_endpoint: str | None = setting(
-        None,
-        "where to send OpenTelemetry traces by OTLP over gRPC; https is TLS; none traces nothing",
-        parse=parse_endpoint,
-        metavar="URL",
-    )
-    drain_timeout: float = setting(30.0, "seconds to finish live requests after SIGTERM", minimum=0, metavar="SECONDS")
-    niceness: int = setting(
-        5,
-        "how far gateways stand back for the other services on the same processors, see nice(1)",
-        minimum=0,
-        maximum=19,
-    )
-    log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.hand_over and not self.reuse_port:
             raise ValueError("--hand-over leaves the ports to gateways that share them; give --reuse-port")
-        if self.tls_client_auth and self.tls_dir is None:
-            raise ValueError("--tls-client-auth asks for certificates, which needs TLS; give --tls-dir")
-        if (self.public_cert is None) != (self.public_key is None):
-            raise ValueError("--public-cert and --public-key go together; one of them is not given")
         if not self.schedulers:
             raise ValueError("--schedulers is empty; give the address of at least one scheduler")
         for address in self.schedulers:

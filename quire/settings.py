@@ -10,13 +10,18 @@
 A field `kv_cache_memory` has the flag `--kv-cache-memory` and the variable `QUIRE_KV_CACHE_MEMORY`. The flag wins over
 the variable, the variable over the default. A variable that is set to nothing counts as absent. A `bool` has `--x` and
 `--no-x`. The flag of a tuple takes items with commas and may be repeated.
+
+A class may inherit fields. `--help` shows its own first, then those of each base under the first line of the base's
+docstring.
 """
 
 import argparse
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 from quire.parsing import parse_bytes, parser_of, without_none
@@ -123,6 +128,7 @@ def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
 class _Option:
     """One field of a settings class, as the command line and the environment know it."""
 
+    declared_by: type
     name: str
     flag: str
     variable: str | None
@@ -169,16 +175,23 @@ class _Option:
 
 
 def _options_of(cls: type) -> list[_Option]:
-    hints = get_type_hints(cls)
-    return [_option(field, hints[field.name]) for field in dataclasses.fields(cls)]
+    """Those that the class itself declares, then those of each base; one that a class declares again is its own."""
+    hints, fields = get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
+    return [
+        _option(base, fields.pop(name), hints[name])
+        for base in cls.__mro__
+        for name in inspect.get_annotations(base)
+        if name in fields
+    ]
 
 
-def _option(field: dataclasses.Field, hint: Any) -> _Option:
+def _option(declared_by: type, field: dataclasses.Field, hint: Any) -> _Option:
     described: _Setting = field.metadata[_METADATA_KEY]
     kind = without_none(hint)
     flag = field.name if described.positional else described.flag or "--" + field.name.replace("_", "-")
     variable = described.variable or "QUIRE_" + flag.removeprefix("--").replace("-", "_").upper()
     return _Option(
+        declared_by=declared_by,
         name=field.name,
         flag=flag,
         variable=None if described.positional else variable,
@@ -199,23 +212,29 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(cls: type, options: Sequence[_Option], program: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=program, description=cls.__doc__, allow_abbrev=False)
-    for option in options:
-        _add_option(parser, option)
+    for declared_by, its_options in itertools.groupby(options, attrgetter("declared_by")):
+        section = parser if declared_by is cls else parser.add_argument_group(_heading(declared_by))
+        for option in its_options:
+            _add_option(section, option)
     return parser
 
 
-def _add_option(parser: argparse.ArgumentParser, option: _Option) -> None:
+def _heading(cls: type) -> str:
+    return (inspect.getdoc(cls) or cls.__name__).partition("\n")[0].removesuffix(".")
+
+
+def _add_option(section: argparse._ActionsContainer, option: _Option) -> None:
     """The parser only collects texts, a list for each flag that was given; values are checked afterwards."""
     help_text, absent = _help_of(option), argparse.SUPPRESS
     if option.setting.positional:
         metavar = option.setting.metavar or option.name.upper()
-        parser.add_argument(option.name, nargs="?", action="append", default=absent, metavar=metavar, help=help_text)
+        section.add_argument(option.name, nargs="?", action="append", default=absent, metavar=metavar, help=help_text)
     elif option.is_bool:
         for flag, const, text in ((option.flag, "true", help_text), (option.negated_flag, "false", absent)):
-            parser.add_argument(flag, dest=option.name, action="append_const", const=const, default=absent, help=text)
+            section.add_argument(flag, dest=option.name, action="append_const", const=const, default=absent, help=text)
     else:
         metavar = option.setting.metavar or _choices_of(option) or option.name.rpartition("_")[2].upper()
-        parser.add_argument(
+        section.add_argument(
             option.flag, dest=option.name, action="append", default=absent, metavar=metavar, help=help_text
         )
 

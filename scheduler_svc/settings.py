@@ -1,24 +1,15 @@
 """Settings of a scheduler process."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from quire.service_flags import DrainFlags, ProcessFlags, ServiceFlags
 from quire.settings import setting
-from quire.telemetry import LOG_LEVELS
-from quire.tracing import parse_endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """Runs the scheduler of one replica."""
+@dataclass(frozen=True)
+class SchedulerFlags(ServiceFlags):
+    """How schedulers queue, preempt and keep requests."""
 
-    listen: str = setting("127.0.0.1:50052", "where gateways connect, HOST:PORT or unix:PATH")
-    tls_dir: Path | None = setting(
-        None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
-    )
-    workers: tuple[str, ...] = setting(("127.0.0.1:50053",), "addresses of the workers in order of rank, with commas")
-    max_num_seqs: int = setting(256, "most sequences that run at once", minimum=1)
-    max_num_batched_tokens: int = setting(2048, "most tokens of one step", minimum=1)
     max_waiting_requests: int = setting(1024, "most requests that wait; more are refused", minimum=1)
     max_waiting_tokens: int = setting(1_000_000, "most prompt tokens that wait; more are refused", minimum=1)
     watermark: float = setting(0.01, "share of the blocks that admission leaves free", minimum=0, maximum=0.9)
@@ -49,29 +40,23 @@ class SchedulerSettings:
     step_timeout: float = setting(
         60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1, metavar="SECONDS"
     )
-    drain_timeout: float = setting(30.0, "seconds that running requests get at shutdown", minimum=0, metavar="SECONDS")
     trace_steps: str | None = setting(
         None, "file to write what happens in each step to, for Chrome's tracing page; none writes none", metavar="FILE"
     )
-    admin_port: int | None = setting(
-        None,
-        "port of channelz on 127.0.0.1, which shows connections and calls; none shows nothing",
-        minimum=0,
-        maximum=65535,
-    )
-    metrics_host: str = setting("127.0.0.1", "where to serve Prometheus metrics")
-    metrics_port: int | None = setting(
-        None, "port of the Prometheus metrics; none serves none", minimum=0, maximum=65535
-    )
-    otlp_traces_endpoint: str | None = setting(
-        None,
-        "where to send OpenTelemetry traces by OTLP over gRPC; https is TLS; none traces nothing",
-        parse=parse_endpoint,
-        metavar="URL",
-    )
-    log_level: str = setting("info", "least level of log records", choices=LOG_LEVELS)
+
+
+@dataclass(frozen=True)
+class SchedulerSettings(SchedulerFlags, DrainFlags, ProcessFlags):
+    """Runs the scheduler of one replica."""
+
+    listen: str = setting("127.0.0.1:50052", "where gateways connect, HOST:PORT or unix:PATH")
+    workers: tuple[str, ...] = setting(("127.0.0.1:50053",), "addresses of the workers in order of rank, with commas")
+    # Workers have both as well, where they size memory; the lower value counts. `quire serve` has the worker's.
+    max_num_seqs: int = setting(256, "most sequences that run at once", minimum=1)
+    max_num_batched_tokens: int = setting(2048, "most tokens of one step", minimum=1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.workers or len(set(self.workers)) < len(self.workers):
             raise ValueError(f"--workers is {','.join(self.workers)!r}; it must be one address for each rank")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -1,21 +1,15 @@
 """The worker's flags and environment."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from quire.service_flags import ModelFlags, ProcessFlags, ServiceFlags
 from quire.settings import parse_bytes, setting
-from quire.tracing import parse_endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """Holds the KV pool and the model, and runs the scheduler's steps."""
+@dataclass(frozen=True)
+class WorkerFlags(ServiceFlags):
+    """How workers hold and run the model."""
 
-    listen: str = setting("127.0.0.1:50053", "address to listen on: HOST:PORT or unix:PATH")
-    tls_dir: Path | None = setting(
-        None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
-    )
-    model: str | None = setting(None, "model directory; without it, the embedded model", metavar="DIR")
     model_impl: str = setting(
         "auto",
         "whose code runs the model; auto takes transformers' for what Quire has no code of its own for",
@@ -47,25 +41,26 @@ class WorkerSettings:
     kv_cache_memory: int | None = setting(
         None,
         "most memory of the KV pool; never more is taken than max_num_seqs sequences of max_model_len tokens need; "
-        "without it, 1GiB on cpu, what is left on cuda",
+        "none is 1GiB on cpu, what is left on cuda",
         parse=parse_bytes,
         metavar="BYTES",
     )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", minimum=0.05, maximum=1.0)
+    num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
     swap_space: int | None = setting(
         None,
-        "host memory for swapped blocks, 0 for none; without it, on cpu as many blocks as the KV pool has and at most "
+        "host memory for swapped blocks, 0 for none; not given, on cpu as many blocks as the KV pool has and at most "
         "1GiB, on cuda 4GiB",
         parse=parse_bytes,
         metavar="BYTES",
     )
     max_num_seqs: int = setting(
-        256, "sequences of one step, and rows of the persistent batch", minimum=1, maximum=65536
+        256, "most sequences that run at once, rows of the persistent batch", minimum=1, maximum=65536
     )
-    max_num_batched_tokens: int = setting(2048, "tokens of one step", minimum=1, maximum=1 << 20)
-    max_model_len: int | None = setting(None, "longest sequence; without it, what the model knows", minimum=1)
+    max_num_batched_tokens: int = setting(2048, "most tokens of one step", minimum=1, maximum=1 << 20)
+    max_model_len: int | None = setting(None, "longest sequence; none is what the model knows", minimum=1)
     num_threads: int | None = setting(
-        None, "threads of one operation on cpu; without it, one for each processor that the worker may use", minimum=1
+        None, "threads of one operation on cpu; none gives each processor that may be used one", minimum=1
     )
     thread_binding: str = setting(
         "auto",
@@ -73,30 +68,20 @@ class WorkerSettings:
         choices=("auto", "off"),
     )
     tensor_parallel_size: int = setting(1, "ranks that share the model, each a worker of its own", minimum=1)
+
+
+@dataclass(frozen=True)
+class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
+    """Holds the KV pool and the model, and runs the scheduler's steps."""
+
+    listen: str = setting("127.0.0.1:50053", "address to listen on: HOST:PORT or unix:PATH")
     tensor_parallel_rank: int = setting(0, "which of the ranks this worker is", minimum=0)
     tensor_parallel_address: str = setting(
         "127.0.0.1:50063", "where the ranks meet: HOST:PORT, on which rank 0 listens for the others"
     )
-    num_gpu_blocks: int | None = setting(None, "blocks of the KV pool, instead of sizing it by memory", minimum=1)
-    admin_port: int | None = setting(
-        None,
-        "port of channelz on 127.0.0.1, which shows connections and calls; none shows nothing",
-        minimum=0,
-        maximum=65535,
-    )
-    metrics_host: str = setting("127.0.0.1", "where the Prometheus metrics listen", metavar="HOST")
-    metrics_port: int | None = setting(
-        None, "port of the Prometheus metrics; without it, none", minimum=0, maximum=65535
-    )
-    otlp_traces_endpoint: str | None = setting(
-        None,
-        "where to send OpenTelemetry traces by OTLP over gRPC; https is TLS; none traces nothing",
-        parse=parse_endpoint,
-        metavar="URL",
-    )
-    log_level: str = setting("info", "least level to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tensor_parallel_rank >= self.tensor_parallel_size:
             raise ValueError(
                 f"--tensor-parallel-rank is {self.tensor_parallel_rank}; it must be below --tensor-parallel-size "

@@ -1,7 +1,9 @@
 """`quire serve` has the flags of all services, and hands each what it knows."""
 
 import dataclasses
+import inspect
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from scheduler_svc.settings import SchedulerSettings
 from tests.support.certificates import make_certificates
 from worker_svc.settings import WorkerSettings
 
-SERVICES = pytest.mark.parametrize("cls", [GatewaySettings, SchedulerSettings, WorkerSettings])
+SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 # What the supervisor decides itself.
 OWN = {
     "listen",
@@ -30,6 +32,8 @@ OWN = {
     "tensor_parallel_rank",
     "tensor_parallel_address",
 }
+# What has the same name and is not the same.
+APART = {"listen", "metrics_port", "admin_port", "log_level", "max_num_seqs", "max_num_batched_tokens"}
 PROGRAMS = Programs(worker=("/w",), scheduler=("/s",), gateway=("/g",))
 
 
@@ -41,12 +45,15 @@ def make_commands(**settings) -> Commands:
     return Commands(ServeSettings(**settings), PROGRAMS, Path("/run/q"))
 
 
-@SERVICES
-def test_every_flag_of_a_service_is_one_of_serve_with_the_same_default(cls: type) -> None:
-    served = {field.name: field.default for field in dataclasses.fields(ServeSettings)}
-    for field in dataclasses.fields(cls):
-        if field.name not in OWN:
-            assert served[field.name] == field.default, field.name
+@pytest.mark.parametrize("cls", SERVICES)
+def test_every_flag_of_a_service_is_one_of_serve_or_the_supervisor_decides_it(cls: type) -> None:
+    assert set(values_of(cls())) - set(values_of(ServeSettings())) <= OWN
+
+
+def test_a_flag_is_declared_in_one_place() -> None:
+    classes = {base for cls in (*SERVICES, ServeSettings) for base in cls.__mro__}
+    declared = Counter(name for cls in classes for name in inspect.get_annotations(cls))
+    assert {name for name, times in declared.items() if times > 1} <= APART
 
 
 def test_the_services_get_their_flags_and_each_other() -> None:
@@ -130,13 +137,17 @@ def test_ports_that_would_count_beyond_the_last_one_are_refused(flag: str) -> No
         load(65534)
 
 
-@pytest.mark.parametrize(("cls", "command"), [(WorkerSettings, "worker"), (SchedulerSettings, "scheduler")])
-def test_defaults_stay_defaults(cls: type, command: str) -> None:
+def test_defaults_stay_defaults() -> None:
     commands = make_commands()
-    arguments = commands.worker(0) if command == "worker" else commands.scheduler()
-    settings = load_settings(cls, arguments[1:], {}, program="x")
-    changed = {name for name, value in values_of(settings).items() if value != values_of(cls())[name]}
-    assert changed <= OWN
+    arguments = (commands.gateway(0, 50051, 8000), commands.scheduler(), commands.worker(0))
+    for cls, command in zip(SERVICES, arguments, strict=True):
+        given = values_of(load_settings(cls, command[1:], {}, program="x"))
+        assert {name for name, value in values_of(cls()).items() if value != given[name]} <= OWN, cls
+
+
+def test_what_the_gateway_would_refuse_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigurationError, match=r"^--max-message-bytes: .* the least value is 1024$"):
+        load_settings(ServeSettings, ["--max-message-bytes=1000"], {}, program="quire serve")
 
 
 def test_the_services_inherit_the_environment_but_for_our_variables() -> None:

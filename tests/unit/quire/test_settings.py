@@ -121,6 +121,60 @@ def test_help_shows_variable_and_default(capsys: pytest.CaptureFixture[str], mon
     assert "say more [QUIRE_VERBOSE, default: false]" in text
 
 
+@dataclass(frozen=True)
+class PlaceFlags:
+    """Where to work.
+
+    Only the first line is a heading.
+    """
+
+    place: str = setting("here", "where")
+    level: int = setting(1, "how high", minimum=1)
+
+
+@dataclass(frozen=True)
+class TimeFlags:
+    """When, at 100% speed."""
+
+    hours: int = setting(8, "how long")
+
+
+@dataclass(frozen=True)
+class JobSettings(TimeFlags, PlaceFlags):
+    """Does a job."""
+
+    name: str = setting("job", "what it is called")
+    level: int = setting(2, "how high this job is", minimum=2)
+
+
+def test_help_shows_own_fields_first_and_those_of_each_base_under_its_heading(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(JobSettings, ["--help"], {}, program="quire job")
+    _, _, text = capsys.readouterr().out.partition("options:")
+    parts = (
+        "--name",
+        "--level",
+        "how high this job is",
+        "When, at 100% speed:",
+        "--hours",
+        "Where to work:",
+        "--place",
+    )
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert text.count("--level") == 1
+    assert "Only the first line" not in text
+
+
+def test_a_field_that_is_declared_again_has_the_new_default_and_limits() -> None:
+    assert load_settings(JobSettings, ["--place=there"], {}, program="q") == JobSettings(place="there", level=2)
+    with pytest.raises(ConfigurationError, match="the least value is 2"):
+        load_settings(JobSettings, ["--level=1"], {}, program="q")
+    assert to_argv(JobSettings, {"hours": 1, "level": 3, "place": "x"}) == ["--level=3", "--hours=1", "--place=x"]
+
+
 def test_to_argv_leaves_out_none_and_unknown_names() -> None:
     assert to_argv(Settings, {"count": 4, "model": None, "other": 1}) == ["--count=4"]
 

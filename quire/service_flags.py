@@ -1,0 +1,63 @@
+"""Flags that several services have, and where to declare a new one.
+
+Each flag is declared once: here where several services have it, else in one of the two classes of its service. Of the
+worker's, `WorkerFlags` has what `quire serve` takes as well and hands on; `WorkerSettings` adds what `quire serve`
+decides for each process that it starts. The docstrings of these classes are the headings of `--help`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.settings import setting
+from quire.telemetry import LOG_LEVELS
+from quire.tracing import parse_endpoint
+
+
+# Here and in all that inherits from it no slots: CPython lets a class have one base with slots, and these have several.
+@dataclass(frozen=True)
+class ServiceFlags:
+    """Certificates, metrics and traces of every service."""
+
+    tls_dir: Path | None = setting(
+        None, "directory of certificates, as `quire certs` makes it; none encrypts nothing", metavar="DIR"
+    )
+    metrics_host: str = setting("127.0.0.1", "where the ports of Prometheus metrics listen")
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "where to send OpenTelemetry traces by OTLP over gRPC; https is TLS; none traces nothing",
+        parse=parse_endpoint,
+        metavar="URL",
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where values do not go together. Classes that inherit call it before their own checks."""
+
+
+@dataclass(frozen=True)
+class ModelFlags(ServiceFlags):
+    """The model."""
+
+    model: str | None = setting(None, "model directory; none is the embedded model", metavar="DIR")
+
+
+@dataclass(frozen=True)
+class DrainFlags(ServiceFlags):
+    """Shutdown."""
+
+    drain_timeout: float = setting(30.0, "seconds that live requests get at shutdown", minimum=0, metavar="SECONDS")
+
+
+@dataclass(frozen=True)
+class ProcessFlags(ServiceFlags):
+    """How to watch this process."""
+
+    admin_port: int | None = setting(
+        None,
+        "port of channelz on 127.0.0.1, which shows connections and calls; none shows nothing",
+        minimum=0,
+        maximum=65535,
+    )
+    metrics_port: int | None = setting(
+        None, "port of the Prometheus metrics; none serves none", minimum=0, maximum=65535
+    )
+    log_level: str = setting("info", "least level to log", choices=LOG_LEVELS)
