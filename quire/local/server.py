@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -17,6 +16,7 @@ from quire.local.probe_key import ProbeKey
 from quire.local.reserved_port import ReservedPort
 from quire.local.run_directory import RunDirectory
 from quire.local.settings import ServeSettings
+from quire.local.standard_error import tell
 from quire.local.supervised_process import ServiceSpec, SupervisedProcess
 from quire.local.watchdog import watch
 from quire.rpc.address import free_port
@@ -29,7 +29,7 @@ _EXIT_GRACE_S = 5.0
 
 def report_on_stderr(line: str) -> None:
     """Tells the user how starting, restarting and stopping go."""
-    print(f"quire: {line}", file=sys.stderr, flush=True)
+    tell(f"quire: {line}")
 
 
 class LocalServer:
@@ -203,7 +203,7 @@ class LocalServer:
 
     def _read_gateway_line(self, name: str, line: str) -> None:
         if not line.startswith(_LISTENING):
-            print(line, file=sys.stderr, flush=True)
+            tell(line)
             return
         self._not_listening.discard(name)
         if not self._not_listening:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quire.local.backoff import RestartBackoff
 from quire.local.line_pipe import LinePipe
+from quire.local.standard_error import tell
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS
 from quire.settings import ConfigurationError
 
@@ -110,7 +111,7 @@ class SupervisedProcess:
                 reasons = self._refusals or [f"quire {self.name}: error: it refused its configuration"]
                 raise ServiceRefused(reasons[-1])
             for line in self._refusals:
-                _pass_on(line)
+                tell(line)
             # A service that was told to end, by an operator or to renew it, ends with status 0.
             delay_s = self._backoff.delay_s(time.monotonic() - started_at, died=status != 0)
             self._report(f"{self.name} {_describe(status)}; starting it again in {delay_s:g} s")
@@ -166,17 +167,13 @@ class SupervisedProcess:
         if _REFUSAL.fullmatch(line):
             self._refusals.append(line)
         else:
-            _pass_on(line)
+            tell(line)
 
 
 def _kill_group(pid: int) -> None:
     # The process group of each process is its own, and so has its pid.
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _pass_on(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _describe(status: int) -> str:

@@ -4,12 +4,14 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from quire.local.backoff import RestartBackoff
+from quire.local.server import report_on_stderr
 from quire.local.supervised_process import ServiceRefused, ServiceSpec, SupervisedProcess
 from tests.support.processes import is_alive, lines_of, until_true
 
@@ -47,13 +49,13 @@ sys.exit(2)
 class Supervision:
     """A process under supervision, and all that is said about it."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, report: Callable[[str], None] | None = None) -> None:
         self.reports: list[str] = []
         self.output: list[str] = []
         command = [sys.executable, "-I", "-S", "-c", code]
         spec = ServiceSpec("thing", lambda: command, dict(os.environ), self.output.append)
         backoff = RestartBackoff(first_s=0.01)
-        self.process = SupervisedProcess(spec, report=self.reports.append, backoff=backoff)
+        self.process = SupervisedProcess(spec, report=report or self.reports.append, backoff=backoff)
         self.task = self.process.start()
 
     async def until_up(self) -> int:
@@ -95,6 +97,29 @@ async def test_a_process_that_is_killed_is_started_again(supervise) -> None:
     os.kill(pid, signal.SIGKILL)
     assert await supervision.until_up() != pid
     assert supervision.reports == ["thing was killed by SIGKILL; starting it again in 0.01 s"]
+
+
+@contextmanager
+def unread_stderr(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Our stderr is a pipe whose reader has gone."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with monkeypatch.context() as patch, os.fdopen(write_end, "w") as pipe:
+        patch.setattr(sys, "stderr", pipe)
+        yield
+        # What could not be written would be tried again when the file is closed.
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), write_end)
+
+
+async def test_a_stderr_that_nobody_reads_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; print('going', file=sys.stderr); print('up', flush=True); sys.exit(1)"
+    with unread_stderr(monkeypatch):
+        supervision = Supervision(code, report_on_stderr)
+        await until_true(lambda: supervision.task.done() or len(supervision.output) >= 3)
+        assert not supervision.task.done()
+        await supervision.process.stop(0)
+        await asyncio.gather(supervision.task, return_exceptions=True)
 
 
 async def test_a_process_that_is_told_to_end_is_started_again_at_once_however_often(supervise, tmp_path: Path) -> None:
