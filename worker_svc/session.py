@@ -107,23 +107,32 @@ class Session:
             )
 
 
+_VACANT_S = 30.0
+"""A lower epoch is let in once it was refused for so long while nobody was attached. Epochs come from a clock: where it
+has gone back, a scheduler that starts anew would otherwise be refused for as long as it went back."""
+
+
 class Sessions:
-    """All attachments in the life of a worker: at most one lives, and epochs never fall."""
+    """All attachments in the life of a worker: at most one lives, and epochs do not fall while anybody is there."""
 
     def __init__(self, worker_generation: int, max_steps_in_flight: int) -> None:
         self._worker_generation = worker_generation
         self._max_steps_in_flight = max_steps_in_flight
         self._highest_epoch: int | None = None
+        self._vacant_since: float | None = None
         self._current: Session | None = None
 
-    def attach(self, epoch: int) -> Session:
+    def attach(self, epoch: int, now: float) -> Session:
         """A new session; the one before ends.
+
+        Args:
+            now: monotonic, in seconds.
 
         Raises:
             FailedPrecondition: a higher epoch was seen, or this very epoch is attached now.
         """
         highest = self._highest_epoch
-        if highest is not None and epoch < highest:
+        if highest is not None and epoch < highest and not self._is_vacant(now):
             raise FailedPrecondition(
                 f"scheduler_epoch is {epoch}; this worker has seen {highest}", reason="STALE_EPOCH"
             )
@@ -131,6 +140,15 @@ class Sessions:
             if epoch == highest:
                 raise FailedPrecondition(f"epoch {epoch} is attached already", reason="EPOCH_ATTACHED")
             self._current.end()
-        self._highest_epoch = epoch
+        self._highest_epoch, self._vacant_since = epoch, None
         self._current = Session(epoch, self._worker_generation, self._max_steps_in_flight)
         return self._current
+
+    def _is_vacant(self, now: float) -> bool:
+        """Whether nobody has been attached since a stale epoch was first refused, long enough ago."""
+        if self._current is not None and not self._current.ended:
+            self._vacant_since = None
+            return False
+        if self._vacant_since is None:
+            self._vacant_since = now
+        return now - self._vacant_since >= _VACANT_S

@@ -4,6 +4,7 @@ All methods but the device thread's own are called from the event loop.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -43,7 +44,7 @@ class Worker:
         Raises:
             FailedPrecondition: the epoch is stale, or attached at this moment.
         """
-        session = self._sessions.attach(epoch)
+        session = self._sessions.attach(epoch, time.monotonic())
         if self._supersede is not None:
             self._supersede(FailedPrecondition(f"epoch {epoch} has taken this worker over", reason="SUPERSEDED"))
         self._supersede = on_superseded

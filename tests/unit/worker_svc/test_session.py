@@ -91,30 +91,54 @@ def test_an_ended_session_takes_no_steps() -> None:
 
 def test_a_higher_epoch_ends_the_session_before() -> None:
     sessions = Sessions(GENERATION, 2)
-    old = sessions.attach(3)
-    new = sessions.attach(4)
+    old = sessions.attach(3, 0.0)
+    new = sessions.attach(4, 0.0)
     assert old.ended
     assert not new.ended
     assert new.judge(make_header(1, epoch=4)) is Verdict.RUN
 
 
-def test_epochs_never_fall() -> None:
-    sessions = Sessions(GENERATION, 2)
-    current = sessions.attach(3)
+def assert_stale(sessions: Sessions, epoch: int, now: float) -> None:
     with pytest.raises(FailedPrecondition) as raised:
-        sessions.attach(2)
+        sessions.attach(epoch, now)
     assert raised.value.reason == "STALE_EPOCH"
+
+
+def test_epochs_do_not_fall_while_anybody_is_there() -> None:
+    sessions = Sessions(GENERATION, 2)
+    current = sessions.attach(3, 0.0)
+    for now in (0.0, 20.0, 100.0, 1000.0):
+        assert_stale(sessions, 2, now)
     assert not current.ended
     current.end()
-    with pytest.raises(FailedPrecondition):
-        sessions.attach(2)
+    assert_stale(sessions, 2, 1001.0)
+
+
+def test_a_lower_epoch_is_let_in_once_nobody_was_there_for_long() -> None:
+    sessions = Sessions(GENERATION, 2)
+    sessions.attach(90, 0.0).end()
+    for now in (50.0, 60.0, 79.9):
+        assert_stale(sessions, 5, now)
+    assert sessions.attach(5, 80.0).epoch == 5
+    assert sessions.attach(6, 80.5).epoch == 6
+    assert_stale(sessions, 5, 500.0)
+
+
+def test_whoever_attaches_meanwhile_starts_the_time_anew() -> None:
+    sessions = Sessions(GENERATION, 2)
+    sessions.attach(90, 0.0).end()
+    assert_stale(sessions, 5, 10.0)
+    sessions.attach(91, 20.0).end()
+    for now in (41.0, 70.9):
+        assert_stale(sessions, 5, now)
+    assert sessions.attach(5, 71.0).epoch == 5
 
 
 def test_an_epoch_can_be_attached_again_only_after_its_session_ended() -> None:
     sessions = Sessions(GENERATION, 2)
-    first = sessions.attach(3)
+    first = sessions.attach(3, 0.0)
     with pytest.raises(FailedPrecondition) as raised:
-        sessions.attach(3)
+        sessions.attach(3, 0.0)
     assert raised.value.reason == "EPOCH_ATTACHED"
     first.end()
-    assert not sessions.attach(3).ended
+    assert not sessions.attach(3, 0.0).ended
