@@ -4,9 +4,9 @@ So whatever moves blocks moves their scales with them and needs not know of them
 not of a tensor of its own for another reason too: attention reads a tile as one stream.
 
 The CPU library multiplies queries of decodes with the codes as they are, and applies the scales to scores and weights;
-for a prefill it makes lines floating, a tile at a time. For other implementations the blocks of a batch are made floating
-in scratch memory first, each once however many rows share it. A line that was not finite when it was written is not
-finite when it is read.
+for a prefill it makes lines floating, a tile at a time. For other implementations the blocks of a batch are made
+floating in scratch memory first, each once however many rows share it. A line that was not finite when it was written
+is not finite when it is read.
 """
 
 import torch
