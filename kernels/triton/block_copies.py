@@ -13,12 +13,10 @@ import triton.language as tl
 
 from kernels import reference
 from kernels.checks import check_dtype, check_shape
-from kernels.triton.launch import ceil_div, launch
+from kernels.triton.launch import WIDEST, ceil_div, launch
 
 # Words of a block that one program moves.
 WORDS = 4096
-# What a pool's layers start at a multiple of, in bytes, lets a thread move as many at once; 16 is the most.
-WIDEST = 16
 
 
 @triton.jit
@@ -88,6 +86,7 @@ def _move_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Ten
     device = source[0].device if source[0].is_cuda else destination[0].device
     layers = [each.data_ptr() for each in (*source, *destination)]
     block_bytes = math.prod(source[0].shape[2:]) * source[0].dtype.itemsize
+    # What all layers start at a multiple of, in bytes, lets a thread move as many at once.
     alignment = math.gcd(WIDEST, *layers)
     word_bytes = math.gcd(4, alignment, block_bytes)
     block_words = block_bytes // word_bytes

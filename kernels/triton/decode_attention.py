@@ -17,8 +17,10 @@ import triton.language as tl
 from kernels.reference_attention import ScoreRule
 from kernels.triton.kv_split import DecodeTiling, split_length
 from kernels.triton.launch import ceil_div, launch, padded
-from kernels.triton.paged_batch import PagedBatch
-from kernels.triton.softmax import PRECISION, add_tile, kv_offsets, make_scores
+from kernels.triton.paged_batch import PagedBatch, Shape
+from kernels.triton.paged_tiles import find_context, load_keys_and_values, load_vectors, store_vectors
+from kernels.triton.scores import Scoring, make_scores, score_unit
+from kernels.triton.softmax import PRECISION, add_tile, finish_softmax, start_softmax
 
 # Arguments that change from step to step, and index tensors that may be views into a step's buffer.
 _CHANGING = ("table_stride", "num_splits")
@@ -35,99 +37,72 @@ def _piece_tokens(context, num_splits, LEAST: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_INDEXES)
 def _decode_kernel(
-    output,
-    partial,
-    partial_lse,
-    query,
-    kv_cache,
-    block_tables,
-    query_start_loc,
-    seq_lens,
-    alibi_slopes,
-    scale,
-    soft_cap,
-    sliding_window,
-    query_stride,
-    value_offset,
-    table_stride,
-    num_splits,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    LEAST: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    output, partial, partial_lse, query, kv_cache, block_tables, query_start_loc, seq_lens,
+    alibi_slopes, scale, soft_cap, sliding_window, query_stride, value_offset, table_stride, num_splits,
+    SHAPE: Shape, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     # Heads of a row and a piece run side by side: their tiles are neighbours in memory.
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(query_start_loc + row)
-    if tl.load(query_start_loc + row + 1) - token != 1:
-        return
+    token, next_token = tl.load(query_start_loc + row), tl.load(query_start_loc + row + 1)
     seq_len = tl.load(seq_lens + row)
+    begin, end = _find_piece(seq_len, sliding_window, split, num_splits, LEAST, TILE)  # pyright: ignore[reportGeneralTypeIssues]
+    # One branch for both, so that the lengths are not waited for one after the other.
+    if next_token - token != 1 or begin >= seq_len:
+        return
+
+    members = tl.arange(0, GROUP_PAD)
+    heads, wanted = head * SHAPE.group + members, members < SHAPE.group
+    query_line = query + token.to(tl.int64) * query_stride
+    queries = load_vectors(query_line, heads * SHAPE.head_dim, wanted, SHAPE)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + heads, mask=wanted, other=0.0)
+    scoring = Scoring(scale, soft_cap, slopes)
+    context = find_context(kv_cache, value_offset, block_tables, table_stride, row, head, SHAPE)
+    attended, lse = _attend_to_piece(queries, context, scoring, begin, end, seq_len - 1, SHAPE, GROUP_PAD, TILE)
+
+    if SPLIT:
+        lines = (row.to(tl.int64) * num_splits + split) * SHAPE.num_heads + heads
+        store_vectors(partial, lines * SHAPE.head_dim, wanted, attended, SHAPE)
+        tl.store(partial_lse + lines, lse, mask=wanted)
+    else:
+        lines = token.to(tl.int64) * SHAPE.num_heads + heads
+        store_vectors(output, lines * SHAPE.head_dim, wanted, attended, SHAPE)
+
+
+@triton.jit
+def _find_piece(seq_len, sliding_window, split, num_splits, LEAST: tl.constexpr, TILE: tl.constexpr):
+    """Where piece `split` of a context begins and ends; it begins beyond the context where there are fewer pieces."""
     first = 0
     if sliding_window is not None:
         first = tl.maximum(seq_len - sliding_window, 0)
-    piece = _piece_tokens(seq_len - first, num_splits, LEAST, TILE)
-    begin = first + split * piece
-    if begin >= seq_len:
-        return
-    end = tl.minimum(begin + piece, seq_len)
+    length = _piece_tokens(seq_len - first, num_splits, LEAST, TILE)
+    begin = first + split * length
+    return begin, tl.minimum(begin + length, seq_len)
 
-    members, dims = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
-    heads = head * GROUP + members
-    stored = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    query_line = query + token.to(tl.int64) * query_stride
-    queries = tl.load(query_line + heads[:, None] * HEAD_DIM + dims[None, :], mask=stored, other=0.0)
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + heads, mask=members < GROUP, other=0.0)
-    block_table = block_tables + row.to(tl.int64) * table_stride
 
-    best = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP_PAD,), tl.float32)
-    attended = tl.zeros((GROUP_PAD, HEAD_PAD), tl.float32)
+@triton.jit
+def _attend_to_piece(
+    queries, context, scoring, begin, end, query_position,
+    SHAPE: Shape, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What `queries` [M, D] of one token find from `begin` to `end`, as `finish_softmax` returns it."""
+    running = start_softmax(GROUP_PAD, TILE, SHAPE.head_pad)
     for start in range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
-        present = positions < end
-        offsets = kv_offsets(block_table, positions, present, head, dims, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        # Slots beyond the context may hold NaN, which no weight of zero would silence.
-        loaded = present[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(kv_cache + offsets, mask=loaded, other=0.0)
-        values = tl.load(kv_cache + value_offset + offsets, mask=loaded, other=0.0)
+        keys, values = load_keys_and_values(context, positions, end, SHAPE)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        scores = make_scores(products, (positions - seq_len + 1)[None, :], slopes, scale, soft_cap)
-        scores = tl.where(present[None, :], scores, float("-inf"))
-        best, total, attended = add_tile(scores, values, best, total, attended)
-    attended = attended / total[:, None]
-
-    if SPLIT:
-        line = (row.to(tl.int64) * num_splits + split) * (NUM_KV_HEADS * GROUP)
-        tl.store(partial + (line + heads)[:, None] * HEAD_DIM + dims[None, :], attended, mask=stored)
-        tl.store(partial_lse + line + heads, best + tl.log2(total), mask=members < GROUP)
-    else:
-        line = token.to(tl.int64) * (NUM_KV_HEADS * GROUP)
-        offsets = (line + heads)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(output + offsets, attended.to(output.dtype.element_ty), mask=stored)
+        scores = make_scores(scoring, products, (positions - query_position)[None, :])
+        scores = tl.where((positions < end)[None, :], scores, float("-inf"))
+        running = add_tile(running, scores, score_unit(scoring), values)
+    return finish_softmax(running, score_unit(scoring))
 
 
 @triton.jit(do_not_specialize=("num_splits",), do_not_specialize_on_alignment=_INDEXES)
 def _join_kernel(
-    output,
-    partial,
-    partial_lse,
-    query_start_loc,
-    seq_lens,
-    sliding_window,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    LEAST: tl.constexpr,
-):
+    output, partial, partial_lse, query_start_loc, seq_lens, sliding_window, num_splits,
+    SHAPE: Shape, TILE: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start_loc + row)
     if tl.load(query_start_loc + row + 1) - token != 1:
@@ -136,26 +111,25 @@ def _join_kernel(
     if sliding_window is not None:
         context = tl.minimum(context, sliding_window)
     used = tl.cdiv(context, _piece_tokens(context, num_splits, LEAST, TILE))
-    dims = tl.arange(0, HEAD_PAD)
-    first_line = row.to(tl.int64) * num_splits * NUM_HEADS + head
+    first_line = row.to(tl.int64) * num_splits * SHAPE.num_heads + head
+    dims = tl.arange(0, SHAPE.head_pad)
 
     best = float("-inf")
     total = 0.0
-    attended = tl.zeros((HEAD_PAD,), tl.float32)
+    attended = tl.zeros_like(dims).to(tl.float32)
     for start in range(0, used, SPLIT_TILE):
         splits = start + tl.arange(0, SPLIT_TILE)
-        lines = first_line + splits * NUM_HEADS
+        lines = first_line + splits * SHAPE.num_heads
         lse = tl.load(partial_lse + lines, mask=splits < used, other=float("-inf"))
-        loaded = (splits < used)[:, None] & (dims < HEAD_DIM)[None, :]
-        pieces = tl.load(partial + lines[:, None] * HEAD_DIM + dims[None, :], mask=loaded, other=0.0)
+        pieces = load_vectors(partial, lines * SHAPE.head_dim, splits < used, SHAPE)
         new_best = tl.maximum(best, tl.max(lse, 0))
         weights = tl.exp2(lse - new_best)
         shrink = tl.exp2(best - new_best)
         total = total * shrink + tl.sum(weights, 0)
         attended = attended * shrink + tl.sum(weights[:, None] * pieces, 0)
         best = new_best
-    offsets = (token.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims
-    tl.store(output + offsets, (attended / total).to(output.dtype.element_ty), mask=dims < HEAD_DIM)
+    line = output + (token.to(tl.int64) * SHAPE.num_heads + head) * SHAPE.head_dim
+    tl.store(line + dims, (attended / total).to(output.dtype.element_ty), mask=dims < SHAPE.head_dim)
 
 
 def decode_attention(
@@ -174,7 +148,7 @@ def decode_attention(
         *(scores.alibi_slopes, scores.scale, scores.soft_cap, scores.sliding_window),
         *batch.strides(),
         num_splits,
-        **batch.constants(),
+        SHAPE=batch.shape,
         GROUP_PAD=padded(batch.group, 16),
         TILE=tiling.tile,
         LEAST=tiling.shortest_split,
@@ -183,15 +157,12 @@ def decode_attention(
         num_stages=tiling.num_stages,
     )
     if num_splits > 1:
-        _, num_heads, head_dim = output.shape
         launch(
             _join_kernel,
-            (num_heads, batch.num_rows),
+            (output.shape[1], batch.num_rows),
             *(output, partial, partial_lse, batch.query_start_loc, batch.seq_lens),
             *(scores.sliding_window, num_splits),
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            HEAD_PAD=padded(head_dim, 16),
+            SHAPE=batch.shape,
             TILE=tiling.tile,
             LEAST=tiling.shortest_split,
             num_warps=2,

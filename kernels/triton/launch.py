@@ -2,6 +2,12 @@
 
 from typing import Any
 
+import torch
+
+# What a thread of a GPU moves at once at most, and the threads of a warp.
+WIDEST = 16
+WARP = 32
+
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Queues `kernel` on the current stream of the current device, one program for each point of `grid`."""
@@ -19,3 +25,8 @@ def padded(size: int, least: int = 1) -> int:
         least: 16 where the dimension is one of a matrix product.
     """
     return max(least, 1 << (size - 1).bit_length())
+
+
+def warps_for(elements: int, dtype: torch.dtype) -> int:
+    """Warps of a program that moves a tile of `elements`, a power of two: 4, or fewer that all move what is widest."""
+    return min(4, max(1, elements * dtype.itemsize // (WIDEST * WARP)))

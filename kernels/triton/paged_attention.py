@@ -26,8 +26,11 @@ def paged_attention(
     """`kernels.ops.paged_attention`. Each kernel passes over the rows of the other: no length is read on the host.
 
     Raises:
-        ValueError: a head size of more than 256, whose tiles do not fit into a multiprocessor.
+        ValueError: a head size of more than 256, whose tiles do not fit into a multiprocessor; a scale that is not
+            positive, with which the best of all products would not be the best of all scores.
     """
+    if not scores.scale > 0:
+        raise ValueError(f"scale is {scores.scale}; the GPU kernels take more than 0 only")
     if kv_cache.shape[4] > LARGEST_HEAD:
         raise ValueError(f"kv_cache has head size {kv_cache.shape[4]}; the GPU kernels take at most {LARGEST_HEAD}")
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -45,13 +48,16 @@ def paged_attention(
 
 def decode_tiling(head_dim: int, dtype: torch.dtype) -> DecodeTiling:
     """Tiles of bounded size in bytes, since those of all stages share a multiprocessor's memory."""
-    if head_dim * dtype.itemsize > 256:
-        return DecodeTiling(tile=32)
-    return DecodeTiling()
+    vector_bytes = head_dim * dtype.itemsize
+    if vector_bytes > 512:
+        return DecodeTiling(tile=32, num_warps=8)
+    return DecodeTiling(tile=32) if vector_bytes > 256 else DecodeTiling()
 
 
 def prefill_tiling(head_dim: int, dtype: torch.dtype) -> PrefillTiling:
     """As large as the registers and the memory of a multiprocessor of an H100 or H200 hold, two tiles in flight."""
-    if dtype == torch.float32:
-        return PrefillTiling(query_tile=32, tile=32, num_warps=4 if head_dim <= 128 else 8, num_stages=2)
-    return PrefillTiling() if head_dim <= 128 else PrefillTiling(tile=32)
+    if dtype != torch.float32:
+        return PrefillTiling() if head_dim <= 128 else PrefillTiling(tile=32)
+    if head_dim <= 128:
+        return PrefillTiling(query_tile=32, tile=32, num_warps=4, num_stages=2)
+    return PrefillTiling(query_tile=16, tile=32, num_warps=8, num_stages=2)

@@ -1,10 +1,36 @@
 """What both attention kernels take: new tokens of several rows and where their contexts lie."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+import triton.language as tl
 
 from kernels.triton.launch import padded
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What belongs to the model: one constant of the kernels, where they are compiled anew for each that differs.
+
+    Attributes:
+        group: query heads that share a KV head.
+        head_pad: the power of two in which a head fits.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    group: int
+    block_size: int
+    head_dim: int
+    head_pad: int
+
+
+if TYPE_CHECKING:
+    Shape = AttentionShape
+else:
+    # What says to Triton that an argument is a constant; a type checker would find no fields in it.
+    Shape = tl.constexpr
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +63,7 @@ class PagedBatch:
         """From token to token of the queries, from keys to values, from row to row of the block tables."""
         return self.query.stride(0), self.kv_cache.stride(0), self.block_tables.stride(0)
 
-    def constants(self) -> dict[str, int]:
-        """What belongs to the model: compiled into the kernels."""
+    @property
+    def shape(self) -> "AttentionShape":
         _, _, num_kv_heads, block_size, head_dim = self.kv_cache.shape
-        return {
-            "NUM_KV_HEADS": num_kv_heads,
-            "GROUP": self.group,
-            "BLOCK_SIZE": block_size,
-            "HEAD_DIM": head_dim,
-            "HEAD_PAD": padded(head_dim, 16),
-        }
+        return AttentionShape(self.query.shape[1], num_kv_heads, self.group, block_size, head_dim, padded(head_dim, 16))

@@ -13,8 +13,10 @@ import triton.language as tl
 
 from kernels.reference_attention import ScoreRule
 from kernels.triton.launch import launch, padded
-from kernels.triton.paged_batch import PagedBatch
-from kernels.triton.softmax import PRECISION, add_tile, kv_offsets, make_scores
+from kernels.triton.paged_batch import PagedBatch, Shape
+from kernels.triton.paged_tiles import find_context, load_keys_and_values, load_vectors, store_vectors
+from kernels.triton.scores import Scoring, make_scores, score_unit
+from kernels.triton.softmax import PRECISION, add_tile, finish_softmax, start_softmax
 
 _CHANGING = ("table_stride", "num_rows")
 _INDEXES = ("block_tables", "query_start_loc", "seq_lens")
@@ -52,76 +54,12 @@ def _find_row(query_start_loc, query_tile, num_rows, TILE_TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit
-def _attend_tiles(
-    queries,
-    query_positions,
-    best,
-    total,
-    attended,
-    begin,
-    end,
-    kv_cache,
-    value_offset,
-    block_table,
-    head,
-    dims,
-    slopes,
-    scale,
-    soft_cap,
-    sliding_window,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Attends to the keys at positions `begin` to `end`; unless MASKED, every query sees all of them."""
-    for start in range(begin, end, TILE):
-        positions = start + tl.arange(0, TILE)
-        present = positions < end
-        offsets = kv_offsets(block_table, positions, present, head, dims, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        # Slots beyond the context may hold NaN, which no weight of zero would silence.
-        loaded = present[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(kv_cache + offsets, mask=loaded, other=0.0)
-        values = tl.load(kv_cache + value_offset + offsets, mask=loaded, other=0.0)
-        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        distances = positions[None, :] - query_positions[:, None]
-        scores = make_scores(products, distances, slopes, scale, soft_cap)
-        if MASKED:
-            visible = (distances <= 0) & present[None, :]
-            if sliding_window is not None:
-                visible &= distances > -sliding_window
-            scores = tl.where(visible, scores, float("-inf"))
-        best, total, attended = add_tile(scores, values, best, total, attended)
-    return best, total, attended
-
-
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_INDEXES)
 def _prefill_kernel(
-    output,
-    query,
-    kv_cache,
-    block_tables,
-    query_start_loc,
-    seq_lens,
-    alibi_slopes,
-    scale,
-    soft_cap,
-    sliding_window,
-    query_stride,
-    value_offset,
-    table_stride,
-    num_rows,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    output, query, kv_cache, block_tables, query_start_loc, seq_lens, alibi_slopes, scale, soft_cap, sliding_window,
+    query_stride, value_offset, table_stride, num_rows,
+    SHAPE: Shape, TILE_TOKENS: tl.constexpr, QUERY_TILE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     # The last tokens of a chunk see most keys: the longest programs start first.
     query_tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -131,46 +69,72 @@ def _prefill_kernel(
     first = (query_tile - row_start // TILE_TOKENS - row) * TILE_TOKENS
     if num_tokens < 2 or first >= num_tokens:
         return
-    seq_len = tl.load(seq_lens + row)
-    first_position = seq_len - num_tokens + first
-    end = tl.minimum(first_position + TILE_TOKENS, seq_len)
+    num_computed = tl.load(seq_lens + row) - num_tokens
 
-    lines, dims = tl.arange(0, QUERY_TILE), tl.arange(0, HEAD_PAD)
-    tokens = first + lines // GROUP
-    heads = head * GROUP + lines % GROUP
-    wanted = (lines < TILE_TOKENS * GROUP) & (tokens < num_tokens)
-    stored = wanted[:, None] & (dims < HEAD_DIM)[None, :]
+    members = tl.arange(0, QUERY_TILE)
+    tokens, heads = first + members // SHAPE.group, head * SHAPE.group + members % SHAPE.group
+    wanted = (members < TILE_TOKENS * SHAPE.group) & (tokens < num_tokens)
     flat_tokens = (row_start + tokens).to(tl.int64)
-    query_offsets = flat_tokens * query_stride + heads * HEAD_DIM
-    queries = tl.load(query + query_offsets[:, None] + dims[None, :], mask=stored, other=0.0)
-    query_positions = seq_len - num_tokens + tokens
+    queries = load_vectors(query, flat_tokens * query_stride + heads * SHAPE.head_dim, wanted, SHAPE)
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=wanted, other=0.0)
-    block_table = block_tables + row.to(tl.int64) * table_stride
-
-    best = tl.full((QUERY_TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERY_TILE,), tl.float32)
-    attended = tl.zeros((QUERY_TILE, HEAD_PAD), tl.float32)
-    begin = 0
-    if sliding_window is None:
-        # Whole tiles that even the first query sees need no mask.
-        seen_by_all = (first_position + 1) // TILE * TILE
-        best, total, attended = _attend_tiles(
-            queries, query_positions, best, total, attended, begin, seen_by_all, kv_cache, value_offset, block_table,
-            head, dims, slopes, scale, soft_cap, None, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, TILE, False,
-        )  # fmt: skip
-        begin = seen_by_all
-    else:
-        begin = tl.maximum(first_position - sliding_window + 1, 0)
-    best, total, attended = _attend_tiles(
-        queries, query_positions, best, total, attended, begin, end, kv_cache, value_offset, block_table,
-        head, dims, slopes, scale, soft_cap, sliding_window, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, TILE, True,
+    scoring = Scoring(scale, soft_cap, slopes)
+    context = find_context(kv_cache, value_offset, block_tables, table_stride, row, head, SHAPE)
+    last = tl.minimum(first + TILE_TOKENS, num_tokens) - 1
+    attended = _attend_to_context(
+        queries, num_computed + tokens, context, scoring, num_computed + first, num_computed + last, sliding_window,
+        SHAPE, QUERY_TILE, TILE,
     )  # fmt: skip
+    lines = flat_tokens * SHAPE.num_heads + heads
+    store_vectors(output, lines * SHAPE.head_dim, wanted, attended, SHAPE)
 
-    attended = attended / total[:, None]
-    output_offsets = (flat_tokens * (NUM_KV_HEADS * GROUP) + heads) * HEAD_DIM
-    tl.store(output + output_offsets[:, None] + dims[None, :], attended.to(output.dtype.element_ty), mask=stored)
+
+@triton.jit
+def _attend_to_context(
+    queries, query_positions, context, scoring, first, last, sliding_window,
+    SHAPE: Shape, QUERY_TILE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What `queries` [M, D], the positions of which go from `first` to `last`, find in the keys that they may see."""
+    running = start_softmax(QUERY_TILE, 1, SHAPE.head_pad)
+    # From `inner` to `outer` every query sees all keys: these tiles need no mask.
+    inner = 0
+    outer = (first + 1) // TILE * TILE
+    if sliding_window is not None:
+        begin = tl.maximum(first + 1 - sliding_window, 0) // TILE * TILE
+        inner = tl.minimum(tl.cdiv(tl.maximum(last + 1 - sliding_window, 0), TILE) * TILE, outer)
+        running = _attend_to_tiles(
+            running, queries, query_positions, context, scoring, begin, inner, sliding_window, SHAPE, TILE, True
+        )
+    running = _attend_to_tiles(
+        running, queries, query_positions, context, scoring, inner, outer, None, SHAPE, TILE, False
+    )
+    running = _attend_to_tiles(
+        running, queries, query_positions, context, scoring, outer, last + 1, sliding_window, SHAPE, TILE, True
+    )
+    attended, _ = finish_softmax(running, score_unit(scoring))
+    return attended
+
+
+@triton.jit
+def _attend_to_tiles(
+    running, queries, query_positions, context, scoring, begin, end, sliding_window,
+    SHAPE: Shape, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Takes in the keys from `begin` to `end`, which no query sees beyond; unless MASKED, every query sees all."""
+    for start in range(begin, end, TILE):
+        positions = start + tl.arange(0, TILE)
+        keys, values = load_keys_and_values(context, positions, end, SHAPE)  # pyright: ignore[reportGeneralTypeIssues]
+        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        distances = positions[None, :] - query_positions[:, None]
+        scores = make_scores(scoring, products, distances)
+        if MASKED:
+            visible = distances <= 0
+            if sliding_window is not None:
+                visible &= distances > -sliding_window
+            scores = tl.where(visible, scores, float("-inf"))
+        running = add_tile(running, scores, score_unit(scoring), values)
+    return running
 
 
 def prefill_attention(output: torch.Tensor, batch: PagedBatch, scores: ScoreRule, *, tiling: PrefillTiling) -> None:
@@ -185,7 +149,7 @@ def prefill_attention(output: torch.Tensor, batch: PagedBatch, scores: ScoreRule
         *(scores.alibi_slopes, scores.scale, scores.soft_cap, scores.sliding_window),
         *batch.strides(),
         batch.num_rows,
-        **batch.constants(),
+        SHAPE=batch.shape,
         TILE_TOKENS=tile_tokens,
         QUERY_TILE=query_tile,
         TILE=tiling.tile,

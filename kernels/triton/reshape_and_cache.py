@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.launch import launch, padded
+from kernels.triton.launch import launch, padded, warps_for
 
 
 @triton.jit
@@ -63,6 +63,7 @@ def reshape_and_cache(
         HEAD_DIM=head_dim,
         HEADS_PAD=padded(num_kv_heads),
         HEAD_PAD=padded(head_dim),
+        num_warps=warps_for(padded(num_kv_heads) * padded(head_dim), key.dtype),
     )
 
 

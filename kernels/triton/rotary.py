@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.launch import launch, padded
+from kernels.triton.launch import launch, padded, warps_for
 from kernels.triton.reshape_and_cache import slot_offsets, with_contiguous_heads
 
 _INDEXES = ("positions", "slot_mapping")
@@ -118,6 +118,7 @@ def rotary_and_cache(
             HEAD_DIM=head_dim,
             HEADS_PAD=padded(num_kv_heads),
             HALF_PAD=padded(head_dim // 2),
+            num_warps=warps_for(padded(num_kv_heads) * padded(head_dim // 2), key.dtype),
         )
     return _turn(query, positions, cos_sin_cache)
 
@@ -141,5 +142,6 @@ def _turn(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor)
         HEAD_DIM=head_dim,
         HEADS_PAD=padded(num_heads),
         HALF_PAD=padded(head_dim // 2),
+        num_warps=warps_for(padded(num_heads) * padded(head_dim // 2), x.dtype),
     )
     return output

@@ -171,6 +171,30 @@ def test_no_rows_give_an_empty_result(device: KernelDevice) -> None:
     assert outcome.result.shape == (0, 4, 32)
 
 
+@pytest.mark.parametrize("sliding_window", [1, 15, 16, 17, 31, 48, 63, 90, 150, 500])
+def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: KernelDevice, sliding_window: int) -> None:
+    """Between the keys that some queries of a tile no longer see and those that some do not see yet lie whole tiles."""
+    batch = make_batch([(40, 150), (2, 97), (33, 33), (5, 64)], heads=(4, 2))
+    output = torch.full_like(batch.query, torch.nan)
+    rows, scores = PagedBatch(*rows_of(batch)), ScoreRule(0.3, sliding_window)
+    outcome = device.run(prefill_attention, output, rows, scores, tiling=PrefillTiling(query_tile=16, tile=16))
+    expected = naive_attention(batch, sliding_window=sliding_window)
+    assert_close(outcome.arguments[0], expected, batch.query.dtype)
+
+
+def test_scores_of_any_size_match_naive(device: KernelDevice) -> None:
+    """Products of hundreds would overflow in exp2, were the best of them not taken off first."""
+    batch = make_batch(MIXED, heads=(4, 2))
+    assert_matches_naive(device, batch, scale=30.0)
+    assert_matches_naive(device, batch, scale=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])
+def test_scales_that_are_not_positive_are_refused(device: KernelDevice, scale: float) -> None:
+    with pytest.raises(ValueError, match=f"scale is {scale}; the GPU kernels take more than 0 only"):
+        attend(device, make_batch([(1, 3)]), scale=scale)
+
+
 def test_heads_that_do_not_fit_are_refused(device: KernelDevice) -> None:
     batch = make_batch([(1, 3)], head_dim=272)
     with pytest.raises(ValueError, match="head size 272; the GPU kernels take at most 256"):

@@ -1,6 +1,7 @@
 """What Triton compiles for an H100 or H200, without one: kernels fit, and steps of other sizes compile nothing new."""
 
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -79,6 +81,28 @@ def test_attention_fits_a_multiprocessor(compiled: set[Any], head_dim: int, dtyp
     assert_fit(compiled, {"_decode_kernel", "_join_kernel", "_prefill_kernel"})
 
 
+def stack_bytes(kernel: Any, folder: Path) -> int:
+    """What a thread keeps in memory for want of registers."""
+    (cubin := folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return int(re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr)[-1])
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "sliding_window"),
+    [((32, 8), 128, None), ((16, 16), 64, None), ((32, 1), 128, None), ((16, 8), 256, 600)],
+)
+def test_attention_keeps_everything_in_registers(
+    compiled: set[Any], tmp_path: Path, heads: tuple[int, int], head_dim: int, sliding_window: int | None
+) -> None:
+    scores = ScoreRule(0.1, sliding_window, soft_cap=None if sliding_window is None else 20.0)
+    attend([(1, 5), (9, 900)], scores=scores, heads=heads, head_dim=head_dim, block_size=16, dtype=torch.bfloat16)
+    assert {kernel.name: stack_bytes(kernel, tmp_path) for kernel in compiled} == dict.fromkeys(
+        ("_decode_kernel", "_join_kernel", "_prefill_kernel"), 0
+    )
+
+
 @pytest.mark.parametrize("block_size", [5, 64])
 def test_attention_with_every_score_option_compiles(compiled: set[Any], block_size: int) -> None:
     scores = ScoreRule(0.1, sliding_window=600, soft_cap=20.0, alibi_slopes=torch.ones(6))
@@ -121,6 +145,13 @@ def test_decode_reads_the_pool_sixteen_bytes_at_a_time(compiled: set[Any]) -> No
     sizes = re.findall(r"cp\.async\.(c[ag])\.shared\.global \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+)", kernel.asm["ptx"])
     # Block ids, four bytes each, travel by the same way.
     assert set(sizes) == {("cg", "0x10"), ("ca", "0x4")}
+
+
+def test_what_is_stored_is_stored_sixteen_bytes_at_a_time(compiled: set[Any]) -> None:
+    pointwise_step(7)
+    assert len(compiled) == 7
+    for kernel in compiled:
+        assert set(re.findall(r"st\.global\.\S+", kernel.asm["ptx"])) == {"st.global.v4.b32"}, kernel.name
 
 
 def decode_step(num_rows: int, longest: int) -> None:
