@@ -41,6 +41,18 @@ class ModelFlags(ServiceFlags):
 
 
 @dataclass(frozen=True)
+class StepFlags(ServiceFlags):
+    """When a worker hangs."""
+
+    step_timeout: float = setting(
+        60.0,
+        "seconds after which an unanswered step means a lost worker; a worker that is in one for twice as long ends",
+        minimum=0.1,
+        metavar="SECONDS",
+    )
+
+
+@dataclass(frozen=True)
 class DrainFlags(ServiceFlags):
     """Shutdown."""
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from quire.service_flags import DrainFlags, ProcessFlags, ServiceFlags
+from quire.service_flags import DrainFlags, ProcessFlags, StepFlags
 from quire.settings import setting
 
 
 @dataclass(frozen=True)
-class SchedulerFlags(ServiceFlags):
+class SchedulerFlags(StepFlags):
     """How schedulers queue, preempt and keep requests."""
 
     max_waiting_requests: int = setting(1024, "most requests that wait; more are refused", minimum=1)
@@ -37,9 +37,6 @@ class SchedulerFlags(ServiceFlags):
         2_000_000, "most tokens of durable requests, those that they may still generate included", minimum=0
     )
     max_steps_in_flight: int = setting(2, "steps that workers have before the first is answered", minimum=1, maximum=4)
-    step_timeout: float = setting(
-        60.0, "seconds after which an unanswered step means a lost worker", minimum=0.1, metavar="SECONDS"
-    )
     trace_steps: str | None = setting(
         None, "file to write what happens in each step to, for Chrome's tracing page; none writes none", metavar="FILE"
     )

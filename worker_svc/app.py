@@ -10,6 +10,7 @@ from quire.telemetry import configure_logging
 from quire.tracing import Tracer, open_tracer
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker_svc.device_loop import DeviceLoop
+from worker_svc.hang_guard import end_when_hung
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.prefill_spans import PrefillSpans
 from worker_svc.servicer import SERVICE_NAME, WorkerServicer
@@ -23,7 +24,8 @@ _logger = logging.getLogger(__name__)
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Serves until it is cancelled. Listens from the start; health says SERVING when the model is loaded.
+    """Serves until it is cancelled, or the device hangs, which ends the process. Listens from the start; health says
+    SERVING when the model is loaded.
 
     Raises:
         ConfigurationError: an address is taken, or the model, device or pool cannot be had.
@@ -46,7 +48,7 @@ async def serve(settings: WorkerSettings) -> None:
         servicer.open(worker)
         server.set_serving(True)
         _logger.info("ready on %s, generation %d", server.address, worker.info.worker_generation)
-        await asyncio.Event().wait()
+        await end_when_hung(worker.busy_ms, settings.step_timeout)
     finally:
         await server.stop(grace_s=_GRACE_S)
         if metrics_server is not None:

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from quire.service_flags import ModelFlags, ProcessFlags, ServiceFlags
+from quire.service_flags import ModelFlags, ProcessFlags, StepFlags
 from quire.settings import parse_bytes, setting
 
 
 @dataclass(frozen=True)
-class WorkerFlags(ServiceFlags):
+class WorkerFlags(StepFlags):
     """How workers hold and run the model."""
 
     model_impl: str = setting(

@@ -5,7 +5,8 @@ flight: planning counts on tokens that are still to come, and a sequence that tu
 row-step. Only rows whose next token the scheduler chooses itself (beam search) wait for their result.
 
 Who enters the batch is in `admission`, who leaves it under pressure in `preemption`, what it computes in `planning`,
-what comes of it in `results`, and what follows when a worker refuses it in `trials`; they work on one `state`.
+what comes of it in `results`, and what follows when a worker refuses it, or is lost, in `trials`; they work on one
+`state`.
 """
 
 from collections import deque
@@ -215,6 +216,9 @@ class Scheduler:
         """Plans the next step, or returns None when there is nothing to compute until a result or a request comes."""
         self.expire_pins(now)
         if self._trials.are_on:
+            if self.in_flight:
+                # One step at a time, so that a suspect whose step is lost is lost at the same one again.
+                return None
             self._trials.settle(now)
         batch = self._state.batch
         self._admission.displace(now)
@@ -279,12 +283,38 @@ class Scheduler:
 
         Returns the failure of the request at fault, once it is known which one that is (see `trials`).
         """
-        events = EventLog()
         group = self._trials.refused()
-        if group is not None:
-            self._state.end_group(group.request.key)
-            self._settle_pin(group)
-            events.request_failure(group, "STEP_REFUSED", f"the worker refused a step of this request alone: {detail}")
+        if group is None:
+            return {}
+        return self._fail(group, f"the worker refused a step of this request alone: {detail}", reason="STEP_REFUSED")
+
+    def lose_in_flight(self) -> None:
+        """The worker was lost and did not say why. `void_in_flight` is to follow, and `judge_loss` once a worker is
+        attached again."""
+        self._trials.lost()
+
+    def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
+        """A worker was attached. To be called before anything runs; `was_alive` where it is the one that was lost, and
+        did not hang.
+
+        Returns the failure of the request that it is lost for, once it is known which one that is (see `trials`).
+        """
+        fault = self._trials.attached(was_alive=was_alive)
+        if fault is None:
+            return {}
+        losses = fault.losses
+        message = (
+            f"the worker was lost {losses.num} times in a row while this request ran, "
+            f"the last {losses.num_alone} times at one step of it alone"
+        )
+        return self._fail(fault.group, message, reason="WORKER_LOST")
+
+    def _fail(self, group: SequenceGroup, message: str, *, reason: str) -> dict[ClientId, ClientEvents]:
+        """Ends a live request that is at fault."""
+        self._state.end_group(group.request.key)
+        self._settle_pin(group)
+        events = EventLog()
+        events.request_failure(group, reason, message)
         return events.by_client
 
     def void_in_flight(self, now: float) -> None:
@@ -313,6 +343,7 @@ class Scheduler:
         Returns the requests that do not fit any more; a pin that does not is let go of."""
         failures = []
         self._num_arrivals = old._num_arrivals
+        self._trials.take_over(old._trials)
         for group in old.waiting:
             if group.request.key.client == PIN_CLIENT:
                 continue

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import ClientEvents, StepPlan
+from scheduler_svc.core.step_plan import ClientEvents, RequestFailure, StepPlan
 from scheduler_svc.service.durable import DurableRequests
 
 _FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
@@ -25,6 +25,8 @@ class SchedulerMetrics:
         self._batched_tokens = Counter("batched_tokens", "Tokens that were computed, prefill and decode.", **make)
         self._generated = Counter("generated_tokens", "Tokens handed to gateways.", **make)
         self._ended = Counter("requests", "Requests that ended, by outcome.", ["outcome"], **make)
+        self._losses = Counter("worker_losses", "Losses of a worker that was attached.", **make)
+        self._at_fault = Counter("requests_at_fault", "Requests that the worker was lost for.", ["reason"], **make)
         self._plan_time = Histogram("plan_seconds", "Time to plan a step.", buckets=_FAST, **make)
         self._step_time = Histogram("step_seconds", "From planning a step to its result.", buckets=_STEP, **make)
 
@@ -41,6 +43,12 @@ class SchedulerMetrics:
             self._generated.inc(len(batch.token_ids))
             self._ended.labels("completed").inc(len(batch.completed))
             self._ended.labels("failed").inc(len(batch.failed))
+
+    def lost_worker(self) -> None:
+        self._losses.inc()
+
+    def found_at_fault(self, failure: RequestFailure) -> None:
+        self._at_fault.labels(failure.reason).inc()
 
     def watch(self, state: Collector) -> None:
         """Scrapes read these gauges, too."""

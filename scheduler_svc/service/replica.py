@@ -19,3 +19,7 @@ class ReplicaInfo:
     max_num_batched_tokens: int
     max_steps_in_flight: int
     max_logprobs: int
+
+    def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
+        """Whether the other one is the same start of the same workers."""
+        return other is not None and other.worker_generation == self.worker_generation

@@ -1,6 +1,7 @@
 """Drives the core: keeps the worker's pipeline of steps full and hands out what comes back."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -16,10 +17,10 @@ from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.pinning import Pinning
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs, PromptLogprobsRouter
 from scheduler_svc.service.replica import ReplicaInfo
-from scheduler_svc.service.step_refusal import refusal_of
+from scheduler_svc.service.step_refusal import is_unexplained, refusal_of
 from scheduler_svc.service.step_trace import StepTrace
 from scheduler_svc.service.worker_group import StepLink, attach_workers
-from scheduler_svc.service.worker_link import WorkerLostError
+from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError
 from scheduler_svc.settings import SchedulerSettings
 
 _logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class StepLoop:
         self._sent_at: dict[int, float] = {}
         # Whether the worker that is attached has answered a step or sent a heartbeat.
         self._has_heard = False
+        # Whether the worker that was lost last was one that lived and did not answer.
+        self._has_hung = False
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises the core's RefusedError."""
@@ -154,7 +157,7 @@ class StepLoop:
                 await self._drive(link)
             except WorkerLostError as error:
                 _logger.warning("%s; its steps are void, running requests wait for it to come back", error)
-                self._take_refusal(error)
+                self._take_loss(error)
             if self.scheduler is not None:
                 self.scheduler.void_in_flight(time.monotonic())
                 if self.num_live():
@@ -167,11 +170,30 @@ class StepLoop:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
-    def _take_refusal(self, error: WorkerLostError) -> None:
-        """Where the worker refused a step, the request at fault fails once it is found."""
+    def _take_loss(self, error: WorkerLostError) -> None:
+        """Where the worker refused a step, or was lost and did not say why, the request at fault fails once it is
+        found."""
+        assert self.scheduler is not None
+        self._metrics.lost_worker()
+        self._has_hung = isinstance(error, WorkerHangsError)
         refusal = refusal_of(error)
-        if refusal is not None and self.scheduler is not None:
-            self._hand_out(0, self.scheduler.refuse_in_flight(refusal), time.monotonic())
+        if refusal is not None:
+            self._fail_at_fault(self.scheduler.refuse_in_flight(refusal))
+        elif is_unexplained(error):
+            self.scheduler.lose_in_flight()
+
+    def _judge_loss(self, scheduler: Scheduler, *, was_alive: bool) -> None:
+        """Where the worker was lost before, what that says of the requests that ran."""
+        trials_were_on = scheduler.trials.are_on
+        self._fail_at_fault(scheduler.judge_loss(was_alive=was_alive))
+        if scheduler.trials.are_on and not trials_were_on:
+            _logger.warning("the worker is lost again and again; the requests that ran then are tried one by one")
+
+    def _fail_at_fault(self, events: dict[ClientId, ClientEvents]) -> None:
+        for failure in itertools.chain.from_iterable(batch.failed for batch in events.values()):
+            _logger.warning("a request is at fault and fails: %s", failure.message)
+            self._metrics.found_at_fault(failure)
+        self._hand_out(0, events, time.monotonic())
 
     async def _attach(self) -> StepLink:
         backoff_s = _FIRST_BACKOFF_S
@@ -197,6 +219,7 @@ class StepLoop:
         elif config != self.scheduler.config:
             self._rebuild(config)
         self.scheduler.adopt_sealed(link.sealed)
+        self._judge_loss(self.scheduler, was_alive=info.is_same_worker(self.replica) and not self._has_hung)
         self.replica = info
         self._sent_at.clear()
         self._prompt_logprobs.clear()
@@ -214,11 +237,13 @@ class StepLoop:
 
     def _config(self, info: ReplicaInfo) -> SchedulerConfig:
         settings = self._settings
+        max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
         return SchedulerConfig(
             num_blocks=info.num_gpu_blocks,
             block_size=info.block_size,
-            max_num_seqs=min(settings.max_num_seqs, info.max_num_rows),
-            max_num_batched_tokens=min(settings.max_num_batched_tokens, info.max_num_batched_tokens),
+            # Each sequence has a token at the least in a step.
+            max_num_seqs=min(settings.max_num_seqs, info.max_num_rows, max_num_batched_tokens),
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=info.max_model_len,
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
@@ -236,7 +261,7 @@ class StepLoop:
         _logger.warning("the worker came back with another geometry: %s", config)
         old, self.scheduler = self.scheduler, Scheduler(config)
         for failure in self.scheduler.adopt(old, time.monotonic()):
-            self._deliver(0, {failure.key.client: ClientEvents(failed=[failure])})
+            self._hand_out(0, {failure.key.client: ClientEvents(failed=[failure])}, time.monotonic())
         self._pinning.settle(self.scheduler.pins)
         self._note_idle()
 
@@ -305,7 +330,7 @@ class StepLoop:
         """A heartbeat came: the process lives, but its device may hang."""
         oldest = min(self._sent_at.values(), default=now)
         if now - oldest > self._settings.step_timeout:
-            raise WorkerLostError(f"worker {link.address} has not answered a step for {now - oldest:.1f} s")
+            raise WorkerHangsError(f"worker {link.address} has not answered a step for {now - oldest:.1f} s")
 
     def _hand_out(self, step_id: int, events: dict[ClientId, ClientEvents], now: float) -> None:
         if events.pop(PIN_CLIENT, None) is not None:

@@ -22,9 +22,9 @@ from scheduler_svc.service.worker_convert import (
 )
 
 _RUN = "/quire.worker.v1.WorkerService/Run"
-_SILENCE_LIMIT_S = 10.0
-"""A living worker sends a heartbeat every second."""
-
+_LOOK_INTERVAL_S = 1.0
+_MOST_SILENT_LOOKS = 10
+"""A living worker sends a heartbeat each half a second."""
 
 _CALL_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 """What an operation on a broken call raises."""
@@ -32,6 +32,10 @@ _CALL_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 class WorkerLostError(Exception):
     """The worker's stream broke, or the worker does not answer. Every step in flight is void."""
+
+
+class WorkerHangsError(WorkerLostError):
+    """The worker lives, but has not answered a step in time."""
 
 
 class WorkerLink:
@@ -55,6 +59,9 @@ class WorkerLink:
         self.epoch = epoch
         self._channel = channel
         self._call = call
+        self._num_received = 0
+        self._is_silent = False
+        self._watching = asyncio.create_task(self._watch(), name=f"watch worker {address}")
 
     @classmethod
     async def attach(cls, address: str, epoch: int, timeout_s: float, tls: TlsIdentity | None = None) -> "WorkerLink":
@@ -93,12 +100,15 @@ class WorkerLink:
     async def receive(self) -> StepAnswer | None:
         """The next answer to a step, or None for a heartbeat. Raises WorkerLostError."""
         try:
-            async with asyncio.timeout(_SILENCE_LIMIT_S):
-                response = await self._call.read()
-        except TimeoutError as error:
-            raise WorkerLostError(f"worker {self.address} has been silent for {_SILENCE_LIMIT_S:.0f} s") from error
+            response = await self._call.read()
+        except asyncio.CancelledError:
+            if not self._is_silent:
+                raise
+            silent_s = _MOST_SILENT_LOOKS * _LOOK_INTERVAL_S
+            raise WorkerLostError(f"worker {self.address} has been silent for {silent_s:.0f} s") from None
         except grpc.aio.AioRpcError as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
+        self._num_received += 1
         if not isinstance(response, worker_pb2.RunResponse):
             raise WorkerLostError(f"worker {self.address} ended the stream: {await self._call.details()}")
         if not response.HasField("result"):
@@ -109,8 +119,20 @@ class WorkerLink:
             raise WorkerLostError(f"worker {self.address} sent a malformed result: {error}") from error
 
     async def close(self) -> None:
+        self._watching.cancel()
         self._call.cancel()
         await self._channel.close()
+
+    async def _watch(self) -> None:
+        """Ends the call to a worker that is silent. Silence is counted in looks and not in time, so that a pause of
+        ourselves is not taken for one of the worker's."""
+        silent = 0
+        while silent < _MOST_SILENT_LOOKS:
+            received = self._num_received
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            silent = silent + 1 if self._num_received == received else 0
+        self._is_silent = True
+        self._call.cancel()
 
 
 def _open(address: str, tls: TlsIdentity | None) -> grpc.aio.Channel:

@@ -224,9 +224,11 @@ class Driver:
         self.device = FakeDevice(config.block_size)
         self.max_in_flight = max_in_flight
         self.results: deque[StepResult | None] = deque()
-        """Of the steps in flight; None where the worker refuses the step, and for all after it."""
+        """Of the steps in flight; None where the worker refuses the step or dies of it, and for all after it."""
         self.poisoned: dict[int, int] = {}
         """Handles of requests that no step may compute once they have so many tokens."""
+        self.deadly: dict[int, int] = {}
+        """Handles of requests, and which of their tokens (counted from 1) the worker cannot compute without dying."""
         self.outputs: dict[int, list[int]] = {}
         """The output of each request's first sequence."""
         self.samples: dict[tuple[int, int], list[int]] = {}
@@ -234,8 +236,10 @@ class Driver:
         self.finished: set[int] = set()
         self.failed: set[int] = set()
         self.num_refusals = 0
+        self.num_deaths = 0
         self.usage: dict[int, Usage] = {}
         self.clock = 0.0
+        self._is_dead = False
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request, self.clock)
@@ -251,7 +255,8 @@ class Driver:
             return None
         plan = self.scheduler.schedule(self.clock)
         if plan is not None:
-            self.results.append(None if self._is_refused(plan) else self.device.run(plan))
+            self._is_dead |= None not in self.results and self._is_deadly(plan)
+            self.results.append(None if self._is_dead or self._is_refused(plan) else self.device.run(plan))
         self.check()
         return plan
 
@@ -262,7 +267,7 @@ class Driver:
         self.clock += 1.0
         result = self.results.popleft()
         if result is None:
-            return self._refuse()
+            return self._die() if self._is_dead else self._refuse()
         events = self.scheduler.apply(result, self.clock)
         for client, batch in events.items():
             if client != PIN_CLIENT:
@@ -290,12 +295,35 @@ class Driver:
             self.deliver()
         raise AssertionError(f"still busy after {max_steps} steps")
 
-    def crash(self) -> None:
-        """The worker is lost with everything in flight."""
+    def crash(self, *, was_alive: bool = False) -> dict[ClientId, ClientEvents]:
+        """The worker is lost with everything in flight, and is attached again."""
+        self.scheduler.lose_in_flight()
+        self._forget_worker()
+        events = self.scheduler.judge_loss(was_alive=was_alive)
+        self._note_failures(events)
+        self.check()
+        return events
+
+    def _forget_worker(self) -> None:
         self.scheduler.void_in_flight(self.clock)
         self.results.clear()
         self.device = FakeDevice(self.scheduler.config.block_size)
+        self._is_dead = False
         self.check()
+
+    def _is_deadly(self, plan: StepPlan) -> bool:
+        batch = zip(plan.rows.tolist(), plan.num_computed_tokens.tolist(), plan.num_new_tokens.tolist(), strict=True)
+        for row, num_computed, num_new in batch:
+            sequence = self.scheduler.rows.sequences[row]
+            if sequence is not None and sequence.request.key.client != PIN_CLIENT:
+                nth = self.deadly.get(sequence.request.key.handle)
+                if nth is not None and num_computed < nth <= num_computed + num_new:
+                    return True
+        return False
+
+    def _die(self) -> dict[ClientId, ClientEvents]:
+        self.num_deaths += 1
+        return self.crash()
 
     def _is_refused(self, plan: StepPlan) -> bool:
         sequences = [self.scheduler.rows.sequences[row] for row in plan.rows.tolist()]
@@ -308,9 +336,13 @@ class Driver:
     def _refuse(self) -> dict[ClientId, ClientEvents]:
         self.num_refusals += 1
         events = self.scheduler.refuse_in_flight("row 0 is poisoned")
-        self.failed.update(each.key.handle for each in events.get(CLIENT, ClientEvents()).failed)
-        self.crash()
+        self._note_failures(events)
+        self._forget_worker()
+        self.scheduler.judge_loss(was_alive=True)
         return events
+
+    def _note_failures(self, events: dict[ClientId, ClientEvents]) -> None:
+        self.failed.update(each.key.handle for each in events.get(CLIENT, ClientEvents()).failed)
 
     def check(self) -> None:
         invariants.check(self.scheduler)

@@ -26,8 +26,13 @@ class CutLink:
         assert self._server is not None
         self._is_cut = True
         self._server.close()
+        self.reset()
+
+    def reset(self) -> None:
+        """Resets its connections; new ones are passed on as before."""
         for writer in self._writers:
             writer.transport.abort()
+        self._writers.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(self._host, int(self._port))

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,9 +77,10 @@ class FakeRunner:
     """A `worker_svc.worker.SealingRunner` without a model.
 
     Rows that draw get the tokens of `token_at`, rows that search the candidates of `candidates_at`. `num_steps` counts
-    the steps that were begun; while `hang` is set none goes on; `faults` says what a scheduler did wrong that no check
-    of the protocol finds: it wrote where another row has other tokens, or let a row read what is not its own, be it
-    because a block was overwritten, not copied, or swapped to another place.
+    the steps that were begun; while `hang` is set none goes on, and one that computes a row with one of `deadly_seeds`
+    calls `on_deadly` first; `faults` says what a scheduler did wrong that no check of the protocol finds: it wrote
+    where another row has other tokens, or let a row read what is not its own, be it because a block was overwritten,
+    not copied, or swapped to another place.
     """
 
     is_asynchronous = False
@@ -93,15 +94,18 @@ class FakeRunner:
         num_host_blocks: int = 0,
         step_seconds: float = 0.0,
         failing_seeds: Collection[int] = (),
+        deadly_seeds: Collection[int] = (),
     ) -> None:
         if vocab_size % _STRIDE == 0:
             raise ValueError(f"vocab_size is {vocab_size}; a multiple of {_STRIDE} would give a candidate twice")
         self.num_steps = 0
         self.hang = Switch()
         self.faults: list[BlockError] = []
+        self.on_deadly: Callable[[], None] = lambda: None
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
         self._failing_seeds = failing_seeds
+        self._deadly_seeds = deadly_seeds
         self._block_size = block_size
         self._rows = FakeRows(block_size)
         self._pool = FakePool(num_blocks, num_host_blocks, block_size)
@@ -121,6 +125,8 @@ class FakeRunner:
             self._rows = FakeRows(self._block_size)
         self._pool.move(step.cache_operations)
         self._rows.apply(step.row_changes)
+        if any(self._rows[row].sampling.seed in self._deadly_seeds for row in step.batch.rows.tolist()):
+            self.on_deadly()
         self._compute(step.batch)
         self._seals.begin_write(written, self.num_steps)
         output = replace(self._sample(step.step_id, step.batch), prompt_logprobs=self._judge_prompts(step.batch))

@@ -7,7 +7,7 @@ Each step takes `step_seconds`. What a step may say is checked as in any worker.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.support.fake_runner import FakeRunner, Switch
 from worker_svc.device_loop import DeviceLoop
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.servicer import HEARTBEAT_INTERVAL_S, SERVICE_NAME, WorkerServicer
 from worker_svc.worker import Worker
 
 _DEVICE_STOP_S = 10.0
@@ -40,6 +40,8 @@ class FakeWorkerConfig:
     step_seconds: float = 0.0
     failing_seeds: frozenset[int] = frozenset()
     """Rows with these seeds fail when they sample."""
+    deadly_seeds: frozenset[int] = frozenset()
+    """A step that computes rows with these seeds calls `FakeWorker.on_deadly`."""
 
     def info(self) -> WorkerInfo:
         """A new incarnation of this worker."""
@@ -61,8 +63,10 @@ class FakeWorkerConfig:
 class FakeWorker:
     """Serves WorkerService from `start` to `stop`."""
 
-    def __init__(self, config: FakeWorkerConfig | None = None) -> None:
-        self._servicer = WorkerServicer(WorkerMetrics())
+    def __init__(
+        self, config: FakeWorkerConfig | None = None, *, heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S
+    ) -> None:
+        self._servicer = WorkerServicer(WorkerMetrics(), heartbeat_interval_s=heartbeat_interval_s)
         self._device_loop = DeviceLoop()
         self._server: RpcServer | None = None
         self.config = config or FakeWorkerConfig()
@@ -82,6 +86,7 @@ class FakeWorker:
             num_host_blocks=config.num_host_blocks,
             step_seconds=config.step_seconds,
             failing_seeds=config.failing_seeds,
+            deadly_seeds=config.deadly_seeds,
         )
         self._device_loop.use(self._runner)
         self._servicer.open(Worker(config.info(), self._runner, self._device_loop))
@@ -95,6 +100,10 @@ class FakeWorker:
     def hang(self) -> Switch:
         """While it is set, the device does not go on."""
         return self._runner.hang
+
+    def on_deadly(self, call: Callable[[], None]) -> None:
+        """`call` is what deadly steps do first, in the device's thread."""
+        self._runner.on_deadly = call
 
     @property
     def faults(self) -> list[BlockError]:
@@ -112,11 +121,15 @@ class FakeWorker:
         self._server.set_serving(True)
         return self._server.address
 
+    async def leave(self) -> None:
+        """Drops all streams at once, whatever the device does."""
+        assert self._server is not None
+        await self._server.stop(grace_s=0)
+
     async def stop(self) -> None:
         """Ends the service; raises when a step misused a block, which a scheduler that tries again would hide."""
-        assert self._server is not None
         self.hang.clear()
-        await self._server.stop(grace_s=0)
+        await self.leave()
         assert await asyncio.to_thread(self._device_loop.stop, _DEVICE_STOP_S)
         if self.faults:
             raise self.faults[0]

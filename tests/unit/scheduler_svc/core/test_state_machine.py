@@ -1,5 +1,5 @@
-"""The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins, refused steps and losses of
-the worker, against what each request must get. Invariants are checked after every rule."""
+"""The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins, refused and deadly steps, and
+losses of the worker, against what each request must get. Invariants are checked after every rule."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_svc.core.beam import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, QueueFullError, RefusedError
+from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.submission import most_blocks
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
@@ -42,6 +43,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[int, Request] = {}
         self.expected: dict[tuple[int, int], list[int]] = {}
         self.aborted: set[int] = set()
+        self.killed: set[int] = set()
+        self.losses: dict[int, tuple[int, int]] = {}
+        """The tokens that a request had at the last loss with a step of it in flight, and how many in a row it was."""
 
     @rule(
         prompt_len=st.integers(1, 30),
@@ -120,7 +124,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def result(self):
+        at_stake, num_deaths = self._at_stake(), self.driver.num_deaths
         self.driver.deliver()
+        if self.driver.num_deaths > num_deaths:
+            self._count_loss(at_stake)
+
+    def _at_stake(self):
+        """How many tokens each request has that a loss of the worker would count for."""
+        scheduler = self.driver.scheduler
+        return {group.request.key: group.num_tokens for group in scheduler.running} if scheduler.in_flight else {}
+
+    def _count_loss(self, at_stake):
+        for key, num_tokens in at_stake.items():
+            before, in_a_row = self.losses.get(key.handle, (num_tokens, 0))
+            self.losses[key.handle] = (num_tokens, in_a_row + 1 if before == num_tokens else 1)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -158,15 +175,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not scheduler.unpin("c", pin.pin_id)
         assert scheduler.unpin(pin.tenant, pin.pin_id)
 
-    @rule()
-    def lose_worker(self):
-        self.driver.crash()
+    @rule(was_alive=st.booleans())
+    def lose_worker(self, was_alive):
+        failed = set(self.driver.failed)
+        self._count_loss(self._at_stake())
+        self.driver.crash(was_alive=was_alive)
+        for handle in self.driver.failed - failed:
+            assert self.losses[handle][1] >= LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
+            self.killed.add(handle)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), num_tokens=st.integers(1, 30))
     def poison(self, data, num_tokens):
         """From now on the worker refuses a request's steps, once it has so many tokens."""
         self.driver.poisoned[data.draw(st.sampled_from(sorted(self.requests)))] = num_tokens
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), nth=st.integers(1, 30))
+    def make_deadly(self, data, nth):
+        """From now on the worker dies of a step that computes this token of a request."""
+        self.driver.deadly[data.draw(st.sampled_from(sorted(self.requests)))] = nth
 
     @invariant()
     def holds(self):
@@ -185,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for (handle, index), expected in self.expected.items():
             if handle in self.driver.finished:
                 assert self.driver.samples[handle, index] == expected
-        assert self.driver.failed <= self.driver.poisoned.keys()
+        assert self.driver.failed <= self.driver.poisoned.keys() | self.driver.deadly.keys() | self.killed
         assert self.driver.finished == self.requests.keys() - self.driver.failed
         scheduler = self.driver.scheduler
         assert scheduler.blocks.pool.num_used == scheduler.pins.num_pinned

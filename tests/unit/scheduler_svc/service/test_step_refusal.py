@@ -7,8 +7,8 @@ import grpc.aio
 import pytest
 
 from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, QuireError, Unavailable, to_rpc_status
-from scheduler_svc.service.step_refusal import refusal_of
-from scheduler_svc.service.worker_link import WorkerLostError
+from scheduler_svc.service.step_refusal import is_unexplained, refusal_of
+from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError
 
 
 def make_lost(cause: Exception | None) -> WorkerLostError:
@@ -50,3 +50,29 @@ def test_a_step_that_the_worker_refused_or_could_not_run_is_refused(error):
 )
 def test_a_worker_that_died_or_was_taken_over_said_nothing_of_the_step(cause):
     assert refusal_of(make_lost(cause)) is None
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        None,
+        asyncio.InvalidStateError("the call is over"),
+        make_rpc_error(Unavailable("Socket closed")),
+        grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "Socket closed"),
+        grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata(), ""),
+        grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Received RST_STREAM with error code 2"
+        ),
+    ],
+)
+def test_a_stream_that_ends_without_a_word_of_the_worker_is_unexplained(cause):
+    assert is_unexplained(make_lost(cause))
+
+
+def test_a_worker_that_hangs_is_unexplained():
+    assert is_unexplained(WorkerHangsError("worker 127.0.0.1:1 has not answered a step for 60.1 s"))
+
+
+@pytest.mark.parametrize("reason", ["SUPERSEDED", "SESSION_ENDED", "STEP_GAP"])
+def test_a_worker_that_lives_and_says_why_it_left_is_explained(reason):
+    assert not is_unexplained(make_lost(make_rpc_error(FailedPrecondition("no more", reason=reason))))

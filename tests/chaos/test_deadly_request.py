@@ -1,0 +1,55 @@
+"""A request that the worker dies or hangs of each time: it fails, and all that run beside it get every token."""
+
+import asyncio
+import sys
+
+import pytest
+
+from quire.client import AsyncClient, GenerationOptions
+from quire.local import LocalServer, ServeSettings
+from quire.local.commands import Programs
+from quire.rpc.errors import Internal
+from tests.support.deadly_worker import DEADLY_SEED, HANGING_SEED
+
+NUM_STREAMS = 6
+DEATHS = range(6, 10)
+"""Of the token before the deadly one the worker may have died, too, as long as its answer was not sent."""
+PROGRAMS = Programs(worker=(sys.executable, "-P", "-m", "tests.support.deadly_worker"))
+SETTINGS = ServeSettings(
+    grpc_port=0,
+    http_port=0,
+    num_threads=2,
+    num_gpu_blocks=512,
+    dtype="float32",
+    log_level="warning",
+    drain_timeout=5.0,
+    step_timeout=2.0,
+)
+
+
+async def read(client: AsyncClient, index: int) -> list[int]:
+    options = GenerationOptions(temperature=float(index % 2), seed=index, max_tokens=120, ignore_eos=True)
+    answer = await client.generate(f"Once upon a time, story {index}", options)
+    return list(answer.sequences[0].token_ids)
+
+
+async def read_all(client: AsyncClient) -> list[list[int]]:
+    return await asyncio.gather(*(read(client, index) for index in range(NUM_STREAMS)))
+
+
+@pytest.mark.parametrize("seed", [DEADLY_SEED, HANGING_SEED], ids=["dies", "hangs"])
+async def test_a_request_that_ends_the_worker_fails_and_all_others_end_with_their_full_output(seed: int) -> None:
+    deadly = GenerationOptions(seed=seed, max_tokens=120, ignore_eos=True)
+    async with LocalServer(SETTINGS, programs=PROGRAMS) as server:
+        await server.wait_ready()
+        worker = server.process("worker")
+        async with AsyncClient(server.grpc_address) as client:
+            undisturbed = await read_all(client)
+            assert all(len(token_ids) == 120 for token_ids in undisturbed)
+            disturbed = asyncio.create_task(read_all(client))
+            with pytest.raises(Internal, match="lost 6 times in a row") as caught:
+                await asyncio.wait_for(client.generate("What is 2+2?", deadly), timeout=120)
+            assert caught.value.reason == "WORKER_LOST"
+            assert await asyncio.wait_for(disturbed, timeout=30) == undisturbed
+            assert worker.starts - 1 in DEATHS
+            assert await read_all(client) == undisturbed

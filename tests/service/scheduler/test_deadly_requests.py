@@ -1,0 +1,210 @@
+"""The scheduler service when its worker dies or hangs of one request: that one fails, the others get all tokens."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from google.rpc import code_pb2
+
+from quire.scheduler.v1 import scheduler_pb2
+from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
+from scheduler_svc.core.request import ClientId
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_plan import ClientEvents
+from tests.support.cut_link import cut_link
+from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.metrics import free_port, read_metrics
+from tests.support.mortal_worker import mortal_worker
+from tests.support.processes import until_true
+from tests.support.scheduler_process import (
+    GatewayStream,
+    expected_tokens,
+    make_submit,
+    running_scheduler,
+    state_of,
+    until,
+    wait_attached,
+    wait_nothing_in_use,
+)
+from worker_svc.worker import Worker
+
+ENOUGH = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
+DEADLY = 3
+CONFIG = FakeWorkerConfig(deadly_seeds=frozenset([DEADLY]), step_seconds=0.002)
+
+
+async def test_a_request_that_the_worker_dies_of_fails_alone(tmp_path: Path) -> None:
+    address, port = f"unix:{tmp_path / 'w.sock'}", free_port()
+    async with (
+        mortal_worker(address, CONFIG) as worker,
+        running_scheduler(str(tmp_path / "s.sock"), address, metrics_port=port) as stub,
+    ):
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        for handle in (1, 2, 4, 5):
+            await stream.submit(make_submit(handle, max_tokens=300))
+        await stream.read()
+        await stream.submit(make_submit(DEADLY))
+        await stream.submit(make_submit(6, max_tokens=40))
+        await stream.read_until_over(*range(1, 7), timeout_s=60)
+        assert stream.failed.keys() == {DEADLY}
+        assert (stream.failed[DEADLY].code, stream.failed[DEADLY].reason) == (code_pb2.INTERNAL, "WORKER_LOST")
+        assert "lost 6 times in a row" in stream.failed[DEADLY].message
+        for handle in (1, 2, 4, 5):
+            assert stream.outputs[handle] == expected_tokens(handle, max_tokens=300)
+        assert stream.outputs[6] == expected_tokens(6, max_tokens=40)
+        assert worker.num_deaths == ENOUGH
+        metrics = await read_metrics(port)
+        assert metrics["quire_scheduler_worker_losses_total"] == ENOUGH
+        assert metrics['quire_scheduler_requests_at_fault_total{reason="WORKER_LOST"}'] == 1
+        await wait_nothing_in_use(stub)
+        stream.close()
+
+
+async def test_a_durable_request_that_nobody_reads_fails_too_and_its_reader_is_told_later(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'w.sock'}"
+    async with mortal_worker(address, CONFIG) as worker, running_scheduler(str(tmp_path / "s.sock"), address) as stub:
+        await wait_attached(stub)
+        first, _ = await GatewayStream.open(stub, "gateway-a")
+        await first.submit(make_submit(DEADLY, tenant="a", durable=scheduler_pb2.Durable()))
+
+        async def has_died() -> bool:
+            return worker.num_deaths > 0
+
+        await until(has_died)
+        first.close()
+        await wait_nothing_in_use(stub)
+        second, _ = await GatewayStream.open(stub, "gateway-b")
+        second.outputs[9] = []
+        resume = scheduler_pb2.Resume(handle=9, tenant="a", request_id=f"request-{DEADLY}")
+        await second.call.write(scheduler_pb2.ConnectRequest(resume=resume))
+        await second.read_until_over(9)
+        assert second.failed[9].reason == "WORKER_LOST"
+        second.close()
+
+
+async def test_a_drain_ends_though_the_last_request_is_one_that_the_worker_dies_of(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'w.sock'}"
+    async with mortal_worker(address, CONFIG), running_scheduler(str(tmp_path / "s.sock"), address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(DEADLY))
+
+        async def is_live() -> bool:
+            state = await state_of(stub)
+            return bool(state.waiting_requests + state.running_requests)
+
+        await until(is_live)
+        drained = await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=20_000), timeout=25)
+        assert drained.remaining_requests == 0
+        await stream.read_until_over(DEADLY)
+        assert stream.failed[DEADLY].reason == "WORKER_LOST"
+        stream.close()
+
+
+async def test_a_request_that_the_worker_hangs_of_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdicts: list[tuple[bool, bool]]
+) -> None:
+    # The device goes on once the worker was given up and is asked for again, so it is the same worker each time.
+    given_up = threading.Semaphore(0)
+    attach = Worker.attach
+
+    def attach_and_release(self: Worker, *args, **kwargs):
+        given_up.release()
+        return attach(self, *args, **kwargs)
+
+    monkeypatch.setattr(Worker, "attach", attach_and_release)
+    worker = FakeWorker(CONFIG)
+
+    def hang() -> None:
+        while given_up.acquire(blocking=False):
+            pass
+        assert given_up.acquire(timeout=20)
+
+    worker.on_deadly(hang)
+    address = await worker.start(f"unix:{tmp_path / 'w.sock'}")
+    async with running_scheduler(str(tmp_path / "s.sock"), address, step_timeout=0.2, max_steps_in_flight=1) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, max_tokens=900))
+        await stream.read()
+        await stream.submit(make_submit(DEADLY))
+        await stream.read_until_over(1, DEADLY, timeout_s=60)
+        assert stream.failed.keys() == {DEADLY}
+        assert stream.failed[DEADLY].reason == "WORKER_LOST"
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=900)
+        assert [was_alive for was_alive, _ in verdicts] == [False] * (1 + ENOUGH)
+        stream.close()
+    given_up.release()
+    await worker.stop()
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Of each attachment: whether the worker was alive, and whether there are trials now."""
+    seen: list[tuple[bool, bool]] = []
+    judge_loss = Scheduler.judge_loss
+
+    def judge_and_note(self: Scheduler, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
+        events = judge_loss(self, was_alive=was_alive)
+        seen.append((was_alive, self.trials.are_on))
+        return events
+
+    monkeypatch.setattr(Scheduler, "judge_loss", judge_and_note)
+    return seen
+
+
+async def test_a_link_that_breaks_again_and_again_in_the_middle_of_a_prompt_fails_nobody(
+    tmp_path: Path, verdicts: list[tuple[bool, bool]]
+) -> None:
+    worker = FakeWorker(FakeWorkerConfig(step_seconds=0.005))
+    async with cut_link(await worker.start()) as link:
+        settings = {"max_num_batched_tokens": 16, "max_num_seqs": 16}
+        async with running_scheduler(str(tmp_path / "s.sock"), link.address, **settings) as stub:
+            await wait_attached(stub)
+            stream, _ = await GatewayStream.open(stub)
+            await stream.submit(make_submit(1, prompt_len=900, max_tokens=3))
+            for number in range(2, ENOUGH + 4):
+                steps_before = worker.num_steps
+                await until_true(lambda least=steps_before + 3: worker.num_steps > least)
+                assert not stream.outputs[1]
+                link.reset()
+                await until_true(lambda number=number: len(verdicts) >= number)
+            await stream.read_until_over(1)
+            assert stream.outputs[1] == expected_tokens(1, prompt_len=900, max_tokens=3)
+            assert set(verdicts[1:]) == {(True, False)}
+            stream.close()
+    await worker.stop()
+
+
+async def test_a_worker_that_never_attaches_fails_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"unix:{tmp_path / 'w.sock'}"
+    worker = FakeWorker(FakeWorkerConfig(step_seconds=0.005))
+    await worker.start(address)
+    attach = Worker.attach
+    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, max_tokens=200))
+        await stream.read()
+        num_attempts, enough = 0, asyncio.Event()
+
+        def crash(self: Worker, *args, **kwargs):
+            nonlocal num_attempts
+            num_attempts += 1
+            if num_attempts == ENOUGH:
+                enough.set()
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(Worker, "attach", crash)
+        await worker.stop()
+        successor = FakeWorker()
+        await successor.start(address)
+        async with asyncio.timeout(20):
+            await enough.wait()
+        monkeypatch.setattr(Worker, "attach", attach)
+        await stream.read_until_over(1)
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=200)
+        stream.close()
+        await successor.stop()

@@ -1,0 +1,267 @@
+"""A request that the worker dies of each time fails alone; whoever comes further between losses never does."""
+
+import itertools
+
+import pytest
+
+from scheduler_svc.core.beam import BeamParameters
+from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
+from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.scheduler import Scheduler
+from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
+
+ENOUGH = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
+
+
+def make_driver(*, deadly: dict[int, int], num_requests: int = 6, max_in_flight: int = 2, **config) -> Driver:
+    driver = Driver(make_config(**config), max_in_flight)
+    driver.deadly = deadly
+    for handle in range(num_requests):
+        driver.submit(make_request(handle, max_tokens=12, priority=handle))
+    return driver
+
+
+def assert_others_finish(driver: Driver, num_requests: int = 6) -> None:
+    driver.run_until_idle()
+    assert driver.failed == set(driver.deadly)
+    assert driver.finished == set(range(num_requests)) - driver.failed
+    for handle in driver.finished:
+        assert driver.outputs[handle] == expected_output(make_request(handle, max_tokens=12))
+    assert driver.scheduler.blocks.pool.num_used == 0
+
+
+@pytest.mark.parametrize("culprit", [0, 3, 5])
+@pytest.mark.parametrize("nth", [1, 6, 9])
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_the_request_that_the_worker_dies_of_fails_and_the_others_finish(culprit, nth, max_in_flight):
+    driver = make_driver(deadly={culprit: nth}, max_in_flight=max_in_flight)
+    assert_others_finish(driver)
+    assert driver.num_deaths == ENOUGH
+    # What came before was delivered: whatever is computed has been sampled.
+    sure = expected_output(make_request(culprit, max_tokens=12))[: max(nth - 5, 0)]
+    assert driver.outputs[culprit] == sure
+
+
+@pytest.mark.parametrize("policy", PolicyKind)
+def test_under_every_policy_the_same_request_is_found(policy):
+    assert_others_finish(make_driver(deadly={2: 1}, policy=policy, num_blocks=12))
+
+
+def test_each_further_request_that_the_worker_dies_of_costs_as_many_losses_as_a_trial_takes():
+    driver = make_driver(deadly={1: 1, 4: 1, 5: 1})
+    assert_others_finish(driver)
+    assert driver.num_deaths == LOSSES_BEFORE_TRIALS + 3 * LOSSES_ON_TRIAL
+
+
+def test_the_failure_says_how_often_the_worker_was_lost():
+    driver = make_driver(deadly={0: 1}, num_requests=1)
+    for _ in range(ENOUGH - 1):
+        driver.plan()
+        assert driver.deliver() == {}
+    driver.plan()
+    (failure,) = driver.deliver()[CLIENT].failed
+    assert failure.key == make_request(0).key
+    assert failure.reason == "WORKER_LOST"
+    assert failure.message == (
+        "the worker was lost 6 times in a row while this request ran, the last 3 times at one step of it alone"
+    )
+
+
+def test_a_prompt_of_several_chunks_whose_last_one_is_deadly_fails_though_the_first_ones_are_answered():
+    driver = Driver(make_config(max_num_batched_tokens=8))
+    driver.deadly = {1: 19}
+    driver.submit(make_request(1, prompt_len=24, max_tokens=4))
+    driver.run_until_idle()
+    assert driver.failed == {1}
+    assert driver.num_deaths == ENOUGH
+
+
+def test_a_deadly_prompt_is_found_though_every_loss_comes_after_steps_of_others():
+    # All that ran before it is computed first after each loss, and gets a token each time.
+    driver = Driver(make_config(max_num_batched_tokens=8, num_blocks=200))
+    driver.deadly = {9: 30}
+    for handle in range(4):
+        driver.submit(make_request(handle, prompt_len=8, max_tokens=60))
+    driver.run_steps(8)
+    driver.submit(make_request(9, prompt_len=32, max_tokens=4))
+    driver.run_until_idle()
+    assert (driver.failed, driver.finished) == ({9}, {0, 1, 2, 3})
+    assert driver.num_deaths == ENOUGH
+    for handle in range(4):
+        assert driver.outputs[handle] == expected_output(make_request(handle, prompt_len=8, max_tokens=60))
+
+
+def kill_after(driver: Driver, num_answered: int, *, was_alive: bool = False) -> None:
+    """Somebody kills the worker with a step in flight, after so many were answered."""
+    driver.run_steps(num_answered)
+    assert driver.plan() is not None
+    driver.crash(was_alive=was_alive)
+
+
+def test_kills_under_load_fail_nobody_who_gets_a_token_between_them():
+    driver = make_driver(deadly={})
+    for _ in range(10):
+        kill_after(driver, 1)
+    assert_others_finish(driver)
+    assert not driver.scheduler.trials.are_on
+
+
+def test_kills_that_let_no_step_be_answered_fail_one_request_at_the_sixth_and_not_before():
+    driver = make_driver(deadly={})
+    for _ in range(ENOUGH - 1):
+        kill_after(driver, 0)
+        assert driver.failed == set()
+    kill_after(driver, 0)
+    assert driver.failed == {0}
+
+
+def test_one_token_anywhere_between_the_kills_saves_the_request_that_got_it():
+    for saved_at in range(1, ENOUGH):
+        driver = make_driver(deadly={}, num_requests=1)
+        for number in range(ENOUGH):
+            kill_after(driver, int(number == saved_at))
+        assert driver.failed == set(), saved_at
+        driver.run_until_idle()
+        assert driver.finished == {0}
+
+
+def test_a_suspect_that_ran_alone_for_all_losses_that_count_but_came_to_other_chunks_stays():
+    driver = Driver(make_config(max_num_batched_tokens=8, num_blocks=60, max_model_len=200))
+    driver.submit(make_request(0, prompt_len=80, max_tokens=4))
+    for num_answered in itertools.islice(itertools.cycle([2, 5, 3, 6]), 12):
+        kill_after(driver, num_answered)
+    driver.run_until_idle()
+    assert driver.finished == {0}
+
+
+def test_a_suspect_has_one_step_in_flight():
+    driver = make_driver(deadly={}, num_requests=2, max_in_flight=3)
+    assert driver.plan() is not None
+    assert driver.plan() is not None
+    for _ in range(LOSSES_BEFORE_TRIALS):
+        driver.crash()
+        assert driver.plan() is not None
+    assert driver.scheduler.trials.are_on
+    assert driver.plan() is None
+    driver.deliver()
+    assert driver.plan() is not None
+
+
+def test_a_request_that_came_late_is_not_at_fault_after_the_losses_of_its_trial_alone():
+    driver = make_driver(deadly={}, num_requests=1)
+    kill_after(driver, 0)
+    kill_after(driver, 0)
+    driver.submit(make_request(1, max_tokens=12))
+    kill_after(driver, 0)
+    assert driver.scheduler.abort(make_request(0).key)
+    for _ in range(ENOUGH - 2):
+        kill_after(driver, 0)
+        assert driver.failed == set()
+    kill_after(driver, 0)
+    assert driver.failed == {1}
+
+
+def test_a_worker_that_is_lost_with_no_step_in_flight_fails_nobody():
+    driver = Driver(make_config(max_num_batched_tokens=8))
+    driver.submit(make_request(0, prompt_len=24, max_tokens=4))
+    for num_answered in [0, 1, 2] * ENOUGH:
+        driver.run_steps(num_answered)
+        driver.crash()
+        assert not driver.scheduler.trials.are_on
+    driver.run_until_idle()
+    assert driver.finished == {0}
+
+
+def test_a_broken_link_counts_only_where_no_step_was_answered_over_it():
+    driver = Driver(make_config(max_num_batched_tokens=8))
+    driver.submit(make_request(0, prompt_len=24, max_tokens=4))
+    for _ in range(2 * ENOUGH):
+        kill_after(driver, 1, was_alive=True)
+    assert not driver.scheduler.trials.are_on
+    for _ in range(ENOUGH - 1):
+        kill_after(driver, 0, was_alive=True)
+    assert driver.failed == set()
+    kill_after(driver, 0, was_alive=True)
+    assert driver.failed == {0}
+
+
+def test_a_request_that_is_aborted_before_the_worker_is_back_is_nobody_s_fault():
+    driver = make_driver(deadly={}, num_requests=2)
+    for _ in range(ENOUGH - 1):
+        kill_after(driver, 0)
+    scheduler = driver.scheduler
+    driver.plan()
+    scheduler.lose_in_flight()
+    scheduler.void_in_flight(driver.clock)
+    driver.results.clear()
+    assert scheduler.abort(make_request(0).key)
+    assert scheduler.judge_loss(was_alive=False) == {}
+    driver.crash()
+    driver.run_until_idle()
+    assert driver.finished == {1}
+
+
+def test_trials_go_on_where_the_worker_comes_back_with_another_pool_each_time():
+    driver = make_driver(deadly={1: 1}, num_requests=3)
+    losses = 0
+    while not driver.failed:
+        driver.plan()
+        if driver.results and driver.results[0] is not None:
+            driver.deliver()
+            continue
+        losses += 1
+        assert losses <= ENOUGH
+        driver.scheduler.lose_in_flight()
+        driver.scheduler.void_in_flight(driver.clock)
+        old, driver.scheduler = driver.scheduler, Scheduler(make_config(num_blocks=64 + losses))
+        assert driver.scheduler.adopt(old, driver.clock) == []
+        driver.crash()
+    assert losses == ENOUGH
+    assert_others_finish(driver, num_requests=3)
+
+
+def test_a_request_that_is_refused_and_deadly_by_turns_fails():
+    driver = make_driver(deadly={1: 3}, num_requests=3)
+    for _ in range(LOSSES_BEFORE_TRIALS):
+        driver.plan()
+        driver.deliver()
+    driver.deadly, driver.poisoned = {}, {1: 3}
+    driver.run_until_idle()
+    assert (driver.failed, driver.finished) == ({1}, {0, 2})
+
+
+def test_groups_of_several_sequences_are_tried_whole():
+    driver = Driver(make_config(num_host_blocks=16))
+    samples = make_request(1, num_sequences=3, max_tokens=8)
+    search = make_request(2, num_sequences=3, num_returned=3, max_tokens=8, beam=BeamParameters(3))
+    driver.deadly = {3: 7}
+    for request in (samples, search, make_request(3, num_sequences=2, max_tokens=8)):
+        driver.submit(request)
+    driver.run_until_idle()
+    assert (driver.failed, driver.finished) == ({3}, {1, 2})
+    for request in (samples, search):
+        for index in range(3):
+            assert driver.samples[request.key.handle, index] == expected_output(request, index)
+
+
+def test_a_beam_search_that_is_deadly_fails_alone():
+    driver = Driver(make_config())
+    driver.deadly = {2: 9}
+    driver.submit(make_request(1, max_tokens=8))
+    driver.submit(make_request(2, num_sequences=3, num_returned=3, max_tokens=8, beam=BeamParameters(3)))
+    driver.run_until_idle()
+    assert (driver.failed, driver.finished) == ({2}, {1})
+    assert driver.num_deaths == ENOUGH
+
+
+def test_a_pin_that_the_worker_dies_of_is_let_go_of(monkeypatch):
+    driver = Driver(make_config())
+    monkeypatch.setattr(driver, "_is_deadly", lambda plan: True)
+    pin = driver.scheduler.pin("", [1] * 8, 0.0, 100.0)
+    driver.run_until_idle()
+    assert driver.num_deaths == ENOUGH
+    assert not pin.is_held
+    assert list(driver.scheduler.pins) == []
+    assert driver.scheduler.num_live == 0
+    assert pin.key.client == PIN_CLIENT
