@@ -1,11 +1,12 @@
 """Families beyond the first three, Quire's own and those of transformers: greedy output equals transformers' own.
 
-Once with the core driving the worker's real parts in one process, every family; once through all services, one family
-of each kind.
+With the core driving the worker's real parts in one process, every family; through all services, one family of each
+kind.
 """
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ LENGTHS = (1, 7, 8, 17, 20, 21, 40, 60)
 SMALL_POOL = WorkerSettings(
     device="cpu", block_size=8, num_gpu_blocks=40, swap_space=1 << 20, max_num_seqs=16, max_num_batched_tokens=48
 )
+
+# One of each kind of what is not as in LLaMA: biases by distance, windows, heads of several sizes, layers that attend
+# several times.
+PECULIAR = ("bloom", "falcon-alibi", "gpt-neo-alternating", "deepseek-v2", "gemma4-shared", "longcat-flash", "hrm-text")
 
 
 def make_prompts(seed: int) -> list[list[int]]:
@@ -56,9 +61,31 @@ def test_greedy_output_equals_transformers_while_blocks_run_out(family: str, tmp
     assert replica.scheduler.num_preemptions > 0
 
 
+@pytest.mark.parametrize("family", PECULIAR)
+def test_greedy_output_from_cached_prefixes_equals_transformers(family: str, tmp_path: Path) -> None:
+    model = make_family(tmp_path, FAMILIES[family])
+    longest = max(make_prompts(seed=3), key=len)
+    prompts = [longest[:length] + tail for length in (24, 40, 59) for tail in ([5], [9, 7, 11, 30, 4], 12 * [6])]
+    expected = generate_greedily(model, [longest, *prompts], MAX_TOKENS)
+    worker = load_worker(tmp_path, replace(SMALL_POOL, num_gpu_blocks=160))
+    replica = InProcessReplica(worker, config_of(worker))
+    replica.submit(greedy_request(0, longest))
+    replica.run_until_idle(lambda _: None)
+    for handle, prompt in enumerate(prompts, start=1):
+        replica.submit(greedy_request(handle, prompt))
+    replica.run_until_idle(lambda _: None)
+    assert [replica.outputs[handle][0].token_ids for handle in range(len(expected))] == expected
+    assert all(replica.usage[handle].cached_tokens >= 24 for handle in range(1, len(expected)))
+
+
 @pytest.mark.parametrize(
     ("family", "model_impl"),
-    [("qwen3-alternating", "native"), ("gemma2-capped-alternating", "auto"), ("mistral-sliding", "transformers")],
+    [
+        ("qwen3-alternating", "native"),
+        ("gemma2-capped-alternating", "auto"),
+        ("gemma4-shared", "auto"),
+        ("mistral-sliding", "transformers"),
+    ],
 )
 async def test_a_server_says_what_transformers_says(family: str, model_impl: str, tmp_path: Path) -> None:
     model = make_family(tmp_path, FAMILIES[family])

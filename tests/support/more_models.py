@@ -28,17 +28,35 @@ class Family:
     """A causal language model of transformers.
 
     Attributes:
-        name: of its class, without ForCausalLM.
+        name: of its class, without ForCausalLM or LMHeadModel.
         fields: of its configuration, in addition to what all have.
         config: the class of its configuration, where that is not the name and Config.
+        num_calls: of attention, in a forward pass.
     """
 
     name: str
     fields: dict[str, Any] = field(default_factory=dict)
     config: str | None = None
+    num_calls: int = 2
 
 
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 NATIVE: dict[str, Family] = {
     "mistral-sliding": Family("Mistral", {"sliding_window": 20, "head_dim": 32}),
@@ -83,6 +101,100 @@ FOREIGN: dict[str, Family] = {
     "nemotron": Family("Nemotron"),
     "biogpt": Family("BioGpt"),
     "gpt-bigcode": Family("GPTBigCode", {"multi_query": True}),
+    # Attention of their own, which adapters replace.
+    "gptj": Family("GPTJ", {"rotary_dim": 8}),
+    "codegen": Family("CodeGen", {"rotary_dim": 8}),
+    "gpt-neo-alternating": Family("GPTNeo", {"attention_types": [[["global", "local"], 1]], "window_size": 17}),
+    "gpt-neox-japanese": Family("GPTNeoXJapanese"),
+    "gpt": Family("OpenAIGPT"),
+    "xglm": Family("XGLM", {"ffn_dim": 96}),
+    # Biases for 12 heads are no powers of two, and no whole numbers of bfloat16.
+    "bloom": Family("Bloom", {"hidden_size": 96, "num_attention_heads": 12}),
+    "mpt": Family(
+        "Mpt", {"hidden_size": 96, "num_attention_heads": 12, "max_seq_len": MAX_LENGTH, "expansion_ratio": 2}
+    ),
+    "falcon-alibi": Family(
+        "Falcon", {"hidden_size": 96, "num_attention_heads": 12, "alibi": True, "multi_query": False}
+    ),
+    "falcon-alibi-multi-query": Family("Falcon", {"alibi": True, "multi_query": True}),
+    # Heads of values that are smaller than those of keys, or greater.
+    "deepseek-v2": Family("DeepseekV2", {**LATENT, **EXPERTS, "v_head_dim": 16}),
+    "deepseek-v3": Family("DeepseekV3", {**LATENT, **EXPERTS, "v_head_dim": 32}),
+    "minicpm3": Family("MiniCPM3", {**LATENT, "v_head_dim": 16}),
+    # Attends to the best tokens, of which there may be as many as it takes.
+    "deepseek-v32": Family(
+        "DeepseekV32",
+        {**LATENT, **EXPERTS, "v_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": MAX_LENGTH},
+    ),
+    # Layers that attend twice.
+    "diffllama": Family("DiffLlama", num_calls=4),
+    "longcat-flash": Family(
+        "LongcatFlash",
+        {
+            **LATENT,
+            "head_dim": 8,
+            "v_head_dim": 16,
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 48,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+        },
+        num_calls=4,
+    ),
+    # Layers that run several times.
+    "hrm-text": Family("HrmText", {"head_dim": 16, "num_hidden_layers": 1}, num_calls=8),
+    # Wider heads, but fewer, in layers without a window; the last two read what others wrote.
+    "gemma4-shared": Family(
+        "Gemma4",
+        {
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "layer_types": [*(3 * ["sliding_attention"]), "full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 20,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+        "Gemma4TextConfig",
+        num_calls=6,
+    ),
+    "gemma3n-shared": Family(
+        "Gemma3n",
+        {
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": 2 * ["sliding_attention", "full_attention"],
+            "sliding_window": 20,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "laurel_rank": 8,
+        },
+        "Gemma3nTextConfig",
+        num_calls=4,
+    ),
+    # Its base model is not found by name.
+    "llama4": Family(
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "attention_chunk_size": MAX_LENGTH,
+        },
+        "Llama4TextConfig",
+        num_calls=4,
+    ),
+    "modernbert-decoder": Family("ModernBertDecoder", {"num_hidden_layers": 4, "sliding_window": 20}, num_calls=4),
     # Makes a mask of a window of 0 that none of its layers uses.
     "qwen2-moe": Family(
         "Qwen2Moe",
@@ -101,10 +213,16 @@ FOREIGN: dict[str, Family] = {
 FAMILIES = NATIVE | FOREIGN
 
 
+def model_class_of(family: Family) -> type[PreTrainedModel]:
+    return getattr(transformers, f"{family.name}ForCausalLM", None) or getattr(
+        transformers, f"{family.name}LMHeadModel"
+    )
+
+
 def make_family(directory: Path, family: Family, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Writes a model with random weights, and a tokenizer, into `directory`; returns the model in float32."""
     config_class = getattr(transformers, family.config or f"{family.name}Config")
-    model_class = getattr(transformers, f"{family.name}ForCausalLM")
+    model_class = model_class_of(family)
     model = model_class(config_class(**{**_COMMON, **family.fields, **changes})).eval()
     randomize(model, seed)
     model.save_pretrained(directory)

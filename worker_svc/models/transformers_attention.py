@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from worker_svc.layers.attention import PagedAttention
-from worker_svc.model_input import ModelInput
 from worker_svc.models.mask_window import window_of
-from worker_svc.models.transformers_loading import max_model_len_of
+from worker_svc.models.transformers_lengths import max_model_len_of
 from worker_svc.models.transformers_refusals import UnsupportedModelError
 
 # Names of attention functions in transformers' registry. Of the first no mask function is known, so that models make
-# no masks; of the second one is, by which a model tells what its layers see.
+# no masks; the second is for models that do something with them, and its masks are empty; by the masks of the third a
+# model tells what its layers see.
 PAGED = "quire_paged"
+PAGED_WITH_MASKS = "quire_paged_with_masks"
 PROBED = "quire_probed"
 
 # The attribute of attention modules that holds what they call.
@@ -29,7 +29,8 @@ class AttentionCall:
 
     Attributes:
         query: [1, Hq, T, D], rotated.
-        key, value: [1, Hkv, T, D], the key rotated.
+        key: [1, Hkv, T, D], rotated.
+        value: [1, Hkv, T, Dv].
         mask: what the model's mask function gave, or a mask of the model's own.
         options: all that was given by name: scaling, sliding_window, softcap and more.
     """
@@ -43,7 +44,7 @@ class AttentionCall:
 
 
 AttentionHook = Callable[[AttentionCall], torch.Tensor]
-"""Returns [1, T, Hq, D]."""
+"""Returns [1, T, Hq, Dv]."""
 
 
 def attend_by_hook(
@@ -55,7 +56,10 @@ def attend_by_hook(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers that calls what `set_hook` gave the module."""
-    return getattr(module, _HOOK)(AttentionCall(module, query, key, value, attention_mask, options)), None
+    hook: AttentionHook | None = getattr(module, _HOOK, None)
+    if hook is None:
+        raise UnsupportedModelError("it makes attention modules while it runs")
+    return hook(AttentionCall(module, query, key, value, attention_mask, options)), None
 
 
 def set_hook(module: nn.Module, hook: AttentionHook) -> None:
@@ -67,22 +71,33 @@ def clear_hook(module: nn.Module) -> None:
 
 
 def choose_attention(model: PreTrainedModel, name: str) -> None:
-    """Makes the model's layers call the function of this name, PAGED or PROBED."""
-    AttentionInterface.register(PAGED, attend_by_hook)
-    AttentionInterface.register(PROBED, attend_by_hook)
+    """Makes the model's layers call the function of this name, one of the above."""
+    for known in (PAGED, PAGED_WITH_MASKS, PROBED):
+        AttentionInterface.register(known, attend_by_hook)
+    AttentionMaskInterface.register(PAGED_WITH_MASKS, _empty_mask)
     AttentionMaskInterface.register(PROBED, _probed_mask)
     model.config._attn_implementation = name
+
+
+def _empty_mask(*, device: torch.device, **_: Any) -> torch.Tensor:
+    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
 class ProbedMask(torch.Tensor):
     """A mask that only says what it would let a token see; `window` is missing if the model made another of it.
 
-    `refusal` is why nothing can be said, which counts only where a layer uses the mask: some models make masks for
-    kinds of layers that they do not have.
+    It is worked out when it is asked for: some models make masks for kinds of layers that they do not have.
     """
 
-    window: int | None
-    refusal: UnsupportedModelError | None
+    window: Callable[[], int | None]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """A slice that leaves nothing out is the mask itself."""
+        part: Any = super().__getitem__(index)
+        slices = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(each, slice) for each in slices) and part.shape == self.shape and hasattr(self, "window"):
+            part.window = self.window
+        return part
 
 
 def _probed_mask(
@@ -94,61 +109,6 @@ def _probed_mask(
     device: torch.device,
     **_: Any,
 ) -> torch.Tensor:
-    mask = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device).as_subclass(ProbedMask)
-    mask.refusal = None
-    try:
-        mask.window = window_of(mask_function, max_model_len_of(config))
-    except UnsupportedModelError as error:
-        mask.refusal = error
+    mask: Any = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device).as_subclass(ProbedMask)
+    mask.window = lambda: window_of(mask_function, max_model_len_of(config))
     return mask
-
-
-@dataclass(slots=True)
-class CurrentStep:
-    """What the attention layers work on while a step runs."""
-
-    inputs: ModelInput | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """One attention layer, as it showed itself when it was probed.
-
-    Attributes:
-        scale: factor on the scores.
-        sliding_window: tokens that a token sees, itself included; None for all before it.
-        soft_cap: bound of the scores, see `ops.paged_attention`.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-
-
-class PagedLayer:
-    """The hook of attention layer number `index` while requests are served."""
-
-    def __init__(self, index: int, shape: LayerShape, step: CurrentStep) -> None:
-        self._index = index
-        self._step = step
-        self._attention = PagedAttention(
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.scale,
-            sliding_window=shape.sliding_window,
-            soft_cap=shape.soft_cap,
-        )
-
-    def __call__(self, call: AttentionCall) -> torch.Tensor:
-        inputs = self._step.inputs
-        assert inputs is not None, "attention outside a step"
-        kv_cache = inputs.kv_caches[self._index]
-        # Models may rotate in float32; the pool has one dtype, and one of int8 takes any one.
-        dtype = kv_cache.dtype if kv_cache.is_floating_point() else call.value.dtype
-        query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in (call.query, call.key, call.value))
-        attended = self._attention(query, key, value, kv_cache, inputs.attention)
-        return attended.to(call.query.dtype).view(1, *query.shape)

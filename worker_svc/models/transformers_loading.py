@@ -75,27 +75,6 @@ def load_pretrained(
     return model
 
 
-def max_model_len_of(config: PreTrainedConfig) -> int:
-    """Positions that the model knows.
-
-    Rotary embeddings that change with the length of the sequence change in transformers with the longest of the batch:
-    such a model is served up to the length at which they begin to.
-
-    Raises:
-        ConfigurationError: config.json does not say.
-    """
-    text = config.get_text_config()
-    limits = [getattr(text, "max_position_embeddings", None)]
-    rope = getattr(text, "rope_parameters", None) or {}
-    for section in (rope, *(each for each in rope.values() if isinstance(each, dict))):
-        if section.get("rope_type") == "longrope":
-            limits.append(section.get("original_max_position_embeddings"))
-    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
-    if not known:
-        raise ConfigurationError(f"config.json of model type {config.model_type!r} has no max_position_embeddings")
-    return min(known)
-
-
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     # A few model types have several classes.
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -5,23 +5,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from quire.model_directory import ModelDirectory
 from worker_svc.layers.loadable import Placement
 from worker_svc.model_input import ModelInput
 from worker_svc.models.base import CausalLM, ModelShape
-from worker_svc.models.transformers_attention import (
-    PAGED,
-    PROBED,
-    CurrentStep,
-    PagedLayer,
-    choose_attention,
-    clear_hook,
-    set_hook,
-)
-from worker_svc.models.transformers_falcon import ADAPTERS
-from worker_svc.models.transformers_loading import load_pretrained, max_model_len_of, read_config
+from worker_svc.models.transformers_adapters import adapt, served_attention
+from worker_svc.models.transformers_attention import PROBED, choose_attention, clear_hook, set_hook
+from worker_svc.models.transformers_lengths import max_model_len_of, remembered_by_generate
+from worker_svc.models.transformers_loading import load_pretrained, read_config
+from worker_svc.models.transformers_paged import PagedLayers, PoolShape
 from worker_svc.models.transformers_probe import ProbedModel, Recorder, probe
 from worker_svc.models.transformers_refusals import UnsupportedModelError, refusals
 from worker_svc.weights import Progress
@@ -36,40 +30,37 @@ def load_transformers_model(
         ConfigurationError: it cannot, or the directory is not as it should be.
     """
     config = read_config(described)
-    max_model_len = max_model_len_of(config)
     whole = load_pretrained(described, config, placement, progress)
     with refusals(described), torch.inference_mode():
-        if described.architecture in ADAPTERS:
-            ADAPTERS[described.architecture](whole)
+        adapt(whole, described.architecture)
         model = SplitModel(whole)
         probed = _probe(model, placement.device)
+        pool = PoolShape.of(probed.shapes)
+        max_model_len = _max_model_len(config, probed)
         vocab_size = model.logits(probed.hidden).shape[-1]
-    first = probed.shapes[0]
-    shape = ModelShape(len(probed.shapes), first.num_kv_heads, first.head_dim, vocab_size, max_model_len)
-    return TransformersCausalLM(described.architecture, shape, placement, model, probed)
+    shape = ModelShape(len(probed.shapes), pool.num_kv_heads, pool.head_dim, vocab_size, max_model_len)
+    layers = PagedLayers(probed.modules, probed.shapes, pool, placement.device)
+    return TransformersCausalLM(described.architecture, shape, placement, model, layers)
 
 
 class TransformersCausalLM(CausalLM):
     """A causal language model of transformers whose attention layers call paged attention."""
 
     def __init__(
-        self, architecture: str, shape: ModelShape, placement: Placement, model: "SplitModel", probed: ProbedModel
+        self, architecture: str, shape: ModelShape, placement: Placement, model: "SplitModel", layers: PagedLayers
     ) -> None:
         super().__init__(shape, placement)
         self.architecture = architecture
         self._model = model
-        self._step = CurrentStep()
-        for index, (module, layer) in enumerate(zip(probed.modules, probed.shapes, strict=True)):
-            set_hook(module, PagedLayer(index, layer, self._step))
-        choose_attention(model.whole, PAGED)
+        self._layers = layers
+        for module in layers.modules:
+            set_hook(module, layers)
+        choose_attention(model.whole, served_attention(architecture))
         self.eval()
 
     def forward(self, inputs: ModelInput) -> torch.Tensor:
-        self._step.inputs = inputs
-        try:
+        with self._layers.step(inputs):
             return self._model.hidden(inputs.token_ids, inputs.positions)
-        finally:
-            self._step.inputs = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
@@ -82,25 +73,24 @@ class SplitModel(nn.Module):
     model is taken by one that returns what it is given, so that all that follows is the model's own code.
 
     Raises:
-        UnsupportedModelError: a model that is not made of these two, or whose positions cannot be given.
+        UnsupportedModelError: a model that is not made of these two.
     """
 
     def __init__(self, whole: PreTrainedModel) -> None:
         super().__init__()
-        base = whole.get_decoder()
-        if base is whole:
-            raise UnsupportedModelError("it has no base model")
-        if "position_ids" not in inspect.signature(base.forward).parameters:
-            raise UnsupportedModelError("it takes no positions")
+        base = _base_of(whole)
         self.base = base
         self.whole = whole
+        self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         self._given = _GivenStates()
         name = next(name for name, module in whole.named_modules() if module is base)
         whole.set_submodule(name, self._given)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """token_ids and positions [T] -> hidden states after the base model, [T, hidden]."""
-        output = self.base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        # Models without positions, or with ALiBi, take none. That others go by an index is seen when they are probed.
+        given = {"position_ids": positions[None]} if self._takes_positions else {}
+        output = self.base(input_ids=token_ids[None], use_cache=False, **given)
         self._given.output_class = type(output)
         return output.last_hidden_state[0]
 
@@ -118,14 +108,34 @@ class _GivenStates(nn.Module):
         return self.output_class(last_hidden_state=inputs_embeds)
 
 
+def _base_of(whole: PreTrainedModel) -> PreTrainedModel:
+    """The base model, which not all models find by the names that `get_decoder` looks for."""
+    found = whole.get_decoder()
+    if isinstance(found, PreTrainedModel) and found is not whole:
+        return found
+    parts = [part for part in whole.children() if isinstance(part, PreTrainedModel)]
+    if len(parts) != 1:
+        raise UnsupportedModelError("it has no base model")
+    return parts[0]
+
+
+def _max_model_len(config: PreTrainedConfig, probed: ProbedModel) -> int:
+    named = max_model_len_of(config)
+    remembered = remembered_by_generate(config, [shape.sliding_window for shape in probed.shapes])
+    return named if remembered is None else min(named, remembered)
+
+
 def _probe(model: SplitModel, device: torch.device) -> ProbedModel:
+    text = model.whole.config.get_text_config()
+    if not hasattr(text, "num_hidden_layers"):
+        raise UnsupportedModelError("its configuration does not say how many layers it has")
     recorder = Recorder()
     choose_attention(model.whole, PROBED)
-    for module in model.modules():
+    modules = list(model.modules())
+    for module in modules:
         set_hook(module, recorder)
-    text = model.whole.config.get_text_config()
     try:
         return probe(model.hidden, recorder, text.num_hidden_layers, text.vocab_size, device)
     finally:
-        for module in model.modules():
+        for module in modules:
             clear_hook(module)

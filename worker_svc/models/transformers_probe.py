@@ -1,7 +1,8 @@
 """What a transformers model is, found out by running it on a few tokens before it serves.
 
-Attention gives zeros in these runs, so that nothing may reach a token from the others. A model in which something does
-(a recurrent state, a convolution, attention of its own) would read what is not its sequence's in a flat batch.
+In these runs attention gives each token its own value, so that nothing may reach a token from the others. A model in
+which something does (a recurrent state, a convolution, attention of its own) would read what is not its sequence's in a
+flat batch. Nor may anything depend on the place of a token in the batch.
 """
 
 from collections.abc import Callable
@@ -10,16 +11,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from worker_svc.models.transformers_attention import AttentionCall, LayerShape, ProbedMask
+from worker_svc.models.transformers_attention import AttentionCall, ProbedMask
+from worker_svc.models.transformers_paged import LayerShape
 from worker_svc.models.transformers_refusals import UnsupportedModelError, one_line
 
 NUM_TOKENS = 4
+# Each token has other neighbours in it, and none is where it was.
+_OTHER_ORDER = (2, 0, 3, 1)
 # What an attention layer may be told beside what is read below: it changes nothing of what is attended to.
 _HARMLESS = {
+    "alibi_slopes",
     "cache_position",
     "deterministic",
     "dropout",
     "is_causal",
+    "needs_exact_keys",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
@@ -39,7 +45,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """The attention layers in the order in which they run."""
+    """The calls of attention in the order in which they come."""
 
     modules: tuple[nn.Module, ...]
     shapes: tuple[LayerShape, ...]
@@ -55,8 +61,8 @@ class Recorder:
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         self.calls.append(call)
-        _, num_heads, num_tokens, _ = call.query.shape
-        return call.query.new_zeros(1, num_tokens, num_heads, call.value.shape[-1])
+        own = call.value.to(call.query.dtype).transpose(1, 2)
+        return own.repeat_interleave(call.query.shape[1] // own.shape[2], dim=2)
 
 
 def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int, device: torch.device) -> ProbedModel:
@@ -64,36 +70,32 @@ def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int
 
     Args:
         forward: its base model; all its modules have `recorder` as their hook.
-        num_layers: of which each must attend once.
+        num_layers: of which each must attend, all equally often.
 
     Raises:
         UnsupportedModelError: it cannot be served.
     """
     tokens = torch.arange(1, NUM_TOKENS + 1, device=device) % vocab_size
     positions = torch.arange(NUM_TOKENS, device=device)
-    hidden, calls = _first_run(forward, recorder, tokens, positions)
-    modules = tuple(call.module for call in calls)
-    if len(calls) != num_layers or len(set(modules)) != num_layers:
+    first = _first_run(forward, recorder, tokens, positions)
+    if not first.calls or len(first.calls) % num_layers:
         raise UnsupportedModelError(
-            f"{len(calls)} of its {num_layers} layers attend through transformers' attention interface"
+            f"{len(first.calls)} of its {num_layers} layers attend through transformers' attention interface"
         )
-    shapes = tuple(_shape_of(call) for call in calls)
-    if len({(shape.num_kv_heads, shape.head_dim) for shape in shapes}) != 1:
-        raise UnsupportedModelError("its layers have keys of different shapes")
+    shapes = tuple(_shape_of(call) for call in first.calls)
     other_start = tokens.clone()
     other_start[0] = (tokens[0] + NUM_TOKENS) % vocab_size
-    if not _same(_run(forward, recorder, other_start, positions)[0][1:], hidden[1:]):
+    rest = torch.arange(1, NUM_TOKENS, device=device)
+    if not _same(_run(forward, recorder, other_start, positions).lines(rest), first.lines(rest)):
         raise UnsupportedModelError("tokens reach each other in it by more than attention (state-space, recurrent)")
-    moved, moved_calls = _run(forward, recorder, tokens, positions + NUM_TOKENS)
-    if _same(moved, hidden) and all(_same(a.key, b.key) for a, b in zip(calls, moved_calls, strict=True)):
+    order = torch.tensor(_OTHER_ORDER, device=device)
+    if not _same(_run(forward, recorder, tokens[order], positions[order]).tensors, first.lines(order)):
         raise UnsupportedModelError("it does not heed the positions that it is given")
-    return ProbedModel(modules, shapes, hidden)
+    return ProbedModel(tuple(call.module for call in first.calls), shapes, first.hidden)
 
 
-def _first_run(
-    forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, list[AttentionCall]]:
-    """Attention of the model's own may fail before it is seen that ours was not called."""
+def _first_run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor) -> "_Run":
+    """Attention of the model's own may fail, for want of a mask, before it is seen that ours was not called."""
     try:
         return _run(forward, recorder, tokens, positions)
     except (UnsupportedModelError, torch.OutOfMemoryError):
@@ -102,43 +104,74 @@ def _first_run(
         if recorder.calls:
             raise
         raise UnsupportedModelError(
-            f"its attention does not go through transformers' attention interface ({one_line(error)})"
+            f"it fails before it attends through transformers' attention interface ({one_line(error)})"
         ) from error
 
 
-def _run(
-    forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, list[AttentionCall]]:
+def _run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor) -> "_Run":
     recorder.calls = []
-    return forward(tokens, positions), recorder.calls
+    return _Run(forward(tokens, positions), recorder.calls)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a run of the model gave.
+
+    Attributes:
+        hidden: [T, hidden].
+    """
+
+    hidden: torch.Tensor
+    calls: list[AttentionCall]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a token came to, [T, ...] each: what attention was asked, and the hidden states."""
+        asked = (tensor for call in self.calls for tensor in (call.query, call.key, call.value))
+        return [self.hidden, *(tensor[0].transpose(0, 1) for tensor in asked)]
+
+    def lines(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        """The same, of these tokens."""
+        return [tensor[indices] for tensor in self.tensors]
+
+
+def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Up to rounding: a product's sums may depend on the values of other lines."""
+    if a.shape != b.shape:
+        return False
     tolerance = max(4 * torch.finfo(b.dtype).eps, 1e-4)
     return bool((a - b).abs().max() <= tolerance * b.abs().max())
 
 
 def _shape_of(call: AttentionCall) -> LayerShape:
     options, head_dim = call.options, call.query.shape[-1]
-    if call.key.shape != call.value.shape or call.key.shape[-1] != head_dim:
+    if call.key.shape[-1] != head_dim or call.key.shape[:3] != call.value.shape[:3]:
         raise UnsupportedModelError(
-            f"its heads differ in size: queries {head_dim}, keys {call.key.shape[-1]}, values {call.value.shape[-1]}"
+            f"its queries, keys and values are of shapes {list(call.query.shape)}, {list(call.key.shape)} and "
+            f"{list(call.value.shape)}"
         )
     for name, value in options.items():
-        if name not in _HARMLESS and value is not None and value is not False:
+        empty = isinstance(value, torch.Tensor) and value.numel() == 0
+        if name not in _HARMLESS and value is not None and value is not False and not empty:
             raise UnsupportedModelError(f"its attention takes {name}, which paged attention does not know")
     window = _window_of(call)
     if options.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
         raise UnsupportedModelError("its attention is not causal")
-    scale, soft_cap = options.get("scaling"), options.get("softcap")
+    scale, soft_cap, slopes = options.get("scaling"), options.get("softcap"), options.get("alibi_slopes")
     return LayerShape(
         num_heads=call.query.shape[1],
         num_kv_heads=call.key.shape[1],
         head_dim=head_dim,
+        value_dim=call.value.shape[-1],
         scale=head_dim**-0.5 if scale is None else float(scale),
         sliding_window=window,
         soft_cap=None if soft_cap is None else float(soft_cap),
+        alibi_slopes=None if slopes is None else tuple(slopes),
+        needs_exact_keys=bool(options.get("needs_exact_keys")),
     )
 
 
@@ -146,8 +179,6 @@ def _window_of(call: AttentionCall) -> int | None:
     """What the mask says, which is what transformers' plain attention obeys; the option where no mask was made."""
     if call.mask is None:
         return call.options.get("sliding_window")
-    if isinstance(call.mask, ProbedMask) and (refusal := getattr(call.mask, "refusal", None)) is not None:
-        raise refusal
     if not isinstance(call.mask, ProbedMask) or not hasattr(call.mask, "window"):
         raise UnsupportedModelError("it makes an attention mask of its own")
-    return call.mask.window
+    return call.mask.window()

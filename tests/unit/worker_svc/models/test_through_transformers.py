@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AttentionInterface, AttentionMaskInterface, BloomConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from quire.settings import ConfigurationError
 from tests.support.models import make_model
@@ -19,7 +19,6 @@ from tests.support.paged import PagedRunner, Span
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.models.transformers_attention import PAGED
-from worker_svc.models.transformers_loading import max_model_len_of
 
 CPU = torch.device("cpu")
 
@@ -63,13 +62,14 @@ REFUSED = {
     "states instead of attention": (Family("Jamba"), "0 of its 2 layers attend through"),
     "convolutions in some layers": (Family("Lfm2", MIXED), "1 of its 2 layers attend through"),
     "recurrent": (Family("RecurrentGemma"), "0 of its 2 layers attend through"),
-    "no attention": (Family("Mamba"), "it takes no positions"),
-    "positions by ALiBi": (Family("Bloom"), "it takes no positions"),
-    "ALiBi beside rotation": (Family("Falcon", {"alibi": True}), "it uses ALiBi"),
+    "no attention": (Family("Mamba"), "0 of its 2 layers attend through transformers' attention interface"),
     "attention sinks": (Family("GptOss"), "its attention takes s_aux, which paged attention does not know"),
-    "latent attention": (Family("DeepseekV3"), "its heads differ in size: queries 192, keys 192, values 128"),
-    "attention of its own that fails": (Family("GPTJ"), "its attention does not go through transformers'"),
-    "attention of its own": (Family("XGLM"), "0 of its 2 layers attend through transformers' attention interface"),
+    "attention of its own": (Family("RoFormer", {"is_decoder": True}), "0 of its 2 layers attend through"),
+    "attention modules that it makes anew": (Family("BigBird", {"is_decoder": True}), "0 of its 2 layers attend"),
+    "positions of its own": (
+        Family("Bart", {"is_decoder": True, "is_encoder_decoder": False}),
+        "it does not heed the positions that it is given",
+    ),
     "a mask of its own": (Family("Doge"), "it makes an attention mask of its own"),
     "both directions": (
         Family("Gemma3", {"head_dim": 32, "use_bidirectional_attention": True}, "Gemma3TextConfig"),
@@ -200,11 +200,6 @@ def test_length_ends_where_rotation_would_depend_on_the_batch(
 ) -> None:
     make_model(tmp_path, "llama", rope_parameters={"rope_theta": 10000.0, **rope})
     assert load(tmp_path, "transformers").max_model_len == max_model_len
-
-
-def test_a_model_that_names_no_length_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'bloom' has no max_position_embeddings"):
-        max_model_len_of(BloomConfig())
 
 
 def test_the_serving_function_makes_no_masks(directory: Path) -> None:

@@ -1,0 +1,85 @@
+"""The longest sequence that a transformers model is served with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BloomConfig, FalconMambaConfig, Llama4TextConfig, LlamaConfig, MptConfig, PreTrainedConfig
+
+from quire.settings import ConfigurationError
+from tests.support.more_models import FOREIGN, Family, make_family
+from worker_svc.models.registry import load_model
+from worker_svc.models.transformers_lengths import max_model_len_of, remembered_by_generate
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        (LlamaConfig(max_position_embeddings=300), 300),
+        # What it was trained with, besides.
+        (LlamaConfig(max_position_embeddings=300, seq_length=128), 300),
+        (MptConfig(max_seq_len=700), 700),
+        (BloomConfig(seq_length=900), 900),
+        (BloomConfig(), 2048),
+        # Beyond the first chunk, chunks no longer see what is before them.
+        (Llama4TextConfig(max_position_embeddings=9000, attention_chunk_size=512, floor_scale=8192), 512),
+        (Llama4TextConfig(max_position_embeddings=300, attention_chunk_size=512, floor_scale=8192), 300),
+        # Token 200, counted from 1, is the first whose temperature is not 1.
+        (Llama4TextConfig(max_position_embeddings=300, attention_chunk_size=512, floor_scale=200), 199),
+        (Llama4TextConfig(max_position_embeddings=300, floor_scale=200, attn_temperature_tuning=False), 300),
+    ],
+)
+def test_the_length_is_what_the_configuration_allows(config: PreTrainedConfig, length: int) -> None:
+    assert max_model_len_of(config) == length
+
+
+def test_a_model_that_names_no_length_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'falcon_mamba' has no max_position_embeddings"):
+        max_model_len_of(FalconMambaConfig())
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows", "length"),
+    [
+        ({"sliding_window": 20}, [20, 20], None),
+        ({"sliding_window": 20}, [None, None], 20),
+        ({"sliding_window": 20}, [20, 32], 20),
+        ({"sliding_window": 20}, [12, 12], None),
+        ({"sliding_window": 20}, 4 * [20], None),
+        ({"sliding_window": 20}, [20, 20, None, None], 20),
+        ({"sliding_window": None}, [None, None], None),
+        ({"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}, [20, None], None),
+        ({"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}, [20, 20, None, None], None),
+        ({"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}, [None, 20], 20),
+    ],
+)
+def test_a_cache_that_forgets_what_masks_show_bounds_the_length(
+    fields: dict[str, Any], windows: list[int | None], length: int | None
+) -> None:
+    config = PreTrainedConfig(num_hidden_layers=2)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    assert remembered_by_generate(config, windows) == length
+
+
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [
+        # Its masks show everything, its cache keeps a window.
+        (Family("Moshi", {"sliding_window": 90, "ffn_dim": 96}), 90),
+        (Family("DeepseekV32", {**FOREIGN["deepseek-v32"].fields, "index_topk": 70}), 70),
+        (FOREIGN["gemma2-capped-alternating"], 512),
+        (FOREIGN["gemma3n-shared"], 512),
+        (
+            Family(
+                FOREIGN["llama4"].name, {**FOREIGN["llama4"].fields, "attention_chunk_size": 64}, "Llama4TextConfig"
+            ),
+            64,
+        ),
+    ],
+)
+def test_a_model_is_served_up_to_that_length(family: Family, length: int, tmp_path: Path) -> None:
+    make_family(tmp_path, family)
+    model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
+    assert model.max_model_len == length

@@ -1,0 +1,120 @@
+"""Attention of transformers' models over a pool of one geometry."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from kernels import int8_cache
+from quire.settings import ConfigurationError
+from tests.support.more_models import FOREIGN, make_family
+from tests.support.paged import PagedRunner, Span
+from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.models.registry import load_model
+from worker_svc.models.transformers_attention import AttentionCall
+from worker_svc.models.transformers_paged import LayerShape, PagedLayers, PoolShape
+from worker_svc.models.transformers_refusals import UnsupportedModelError
+
+CPU = torch.device("cpu")
+PLAIN = LayerShape(
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=16,
+    value_dim=16,
+    scale=0.25,
+    sliding_window=None,
+    soft_cap=None,
+    alibi_slopes=None,
+    needs_exact_keys=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pool"),
+    [
+        ([PLAIN], PoolShape(4, 16)),
+        ([replace(PLAIN, value_dim=8)], PoolShape(4, 16)),
+        ([replace(PLAIN, value_dim=24)], PoolShape(4, 24)),
+        ([PLAIN, replace(PLAIN, num_kv_heads=1, head_dim=32, value_dim=32)], PoolShape(4, 32)),
+        ([replace(PLAIN, num_kv_heads=2), replace(PLAIN, num_kv_heads=8)], PoolShape(8, 16)),
+    ],
+)
+def test_the_pool_holds_the_widest_heads_and_the_most(layers: list[LayerShape], pool: PoolShape) -> None:
+    assert PoolShape.of(layers) == pool
+
+
+@pytest.mark.parametrize(
+    "other", [replace(PLAIN, num_heads=9, num_kv_heads=3), replace(PLAIN, num_heads=2, num_kv_heads=2)]
+)
+def test_heads_that_cannot_be_repeated_are_refused(other: LayerShape) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"keys of {other.num_kv_heads} and of 4 heads"):
+        PoolShape.of([PLAIN, other])
+
+
+def make_layers(num_calls: int) -> PagedLayers:
+    shapes = num_calls * [PLAIN]
+    return PagedLayers([nn.Module() for _ in shapes], shapes, PoolShape.of(shapes), CPU)
+
+
+def make_inputs(layers: PagedLayers) -> ModelInput:
+    """One row's first token."""
+    first = torch.zeros(1, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        slot_mapping=first.long(),
+        block_tables=first[None],
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=first + 1,
+        max_query_len=1,
+        max_seq_len=1,
+    )
+    pools = [torch.zeros(2, 1, 4, 4, 16) for _ in layers.modules]
+    return ModelInput(first.long(), first.long(), metadata, pools)
+
+
+def ask(layers: PagedLayers, module: nn.Module) -> torch.Tensor:
+    query, key = torch.zeros(1, 8, 1, 16), torch.zeros(1, 4, 1, 16)
+    return layers(AttentionCall(module, query, key, key, None, {}))
+
+
+def test_layers_that_attend_in_another_order_than_when_probed_are_noticed() -> None:
+    layers = make_layers(2)
+    with pytest.raises(AssertionError, match="another order"), layers.step(make_inputs(layers)):
+        ask(layers, layers.modules[1])
+
+
+def test_a_layer_that_does_not_attend_is_noticed() -> None:
+    layers = make_layers(2)
+    with pytest.raises(AssertionError, match="a layer did not attend"), layers.step(make_inputs(layers)):
+        ask(layers, layers.modules[0])
+
+
+def test_attention_outside_a_step_is_noticed() -> None:
+    layers = make_layers(1)
+    with pytest.raises(AssertionError, match="outside a step"):
+        ask(layers, layers.modules[0])
+
+
+def make_runner_of_int8(directory: Path, family: str) -> PagedRunner:
+    make_family(directory, FOREIGN[family])
+    model = load_model(directory, device=CPU, dtype=torch.float32)
+    runner = PagedRunner(model, [[5, 9, 200, 31]], block_size=4)
+    shape = (*runner.pools[0].shape[:-1], int8_cache.line_bytes(model.head_dim))
+    runner.pools = [torch.zeros(shape, dtype=torch.int8) for _ in runner.pools]
+    return runner
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2", "gemma4-shared", "bloom"])
+def test_a_pool_of_int8_takes_padded_and_repeated_heads(family: str, tmp_path: Path) -> None:
+    model = make_family(tmp_path / "again", FOREIGN[family])
+    actual = make_runner_of_int8(tmp_path, family).step(Span(0, 0, 4))
+    with torch.inference_mode():
+        expected = model(torch.tensor([[5, 9, 200, 31]])).logits[0]
+    assert (actual - expected).abs().mean() < 0.05 * expected.abs().mean()
+
+
+def test_a_pool_of_int8_is_refused_where_it_would_lose_keys(tmp_path: Path) -> None:
+    runner = make_runner_of_int8(tmp_path, "falcon-alibi")
+    with pytest.raises(ConfigurationError, match="--kv-cache-dtype is int8, which is too coarse"):
+        runner.step(Span(0, 0, 4))

@@ -1,0 +1,161 @@
+"""What the worker finds out about a transformers model by running it: on models of one layer, made to fail."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from worker_svc.models.transformers_attention import attend_by_hook, set_hook
+from worker_svc.models.transformers_probe import Forward, ProbedModel, Recorder, probe
+from worker_svc.models.transformers_refusals import UnsupportedModelError
+
+VOCAB_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 4, 2, 6
+HIDDEN = NUM_HEADS * HEAD_DIM
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def leave(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def shift(x: torch.Tensor) -> torch.Tensor:
+    """Adds to each token, in the second but last dimension, the one before it."""
+    return x + torch.nn.functional.pad(x, (0, 0, 1, 0))[..., :-1, :]
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    return x + x.mean(-2, keepdim=True)
+
+
+def make_forward(
+    recorder: Recorder,
+    *,
+    on_queries: Change = leave,
+    on_keys: Change = leave,
+    on_values: Change = leave,
+    on_attended: Change = leave,
+    on_hidden: Change = leave,
+    place: Change = leave,
+    num_calls: int = 1,
+    **options: Any,
+) -> Forward:
+    """A model of one attention module; each argument changes what its name says, `place` the positions."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_of, places_of = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator), torch.randn(64, HIDDEN)
+    module = nn.Module()
+    set_hook(module, recorder)
+
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = tokens_of[token_ids] + places_of[place(positions)]
+        for _ in range(num_calls):
+            query = x.view(1, -1, NUM_HEADS, HEAD_DIM).transpose(1, 2)
+            key, value = query[:, :NUM_KV_HEADS], query[:, NUM_KV_HEADS:]
+            attended, _weights = attend_by_hook(
+                module, on_queries(query), on_keys(key), on_values(value), None, **options
+            )
+            x = x + on_attended(attended.flatten(2)[0])
+        return on_hidden(x)
+
+    return forward
+
+
+def probe_made(**how: Any) -> ProbedModel:
+    recorder = Recorder()
+    return probe(make_forward(recorder, **how), recorder, 1, VOCAB_SIZE, torch.device("cpu"))
+
+
+def refusal_of(**how: Any) -> str:
+    with pytest.raises(UnsupportedModelError) as caught:
+        probe_made(**how)
+    return str(caught.value)
+
+
+def test_a_layer_shows_what_it_is() -> None:
+    (shape,) = probe_made(scaling=0.3, softcap=5.0, sliding_window=7).shapes
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim) == (4, 2, 6, 6)
+    assert (shape.scale, shape.soft_cap, shape.sliding_window, shape.alibi_slopes) == (0.3, 5.0, 7, None)
+
+
+def test_values_may_be_smaller_than_keys() -> None:
+    probed = probe_made(
+        on_values=lambda value: value[..., :4], on_attended=lambda x: torch.nn.functional.pad(x, (0, HIDDEN - 16))
+    )
+    assert (probed.shapes[0].head_dim, probed.shapes[0].value_dim) == (6, 4)
+
+
+def test_a_layer_may_attend_several_times() -> None:
+    probed = probe_made(num_calls=3)
+    assert len(probed.shapes) == len(probed.modules) == 3
+    assert len(set(probed.modules)) == 1
+
+
+def test_a_model_may_do_without_positions() -> None:
+    assert len(probe_made(place=torch.zeros_like).shapes) == 1
+
+
+@pytest.mark.parametrize("change", [shift, spread])
+@pytest.mark.parametrize("where", ["on_queries", "on_keys", "on_values", "on_hidden"])
+def test_whatever_lets_tokens_reach_each_other_is_refused(where: str, change: Change) -> None:
+    assert "tokens reach each other in it by more than attention" in refusal_of(**{where: change})
+
+
+@pytest.mark.parametrize("change", [shift, spread])
+def test_what_happens_to_the_output_of_attention_alone_is_seen_too(change: Change) -> None:
+    assert "tokens reach each other in it by more than attention" in refusal_of(on_attended=change)
+
+
+def test_positions_that_a_model_makes_itself_are_refused() -> None:
+    reason = refusal_of(place=lambda positions: torch.arange(len(positions)))
+    assert reason == "it does not heed the positions that it is given"
+
+
+@pytest.mark.parametrize("where", ["on_queries", "on_keys", "on_values"])
+def test_a_number_of_the_token_in_the_batch_is_refused_wherever_it_goes_in(where: str) -> None:
+    def number(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(x.shape[-2])[:, None]
+
+    assert refusal_of(**{where: number}) == "it does not heed the positions that it is given"
+
+
+def test_layers_that_do_not_attend_are_counted() -> None:
+    recorder = Recorder()
+    with pytest.raises(UnsupportedModelError, match="1 of its 2 layers attend through"):
+        probe(make_forward(recorder), recorder, 2, VOCAB_SIZE, torch.device("cpu"))
+
+
+def test_attention_modules_that_were_not_there_before_are_refused() -> None:
+    def forward(token_ids: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
+        x = torch.zeros(1, 1, len(token_ids), 8)
+        return attend_by_hook(nn.Module(), x, x, x)[0]
+
+    with pytest.raises(UnsupportedModelError, match="it makes attention modules while it runs"):
+        probe(forward, Recorder(), 1, VOCAB_SIZE, torch.device("cpu"))
+
+
+def test_a_model_that_fails_before_it_attends_is_refused_with_its_error() -> None:
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no mask was given\nto this model")
+
+    reason = refusal_of(place=fail)
+    assert (
+        reason == "it fails before it attends through transformers' attention interface (ValueError: no mask was given)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"s_aux": torch.ones(4)}, "its attention takes s_aux, which paged attention does not know"),
+        ({"is_causal": False}, "its attention is not causal"),
+        (
+            {"on_keys": lambda key: key[..., :4]},
+            "its queries, keys and values are of shapes [1, 4, 4, 6], [1, 2, 4, 4]",
+        ),
+        ({"on_keys": lambda key: key[:, :1]}, "its queries, keys and values are of shapes [1, 4, 4, 6], [1, 1, 4, 6]"),
+    ],
+)
+def test_a_call_that_paged_attention_cannot_answer_is_refused(how: dict[str, Any], reason: str) -> None:
+    assert reason in refusal_of(**how)

@@ -1,0 +1,145 @@
+"""Attention of transformers' models over the KV pool, which has one geometry for all layers."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kernels import ops
+from quire.settings import ConfigurationError
+from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.models.transformers_attention import AttentionCall
+from worker_svc.models.transformers_refusals import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One call of attention, as it showed itself when the model was probed. Most layers make one, some make several.
+
+    Attributes:
+        head_dim: of queries and keys.
+        value_dim: of values, and of what is returned.
+        scale: factor on the scores.
+        sliding_window: tokens that a token sees, itself included; None for all before it.
+        soft_cap: bound of the scores, see `ops.paged_attention`.
+        alibi_slopes: one for each head, see `ops.paged_attention`; None for no ALiBi.
+        needs_exact_keys: its keys hold numbers of such different sizes that a pool of int8 would lose the small ones.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    alibi_slopes: tuple[float, ...] | None
+    needs_exact_keys: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Keys and values of a token in one layer of the pool."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerShape]) -> "PoolShape":
+        """The smallest one that all layers fit in: narrower heads are padded with zeros, fewer heads are repeated.
+
+        Raises:
+            UnsupportedModelError: the heads of one layer cannot be repeated to those of another.
+        """
+        most = max(layer.num_kv_heads for layer in layers)
+        for layer in layers:
+            if most % layer.num_kv_heads or layer.num_heads % most:
+                raise UnsupportedModelError(
+                    f"its layers have keys of {layer.num_kv_heads} and of {most} heads, "
+                    f"for {layer.num_heads} heads of queries"
+                )
+        return cls(most, max(max(layer.head_dim, layer.value_dim) for layer in layers))
+
+
+class PagedLayers:
+    """The hook of all modules while requests are served.
+
+    What a module asks for is told by its place in the order of the forward pass, in which a module may come more than
+    once.
+
+    Attributes:
+        modules: one for each call, in that order.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], shapes: Sequence[LayerShape], pool: PoolShape, device: torch.device
+    ) -> None:
+        self.modules = tuple(modules)
+        self._layers = tuple(_PagedLayer(shape, pool, device) for shape in shapes)
+        self._inputs: ModelInput | None = None
+        self._num_calls = 0
+
+    @contextlib.contextmanager
+    def step(self, inputs: ModelInput) -> Iterator[None]:
+        """Within it the model is run once, on these inputs."""
+        self._inputs, self._num_calls = inputs, 0
+        try:
+            yield
+            assert self._num_calls == len(self._layers), "a layer did not attend"
+        finally:
+            self._inputs = None
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        index, inputs = self._num_calls, self._inputs
+        assert inputs is not None, "attention outside a step"
+        assert self.modules[index] is call.module, "layers attend in another order than when they were probed"
+        self._num_calls += 1
+        return self._layers[index](call, inputs.kv_caches[index], inputs.attention)
+
+
+class _PagedLayer:
+    """One of the calls in a forward pass."""
+
+    def __init__(self, shape: LayerShape, pool: PoolShape, device: torch.device) -> None:
+        self._shape = shape
+        self._pool = pool
+        self._repeats = pool.num_kv_heads // shape.num_kv_heads
+        slopes = shape.alibi_slopes
+        self._alibi_slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
+
+    def __call__(self, call: AttentionCall, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        if self._shape.needs_exact_keys and not kv_cache.is_floating_point():
+            raise ConfigurationError("--kv-cache-dtype is int8, which is too coarse for this model's keys; use auto")
+        # Models may rotate in float32; the pool has one dtype, and one of int8 takes any one.
+        dtype = kv_cache.dtype if kv_cache.is_floating_point() else call.value.dtype
+        query, key, value = (self._lines(tensor, dtype) for tensor in (call.query, call.key, call.value))
+        if self._repeats > 1:
+            key, value = (tensor.repeat_interleave(self._repeats, dim=1) for tensor in (key, value))
+        ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
+        attended = self._attend(query, kv_cache, metadata)
+        # Those who call may view it in another shape.
+        return attended[..., : self._shape.value_dim].to(call.query.dtype).contiguous()[None]
+
+    def _lines(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[1, H, T, D] -> [T, H, head size of the pool]. Zeros change neither scores nor sums of values."""
+        lines = tensor[0].transpose(0, 1).to(dtype)
+        missing = self._pool.head_dim - lines.shape[-1]
+        return functional.pad(lines, (0, missing)) if missing else lines
+
+    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        return ops.paged_attention(
+            query,
+            kv_cache,
+            metadata.block_tables,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            scale=self._shape.scale,
+            max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
+            sliding_window=self._shape.sliding_window,
+            soft_cap=self._shape.soft_cap,
+            alibi_slopes=self._alibi_slopes,
+        )
