@@ -160,9 +160,9 @@ def knows_int8_pools(implementation: Implementation) -> bool:
     return isinstance(implementation, CpuKernels)
 
 
-def packed_products_for(device: torch.device, dtype: torch.dtype) -> Products | None:
+def packed_products_for(device: torch.device, dtype: torch.dtype, rounding: Rounding) -> Products | None:
     """Products from packed weights of this dtype, if such a device has a kernel of ours for them."""
-    if device.type != "cpu" or dtype != torch.bfloat16:
+    implementation = implementation_for(device) if device.type == "cpu" else reference
+    if not isinstance(implementation, CpuKernels) or not implementation.has_products(dtype, rounding):
         return None
-    implementation = implementation_for(device)
-    return implementation if isinstance(implementation, CpuKernels) else None
+    return implementation

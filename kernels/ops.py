@@ -219,9 +219,9 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return implementation_for(x.device).silu_and_mul(x)
 
 
-def has_packed_products(device: torch.device, dtype: torch.dtype) -> bool:
+def has_packed_products(device: torch.device, dtype: torch.dtype, rounding: Rounding = Rounding.NONE) -> bool:
     """Whether weights of this dtype are better packed than not on such a device."""
-    return packed_products_for(device, dtype) is not None
+    return packed_products_for(device, dtype, rounding) is not None
 
 
 def pack_weight(weight: torch.Tensor, *, gated: bool = False, rounding: Rounding = Rounding.NONE) -> PackedWeight:
@@ -236,7 +236,8 @@ def pack_weight(weight: torch.Tensor, *, gated: bool = False, rounding: Rounding
     check_dtype("weight", weight, FLOATING)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"weight has {weight.shape[0]} rows; expected an even number of a gated one")
-    return (packed_products_for(weight.device, weight.dtype) or reference).pack_weight(weight, gated, rounding)
+    products = packed_products_for(weight.device, weight.dtype, rounding) or reference
+    return products.pack_weight(weight, gated, rounding)
 
 
 def product(
@@ -270,7 +271,7 @@ def product(
         raise ValueError(f"activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}, none after a gate")
     if output_dtype not in (None, dtype, torch.float32):
         raise ValueError(f"output_dtype is {output_dtype}; expected {dtype} or torch.float32")
-    products = packed_products_for(device, dtype) or reference
+    products = packed_products_for(device, dtype, weight.rounding) or reference
     return products.product(x, weight, bias, activation, output_dtype or dtype)
 
 

@@ -101,13 +101,14 @@ struct PackArgs {
   int64_t in_features;
   int64_t weight_stride;
   int64_t gated;
+  int64_t dtype;       // of the numbers
   int64_t multiplied;  // a Multiplied
 };
 
-// What a product multiplies, which says what its weight is packed as.
+// What a product multiplies, which says, with the type of the numbers, what its weight is packed as.
 enum Multiplied : int64_t {
-  kNumbers = 0,       // bfloat16 by bfloat16
-  kCodes = 1,         // bfloat16 by int8 codes
+  kNumbers = 0,       // numbers by numbers
+  kCodes = 1,         // numbers by int8 codes
   kCodesByCodes = 2,  // int8 codes by int8 codes: sums are whole numbers
 };
 
@@ -129,11 +130,12 @@ struct ProductArgs {
   void* output;        // [T, out_features], half as many where it is gated
   const void* x;       // [T, in_features]
   const void* weight;  // packed
-  const void* bias;    // [out_features] bfloat16, or null
+  const void* bias;    // [out_features] numbers, or null
   const float* scales;    // [out_features] of the weight, or null
   const float* x_scales;  // [T], or null
+  int64_t dtype;          // of the numbers
   int64_t multiplied;     // a Multiplied
-  int64_t output_dtype;  // bfloat16 or float
+  int64_t output_dtype;
   int64_t activation;
   int64_t threads;
   int64_t num_tokens;

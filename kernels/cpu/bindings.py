@@ -144,6 +144,9 @@ class CpuKernels:
         check_status(self._library.silu_and_mul(self._context, arguments))
         return output
 
+    def has_products(self, dtype: torch.dtype, rounding: Rounding) -> bool:
+        return self._products.has(dtype, rounding)
+
     def pack_weight(self, weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight:
         return self._products.pack_weight(weight, gated, rounding)
 

@@ -54,6 +54,8 @@ bool has_amx() {
          syscall(SYS_arch_prctl, kAskForPermission, kTileData) == 0;
 }
 
+bool has_amx_fp16() { return has_amx() && has_feature(7, 1, &Registers::a, 21); }
+
 struct Isa {
   const char* name;
   bool (*supported)();

@@ -24,22 +24,36 @@ inline Vec activate(int64_t activation, Vec x) {
   }
 }
 
+inline Vec load_bias(const ProductArgs& args, int64_t column, int lanes) {
+  switch (args.dtype) {
+    case kFloat32:
+      return load(static_cast<const float*>(args.bias) + column, lanes);
+    case kBFloat16:
+      return load(static_cast<const BF16*>(args.bias) + column, lanes);
+    default:
+      return load(static_cast<const F16*>(args.bias) + column, lanes);
+  }
+}
+
 // Sums of a token that end up in columns `column` on of a line of the weight, with scales and bias.
 template <class Sum>
 inline Vec biased(const ProductArgs& args, int64_t token, const Sum* sums, int64_t column, int lanes) {
-  const BF16* bias = static_cast<const BF16*>(args.bias);
   Vec product = load(sums);
   if (args.x_scales != nullptr) product = product * set1(args.x_scales[token]);
   if (args.scales != nullptr) product = product * load(args.scales + column, lanes);
-  return bias == nullptr ? product : product + load(bias + column, lanes);
+  return args.bias == nullptr ? product : product + load_bias(args, column, lanes);
 }
 
 inline void store_line(const ProductArgs& args, int64_t token, int64_t column, Vec x, int lanes) {
   const int64_t at = token * args.output_stride + column;
-  if (args.output_dtype == kFloat32)
-    store(static_cast<float*>(args.output) + at, x, lanes);
-  else
-    store(static_cast<BF16*>(args.output) + at, x, lanes);
+  switch (args.output_dtype) {
+    case kFloat32:
+      return store(static_cast<float*>(args.output) + at, x, lanes);
+    case kBFloat16:
+      return store(static_cast<BF16*>(args.output) + at, x, lanes);
+    default:
+      return store(static_cast<F16*>(args.output) + at, x, lanes);
+  }
 }
 
 // One panel of one token, from its kPanel sums.

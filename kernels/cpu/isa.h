@@ -20,7 +20,7 @@ inline constexpr int64_t kKeyTile = 64;
 inline constexpr int64_t kPad = 32;
 
 // Columns of a packed weight that lie together. Its lines do so in blocks of 16 words of 32 bits of what they are multiplied
-// with: two bfloat16 or four codes a word.
+// with: a float, two shorter numbers, or four codes a word.
 inline constexpr int64_t kPanel = 32;
 inline constexpr int64_t kWordsOfBlock = 16;
 
@@ -98,7 +98,7 @@ struct IsaKernels {
   ByDtype<void (*)(const SiluArgs&, int64_t begin, int64_t end)> silu_and_mul;
   ByDtype<void (*)(const RotaryArgs&, int64_t begin, int64_t end)> rotary;
   ByDtype<void (*)(const QuantizeArgs&, int64_t begin, int64_t end)> quantize;
-  // Panels begin to end, for all tokens. Numbers by codes need scratch memory for one panel in bfloat16.
+  // Panels begin to end, for all tokens. Numbers by codes need scratch memory for one panel of numbers.
   void (*product)(const ProductArgs&, int64_t begin, int64_t end, std::byte* scratch);
 };
 

@@ -19,9 +19,9 @@ ATTENTION_ARGS = struct.Struct("22q2d")
 NORM_ARGS = struct.Struct("13qd")
 SILU_ARGS = struct.Struct("7q")
 ROTARY_ARGS = struct.Struct("33q")
-PACK_ARGS = struct.Struct("7q")
+PACK_ARGS = struct.Struct("8q")
 QUANTIZE_ARGS = struct.Struct("9q")
-PRODUCT_ARGS = struct.Struct("15q")
+PRODUCT_ARGS = struct.Struct("16q")
 RECORDED_OPERATION = struct.Struct("3q")
 RUN_ARGS = struct.Struct("5q")
 _ARGS = (
@@ -52,7 +52,7 @@ class OperationKind(Enum):
     LAYER_NORM = (2, NORM_ARGS, 7)
     SILU_AND_MUL = (3, SILU_ARGS, 4)
     ROTARY = (4, ROTARY_ARGS, 31)
-    PRODUCT = (5, PRODUCT_ARGS, 10)
+    PRODUCT = (5, PRODUCT_ARGS, 11)
     QUANTIZE = (6, QUANTIZE_ARGS, 5)
 
     def __init__(self, number: int, arguments: struct.Struct, lines_field: int) -> None:
@@ -68,6 +68,7 @@ class OperationKind(Enum):
 class Operations(Protocol):
     """What `Library` offers, or something that stands for it."""
 
+    isa: str
     context: int
     paged_attention: Operation
     rms_norm: Operation

@@ -1,7 +1,7 @@
 // Weights in the order in which product.cpp reads them.
 //
 // A panel is kPanel columns of the product. It is a row of blocks: two tiles of 16 columns, each 16 lines of words, which
-// are the numbers that a word of a token is multiplied with: two, or four codes that are multiplied with codes. So a line
+// are what a word of a token is multiplied with: a float, two shorter numbers, or four codes where tokens are codes. So a line
 // of a tile is what a vector multiplies by one word of a token, a tile is what a matrix unit loads, and a thread reads its
 // panels from end to end without a jump.
 #include <sys/mman.h>
@@ -67,12 +67,13 @@ void pack_panels(const PackArgs& args) {
 }  // namespace quire
 
 int32_t quire_pack_weight(const quire::Context*, const quire::PackArgs* args) {
+  const bool floats = args->dtype == quire::kFloat32;
   switch (args->multiplied) {
     case quire::kNumbers:
-      quire::pack_panels<uint16_t, 2>(*args);
+      floats ? quire::pack_panels<uint32_t, 1>(*args) : quire::pack_panels<uint16_t, 2>(*args);
       break;
     case quire::kCodes:
-      quire::pack_panels<uint8_t, 2>(*args);
+      floats ? quire::pack_panels<uint8_t, 1>(*args) : quire::pack_panels<uint8_t, 2>(*args);
       break;
     default:
       quire::pack_panels<uint8_t, 4>(*args);

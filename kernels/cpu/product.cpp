@@ -2,6 +2,7 @@
 //
 // For few tokens all of it is reading the weights, so memory is asked well ahead of their use. Matrix units, where the
 // processor has them, are the faster way even for a single token: 85% of what a plain sum reads, where vectors gave 64%.
+#include <bit>
 #include <type_traits>
 
 #include "finish.h"
@@ -20,17 +21,28 @@ constexpr int64_t kLineBytes = kWordsOfBlock * 4;
 // How far ahead of its use a weight is asked for, in bytes.
 constexpr int64_t kAhead = 8 * kPanel * kPanel;
 
-// What is multiplied: elements of a token, elements of the weight in memory, and the sums of their products.
-struct Numbers {
-  using X = BF16;
-  using Weight = BF16;
+// What is multiplied: elements of a token, elements of the weight in memory, and the sums of their products. A token's
+// elements are words, or pairs or fours of them are.
+template <class Number>
+struct Pairs {
+  using X = Number;
+  using Weight = Number;
   using Sum = float;
 };
 
-// The codes are made bfloat16 first.
-struct Codes {
-  using X = BF16;
+// The codes are made numbers first.
+template <class Number>
+struct PairsByCodes {
+  using X = Number;
   using Weight = int8_t;
+  using Sum = float;
+};
+
+// Floats, or codes that become floats on their way.
+template <class Stored>
+struct Floats {
+  using X = float;
+  using Weight = Stored;
   using Sum = float;
 };
 
@@ -74,15 +86,18 @@ inline void fetch(const void* weights, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) _mm_prefetch(from + i, kHint);
 }
 
-// Codes as bfloat16, in which they are exact; `count` is a multiple of 32.
-inline void make_floating(BF16* to, const int8_t* codes, int64_t count) {
+// Codes as numbers, in which they are exact; `count` is a multiple of 32.
+template <class Number>
+inline void make_floating(Number* to, const int8_t* codes, int64_t count) {
   for (int64_t i = 0; i < count; i += 32) {
 #if defined(__AVX512BF16__)
-    const __m512bh both = _mm512_cvtne2ps_pbh(load(codes + i + 16).v, load(codes + i).v);
-    _mm512_storeu_si512(to + i, reinterpret_cast<__m512i>(both));
-#else
-    for (int64_t j = i; j < i + 32; j += kWidth) store(to + j, load(codes + j));
+    if constexpr (std::is_same_v<Number, BF16>) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(load(codes + i + 16).v, load(codes + i).v);
+      _mm512_storeu_si512(to + i, reinterpret_cast<__m512i>(both));
+      continue;
+    }
 #endif
+    for (int64_t j = i; j < i + 32; j += kWidth) store(to + j, load(codes + j));
   }
 }
 
@@ -102,24 +117,24 @@ class Blocks {
 };
 
 // One block is made floating ahead of its use, while the one before it is multiplied.
-template <>
-class Blocks<Codes> {
+template <class Number>
+class Blocks<PairsByCodes<Number>> {
  public:
   Blocks(const int8_t* panel, int64_t count) : codes_(panel), left_(count) { make_next(); }
   const void* next() {
-    const BF16* block = blocks_[turn_ ^ 1];
+    const Number* block = blocks_[turn_ ^ 1];
     make_next();
     return block;
   }
 
  private:
   void make_next() {
-    if (left_-- > 0) make_floating(blocks_[turn_], codes_, kBlock<Codes>);
-    codes_ += kBlock<Codes>;
+    if (left_-- > 0) make_floating(blocks_[turn_], codes_, kBlock<PairsByCodes<Number>>);
+    codes_ += kBlock<PairsByCodes<Number>>;
     turn_ ^= 1;
   }
 
-  alignas(64) BF16 blocks_[2][kBlock<Codes>];
+  alignas(64) Number blocks_[2][kBlock<PairsByCodes<Number>>];
   const int8_t* codes_;
   int64_t left_;
   int turn_ = 0;
@@ -137,51 +152,87 @@ int64_t tokens_at_once(const ProductArgs& args) {
 }  // namespace
 }  // namespace quire::QUIRE_ISA
 
+#include "product_vectors.h"
 #if defined(__AMX_BF16__)
 #include "product_amx.h"
-#else
-#include "product_vectors.h"
 #endif
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Tokens by all panels that a thread has; lines of `begin` to `end` fit the second cache.
+#if defined(__AMX_BF16__)
 template <class Kind>
-void multiply_tokens(const ProductArgs& args, Multiplier& multiplier, int64_t first_panel, int64_t last_panel,
-                     int64_t begin, int64_t end, std::byte* scratch) {
+using Multiplier = std::conditional_t<std::is_same_v<typename Kind::X, float>, VectorMultiplier, MatrixMultiplier>;
+#else
+template <class>
+using Multiplier = VectorMultiplier;
+#endif
+
+// Tokens by the panels that a thread has; lines of `begin` to `end` fit the second cache.
+template <class Kind>
+void multiply_tokens(const ProductArgs& args, Multiplier<Kind>& multiplier, int64_t first_panel, int64_t last_panel,
+                     int64_t begin, int64_t end) {
   for (int64_t panel = first_panel; panel < last_panel; ++panel) {
     const auto* weights = panel_of<Kind>(args, panel);
-    const Bytes next = panel_after<Kind>(args, panel);
-    if constexpr (std::is_same_v<Kind, Codes>) {
-      if (end - begin > Multiplier::kTokensOfCodes) {
-        BF16* floating = reinterpret_cast<BF16*>(scratch);
-        make_floating(floating, weights, args.in_features * kPanel);
-        multiplier.multiply<Numbers>(args, panel, floating, next, begin, end);
-        continue;
-      }
-    }
-    multiplier.multiply<Kind>(args, panel, weights, next, begin, end);
+    multiplier.template multiply<Kind>(args, panel, weights, panel_after<Kind>(args, panel), begin, end);
   }
 }
 
-template <class Kind>
-void multiply_all(const ProductArgs& args, int64_t first_panel, int64_t last_panel, std::byte* scratch) {
-  Multiplier multiplier;
-  const int64_t step = tokens_at_once<Kind>(args);
-  for (int64_t token = 0; token < args.num_tokens; token += step) {
-    const int64_t end = token + step < args.num_tokens ? token + step : args.num_tokens;
-    multiply_tokens<Kind>(args, multiplier, first_panel, last_panel, token, end, scratch);
+// The same from codes, which become numbers once a panel, in `floating`.
+template <class Number>
+void multiply_tokens_once(const ProductArgs& args, Multiplier<Pairs<Number>>& multiplier, int64_t first_panel,
+                          int64_t last_panel, int64_t begin, int64_t end, Number* floating) {
+  using Kind = PairsByCodes<Number>;
+  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+    make_floating(floating, panel_of<Kind>(args, panel), args.in_features * kPanel);
+    multiplier.template multiply<Pairs<Number>>(args, panel, floating, panel_after<Kind>(args, panel), begin, end);
   }
+}
+
+// Calls function(begin, end) for as many tokens at once as fit the second cache.
+template <class Kind, class Function>
+void for_tokens(const ProductArgs& args, Function function) {
+  const int64_t step = tokens_at_once<Kind>(args);
+  for (int64_t token = 0; token < args.num_tokens; token += step)
+    function(token, token + step < args.num_tokens ? token + step : args.num_tokens);
+}
+
+template <class Kind>
+void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, std::byte*) {
+  Multiplier<Kind> multiplier;
+  for_tokens<Kind>(args, [&](int64_t begin, int64_t end) {
+    multiply_tokens<Kind>(args, multiplier, first_panel, last_panel, begin, end);
+  });
+}
+
+template <class Number>
+void multiply_by_codes(const ProductArgs& args, int64_t first_panel, int64_t last_panel, std::byte* scratch) {
+  using Kind = PairsByCodes<Number>;
+  Multiplier<Kind> multiplier;
+  for_tokens<Kind>(args, [&](int64_t begin, int64_t end) {
+    if (end - begin > multiplier.kTokensOfCodes)
+      multiply_tokens_once(args, multiplier, first_panel, last_panel, begin, end, reinterpret_cast<Number*>(scratch));
+    else
+      multiply_tokens<Kind>(args, multiplier, first_panel, last_panel, begin, end);
+  });
+}
+
+using Function = void (*)(const ProductArgs&, int64_t first_panel, int64_t last_panel, std::byte*);
+
+Function function_for(const ProductArgs& args) {
+  if (args.multiplied == kCodesByCodes) return multiply<CodesByCodes>;
+  const bool codes = args.multiplied == kCodes;
+  if (args.dtype == kFloat32) return codes ? multiply<Floats<int8_t>> : multiply<Floats<float>>;
+#if defined(QUIRE_AMX_FP16)
+  if (args.dtype == kFloat16) return codes ? multiply_by_codes<F16> : multiply<Pairs<F16>>;
+#endif
+  return codes ? multiply_by_codes<BF16> : multiply<Pairs<BF16>>;
 }
 
 }  // namespace
 
 void product(const ProductArgs& args, int64_t begin, int64_t end, std::byte* scratch) {
-  const auto multiply = args.multiplied == kNumbers ? multiply_all<Numbers>
-                        : args.multiplied == kCodes ? multiply_all<Codes>
-                                                    : multiply_all<CodesByCodes>;
-  multiply(args, begin, end, scratch);
+  function_for(args)(args, begin, end, scratch);
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -4,10 +4,24 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+// For float16, of which compilers may not know yet.
+#define QUIRE_TILE_DPFP16PS(sums, lines, columns) asm volatile("tdpfp16ps %tmm" #columns ", %tmm" #lines ", %tmm" #sums)
+
 // Adds the products of the lines in tile 4, and with kTwo in 5, with the columns in 6 and 7. The numbers of tiles must stand
 // in the instructions.
 template <class X, bool kTwo>
 inline void multiply_loaded() {
+#if defined(QUIRE_AMX_FP16)
+  if constexpr (std::is_same_v<X, F16>) {
+    QUIRE_TILE_DPFP16PS(0, 4, 6);
+    QUIRE_TILE_DPFP16PS(1, 4, 7);
+    if constexpr (kTwo) {
+      QUIRE_TILE_DPFP16PS(2, 5, 6);
+      QUIRE_TILE_DPFP16PS(3, 5, 7);
+    }
+    return;
+  }
+#endif
   if constexpr (std::is_same_v<X, int8_t>) {
     _tile_dpbssd(0, 4, 6);
     _tile_dpbssd(1, 4, 7);
@@ -15,7 +29,7 @@ inline void multiply_loaded() {
       _tile_dpbssd(2, 5, 6);
       _tile_dpbssd(3, 5, 7);
     }
-  } else {
+  } else if constexpr (std::is_same_v<X, BF16>) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (kTwo) {
@@ -54,7 +68,7 @@ void multiply_tiles(const ProductArgs& args, const typename Kind::Weight* panel,
   }
 }
 
-class Multiplier {
+class MatrixMultiplier {
  public:
   // Up to so many tokens codes are made floating anew for every 32 of them: it costs less than to write them down.
   static constexpr int64_t kTokensOfCodes = 2 * kPanel;

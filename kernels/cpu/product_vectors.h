@@ -1,4 +1,4 @@
-// product.cpp for processors without matrix units: each vector of weights is multiplied with some tokens while it is in a
+// product.cpp by vectors, for all but what matrix units do where the processor has them: each vector of weights is multiplied with some tokens while it is in a
 // register. Included by it alone.
 #pragma once
 
@@ -8,19 +8,24 @@ namespace {
 constexpr int kVectors = kPanel / kWidth;
 
 // A vector of words of a block, what a word of a token is multiplied with them as, and sums of such products.
-template <class Sum>
+template <class Kind>
 struct Lanes;
 
+template <class Stored>
+struct Lanes<Floats<Stored>> {
+  using Words = Vec;
+
+  static Vec load(const Stored* numbers) { return quire::QUIRE_ISA::load(numbers); }
+  static Vec of_token(int32_t word) { return set1(std::bit_cast<float>(word)); }
+  static Vec add(Vec sum, Vec weights, Vec of_token) { return fma(weights, of_token, sum); }
+};
+
 template <>
-struct Lanes<float> {
+struct Lanes<Pairs<BF16>> {
   using Words = Vec;
 
   static Vec load(const void* words) { return quire::QUIRE_ISA::load(static_cast<const float*>(words)); }
-  static Vec of_token(int32_t word) {
-    float bits;
-    std::memcpy(&bits, &word, sizeof(bits));
-    return set1(bits);
-  }
+  static Vec of_token(int32_t word) { return set1(std::bit_cast<float>(word)); }
   static Vec add(Vec sum, Vec weights, Vec of_token) {
 #if defined(__AVX512BF16__)
     const auto pairs = reinterpret_cast<__m512bh>(weights.v), with = reinterpret_cast<__m512bh>(of_token.v);
@@ -33,7 +38,10 @@ struct Lanes<float> {
 };
 
 template <>
-struct Lanes<int32_t> {
+struct Lanes<PairsByCodes<BF16>> : Lanes<Pairs<BF16>> {};
+
+template <>
+struct Lanes<CodesByCodes> {
   using Words = Whole;
 
   static Whole load(const void* words) { return load_whole(words); }
@@ -55,25 +63,27 @@ inline int32_t word(const void* words, int64_t at) {
 template <class Kind, int kTokens>
 void multiply_panel(const ProductArgs& args, int64_t panel, const typename Kind::Weight* weights_of_panel, int64_t token) {
   using Sum = typename Kind::Sum;
-  using Words = typename Lanes<Sum>::Words;
+  using Words = typename Lanes<Kind>::Words;
+  // A word of what is multiplied: an element where that is floating on its way, else 32 bits.
+  using Word = std::conditional_t<std::is_same_v<typename Kind::X, float>, typename Kind::Weight, int32_t>;
   constexpr int64_t kBytes = kBlock<Kind> * sizeof(typename Kind::Weight);
   const auto* x = x_of<Kind>(args, token);
   Blocks<Kind> blocks(weights_of_panel, args.in_features / kLines<Kind>);
   const char* ahead = reinterpret_cast<const char*>(weights_of_panel) + kAhead;
   Words sums[kTokens][kVectors] = {}, off[kVectors] = {};
   for (int64_t k = 0; k < args.in_features; k += kLines<Kind>, ahead += kBytes) {
-    const char* block = static_cast<const char*>(blocks.next());
+    const Word* block = static_cast<const Word*>(blocks.next());
     for (int64_t at = 0; at < kWordsOfBlock; ++at) {
       Words weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
         const int64_t column = i * kWidth, tile = column / kTile * kTile * kWordsOfBlock;
-        weights[i] = Lanes<Sum>::load(block + (tile + at * kTile + column % kTile) * 4);
+        weights[i] = Lanes<Kind>::load(block + tile + at * kTile + column % kTile);
         if constexpr (kIsOff<Sum>) off[i] = add_codes(off[i], weights[i], set1_whole(kCodeOffset));
       }
       fetch<_MM_HINT_T0>(ahead + at * (kBytes / kWordsOfBlock), kBytes / kWordsOfBlock);
       for (int t = 0; t < kTokens; ++t) {
-        const Words of_token = Lanes<Sum>::of_token(word(x + t * args.x_stride + k, at));
-        for (int i = 0; i < kVectors; ++i) sums[t][i] = Lanes<Sum>::add(sums[t][i], weights[i], of_token);
+        const Words of_token = Lanes<Kind>::of_token(word(x + t * args.x_stride + k, at));
+        for (int i = 0; i < kVectors; ++i) sums[t][i] = Lanes<Kind>::add(sums[t][i], weights[i], of_token);
       }
     }
   }
@@ -87,7 +97,7 @@ void multiply_panel(const ProductArgs& args, int64_t panel, const typename Kind:
 // As many tokens at once as there are registers for their sums.
 constexpr int kMostTokens = kSums / kVectors;
 
-class Multiplier {
+class VectorMultiplier {
  public:
   // For more tokens codes are made floating once.
   static constexpr int64_t kTokensOfCodes = kMostTokens;

@@ -14,8 +14,10 @@ _ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
 _SILU_AND_MUL = len(ACTIVATIONS)
 # kPanel of isa.h.
 _PANEL = 32
-# The enum Multiplied of api.h, and lines of a block, to multiples of which weights are padded.
-_PACKING = {Rounding.NONE: (0, 32), Rounding.WEIGHT: (1, 32), Rounding.WEIGHT_AND_INPUT: (2, 64)}
+# Where float16 has matrix units. Elsewhere oneDNN is faster with more than a few tokens.
+_ISAS_WITH_HALVES = ("amx_fp16",)
+# The enum Multiplied of api.h.
+_MULTIPLIED = {Rounding.NONE: 0, Rounding.WEIGHT: 1, Rounding.WEIGHT_AND_INPUT: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,9 @@ class ProductShape:
     @classmethod
     def of(cls, arguments: bytes) -> "ProductShape":
         """Reads the struct ProductArgs."""
-        *_, multiplied, _, _, _, _, out_features, in_features, _, _ = PRODUCT_ARGS.unpack(arguments)
-        return cls(out_features, in_features, 2 if multiplied == _PACKING[Rounding.NONE][0] else 1)
+        *_, dtype, multiplied, _, _, _, _, out_features, in_features, _, _ = PRODUCT_ARGS.unpack(arguments)
+        number_bytes = 4 if dtype == DTYPES[torch.float32] else 2
+        return cls(out_features, in_features, number_bytes if multiplied == _MULTIPLIED[Rounding.NONE] else 1)
 
     @property
     def weight_bytes(self) -> int:
@@ -43,7 +46,7 @@ class ProductShape:
 
 
 class CpuProducts:
-    """The products of `kernels.ops`, of bfloat16.
+    """The products of `kernels.ops`.
 
     Args:
         make_empty: makes the tensors that are returned, and those in between.
@@ -54,11 +57,17 @@ class CpuProducts:
         self._context = library.context
         self._empty = make_empty
 
+    def has(self, dtype: torch.dtype, rounding: Rounding) -> bool:
+        """Whether there are such products."""
+        if dtype == torch.float16 and rounding is not Rounding.WEIGHT_AND_INPUT:
+            return self._library.isa in _ISAS_WITH_HALVES
+        return dtype in DTYPES
+
     def pack_weight(self, weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight:
         rounded, dtype = None if rounding is Rounding.NONE else quantize(weight), weight.dtype
         weight = dense(weight) if rounded is None else rounded.codes
         out_features, in_features = weight.shape
-        multiplied, block = _PACKING[rounding]
+        block = _lines_of_block(dtype, rounding)
         panels = -(-(out_features // 2) // (_PANEL // 2)) if gated else -(-out_features // _PANEL)
         data = torch.empty((panels, -(-in_features // block) * block, _PANEL), dtype=weight.dtype)
         arguments = PACK_ARGS.pack(
@@ -68,7 +77,8 @@ class CpuProducts:
             in_features,
             weight.stride(0),
             int(gated),
-            multiplied,
+            DTYPES[dtype],
+            _MULTIPLIED[rounding],
         )
         check_status(self._library.pack_weight(self._context, arguments))
         scales = None if rounded is None else rounded.scales.squeeze(-1)
@@ -96,7 +106,8 @@ class CpuProducts:
             0 if bias is None else bias.data_ptr(),
             0 if weight.scales is None else weight.scales.data_ptr(),
             0 if x_scales is None else x_scales.data_ptr(),
-            _PACKING[weight.rounding][0],
+            DTYPES[weight.dtype],
+            _MULTIPLIED[weight.rounding],
             DTYPES[output_dtype],
             _SILU_AND_MUL if weight.gated else _ACTIVATIONS[activation],
             torch.get_num_threads(),
@@ -126,3 +137,10 @@ class CpuProducts:
         )
         check_status(self._library.quantize(self._context, arguments))
         return codes, scales
+
+
+def _lines_of_block(dtype: torch.dtype, rounding: Rounding) -> int:
+    """What pack_weight.cpp pads the lines of a panel to: 16 words of what they are multiplied with."""
+    if rounding is Rounding.WEIGHT_AND_INPUT:
+        return 64
+    return 16 if dtype == torch.float32 else 32

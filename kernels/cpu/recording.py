@@ -87,7 +87,7 @@ class Recorder:
         self._calls: list[RecordedCall] = []
         self._memory = _ReusedMemory()
         self._mode = _NothingButViews()
-        self.kernels = CpuKernels(_NotingLibrary(library.context, self._note), self._memory.empty)
+        self.kernels = CpuKernels(_NotingLibrary(library, self._note), self._memory.empty)
 
     def __enter__(self) -> "Recorder":
         self._mode.__enter__()
@@ -113,11 +113,12 @@ class Recorder:
 class _NotingLibrary:
     """The operations of `Library`, each noted down instead."""
 
-    def __init__(self, context: int, note: Callable[[OperationKind, bytes], int]) -> None:
+    def __init__(self, library: Library, note: Callable[[OperationKind, bytes], int]) -> None:
         def noting(kind: OperationKind) -> Operation:
             return lambda _, arguments: note(kind, arguments)
 
-        self.context = context
+        self.isa = library.isa
+        self.context = library.context
         self.paged_attention = noting(OperationKind.PAGED_ATTENTION)
         self.rms_norm = noting(OperationKind.RMS_NORM)
         self.layer_norm = noting(OperationKind.LAYER_NORM)

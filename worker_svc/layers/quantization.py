@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 
 from kernels import ops
+from kernels.packed_weight import Rounding
 from quire.settings import ConfigurationError
 
 
@@ -32,7 +33,7 @@ def check_quantization(quantization: Quantization, device: torch.device, dtype: 
             f"--quantization is int8-dynamic, which is for cpu, and the device is {device.type}; "
             "use int8-weight-only or none"
         )
-    if not ops.has_packed_products(device, dtype) and not has_int8_products():
+    if not ops.has_packed_products(device, dtype, Rounding.WEIGHT_AND_INPUT) and not has_int8_products():
         raise ConfigurationError(
             "--quantization is int8-dynamic, which needs oneDNN, and this build of torch has none; "
             "use int8-weight-only or none"

@@ -102,8 +102,9 @@ def make_linear_product(
     """`make_product` of weights [out, in] that are rounded as `quantization` says; they are not kept."""
     if quantization is Quantization.NONE or not weight.numel():
         return make_product(weight, bias, activation_name)
-    if ops.has_packed_products(weight.device, weight.dtype):
-        return OwnProduct.of(weight, bias, activation_name, rounding=_ROUNDING[quantization])
+    rounding = _ROUNDING[quantization]
+    if ops.has_packed_products(weight.device, weight.dtype, rounding):
+        return OwnProduct.of(weight, bias, activation_name, rounding=rounding)
     applied = None if activation_name is None else activation(activation_name)
     kind = DynamicProduct if quantization is Quantization.INT8_DYNAMIC else WeightOnlyProduct
     return kind.of(weight, bias, applied)

@@ -14,6 +14,7 @@ from tests.support.more_models import NATIVE, make_family
 from tests.support.paged import PagedRunner, Span
 from worker_svc.info import PoolGeometry, WorkerLimits
 from worker_svc.kv_pool import KvPool
+from worker_svc.layers import product
 from worker_svc.layers.quantization import Quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
@@ -76,6 +77,7 @@ def test_int8_in_the_pool_and_the_weights_is_recorded_too(
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "family",
     [
@@ -88,9 +90,9 @@ def test_int8_in_the_pool_and_the_weights_is_recorded_too(
         "opt-post-norm-projected-64",
     ],
 )
-def test_hidden_states_are_those_of_the_model(family: str, threads: int, tmp_path: Path) -> None:
+def test_hidden_states_are_those_of_the_model(family: str, dtype: torch.dtype, threads: int, tmp_path: Path) -> None:
     _ = make_family(tmp_path, NATIVE[family]) if family in NATIVE else make_shape(tmp_path, family)
-    model = load(tmp_path)
+    model = load(tmp_path, dtype)
     plain, recorded = make_runner(model), make_runner(model)
     recorded.forward = record(recorded)
     with torch_threads(threads):
@@ -117,14 +119,13 @@ def test_logits_of_decodes_are_those_of_the_model(family: str, threads: int, tmp
                 recorded.step(*spans)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [("llama-gqa-untied-32", torch.float32), ("opt-post-norm-projected-64", torch.float32)]
-)
+@pytest.mark.parametrize("shape", ["llama-gqa-untied-32", "opt-post-norm-projected-64"])
 def test_a_model_of_other_operations_runs_as_it_is(
-    shape: str, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    shape: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(product.ops, "has_packed_products", lambda *_: False)
     make_shape(tmp_path, shape)
-    model = load(tmp_path, dtype)
+    model = load(tmp_path)
     runner = make_runner(model)
     with caplog.at_level(logging.DEBUG, "worker_svc"):
         assert make_forward(model, pool_of(runner), MAX_MODEL_LEN, LIMITS) is model

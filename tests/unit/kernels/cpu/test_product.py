@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kernels import ops, reference
+from kernels.choice import Products
 from kernels.cpu.bindings import CpuKernels
 from kernels.int8 import quantize
 from kernels.packed_weight import ACTIVATIONS, Rounding
@@ -20,8 +21,17 @@ def make_kernels(isa: str) -> CpuKernels:
     return kernels
 
 
-def make_weight(out_features: int, in_features: int) -> torch.Tensor:
-    return (torch.randn(out_features, in_features) * in_features**-0.5).bfloat16()
+def products_of(isa: str, dtype: torch.dtype, rounding: Rounding) -> Products:
+    """What `ops` takes: where there is no kernel of ours, the reference."""
+    kernels = make_kernels(isa)
+    return kernels if kernels.has_products(dtype, rounding) else reference
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_weight(out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(out_features, in_features) * in_features**-0.5).to(dtype)
 
 
 def as_rounded(lines: torch.Tensor) -> torch.Tensor:
@@ -42,6 +52,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     gated=st.booleans(),
     has_bias=st.booleans(),
     rounding=st.sampled_from(list(Rounding)),
+    dtype=st.sampled_from(DTYPES),
     threads=st.integers(1, 2),
 )
 def test_any_shape_equals_the_sums_of_float64(
@@ -53,18 +64,20 @@ def test_any_shape_equals_the_sums_of_float64(
     gated: bool,
     has_bias: bool,
     rounding: Rounding,
+    dtype: torch.dtype,
     threads: int,
 ) -> None:
     kernels = make_kernels(isa)
+    assume(kernels.has_products(dtype, rounding))
     out_features *= 2 if gated else 1
-    wide = torch.full((num_tokens, in_features + gap), torch.nan, dtype=torch.bfloat16)
+    wide = torch.full((num_tokens, in_features + gap), torch.nan, dtype=dtype)
     x = wide[:, gap:].copy_(torch.randn(num_tokens, in_features))
-    weight = make_weight(out_features, in_features)
-    bias = torch.randn(out_features).bfloat16() if has_bias else None
+    weight = make_weight(out_features, in_features, dtype)
+    bias = torch.randn(out_features).to(dtype) if has_bias else None
     with torch_threads(threads):
         packed = kernels.pack_weight(weight, gated, rounding)
         actual = kernels.product(x, packed, bias, "identity", torch.float32)
-        rounded = kernels.product(x, packed, bias, "identity", torch.bfloat16)
+        rounded = kernels.product(x, packed, bias, "identity", dtype)
     if rounding is not Rounding.NONE:
         weight = as_rounded(weight)
     if rounding is Rounding.WEIGHT_AND_INPUT:
@@ -74,7 +87,7 @@ def test_any_shape_equals_the_sums_of_float64(
         gate, up = expected.chunk(2, dim=-1)
         expected = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(rounded, actual.bfloat16()), "it is rounded once"
+    assert torch.equal(rounded, actual.to(dtype)), "it is rounded once"
 
 
 def test_threads_that_share_the_panels_give_the_same_bits(isa: str) -> None:
@@ -86,10 +99,19 @@ def test_threads_that_share_the_panels_give_the_same_bits(isa: str) -> None:
         assert torch.equal(kernels.product(x, packed, None, "silu", torch.bfloat16), alone)
 
 
-def test_tokens_beyond_what_the_second_cache_holds(isa: str) -> None:
-    kernels, x, weight = make_kernels(isa), torch.randn(300, 3072).bfloat16(), make_weight(70, 3072)
-    actual = kernels.product(x, kernels.pack_weight(weight, False, Rounding.NONE), None, "identity", torch.float32)
-    torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", [Rounding.NONE, Rounding.WEIGHT])
+def test_tokens_beyond_what_the_second_cache_holds(rounding: Rounding, dtype: torch.dtype, isa: str) -> None:
+    kernels, x, weight = (
+        products_of(isa, dtype, rounding),
+        torch.randn(300, 3072).to(dtype),
+        make_weight(70, 3072, dtype),
+    )
+    actual = kernels.product(x, kernels.pack_weight(weight, False, rounding), None, "identity", torch.float32)
+    # Where float16 has no kernel of ours, sums are rounded to it.
+    tolerance = 2e-3 if dtype == torch.float16 else 1e-4
+    weight = weight if rounding is Rounding.NONE else as_rounded(weight)
+    torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=tolerance, atol=tolerance)
 
 
 def test_whole_sums_do_not_overflow_and_are_exact(isa: str) -> None:
@@ -120,14 +142,17 @@ def test_every_activation_equals_torchs(activation: str, isa: str) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_nan_is_not_hidden_and_stays_with_its_token(activation: str, gated: bool, rounding: Rounding, isa: str) -> None:
-    kernels, x = make_kernels(isa), torch.randn(20, 40).bfloat16()
+def test_nan_is_not_hidden_and_stays_with_its_token(
+    activation: str, gated: bool, rounding: Rounding, dtype: torch.dtype, isa: str
+) -> None:
+    kernels, x = products_of(isa, dtype, rounding), torch.randn(20, 40).to(dtype)
     x[3, 7], x[11, 39] = torch.nan, torch.inf
-    packed = kernels.pack_weight(make_weight(48, 40), gated, rounding)
-    actual = kernels.product(x, packed, None, "identity" if gated else activation, torch.bfloat16)
+    packed = kernels.pack_weight(make_weight(48, 40, dtype), gated, rounding)
+    actual = kernels.product(x, packed, None, "identity" if gated else activation, dtype)
     assert actual[3].isnan().all()
     others = [token for token in range(20) if token not in (3, 11)]
     assert actual[others].isfinite().all()
@@ -167,8 +192,16 @@ def test_what_does_not_fit_is_refused_by_name(isa: str) -> None:
 
 
 def test_other_dtypes_are_multiplied_by_torch(isa: str) -> None:
-    weight, x = torch.randn(6, 8), torch.randn(2, 8)
+    weight, x = torch.randn(6, 8).double(), torch.randn(2, 8).double()
     assert not ops.has_packed_products(x.device, x.dtype)
-    assert torch.equal(ops.product(x, ops.pack_weight(weight)), torch.nn.functional.linear(x, weight))
-    gated = ops.product(x, ops.pack_weight(weight, gated=True))
-    assert torch.equal(gated, reference.silu_and_mul(torch.nn.functional.linear(x, weight)))
+    plain = reference.pack_weight(weight, False, Rounding.NONE)
+    product = reference.product(x, plain, None, "identity", x.dtype)
+    assert torch.equal(product, torch.nn.functional.linear(x, weight))
+
+
+def test_only_matrix_units_take_float16(isa: str) -> None:
+    kernels = make_kernels(isa)
+    for rounding in (Rounding.NONE, Rounding.WEIGHT):
+        assert kernels.has_products(torch.float16, rounding) is (isa == "amx_fp16")
+    assert kernels.has_products(torch.float16, Rounding.WEIGHT_AND_INPUT)
+    assert not kernels.has_products(torch.float64, Rounding.WEIGHT_AND_INPUT)

@@ -15,6 +15,11 @@ from worker_svc.models.registry import load_model
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
+@pytest.fixture
+def no_kernels_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product.ops, "has_packed_products", lambda *_: False)
+
+
 def make_weights(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(out_features * 1000 + in_features)
     weight = torch.randn((out_features, in_features), generator=generator) * in_features**-0.5
@@ -67,15 +72,18 @@ def test_a_packed_product_takes_tokens_that_are_not_contiguous() -> None:
     assert_as_plain(weight, bias, None, make_tokens(5, 80, torch.float32)[:, ::2])
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 @pytest.mark.parametrize("name", [None, *ACTIVATIONS, *(gated(name) for name in ACTIVATIONS)])
-def test_every_activation_of_our_own_product_equals_torchs(name: str | None) -> None:
-    weight, bias = make_weights(48, 40, torch.bfloat16)
-    tokens = 4 * make_tokens(5, 40, torch.bfloat16)
+def test_every_activation_of_our_own_product_equals_torchs(
+    name: str | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    weight, bias = make_weights(48, 40, dtype)
+    tokens = 4 * make_tokens(5, 40, dtype)
     function = None if name is None else activation(name)
     exact = PlainProduct(weight.float(), bias.float(), function)(tokens.float())
     own = OwnProduct.of(weight, bias, name)(tokens)
-    assert own.dtype == torch.bfloat16
-    torch.testing.assert_close(own.float(), exact, rtol=2e-2, atol=4e-2)
+    assert own.dtype == dtype
+    torch.testing.assert_close(own.float(), exact, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu"])
@@ -86,8 +94,9 @@ def test_a_gated_product_of_float32_weights_halves_the_outputs(name: str) -> Non
     torch.testing.assert_close(make_product(weight, bias, gated(name))(tokens), ACTIVATIONS[name](gate) * up)
 
 
-def test_bfloat16_goes_to_our_own_kernel_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.zeros((64, 64), dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_go_to_our_own_kernel_where_there_is_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros((64, 64), dtype=dtype)
     assert isinstance(make_product(weight), OwnProduct)
     monkeypatch.setattr(product.ops, "has_packed_products", lambda *_: False)
     assert not isinstance(make_product(weight), OwnProduct)
@@ -100,7 +109,7 @@ def test_the_weights_are_not_changed_by_packing() -> None:
     assert torch.equal(weight, before)
 
 
-def test_small_float32_weights_stay_plain_and_large_ones_are_packed() -> None:
+def test_else_small_float32_weights_stay_plain_and_large_ones_are_packed(no_kernels_of_our_own: None) -> None:
     assert isinstance(make_product(torch.zeros(64, 64)), PlainProduct)
     assert isinstance(make_product(torch.zeros(512, 512)), PackedProduct)
 
@@ -111,7 +120,7 @@ def test_nothing_is_packed_for_other_devices_or_dtypes_or_without_entries() -> N
     assert not pays_to_pack(torch.zeros((0, 1024)))
 
 
-def test_without_onednn_products_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onednn_products_are_plain(no_kernels_of_our_own: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     weight, bias = make_weights(512, 512, torch.float32)
     tokens = make_tokens(3, 512, torch.float32)
@@ -121,7 +130,7 @@ def test_without_onednn_products_are_plain(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("shape", ["gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32"])
-def test_a_model_of_packed_products_says_the_same(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_any_products_says_the_same(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_shape(tmp_path, shape)
     sequence = [5, 9, 200, 31, 77, 8, 3]
 
@@ -129,6 +138,9 @@ def test_a_model_of_packed_products_says_the_same(shape: str, tmp_path: Path, mo
         model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
         return PagedRunner(model, [sequence], block_size=4).step(Span(0, 0, len(sequence)))
 
+    own = logits()
+    monkeypatch.setattr(product.ops, "has_packed_products", lambda *_: False)
     plain = logits()
+    torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(product, "_LEAST_PACKED_FLOAT32", 1)
     torch.testing.assert_close(logits(), plain, rtol=1e-4, atol=1e-4)

@@ -5,17 +5,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import ops
 from kernels.int8 import quantize
+from kernels.packed_weight import Rounding
 from quire.settings import ConfigurationError
 from tests.support.models import make_shape
 from worker_svc.layers.activation import ACTIVATIONS
 from worker_svc.layers.linear import Linear
+from worker_svc.layers.product import OwnProduct
 from worker_svc.layers.quantization import Quantization
 from worker_svc.layers.quantized_product import DynamicProduct, WeightOnlyProduct, make_linear_product
 from worker_svc.models.registry import load_model
 
 KINDS = (Quantization.INT8_WEIGHT_ONLY, Quantization.INT8_DYNAMIC)
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(params=["own kernels", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(ops, "has_packed_products", lambda *_: False)
+    return request.param
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -38,7 +48,7 @@ def bound(weight: torch.Tensor, x: torch.Tensor, quantization: Quantization) -> 
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (7, 33), (33, 24), (96, 64), (257, 130), (64, 768)])
 @pytest.mark.parametrize("tokens", [0, 1, 8, 9, 40])
 def test_result_is_as_near_as_rounding_allows(
-    quantization: Quantization, dtype: torch.dtype, out_features: int, in_features: int, tokens: int
+    quantization: Quantization, dtype: torch.dtype, out_features: int, in_features: int, tokens: int, kernels: str
 ) -> None:
     weight = (noise(out_features, in_features) * in_features**-0.5).to(dtype)
     x, bias = noise(tokens, in_features, seed=1).to(dtype), noise(out_features, seed=2).to(dtype)
@@ -52,7 +62,7 @@ def test_result_is_as_near_as_rounding_allows(
 
 @pytest.mark.parametrize("quantization", KINDS)
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_activation_and_leading_dimensions_are_kept(quantization: Quantization, activation: str) -> None:
+def test_activation_and_leading_dimensions_are_kept(quantization: Quantization, activation: str, kernels: str) -> None:
     weight, x = noise(32, 48) * 0.1, noise(2, 3, 48, seed=1)
     got = make_linear_product(weight, None, activation, quantization)(x)
     plain = make_linear_product(weight, None, None, quantization)(x)
@@ -62,7 +72,7 @@ def test_activation_and_leading_dimensions_are_kept(quantization: Quantization, 
 
 @pytest.mark.parametrize("quantization", KINDS)
 @pytest.mark.parametrize("tokens", [2, 20])
-def test_zero_outliers_and_numbers_that_are_not_finite(quantization: Quantization, tokens: int) -> None:
+def test_zero_outliers_and_numbers_that_are_not_finite(quantization: Quantization, tokens: int, kernels: str) -> None:
     weight, x = noise(16, 32), noise(tokens, 32, seed=1)
     weight[3] = 0
     weight[5] *= 1e30
@@ -76,7 +86,7 @@ def test_zero_outliers_and_numbers_that_are_not_finite(quantization: Quantizatio
 
 
 @pytest.mark.parametrize("quantization", KINDS)
-def test_a_token_gets_the_same_beside_others(quantization: Quantization) -> None:
+def test_a_token_gets_the_same_beside_others(quantization: Quantization, kernels: str) -> None:
     product = make_linear_product(noise(96, 64), None, None, quantization)
     x = noise(40, 64, seed=1)
     together = product(x)
@@ -84,14 +94,15 @@ def test_a_token_gets_the_same_beside_others(quantization: Quantization) -> None
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
-def test_views_of_wider_tensors_are_multiplied_as_copies_would_be() -> None:
+def test_views_of_wider_tensors_are_multiplied_as_copies_would_be(kernels: str) -> None:
     wide = noise(6, 128)
     for quantization in KINDS:
         product = make_linear_product(noise(16, 64), None, None, quantization)
         torch.testing.assert_close(product(wide[:, 64:]), product(wide[:, 64:].clone()))
 
 
-def test_weights_take_a_quarter_of_float32() -> None:
+def test_weights_take_a_quarter_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_packed_products", lambda *_: False)
     product = make_linear_product(noise(64, 64), None, None, Quantization.INT8_WEIGHT_ONLY)
     assert isinstance(product, WeightOnlyProduct)
     assert product.codes.dtype == torch.int8
@@ -100,16 +111,26 @@ def test_weights_take_a_quarter_of_float32() -> None:
 
 
 @pytest.mark.parametrize("shape", ["llama-gqa-untied-32", "gpt2-untied-64", "opt-post-norm-projected-64"])
-@pytest.mark.parametrize(("quantization", "kind"), [*zip(KINDS, (WeightOnlyProduct, DynamicProduct), strict=True)])
+@pytest.mark.parametrize(
+    ("quantization", "rounding", "of_torch"),
+    [
+        (Quantization.INT8_WEIGHT_ONLY, Rounding.WEIGHT, WeightOnlyProduct),
+        (Quantization.INT8_DYNAMIC, Rounding.WEIGHT_AND_INPUT, DynamicProduct),
+    ],
+)
 def test_all_linear_layers_but_the_head_hold_int8(
-    tmp_path: Path, shape: str, quantization: Quantization, kind: type
+    tmp_path: Path, shape: str, quantization: Quantization, rounding: Rounding, of_torch: type, kernels: str
 ) -> None:
     make_shape(tmp_path, shape)
     model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32, quantization=quantization)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    linears = {name: module._product for name, module in model.named_modules() if isinstance(module, Linear)}
     assert len(linears) > 6
-    for name, module in linears.items():
-        assert isinstance(module._product, kind) is (name != "head"), name
+    for name, product in linears.items():
+        if kernels == "torch":
+            assert isinstance(product, of_torch) is (name != "head"), name
+        else:
+            assert isinstance(product, OwnProduct), name
+            assert product.weight.rounding is (Rounding.NONE if name == "head" else rounding), name
 
 
 def test_a_model_of_transformers_code_is_refused(tmp_path: Path) -> None:
