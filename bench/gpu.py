@@ -2,30 +2,31 @@
 
 Needs torch, Triton and the working tree, not the installed package: `python -m bench.gpu` from the repository's root.
 Decode steps need what a worker needs, serving what all services and transformers need; what cannot be imported costs
-its own group and no other. No group is begun after `--seconds`.
+its own group and no other. No group is begun after `--seconds`. After an error that leaves the device useless to this
+process another one goes on; `--resume` goes on where a run was stopped.
 """
 
 import argparse
 import itertools
-import json
 import math
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu_findings import Findings
+from bench.gpu_groups import Collector, DeviceLostError, Groups, Item
 
 if TYPE_CHECKING:
     from bench.gpu_checks import Check
     from bench.gpu_figures import Figure
 
-Item = TypeVar("Item")
-Groups = Iterable[tuple[str, Iterator[Item]]]
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 SECONDS = 420.0
 
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no group is begun")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="of the random inputs; the clock's")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file to write (default: %(default)s)")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="a JSON file: its groups are not begun again")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -51,31 +53,51 @@ def main(arguments: argparse.Namespace) -> None:
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench.gpu: torch sees no CUDA device; on a machine without one, --check-only --device cpu interprets")
-    from bench.gpu_checks import check_groups
-
     print(f"seed {arguments.seed}, torch {torch.__version__}, {_device_name(arguments.device)}", flush=True)
     torch.manual_seed(arguments.seed)
+    deadline = time.monotonic() + arguments.seconds
+    findings = Findings() if arguments.resume is None else Findings.read(arguments.resume)
+    try:
+        _run(arguments, findings, deadline)
+    except DeviceLostError as error:
+        print(f"the device is lost to this process since {error}; another one goes on", flush=True)
+        sys.exit(_run_another(arguments, findings, deadline))
+    _report(findings)
+
+
+def _run(arguments: argparse.Namespace, findings: Findings, deadline: float) -> None:
+    header = {} if arguments.check_only else _header(arguments)
+
+    def save() -> None:
+        if not arguments.check_only:
+            findings.write(arguments.out, header)
+
+    def check(found: "Check") -> None:
+        findings.checks.append(found)
+        _print_check(found)
+
+    def measure(found: "Figure") -> None:
+        findings.figures.append(found)
+        _print_figure(found)
+
+    collector = Collector(findings, save, _device_works if arguments.device == "cuda" else lambda: True)
+    if not arguments.skip_checks:
+        collector.collect(_check_groups(arguments.device, arguments.seed), check, math.inf)
+    if not arguments.check_only:
+        collector.collect(_chosen(_figure_groups(arguments.shape), arguments.only), measure, deadline)
+        save()
+        print(f"wrote {arguments.out}")
+
+
+def _check_groups(device: str, seed: int) -> "Groups[Check]":
+    import torch
+
+    from bench.gpu_checks import check_groups
+
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     # The interpreter computes with numpy, which multiplies no bfloat16, and cuts it off where a GPU rounds.
-    usable = dtypes if arguments.device == "cuda" else dtypes[:2]
-    deadline = time.monotonic() + arguments.seconds
-    checks, broken = [], []
-    if not arguments.skip_checks:
-        groups = itertools.chain(
-            check_groups(arguments.device, usable), [("worker", _runner_checks(arguments.device, arguments.seed))]
-        )
-        checks, broken = _collect(groups, _print_check, math.inf)
-    figures: list[Figure] = []
-    if not arguments.check_only:
-        figures, unmeasured = _collect(
-            _chosen(_figure_groups(arguments.shape), arguments.only), _print_figure, deadline
-        )
-        broken += unmeasured
-        _write(arguments, checks, figures, broken)
-    wrong = [f"{check.name}, {check.dtype}" for check in checks if not check.passed]
-    print(f"{len(checks) - len(wrong)} of {len(checks)} checks passed")
-    if wrong or broken:
-        sys.exit(f"bench.gpu: wrong: {'; '.join(wrong) or 'none'}. Stopped by an error: {'; '.join(broken) or 'none'}")
+    usable = dtypes if device == "cuda" else dtypes[:2]
+    return itertools.chain(check_groups(device, usable), [("worker", _runner_checks(device, seed))])
 
 
 def _runner_checks(device: str, seed: int) -> "Iterator[Check]":
@@ -92,15 +114,16 @@ def _figure_groups(shape: str) -> "Groups[Figure]":
     memory = device_copy_rate()
     yield "memory", iter((Figure("device copy (ceiling)", "GB/s", memory, memory, 0.0),))
     yield from kernel_groups(memory)
-    yield "step", _steps(memory)
+    yield "step", _steps(memory, with_graphs=False)
+    yield "step with graphs", _steps(memory, with_graphs=True)
     yield "serving", _serving(shape)
     yield from tiling_groups(memory)
 
 
-def _steps(memory: float) -> "Iterator[Figure]":
+def _steps(memory: float, *, with_graphs: bool) -> "Iterator[Figure]":
     from bench.gpu_steps import step_figures
 
-    yield from step_figures(memory)
+    yield from step_figures(memory, with_graphs=with_graphs)
 
 
 def _serving(shape: str) -> "Iterator[Figure]":
@@ -114,22 +137,35 @@ def _chosen(groups: "Groups[Item]", only: list[str] | None) -> "Groups[Item]":
     return (each for each in groups if only is None or each[0].startswith(tuple(only)))
 
 
-def _collect(groups: "Groups[Item]", show: Callable[[Item], None], deadline: float) -> tuple[list[Item], list[str]]:
-    """All items, and the names of groups that an error cut short, or that came after the deadline (of
-    `time.monotonic`); an error does not take the other groups along."""
-    items, broken = [], []
-    for name, group in groups:
-        if time.monotonic() > deadline:
-            broken.append(f"{name} (no time left)")
-            continue
-        try:
-            for item in group:
-                items.append(item)
-                show(item)
-        except Exception:
-            traceback.print_exc()
-            broken.append(name)
-    return items, broken
+def _device_works() -> bool:
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run_another(arguments: argparse.Namespace, findings: Findings, deadline: float) -> int:
+    """The exit status of a process that is called as this one was and does what is left."""
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
+        path = Path(folder) / "findings.json"
+        findings.write(path, {})
+        left = max(deadline - time.monotonic(), 0.0)
+        # Of a flag that is given twice the last one counts.
+        flags = ["--resume", str(path), "--seed", str(arguments.seed), "--seconds", str(left)]
+        return subprocess.run([sys.executable, *sys.orig_argv[1:], *flags], check=False).returncode
+
+
+def _report(findings: Findings) -> None:
+    """Ends the process with an error where anything is wrong or missing."""
+    checks = findings.checks
+    wrong = [f"{check.name}, {check.dtype}" for check in checks if not check.passed]
+    broken = [*findings.broken, *(f"{name} (no time left)" for name in findings.late)]
+    print(f"{len(checks) - len(wrong)} of {len(checks)} checks passed")
+    if wrong or broken:
+        sys.exit(f"bench.gpu: wrong: {'; '.join(wrong) or 'none'}. Stopped by an error: {'; '.join(broken) or 'none'}")
 
 
 def _print_check(check: "Check") -> None:
@@ -143,20 +179,14 @@ def _print_figure(figure: "Figure") -> None:
     print(f"{figure.name:<62} {figure.microseconds:9.1f} us {rates}{wanted}", flush=True)
 
 
-def _write(arguments: argparse.Namespace, checks: list["Check"], figures: list["Figure"], broken: list[str]) -> None:
-    result = {
+def _header(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
         "title": "Triton kernels on a GPU",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "seed": arguments.seed,
         "machine": _machine(),
-        "checks": [asdict(check) | {"passed": check.passed} for check in checks],
-        "stopped_by_an_error": broken,
-        "figures": [asdict(figure) | {"share": figure.share} for figure in figures],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {arguments.out}")
 
 
 def _machine() -> dict[str, Any]:

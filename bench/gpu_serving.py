@@ -3,13 +3,15 @@ batching gives for the same requests to the same model."""
 
 import asyncio
 import json
+import math
 import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -21,10 +23,33 @@ from bench.workload import WorkItem
 from quire.client import AsyncClient
 from quire.local import LocalServer, ServeSettings
 
+P = ParamSpec("P")
+T = TypeVar("T")
 NUM_REQUESTS = 64
 OUTPUT_TOKENS = 256
 _BLOCK_SIZE = 16
-_PEER_TIMEOUT_S = 240
+_SERVING_TIMEOUT_S = 120
+_PEER_TIMEOUT_S = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """Of what may fail, each by itself."""
+
+    failures: list[Exception] = field(default_factory=list)
+
+    def make(self, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T | None:
+        """What the work gives; None where it fails."""
+        try:
+            return work(*arguments, **options)
+        except Exception as failure:
+            self.failures.append(failure)
+            return None
+
+    def check(self) -> None:
+        """Raises all failures there were as one ExceptionGroup."""
+        if self.failures:
+            raise ExceptionGroup(f"{len(self.failures)} failed", self.failures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +71,20 @@ def serving_figures(shape: str) -> Iterator[Figure]:
         directory = Path(folder)
         write_model(config_of(shape), directory, torch.device("cuda"))
         torch.cuda.empty_cache()
-        work, rounds = make_requests(seed=1), {}
+        work, attempts = make_requests(seed=1), Attempts()
         title = f"{shape}, {NUM_REQUESTS} of {OUTPUT_TOKENS} tokens"
+        rounds: dict[str, Served] = {}
         for name, cuda_graphs in (("eager", "off"), ("graphs", "on")):
             settings = ServeSettings(model=str(directory), device="cuda", dtype="bfloat16", cuda_graphs=cuda_graphs)
-            served = rounds[name] = asyncio.run(serve(settings, work, directory / f"{name}.json"))
-            yield Figure(f"device busy, {title}, {name}", "%", served.busy * 100, 100.0, served.view.seconds * 1e6)
-        # Last: should it fail, what was found before stays.
-        peer = peer_tokens_per_s(directory, work)
+            served = attempts.make(serve_once, settings, work, directory / f"{name}.json")
+            if served is not None:
+                rounds[name] = served
+                yield Figure(f"device busy, {title}, {name}", "%", served.busy * 100, 100.0, served.view.seconds * 1e6)
+        peer = attempts.make(peer_tokens_per_s, directory, work) or math.nan
         for name, served in rounds.items():
             rates = served.tokens_per_s, peer
             yield Figure(f"served, {title}, {name} (ceiling: transformers)", "tok/s", *rates, served.view.seconds * 1e6)
+    attempts.check()
 
 
 def make_requests(
@@ -67,6 +95,16 @@ def make_requests(
     return [
         WorkItem([rng.randrange(10, 1000) for _ in range(rng.randint(*lengths))], output_tokens) for _ in range(count)
     ]
+
+
+def serve_once(settings: ServeSettings, work: list[WorkItem], trace: Path) -> Served:
+    """`serve` to its end. TimeoutError where that does not come: what dies at its start is started again for ever."""
+
+    async def bounded() -> Served:
+        async with asyncio.timeout(_SERVING_TIMEOUT_S):
+            return await serve(settings, work, trace)
+
+    return asyncio.run(bounded())
 
 
 async def serve(settings: ServeSettings, work: list[WorkItem], trace: Path) -> Served:
@@ -86,7 +124,8 @@ async def serve(settings: ServeSettings, work: list[WorkItem], trace: Path) -> S
     async with LocalServer(ServeSettings(**(values | changes))) as server:
         await server.wait_ready()
         async with AsyncClient(server.grpc_address) as client:
-            await stream_all(client, make_requests(seed=2, count=len(work), lengths=(8, 64), output_tokens=16))
+            # Contexts as long as those that are measured: long ones are attended to by another kernel.
+            await stream_all(client, make_requests(seed=2, count=len(work), lengths=(8, 512), output_tokens=16))
             view = await stream_all(client, work)
     return Served(view, busy_share(trace, len(work)))
 

@@ -30,19 +30,18 @@ class StepTimes:
     """The model alone, as the device sees it."""
 
 
-def step_figures(memory: float, shape: str = "llama-8b") -> Iterator[Figure]:
+def step_figures(memory: float, *, with_graphs: bool, shape: str = "llama-8b") -> Iterator[Figure]:
     """Beside the time that the device takes to read weights and contexts once, at `memory` GB/s."""
     device = torch.device("cuda", torch.cuda.current_device())
     model = make_model(config_of(shape), device)
     for num_rows in (1, 64):
-        for name, recorder in (("eager", None), ("graphs", CudaGraphRecorder(device))):
-            run = DecodeRun(model, num_rows, CONTEXT, recorder)
-            times = run.measure(NUM_STEPS)
-            title = f"{shape}, batch {num_rows}, context {CONTEXT}, {name}"
-            yield bandwidth(f"decode step, {title}", run.step_bytes, times.whole, memory)
-            yield bandwidth(f"  the model alone, {title}", run.step_bytes, times.model, memory)
-            del run
-            torch.cuda.empty_cache()
+        run = DecodeRun(model, num_rows, CONTEXT, CudaGraphRecorder(device) if with_graphs else None)
+        times = run.measure(NUM_STEPS)
+        title = f"{shape}, batch {num_rows}, context {CONTEXT}, {'graphs' if with_graphs else 'eager'}"
+        yield bandwidth(f"decode step, {title}", run.step_bytes, times.whole, memory)
+        yield bandwidth(f"  the model alone, {title}", run.step_bytes, times.model, memory)
+        del run
+        torch.cuda.empty_cache()
 
 
 class DecodeRun:

@@ -9,8 +9,8 @@ import torch
 
 # More than the L2 of any GPU: written before each run, so that the run's inputs come from memory.
 FLUSH_BYTES = 256 << 20
-# Writing it this often takes longer than Python takes to queue any operation: the GPU never waits for the host.
-FLUSHES = 8
+# Writing it this often takes a millisecond, longer than Python takes to queue an operation: the GPU waits for no host.
+FLUSHES = 16
 # How long one figure may take.
 BUDGET_S = 0.5
 
@@ -20,7 +20,8 @@ def graph_seconds(function: Callable[..., object], *arguments: Any, **options: A
     work = partial(function, *arguments, **options)
     _warm_up(work)
     recorded = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recorded):
+    # Where a recording fails, `torch.cuda.graph` leaves its own stream the current one.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(recorded):
         work()
     return _median(recorded.replay)
 

@@ -4,6 +4,7 @@ Called as `python -m bench.gpu_transformers MODEL_DIR REQUESTS_FILE DEVICE`; the
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -26,8 +27,8 @@ def main(directory: str, requests: str, device: str) -> None:
         seconds = time.perf_counter() - started
         rates.append(sum(len(output.generated_tokens) for output in outputs.values()) / seconds)
     print(rates[-1], flush=True)
-    # Its manager's thread would go on.
-    sys.exit(0)
+    # Its manager's thread may go on, and the interpreter would wait for it.
+    os._exit(0)
 
 
 if __name__ == "__main__":

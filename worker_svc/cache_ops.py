@@ -17,7 +17,6 @@ from kernels import ops
 from worker_svc.kv_pool import KvPool
 from worker_svc.steps import AdmittedStep, Int32Array
 from worker_svc.streams import Mark, Stream
-from worker_svc.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ class BlockMoves:
             self._wait_for_saves(admitted.written_blocks)
         self._free_since = start
         if len(operations.copy):
-            pairs = to_device(operations.copy.astype(np.int64), self._pool.gpu[0].device)
-            ops.copy_blocks(self._pool.gpu, pairs)
+            # On the host they can be looked at: blocks of which none is both read and written need no buffer.
+            ops.copy_blocks(self._pool.gpu, torch.from_numpy(operations.copy.astype(np.int64)))
             # The source may be free by now.
             self._free_since = self._compute.mark()
 

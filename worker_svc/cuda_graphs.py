@@ -4,7 +4,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -29,13 +29,19 @@ class CudaGraphRecorder:
     def record(self, work: Callable[[], None]) -> Replay:
         # The stream starts after all that is queued, and `torch.cuda.graph` waits for the device before it records.
         self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        # Around all of it: where a recording cannot be ended, `torch.cuda.graph` leaves its stream the current one, and
+        # the steps that follow would go there, past every mark.
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 work()
-        graph = torch.cuda.CUDAGraph()
-        with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            work()
+            with _no_garbage_collection(), self._recording(graph):
+                work()
         return graph.replay
+
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        # What other threads ask of the driver meanwhile is no part of it and does not end it.
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
 
 
 @contextmanager
@@ -73,7 +79,8 @@ def record_cuda_graphs(runner: ModelRunner, device: torch.device) -> None:
     try:
         num_graphs = runner.record_graphs(CudaGraphRecorder(device))
     except RuntimeError as error:
-        _logger.warning("decodes run without CUDA graphs, which cannot be recorded: %s", error)
+        # What broke a recording is the context of the error at its end.
+        _logger.warning("decodes run without CUDA graphs, which cannot be recorded: %s", error, exc_info=error)
         return
     taken = (free - torch.cuda.mem_get_info(device)[0]) / 2**20
     _logger.info("%d CUDA graphs in %.1f s and %.0f MiB", num_graphs, time.monotonic() - started, taken)

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from worker_svc.parallel import leave_process
 from worker_svc.steps import AdmittedStep, StepOutput
 
 T = TypeVar("T")
@@ -78,10 +79,13 @@ class _Running:
 class DeviceLoop:
     """Runs steps and calls one after the other, away from the event loop."""
 
-    def __init__(self, name: str = "device") -> None:
+    def __init__(self, name: str = "device", leave: Callable[[str], object] = leave_process) -> None:
+        """`leave` ends the process, for another one to take its place."""
         self._jobs: queue.SimpleQueue[_StepJob | _CallJob | None] = queue.SimpleQueue()
         self._running: queue.SimpleQueue[_Running | _CallJob | None] = queue.SimpleQueue()
         self._runner: StepRunner | None = None
+        self._is_lost: Callable[[], bool] = lambda: False
+        self._leave = leave
         # Steps on the device, oldest first. Each call on it is one operation of the dict, so no lock is needed.
         self._started_ns: dict[int, int] = {}
         self._launcher = threading.Thread(target=self._launch_all, name=f"{name}-launch", daemon=True)
@@ -100,9 +104,14 @@ class DeviceLoop:
             thread.join(max(deadline - time.monotonic(), 0))
         return not (self._launcher.is_alive() or self._waiter.is_alive())
 
-    def use(self, runner: StepRunner) -> None:
-        """Names what runs steps; before the first `submit`."""
+    def use(self, runner: StepRunner, is_lost: Callable[[], bool] = lambda: False) -> None:
+        """Names what runs steps; before the first `submit`.
+
+        Args:
+            is_lost: whether the device takes no more work of this process; asked after an error.
+        """
         self._runner = runner
+        self._is_lost = is_lost
 
     def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
         """Queues a step behind all that came before."""
@@ -171,6 +180,9 @@ class DeviceLoop:
     def _fail(self, job: _StepJob, error: Exception) -> None:
         del self._started_ns[id(job)]
         _logger.error("step %d failed on the device", job.admitted.step.step_id, exc_info=error)
+        if self._is_lost():
+            # Told to the scheduler as a refusal, it would be blamed on one request after the other.
+            self._leave("the device takes no more work of this process")
         if not job.lane.has_failed:
             job.lane.has_failed = True
             job.lane.on_failure(job.admitted.step.step_id, error)

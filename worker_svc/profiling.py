@@ -33,8 +33,12 @@ _SAMPLING = RowSampling(
 )
 
 
-def prefill_step(lengths: list[int], blocks_per_row: list[list[int]]) -> AdmittedStep:
-    """A step that puts sequences into the first rows, computes them whole and samples from each."""
+# On a GPU a longer context is cut into pieces in any case (`kernels.triton.kv_split`), which takes kernels of its own.
+_CUT_LENGTH = 2049
+
+
+def prefill_step(lengths: list[int], blocks_per_row: list[list[int]], num_computed: int = 0) -> AdmittedStep:
+    """A step that puts sequences into the first rows, computes them from `num_computed` on and samples from each."""
     rows = np.arange(len(lengths), dtype=np.int32)
     pairs, none = np.zeros((0, 2), np.int32), np.zeros(0, np.int32)
     assigned = tuple(
@@ -46,19 +50,26 @@ def prefill_step(lengths: list[int], blocks_per_row: list[list[int]]) -> Admitte
         scheduler_epoch=0,
         cache_operations=CacheOperations(pairs, pairs, pairs),
         row_changes=RowChanges(none, assigned, pairs, (), (), np.zeros((0, 3), np.int32)),
-        batch=Batch(rows, np.array(lengths, np.int32), np.zeros_like(rows), np.stack((rows, rows), axis=1)),
+        batch=Batch(
+            rows,
+            np.array(lengths, np.int32) - np.int32(num_computed),
+            np.full_like(rows, num_computed),
+            np.stack((rows, rows), axis=1),
+        ),
         sealed=SealedBlocks(none, np.zeros((0, 32), np.uint8)),
     )
     return AdmittedStep(step, np.unique(np.concatenate([each.block_table for each in assigned])))
 
 
-def warm_up(runner: ModelRunner, block_size: int) -> None:
-    """Runs short sequences in block 0, so that the first request does not pay for what is set up, or compiled, lazily.
+def warm_up(runner: ModelRunner, block_size: int, max_model_len: int) -> None:
+    """Runs sequences in block 0, so that the first request does not pay for what is set up, or compiled, lazily.
 
-    One of several tokens and one of a single token, which attention has a kernel each for.
+    One of several tokens, one of a single token and one token of a long context: attention has a kernel each for them.
     """
     for length in (2, 1):
         runner.launch(prefill_step([min(block_size, length)], [[0]])).wait()
+    length = min(_CUT_LENGTH, max_model_len)
+    runner.launch(prefill_step([length], [[0] * -(-length // block_size)], length - 1)).wait()
 
 
 def memory_for_pool(

@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from worker_svc.heap import release_freed_memory
 from worker_svc.info import ModelGeometry, WorkerInfo, WorkerLimits
 from worker_svc.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.layers.quantization import Quantization
+from worker_svc.lost_device import is_lost
 from worker_svc.model_runner import ModelRunner
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
@@ -77,8 +79,8 @@ def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLo
     runner = ModelRunner(model, pool, geometry, limits)
     if with_graphs:
         record_cuda_graphs(runner, model.device)
-    warm_up(runner, settings.block_size)
-    device_loop.use(runner)
+    warm_up(runner, settings.block_size, geometry.max_model_len)
+    device_loop.use(runner, is_lost=partial(is_lost, model.device))
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-time.time_ns())
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits)

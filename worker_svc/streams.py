@@ -60,7 +60,7 @@ class Streams:
 
 
 class CudaMark:
-    """An event. A thread that waits for it sleeps."""
+    """An event that was recorded. A thread that waits for it sleeps."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -69,7 +69,10 @@ class CudaMark:
         return self.event.query()
 
     def wait(self) -> None:
-        self.event.synchronize()
+        # A thread that has no device yet would get a context on the first one, hundreds of MiB in the memory of another
+        # rank.
+        with torch.cuda.device(self.event.device):
+            self.event.synchronize()
 
 
 class CudaStream:

@@ -4,9 +4,10 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
-from kernels import reference
+from kernels import ops, reference
 from kernels.choice import Implementation
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library, LibraryUnavailableError, available_isas
@@ -26,6 +27,14 @@ IMPLEMENTATIONS = ("reference", *ISAS)
 @functools.cache
 def make_implementation(name: str) -> Implementation:
     return reference if name == "reference" else CpuKernels(Library(isa=name))
+
+
+@contextmanager
+def without_packed_products() -> Iterator[None]:
+    """Models that are loaded meanwhile multiply by torch, so they are not recorded for the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "has_packed_products", lambda *_: False)
+        yield
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+FREE_BYTES, TOTAL_BYTES, STEP_BYTES = 1 << 30, 1 << 31, 100 << 20
+
 
 class FakeCuda:
     """`calls` are what was called, in order; streams have names, graphs numbers."""
@@ -24,8 +26,15 @@ class FakeCuda:
             "current_stream": lambda device=None: FakeCudaStream(self, self.current),
             "graph_pool_handle": lambda: "pool",
             "stream": lambda stream: self._used(stream.name, "use"),
-            "graph": lambda graph, pool, stream: self._used(stream.name, f"record graph {graph.number} in {pool}"),
-            "mem_get_info": lambda device: (1 << 30, 1 << 31),
+            "graph": lambda graph, pool, stream, capture_error_mode: self._recorded(
+                stream.name, f"record graph {graph.number} in {pool}, {capture_error_mode},"
+            ),
+            "device": self._on_device,
+            "mem_get_info": lambda device: (FREE_BYTES, TOTAL_BYTES),
+            "memory_allocated": lambda device: 0,
+            "max_memory_allocated": lambda device: STEP_BYTES,
+            "reset_peak_memory_stats": lambda device: None,
+            "empty_cache": lambda: None,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
@@ -51,6 +60,20 @@ class FakeCuda:
         finally:
             self.current = before
 
+    @contextmanager
+    def _recorded(self, name: str, what: str) -> Iterator[None]:
+        """As torch does it: a recording that cannot be ended leaves its stream the current one."""
+        before, self.current = self.current, name
+        self.calls.append(f"{what} on {name}")
+        yield
+        self.current = before
+
+    @contextmanager
+    def _on_device(self, device: torch.device) -> Iterator[None]:
+        self.calls.append(f"to {device}")
+        yield
+        self.calls.append(f"back from {device}")
+
 
 class FakeCudaStream:
     def __init__(self, cuda: FakeCuda, name: str) -> None:
@@ -68,15 +91,20 @@ class FakeEvent:
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
         self.place = "nothing"
+        self.device: torch.device | None = None
 
-    def record(self, stream: FakeCudaStream) -> None:
-        self.place = f"event of {stream.name}"
+    def record(self, stream: FakeCudaStream | None = None) -> None:
+        self.place = f"event of {self._cuda.current if stream is None else stream.name}"
+        self.device = torch.device("cuda", 0)
 
     def query(self) -> bool:
         return self.place == "nothing"
 
     def synchronize(self) -> None:
         self._cuda.calls.append(f"host waits for {self.place}")
+
+    def elapsed_time(self, _: "FakeEvent") -> float:
+        return 0.25
 
 
 class FakeGraph:

@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,26 +32,6 @@ def test_speed_is_not_measured_in_the_interpreter() -> None:
     with pytest.raises(SystemExit, match="add --check-only"):
         gpu.main(Namespace(device="cpu", check_only=False))
     assert "TRITON_INTERPRET" not in os.environ
-
-
-def test_an_error_in_one_group_does_not_take_the_others_along(capsys: pytest.CaptureFixture[str]) -> None:
-    def good() -> Iterator[int]:
-        yield from (3, 4)
-
-    def bad() -> Iterator[int]:
-        yield 1
-        raise ValueError("out of memory")
-
-    shown: list[int] = []
-    groups = [("bad", bad()), ("good", good())]
-    assert gpu._collect(groups, shown.append, time.monotonic() + 60) == ([1, 3, 4], ["bad"])
-    assert shown == [1, 3, 4]
-    assert "out of memory" in capsys.readouterr().err
-
-
-def test_no_group_is_begun_after_the_deadline() -> None:
-    never: Iterator[int] = iter(int, 0)
-    assert gpu._collect([("slow", never)], print, time.monotonic()) == ([], ["slow (no time left)"])
 
 
 def test_groups_are_chosen_by_the_start_of_their_names() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from bench.gpu_model import config_of, make_model
 from bench.gpu_runner_checks import Again, check_graphs, check_swaps
+from tests.support.cpu_kernels import without_packed_products
 from worker_svc import cache_ops
 from worker_svc.models.llama import LlamaForCausalLM
 
@@ -33,7 +34,9 @@ class Idle(Again):
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return make_model(config_of("llama-1b") | SMALL, torch.device("cpu"), torch.float32)
+    """One that is not recorded for the CPU, which would go before graphs."""
+    with without_packed_products():
+        return make_model(config_of("llama-1b") | SMALL, torch.device("cpu"), torch.float32)
 
 
 def test_the_check_of_graphs_sees_one_that_does_nothing(model: LlamaForCausalLM) -> None:

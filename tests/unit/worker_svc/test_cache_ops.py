@@ -246,3 +246,14 @@ def test_saves_that_have_arrived_are_forgotten(monkeypatch: pytest.MonkeyPatch) 
         recorded.drain("compute")
         recorded.drain("swaps")
     assert len(recorded.moves._saves) <= 1
+
+
+def test_copies_are_handed_on_as_the_host_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[torch.Tensor] = []
+    monkeypatch.setattr(cache_ops.ops, "copy_blocks", lambda _, pairs: handed.append(pairs))
+    pool = make_pool()
+    elsewhere = KvPool(pool.geometry, tuple(layer.to("meta") for layer in pool.gpu), pool.host)
+    step = make_step(make_changes(), operations=make_operations([], [], [(1, 2)]))
+    BlockMoves(elsewhere, IN_ORDER, IN_ORDER).apply(AdmittedStep(step, int32([])))
+    assert [pairs.tolist() for pairs in handed] == [[[1, 2]]]
+    assert handed[0].is_cpu

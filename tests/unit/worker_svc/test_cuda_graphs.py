@@ -2,6 +2,8 @@
 
 import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -41,7 +43,7 @@ def test_work_is_warmed_up_and_recorded_on_one_side_stream_and_replayed_where_to
             "use stream 1",
             "work on stream 1",
             "work on stream 1",
-            f"record graph {number} in pool on stream 1",
+            f"record graph {number} in pool, thread_local, on stream 1",
             "work on stream 1",
         ]
         del cuda.calls[:6]
@@ -55,6 +57,43 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded(cuda: FakeCuda) -> No
     CudaGraphRecorder(GPU).record(lambda: enabled.append(gc.isenabled()))
     assert enabled == [True, True, False]
     assert gc.isenabled()
+
+
+def test_after_a_recording_that_fails_steps_go_where_they_went_before(cuda: FakeCuda) -> None:
+    def fail() -> None:
+        if "record" in cuda.calls[-1]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaGraphRecorder(GPU).record(fail)
+    assert cuda.current == "default"
+    assert gc.isenabled()
+
+
+def test_the_error_that_broke_a_recording_is_logged_with_the_one_at_its_end(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextmanager
+    def broken(*_: object, **__: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    runner = make_runner()
+    monkeypatch.setattr(torch.cuda, "graph", broken)
+    monkeypatch.setattr(runner, "record_graphs", lambda recorder: recorder.record(lambda: fail_when_recorded(2)))
+    rounds: list[int] = []
+
+    def fail_when_recorded(warm_ups: int) -> None:
+        rounds.append(len(rounds))
+        if len(rounds) > warm_ups:
+            raise ValueError("this is what went wrong")
+
+    with caplog.at_level(logging.WARNING):
+        record_cuda_graphs(runner, GPU)
+    assert "cannot be recorded: operation failed due to a previous error during capture" in caplog.text
+    assert "this is what went wrong" in caplog.text
 
 
 @pytest.mark.usefixtures("cuda")
@@ -92,7 +131,9 @@ def test_streams_of_a_gpu_wait_for_each_other_by_events(cuda: FakeCuda) -> None:
         "use stream 1",
         "work on stream 1",
         "stream 2 waits for event of stream 1",
+        "to cuda:0",
         "host waits for event of default",
+        "back from cuda:0",
     ]
 
 

@@ -163,3 +163,17 @@ def test_a_call_that_was_cancelled_before_its_turn_is_not_made(device_loop: Devi
     runner.gates[1].set()
     device_loop.call(lambda: made.append(2)).result(TIMEOUT_S)
     assert made == [2]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_process_ends_when_the_device_takes_no_more_work(runner: GatedRunner, is_lost: bool) -> None:
+    left: queue.Queue[str] = queue.Queue()
+    device_loop, outcomes = DeviceLoop(leave=left.put), Outcomes()
+    device_loop.use(runner, is_lost=lambda: is_lost)
+    device_loop.start()
+    runner.failing.add(1)
+    runner.gates[1].set()
+    submit(device_loop, outcomes.lane, 1)
+    assert outcomes.failed.get(timeout=TIMEOUT_S) == 1
+    assert left.empty() != is_lost
+    assert device_loop.stop(TIMEOUT_S)

@@ -8,13 +8,12 @@ import torch
 
 from kernels.int8_cache import line_bytes
 from kernels.record import NotRecordableError
-from tests.support.cpu_kernels import ISAS, torch_threads
+from tests.support.cpu_kernels import ISAS, torch_threads, without_packed_products
 from tests.support.models import VOCAB_SIZE, make_shape
 from tests.support.more_models import NATIVE, make_family
 from tests.support.paged import PagedRunner, Span
 from worker_svc.info import PoolGeometry, WorkerLimits
 from worker_svc.kv_pool import KvPool
-from worker_svc.layers import product
 from worker_svc.layers.quantization import Quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
@@ -121,11 +120,11 @@ def test_logits_of_decodes_are_those_of_the_model(family: str, threads: int, tmp
 
 @pytest.mark.parametrize("shape", ["llama-gqa-untied-32", "opt-post-norm-projected-64"])
 def test_a_model_of_other_operations_runs_as_it_is(
-    shape: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    shape: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(product.ops, "has_packed_products", lambda *_: False)
     make_shape(tmp_path, shape)
-    model = load(tmp_path)
+    with without_packed_products():
+        model = load(tmp_path)
     runner = make_runner(model)
     with caplog.at_level(logging.DEBUG, "worker_svc"):
         assert make_forward(model, pool_of(runner), MAX_MODEL_LEN, LIMITS) is model

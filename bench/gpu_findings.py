@@ -1,0 +1,71 @@
+"""What a run of `bench.gpu` has found so far, and its file, from which another run goes on."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bench.gpu_checks import Check
+    from bench.gpu_figures import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Grows as groups of checks and figures give theirs.
+
+    Attributes:
+        begun: names of groups, which are not begun again.
+        broken: those of them that did not come to their ends.
+        late: groups for which there was no time.
+    """
+
+    checks: list["Check"] = field(default_factory=list)
+    figures: list["Figure"] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> "Findings":
+        """Those of a file that `write` wrote; what was late may be begun now."""
+        # Only here: they import Triton, which must have been told before whether to interpret.
+        from bench.gpu_checks import Check
+        from bench.gpu_figures import Figure
+
+        values = json.loads(path.read_text())
+        return cls(
+            [Check(**_only(Check, each)) for each in values["checks"]],
+            [Figure(**_only(Figure, each)) for each in values["figures"]],
+            values["begun"],
+            values["stopped_by_an_error"],
+        )
+
+    def begin(self, group: str) -> None:
+        """From now on it is broken, until it ends."""
+        self.begun.append(group)
+        self.broken.append(group)
+
+    def end(self, group: str) -> None:
+        self.broken.remove(group)
+
+    def write(self, path: Path, header: Mapping[str, Any]) -> None:
+        """Writes the file whole, or leaves the one that is there."""
+        result = {
+            **header,
+            "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
+            "begun": self.begun,
+            "stopped_by_an_error": self.broken,
+            "no_time_left": self.late,
+            "figures": [asdict(figure) | {"share": figure.share} for figure in self.figures],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.part")
+        unfinished.write_text(json.dumps(result, indent=2) + "\n")
+        unfinished.replace(path)
+
+
+def _only(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass, without what was computed from them."""
+    return {each.name: values[each.name] for each in fields(kind)}

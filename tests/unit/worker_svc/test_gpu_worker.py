@@ -1,0 +1,136 @@
+"""A worker on a GPU that computes nothing: it starts, runs steps, records graphs and swaps, each on its stream."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from quire.settings import load_settings
+from tests.support.fake_cuda import FREE_BYTES, STEP_BYTES, TOTAL_BYTES
+from tests.support.sampling import make_sampling
+from tests.support.steps import int32, make_assign, make_batch, make_changes, make_operations, make_step
+from worker_svc.device_loop import DeviceLoop
+from worker_svc.layers.loadable import Loadable, Placement
+from worker_svc.model_runner import ModelRunner
+from worker_svc.models.llama import LlamaForCausalLM
+from worker_svc.settings import WorkerSettings
+from worker_svc.startup import make_worker
+from worker_svc.steps import AdmittedStep, Step, StepOutput
+from worker_svc.worker import Worker
+
+# Triton is published for some platforms only.
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("no Triton", allow_module_level=True)
+
+from tests.support.meta_gpu import GPU, MetaGpu
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> MetaGpu:
+    return MetaGpu(monkeypatch)
+
+
+def start(*flags: str) -> Worker:
+    model = LlamaForCausalLM.from_config(CONFIG, Placement(GPU, torch.bfloat16))
+    for layer in (module for module in model.modules() if isinstance(module, Loadable)):
+        layer.load(lambda spec: torch.empty(spec.shape, dtype=torch.bfloat16, device=GPU))
+    settings = load_settings(WorkerSettings, flags, {}, program="quire worker")
+    return make_worker(model.eval(), settings, DeviceLoop())
+
+
+def run(worker: Worker, step: Step, *written: int) -> StepOutput:
+    assert isinstance(worker.runner, ModelRunner)
+    return worker.runner.launch(AdmittedStep(step, int32(written))).wait()
+
+
+def make_prefill(*lengths: int) -> Step:
+    """Sequences in the first rows, each in blocks of its own."""
+    assign = [make_assign(row, [1] * n, range(300 * row, 300 * row + n // 16 + 1)) for row, n in enumerate(lengths)]
+    return make_step(make_changes(assign=assign), make_batch(range(len(lengths)), lengths, [0] * len(lengths)))
+
+
+def make_decodes(*lengths: int) -> Step:
+    return make_step(make_changes(), make_batch(range(len(lengths)), [1] * len(lengths), lengths))
+
+
+def test_the_pool_gets_what_memory_is_left_when_the_largest_step_runs(gpu: MetaGpu) -> None:
+    with gpu:
+        pool = start("--max-num-seqs", "3", "--swap-space", "1MiB").info.pool
+    left = int(TOTAL_BYTES * 0.9) - (TOTAL_BYTES - FREE_BYTES) - STEP_BYTES
+    assert pool.num_gpu_blocks == left // pool.block_bytes
+    assert pool.num_host_blocks == (1 << 20) // pool.block_bytes
+
+
+def test_results_leave_on_a_stream_of_their_own(gpu: MetaGpu) -> None:
+    with gpu:
+        worker = start("--max-num-seqs", "3", "--num-gpu-blocks", "1000", "--swap-space", "0")
+        for step in (make_prefill(5, 700), make_decodes(5, 700)):
+            gpu.cuda.calls.clear()
+            gpu.launches.clear()
+            output = run(worker, step)
+            assert len(output.token_ids) == 2
+            assert (output.timings.cache_operations_us, output.timings.model_us, output.timings.sample_us) == (250,) * 3
+            waits, used, *_, waited, _ = gpu.cuda.calls
+            results = used.removeprefix("use ")
+            assert waits == f"{results} waits for event of default"
+            assert waited == f"host waits for event of {results}"
+            assert {stream for _, stream in gpu.launches} == {"default"}
+
+
+def test_decodes_are_replayed_and_prefills_are_launched(gpu: MetaGpu) -> None:
+    with gpu:
+        worker = start("--max-num-seqs", "3", "--num-gpu-blocks", "1000", "--swap-space", "0", "--cuda-graphs", "on")
+        # For 1, 2 and 3 rows, and for contexts of up to 1024 and 4096 tokens.
+        assert gpu.cuda.num_graphs == 6
+        assert gpu.cuda.current == "default"
+        gpu.cuda.calls.clear()
+        run(worker, make_prefill(5, 700))
+        assert not any("replay" in call for call in gpu.cuda.calls)
+        gpu.launches.clear()
+        for lengths in ((5, 700), (6,), (7, 1024)):
+            run(worker, make_decodes(*lengths))
+    # Graphs are numbered as they were recorded, the largest first.
+    assert [call for call in gpu.cuda.calls if "replay" in call] == [
+        "replay graph 4 on default",
+        "replay graph 6 on default",
+        "replay graph 3 on default",
+    ]
+    assert gpu.launches == []
+
+
+def test_swaps_run_beside_the_steps_and_copies_among_them(gpu: MetaGpu) -> None:
+    with gpu:
+        worker = start("--max-num-seqs", "3", "--num-gpu-blocks", "1000", "--swap-space", "1MiB")
+        run(worker, make_prefill(5, 700))
+        gpu.launches.clear()
+        operations = make_operations(swap_out=[(5, 1)], swap_in=[(2, 9)], copy=[(3, 4)])
+        run(worker, make_step(make_changes(release=[1]), make_batch([0], [1], [5]), operations), 0)
+    moves = [stream for name, stream in gpu.launches if name == "_move_blocks_kernel"]
+    assert len(moves) == 3
+    assert moves[0] == moves[1] != "default"
+    assert moves[2] == "default"
+
+
+def test_rows_of_every_kind_are_sampled(gpu: MetaGpu) -> None:
+    kinds = [{"top_p": 0.9, "logprobs": 2, "prompt_logprobs": 1}, {"num_candidates": 4}, {"temperature": 0.0}]
+    assign = [make_assign(row, [1] * 5, [row], make_sampling(**kind)) for row, kind in enumerate(kinds)]
+    with gpu:
+        worker = start("--max-num-seqs", "4", "--num-gpu-blocks", "1000", "--swap-space", "0")
+        output = run(worker, make_step(make_changes(assign=assign), make_batch(range(3), [5] * 3, [0] * 3)))
+        # Nothing that comes back is true, so that no row has usable logits.
+        assert output.failed_rows == (0, 1, 2)
+        samples = [(0, 0), (3, 0)]
+        forked = run(worker, make_step(make_changes(fork=[(0, 3)]), make_batch([0], [1], [5], samples)))
+    assert np.array_equal(forked.rows, [0, 3])
