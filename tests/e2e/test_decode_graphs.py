@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.core_driver import make_request
+from tests.support.cpu_kernels import without_packed_products
 from tests.support.graph_recorder import CallingRecorder
 from tests.support.in_process import InProcessReplica, config_of
 from tests.support.models import make_shape
@@ -32,7 +33,8 @@ REQUESTS = [
 def replay_decodes(worker: Worker, directory: Path, recorder: CallingRecorder) -> None:
     """Gives the worker a runner like its own, with graphs."""
     info = worker.info
-    model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
+    with without_packed_products():
+        model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
     pool = allocate_pool(info.pool, model.device, model.dtype, with_padding=True)
     runner = ModelRunner(model, pool, info.model, info.limits)
     runner.record_graphs(recorder)
@@ -55,7 +57,8 @@ def test_requests_get_the_same_with_replayed_decodes_while_blocks_run_out(shape:
     recorder = CallingRecorder()
     outputs = []
     for with_graphs in (False, True):
-        model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
+        with without_packed_products():
+            model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
         worker = make_worker(model, SETTINGS, DeviceLoop())
         if with_graphs:
             replay_decodes(worker, tmp_path, recorder)
