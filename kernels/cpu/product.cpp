@@ -141,12 +141,14 @@ class Blocks<PairsByCodes<Number>> {
 };
 
 // Tokens whose lines stay in the second cache while all panels pass by.
+constexpr int64_t kMostTokens = 512;
+
 template <class Kind>
 int64_t tokens_at_once(const ProductArgs& args) {
   constexpr int64_t kBytes = 3 << 18;
   const int64_t line = sizeof(typename Kind::X) * (args.in_features < 1 ? 1 : args.in_features);
   const int64_t tokens = kBytes / line / kPanel * kPanel;
-  return tokens < kPanel ? kPanel : tokens;
+  return tokens < kPanel ? kPanel : tokens < kMostTokens ? tokens : kMostTokens;
 }
 
 }  // namespace

@@ -39,20 +39,58 @@ inline void multiply_loaded() {
   }
 }
 
-// Up to 32 tokens by one panel, on tiles whose lines are set. Asks for `share` bytes of what comes after it with each block,
-// from `ahead` on, `step` bytes further each time.
-template <class Kind, bool kTwo, _mm_hint kHint>
-void multiply_tiles(const ProductArgs& args, const typename Kind::Weight* panel, int64_t token, const char* ahead,
-                    int64_t share, int64_t step, typename Kind::Sum* sums) {
-  const int64_t bytes = args.x_stride * static_cast<int64_t>(sizeof(typename Kind::X)), sums_bytes = kPanel * 4;
-  const auto *x = x_of<Kind>(args, token), *second = x + kTile * args.x_stride;
-  Blocks<Kind> blocks(panel, args.in_features / kLines<Kind>);
+// Some blocks of a panel, and what to ask for meanwhile: `share` bytes with each block, from `ahead` on, `step` bytes further
+// each time.
+struct Stretch {
+  int64_t first;
+  int64_t count;
+  const char* ahead;
+  int64_t share;
+  int64_t step;
+};
+
+template <bool kTwo, class Sum>
+inline void load_sums(const Sum* sums) {
+  _tile_loadd(0, sums, kPanel * 4);
+  _tile_loadd(1, sums + kTile, kPanel * 4);
+  if constexpr (kTwo) {
+    _tile_loadd(2, sums + kTile * kPanel, kPanel * 4);
+    _tile_loadd(3, sums + kTile * kPanel + kTile, kPanel * 4);
+  }
+}
+
+inline void clear_sums() {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t k = 0; k < args.in_features; k += kLines<Kind>, ahead += step) {
-    fetch<kHint>(ahead, share);
+}
+
+template <bool kTwo, class Sum>
+inline void store_sums(Sum* sums) {
+  _tile_stored(0, sums, kPanel * 4);
+  _tile_stored(1, sums + kTile, kPanel * 4);
+  if constexpr (kTwo) {
+    _tile_stored(2, sums + kTile * kPanel, kPanel * 4);
+    _tile_stored(3, sums + kTile * kPanel + kTile, kPanel * 4);
+  }
+}
+
+// Up to 32 tokens by a stretch of a panel, on tiles whose lines are set; adds to the sums after the first stretch.
+template <class Kind, bool kTwo, _mm_hint kHint>
+void multiply_tiles(const ProductArgs& args, const typename Kind::Weight* panel, int64_t token, const Stretch& stretch,
+                    typename Kind::Sum* sums) {
+  const int64_t bytes = args.x_stride * static_cast<int64_t>(sizeof(typename Kind::X));
+  const auto *x = x_of<Kind>(args, token), *second = x + kTile * args.x_stride;
+  Blocks<Kind> blocks(panel + stretch.first * kBlock<Kind>, stretch.count);
+  if (stretch.first == 0)
+    clear_sums();
+  else
+    load_sums<kTwo>(sums);
+  const char* ahead = stretch.ahead;
+  const int64_t end = (stretch.first + stretch.count) * kLines<Kind>;
+  for (int64_t k = stretch.first * kLines<Kind>; k < end; k += kLines<Kind>, ahead += stretch.step) {
+    fetch<kHint>(ahead, stretch.share);
     const char* block = static_cast<const char*>(blocks.next());
     _tile_loadd(6, block, 64);
     _tile_loadd(7, block + kBlockBytes / 2, 64);
@@ -60,13 +98,11 @@ void multiply_tiles(const ProductArgs& args, const typename Kind::Weight* panel,
     if constexpr (kTwo) _tile_loadd(5, second + k, bytes);
     multiply_loaded<typename Kind::X, kTwo>();
   }
-  _tile_stored(0, sums, sums_bytes);
-  _tile_stored(1, sums + kTile, sums_bytes);
-  if constexpr (kTwo) {
-    _tile_stored(2, sums + kTile * kPanel, sums_bytes);
-    _tile_stored(3, sums + kTile * kPanel + kTile, sums_bytes);
-  }
+  store_sums<kTwo>(sums);
 }
+
+// Of a panel, and as much of 32 tokens beside them: half of the first cache.
+constexpr int64_t kBlocksAtOnce = 8;
 
 class MatrixMultiplier {
  public:
@@ -74,26 +110,40 @@ class MatrixMultiplier {
   static constexpr int64_t kTokensOfCodes = 2 * kPanel;
 
   // Tokens begin to end by one panel, whose weights are `weights`; `next` are the bytes in memory that come after it.
+  //
+  // Where many tokens pass by, they do so for each stretch of the panel that stays in the first cache.
   template <class Kind>
   void multiply(const ProductArgs& args, int64_t panel, const typename Kind::Weight* weights, Bytes next,
                 int64_t begin, int64_t end) {
-    alignas(64) typename Kind::Sum sums[kPanel * kPanel];
+    alignas(64) typename Kind::Sum sums[kMostTokens * kPanel];
     const int64_t passes = padded(end - begin, kPanel) / kPanel, blocks = args.in_features / kLines<Kind>;
     const int64_t share = padded(next.count / (passes * blocks), kCacheLine), step = next.count / blocks;
-    for (int64_t pass = 0; pass < passes; ++pass) {
-      const int64_t token = begin + pass * kPanel, lines = end - token < kPanel ? end - token : kPanel;
-      const bool two = lines > kTile;
-      if (lines != lines_set_) unit_.set_lines(two ? kTile : lines, two ? lines - kTile : kTile);
-      lines_set_ = lines;
-      const char* ahead = passes == 1 ? next.start - next.count + kAhead : next.start + pass * share;
-      const auto multiply = passes > 1 ? two ? multiply_tiles<Kind, true, _MM_HINT_T1> : multiply_tiles<Kind, false, _MM_HINT_T1>
-                                       : two ? multiply_tiles<Kind, true, _MM_HINT_T0> : multiply_tiles<Kind, false, _MM_HINT_T0>;
-      multiply(args, weights, token, ahead, share, step, sums);
-      for (int64_t line = 0; line < lines; ++line) finish_line(args, panel, token + line, sums + line * kPanel);
+    const int64_t most = passes > 2 ? kBlocksAtOnce : blocks;
+    for (int64_t first = 0; first < blocks; first += most) {
+      const int64_t count = blocks - first < most ? blocks - first : most;
+      for (int64_t pass = 0; pass < passes; ++pass) {
+        const char* ahead = passes == 1 ? next.start - next.count + kAhead : next.start + pass * share;
+        multiply_lines<Kind>(args, weights, begin + pass * kPanel, end, {first, count, ahead + first * step, share, step},
+                             passes == 1, sums + pass * kPanel * kPanel);
+      }
     }
+    for (int64_t token = begin; token < end; ++token) finish_line(args, panel, token, sums + (token - begin) * kPanel);
   }
 
  private:
+  // Tokens from `token` on, 32 of them at most.
+  template <class Kind>
+  void multiply_lines(const ProductArgs& args, const typename Kind::Weight* weights, int64_t token, int64_t end,
+                      const Stretch& stretch, bool once, typename Kind::Sum* sums) {
+    const int64_t lines = end - token < kPanel ? end - token : kPanel;
+    const bool two = lines > kTile;
+    if (lines != lines_set_) unit_.set_lines(two ? kTile : lines, two ? lines - kTile : kTile);
+    lines_set_ = lines;
+    const auto multiply = once ? two ? multiply_tiles<Kind, true, _MM_HINT_T0> : multiply_tiles<Kind, false, _MM_HINT_T0>
+                               : two ? multiply_tiles<Kind, true, _MM_HINT_T1> : multiply_tiles<Kind, false, _MM_HINT_T1>;
+    multiply(args, weights, token, stretch, sums);
+  }
+
   MatrixUnit unit_;
   int64_t lines_set_ = 0;
 };

@@ -95,20 +95,20 @@ void multiply_panel(const ProductArgs& args, int64_t panel, const typename Kind:
 }
 
 // As many tokens at once as there are registers for their sums.
-constexpr int kMostTokens = kSums / kVectors;
+constexpr int kTokensOfRegisters = kSums / kVectors;
 
 class VectorMultiplier {
  public:
   // For more tokens codes are made floating once.
-  static constexpr int64_t kTokensOfCodes = kMostTokens;
+  static constexpr int64_t kTokensOfCodes = kTokensOfRegisters;
 
   // Tokens begin to end by one panel, whose weights are `weights`.
   template <class Kind>
   void multiply(const ProductArgs& args, int64_t panel, const typename Kind::Weight* weights, Bytes, int64_t begin,
                 int64_t end) {
     int64_t token = begin;
-    for (; token + kMostTokens <= end; token += kMostTokens) multiply_panel<Kind, kMostTokens>(args, panel, weights, token);
-    if constexpr (kMostTokens > 4)
+    for (; token + kTokensOfRegisters <= end; token += kTokensOfRegisters) multiply_panel<Kind, kTokensOfRegisters>(args, panel, weights, token);
+    if constexpr (kTokensOfRegisters > 4)
       for (; token + 4 <= end; token += 4) multiply_panel<Kind, 4>(args, panel, weights, token);
     for (; token + 2 <= end; token += 2) multiply_panel<Kind, 2>(args, panel, weights, token);
     for (; token < end; ++token) multiply_panel<Kind, 1>(args, panel, weights, token);
