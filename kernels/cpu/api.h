@@ -97,12 +97,12 @@ enum Activation : int64_t {
 struct PackArgs {
   void* packed;        // [panels, in_features padded to whole blocks, kPanel]
   const void* weight;  // [out_features, in_features]; gated: the gates' rows, then as many of what they are multiplied with
+  int64_t threads;
   int64_t out_features;
-  int64_t in_features;
-  int64_t weight_stride;
+  int64_t in_bytes;   // of a row
+  int64_t row_bytes;  // from one row to the next
   int64_t gated;
-  int64_t dtype;       // of the numbers
-  int64_t multiplied;  // a Multiplied
+  int64_t word_bytes;  // of what a word of a token is multiplied with: 4, 2 or 1
 };
 
 // What a product multiplies, which says, with the type of the numbers, what its weight is packed as.

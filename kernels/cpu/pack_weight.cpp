@@ -1,15 +1,18 @@
 // Weights in the order in which product.cpp reads them.
 //
 // A panel is kPanel columns of the product. It is a row of blocks: two tiles of 16 columns, each 16 lines of words, which
-// are what a word of a token is multiplied with: a float, two shorter numbers, or four codes where tokens are codes. So a line
-// of a tile is what a vector multiplies by one word of a token, a tile is what a matrix unit loads, and a thread reads its
-// panels from end to end without a jump.
+// are what a word of a token is multiplied with: a float, two shorter numbers, or four codes where tokens are codes. Where
+// numbers are stored as codes, a word here has 1 or 2 bytes instead of 4. So a line of a tile is what a vector multiplies
+// by one word of a token, a tile is what a matrix unit loads, and a thread reads its panels from end to end without a jump.
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdint>
+#include <cstring>
 
 #include "api.h"
 #include "isa.h"
+#include "threads.h"
 
 namespace quire {
 namespace {
@@ -27,15 +30,17 @@ int64_t row_of(const PackArgs& args, int64_t panel, int64_t column) {
   return column < kTile ? row : half + row;
 }
 
-// One column of a panel.
-template <class Element, int64_t kOfWord>
-void pack_column(const PackArgs& args, Element* panel, int64_t column, const Element* row) {
-  constexpr int64_t kLines = kWordsOfBlock * kOfWord, kTileLine = kTile * kOfWord;
-  const int64_t lines = padded(args.in_features, kLines);
-  for (int64_t k = 0; k < lines; ++k) {
-    Element* tile = panel + k / kLines * kLines * kPanel + column / kTile * kLines * kTile;
-    const int64_t word = k % kLines / kOfWord;
-    tile[word * kTileLine + column % kTile * kOfWord + k % kOfWord] = row != nullptr && k < args.in_features ? row[k] : 0;
+// One block of a panel: lines of the weight from byte `begin` of its rows on, `count` bytes of which there are.
+template <class Word>
+void pack_block(const PackArgs& args, Word* block, int64_t panel, int64_t begin, int64_t count) {
+  constexpr int64_t kBytes = kWordsOfBlock * sizeof(Word);
+  const std::byte* weight = static_cast<const std::byte*>(args.weight);
+  for (int64_t column = 0; column < kPanel; ++column) {
+    Word words[kWordsOfBlock] = {};
+    const int64_t row = row_of(args, panel, column);
+    if (row >= 0) std::memcpy(words, weight + row * args.row_bytes + begin, count < kBytes ? count : kBytes);
+    Word* tile = block + column / kTile * kTile * kWordsOfBlock + column % kTile;
+    for (int64_t word = 0; word < kWordsOfBlock; ++word) tile[word * kTile] = words[word];
   }
 }
 
@@ -48,35 +53,35 @@ void want_huge_pages(void* memory, int64_t bytes) {
   if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 }
 
-template <class Element, int64_t kOfWord>
-void pack_panels(const PackArgs& args) {
+template <class Word>
+void pack_panels(const OpenMp& openmp, const PackArgs& args) {
+  constexpr int64_t kBytes = kWordsOfBlock * sizeof(Word);
   const int64_t panels = num_panels(args.out_features, args.gated != 0);
-  const int64_t size = padded(args.in_features, kWordsOfBlock * kOfWord) * kPanel;
-  want_huge_pages(args.packed, panels * size * sizeof(Element));
-  const Element* weight = static_cast<const Element*>(args.weight);
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    for (int64_t column = 0; column < kPanel; ++column) {
-      const int64_t row = row_of(args, panel, column);
-      pack_column<Element, kOfWord>(args, static_cast<Element*>(args.packed) + panel * size, column,
-                                    row < 0 ? nullptr : weight + row * args.weight_stride);
+  const int64_t blocks = padded(args.in_bytes, kBytes) / kBytes;
+  want_huge_pages(args.packed, panels * blocks * kBytes * kPanel);
+  std::atomic<int64_t> next = 0;
+  run_on_threads(openmp, args.threads, [&] {
+    for (int64_t panel; (panel = next.fetch_add(1, std::memory_order_relaxed)) < panels;) {
+      Word* packed = static_cast<Word*>(args.packed) + panel * blocks * kWordsOfBlock * kPanel;
+      for (int64_t block = 0; block < blocks; ++block, packed += kWordsOfBlock * kPanel)
+        pack_block(args, packed, panel, block * kBytes, args.in_bytes - block * kBytes);
     }
-  }
+  });
 }
 
 }  // namespace
 }  // namespace quire
 
-int32_t quire_pack_weight(const quire::Context*, const quire::PackArgs* args) {
-  const bool floats = args->dtype == quire::kFloat32;
-  switch (args->multiplied) {
-    case quire::kNumbers:
-      floats ? quire::pack_panels<uint32_t, 1>(*args) : quire::pack_panels<uint16_t, 2>(*args);
+int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args) {
+  switch (args->word_bytes) {
+    case 1:
+      quire::pack_panels<uint8_t>(context->openmp, *args);
       break;
-    case quire::kCodes:
-      floats ? quire::pack_panels<uint8_t, 1>(*args) : quire::pack_panels<uint8_t, 2>(*args);
+    case 2:
+      quire::pack_panels<uint16_t>(context->openmp, *args);
       break;
     default:
-      quire::pack_panels<uint8_t, 4>(*args);
+      quire::pack_panels<uint32_t>(context->openmp, *args);
   }
   return quire::kOk;
 }

@@ -6,14 +6,13 @@ import torch
 
 from kernels.cpu.arguments import DTYPES, Empty, as_lines, check_status, dense
 from kernels.cpu.library import PACK_ARGS, PRODUCT_ARGS, QUANTIZE_ARGS, Operations
-from kernels.int8 import quantize
 from kernels.packed_weight import ACTIVATIONS, PackedWeight, Rounding
 
 # The enum Activation of api.h.
 _ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
 _SILU_AND_MUL = len(ACTIVATIONS)
-# kPanel of isa.h.
-_PANEL = 32
+# kPanel and kWordsOfBlock of isa.h.
+_PANEL, _WORDS_OF_BLOCK = 32, 16
 # Where float16 has matrix units. Elsewhere oneDNN is faster with more than a few tokens.
 _ISAS_WITH_HALVES = ("amx_fp16",)
 # The enum Multiplied of api.h.
@@ -64,24 +63,25 @@ class CpuProducts:
         return dtype in DTYPES
 
     def pack_weight(self, weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight:
-        rounded, dtype = None if rounding is Rounding.NONE else quantize(weight), weight.dtype
-        weight = dense(weight) if rounded is None else rounded.codes
-        out_features, in_features = weight.shape
-        block = _lines_of_block(dtype, rounding)
+        (out_features, in_features), dtype = weight.shape, weight.dtype
+        weight, scales = dense(weight), None
+        if rounding is not Rounding.NONE:
+            weight, scales = self._quantize(weight, in_features)
+        in_word = _elements_of_word(dtype, rounding)
+        block = in_word * _WORDS_OF_BLOCK
         panels = -(-(out_features // 2) // (_PANEL // 2)) if gated else -(-out_features // _PANEL)
         data = torch.empty((panels, -(-in_features // block) * block, _PANEL), dtype=weight.dtype)
         arguments = PACK_ARGS.pack(
             data.data_ptr(),
             weight.data_ptr(),
+            torch.get_num_threads(),
             out_features,
-            in_features,
-            weight.stride(0),
+            in_features * weight.element_size(),
+            weight.stride(0) * weight.element_size(),
             int(gated),
-            DTYPES[dtype],
-            _MULTIPLIED[rounding],
+            in_word * weight.element_size(),
         )
         check_status(self._library.pack_weight(self._context, arguments))
-        scales = None if rounded is None else rounded.scales.squeeze(-1)
         return PackedWeight(data, scales, dtype, out_features, in_features, gated, rounding)
 
     def product(
@@ -139,8 +139,8 @@ class CpuProducts:
         return codes, scales
 
 
-def _lines_of_block(dtype: torch.dtype, rounding: Rounding) -> int:
-    """What pack_weight.cpp pads the lines of a panel to: 16 words of what they are multiplied with."""
+def _elements_of_word(dtype: torch.dtype, rounding: Rounding) -> int:
+    """How many elements of a token are a word of 32 bits, and are multiplied together."""
     if rounding is Rounding.WEIGHT_AND_INPUT:
-        return 64
-    return 16 if dtype == torch.float32 else 32
+        return 4
+    return 1 if dtype == torch.float32 else 2
