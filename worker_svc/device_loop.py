@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from worker_svc.parallel import leave_process
+from worker_svc.leaving import leave_process
 from worker_svc.steps import AdmittedStep, StepOutput
 
 T = TypeVar("T")

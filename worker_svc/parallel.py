@@ -7,7 +7,6 @@ started it starts it again, and the ranks meet anew.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from quire.rpc.address import TcpAddress, is_local, parse_address
 from quire.settings import ConfigurationError
+from worker_svc.leaving import leave_process
 from worker_svc.ranks import ALONE, Ranks
 from worker_svc.settings import WorkerSettings
 
@@ -94,8 +94,8 @@ def meet(settings: WorkerSettings, device: torch.device) -> Ranks:
         ) from error
     # Not a daemon, as the device thread that calls this is: the interpreter would end it on its way out of the store,
     # inside C++, and that aborts the process.
-    threading.Thread(target=_watch, args=(watch, rank, size, leave_process), name="ranks", daemon=False).start()
-    return MeetingRanks(rank, size, leave_process)
+    threading.Thread(target=_watch, args=(watch, rank, size, _leave), name="ranks", daemon=False).start()
+    return MeetingRanks(rank, size, _leave)
 
 
 def warn_if_exposed(address: str) -> None:
@@ -114,11 +114,8 @@ def backend_for(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def leave_process(why: str) -> NoReturn:
-    """Ends this process at once: a thread may be inside an operation that no longer ends."""
-    _logger.critical("%s; leaving, to meet anew", why)
-    logging.shutdown()
-    os._exit(LEFT_BY_ANOTHER_RANK)
+def _leave(why: str) -> NoReturn:
+    leave_process(f"{why}; the ranks are to meet anew", LEFT_BY_ANOTHER_RANK)
 
 
 def _client(address: TcpAddress) -> TCPStore:

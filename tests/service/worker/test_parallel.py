@@ -67,7 +67,7 @@ def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int) -> None
         ranks[victim].kill()
         status, errors = ended(survivor, "\n")
         assert status == LEFT_BY_ANOTHER_RANK
-        assert "leaving, to meet anew" in errors
+        assert "the ranks are to meet anew; leaving" in errors
 
 
 @pytest.mark.parametrize(("address", "warned"), [("10.0.0.3:50063", True), ("127.0.0.1:50063", False)])
