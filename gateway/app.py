@@ -94,6 +94,7 @@ class Gateway:
         ]
         self._background.append(asyncio.create_task(self._report_readiness(), name="readiness"))
         self._background.append(asyncio.create_task(authenticator.watch(), name="API keys"))
+        self._background.append(asyncio.create_task(generator.durable_uses.watch(), name="durable requests"))
 
     @classmethod
     async def start(cls, settings: GatewaySettings, metrics: GatewayMetrics | None = None) -> Self:

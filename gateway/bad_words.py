@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gateway.tokenizer import Tokenizer
-from quire.rpc.errors import FieldViolation, InvalidArgument
+from quire.rpc.errors import invalid_field
 
 
 async def bad_token_sequences(
@@ -24,7 +24,7 @@ async def bad_token_sequences(
             token_ids = tuple(await tokenizer.encode(spelled, add_special_tokens=False))
             if not token_ids:
                 field, description = f"sampling.bad_words[{position}]", "has no tokens; at least 1 is needed"
-                raise InvalidArgument(f"{field} {description}", violations=[FieldViolation(field, description)])
+                raise invalid_field(field, description)
             if max(token_ids) < vocab_size:
                 sequences[token_ids] = None
     return tuple(sequences)

@@ -1,32 +1,29 @@
 """What both front ends call: a request from its options to its live entry."""
 
-import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import TypeVar
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 
 import numpy as np
 
+from gateway.auth.account import Use
 from gateway.auth.caller import Caller, current_caller
 from gateway.bad_words import bad_token_sequences
+from gateway.defaults import num_candidates, resolve_sampling
+from gateway.durable_uses import DurableUses
 from gateway.ledger import Ledger
-from gateway.limits import MAX_N, Limits
+from gateway.limits import Limits, limits_of
 from gateway.live_request import LiveRequest
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.offsets import ClientOffset, check_offsets
 from gateway.replicas import Replicas
 from gateway.request import (
-    BeamSearch,
-    BeamSearchOptions,
     ChatPrompt,
-    EarlyStopping,
     GenerationRequest,
     Prompt,
     RequestOptions,
-    Sampling,
-    SamplingOptions,
     Stopping,
     StoppingOptions,
     TextPrompt,
@@ -34,14 +31,11 @@ from gateway.request import (
 )
 from gateway.request_spans import RequestSpans
 from gateway.request_statistics import RequestStatistics
-from gateway.requests_by_id_client import cancel_by_id, find_durable, no_such_request
-from gateway.scheduler_events import Welcome
+from gateway.requests_by_id_client import FoundRequest, cancel_by_id, find_durable, no_such_request
 from gateway.settings import GatewaySettings
 from gateway.validation import check_choice, check_request, resolve_max_tokens
 from quire.rpc.errors import Aborted, Cancelled, Unavailable
 from quire.tracing import TraceContext, Tracer
-
-T = TypeVar("T")
 
 
 class Generator:
@@ -63,6 +57,7 @@ class Generator:
         self._settings = settings
         self._metrics = metrics
         self._spans = RequestSpans(tracer, model.name)
+        self.durable_uses = DurableUses(replicas.clients, settings.connect_timeout, time.monotonic)
 
     @property
     def is_ready(self) -> bool:
@@ -74,11 +69,18 @@ class Generator:
         """Sums over all requests of this gateway that are over."""
         return self._metrics.statistics
 
-    def check_accepting(self) -> None:
-        """Raises Unavailable when this gateway drains, unless it hands over: what comes then, came by a connection from
-        before its ports were closed, and is the last to do so."""
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Lets a call in; a drain waits while the context runs.
+
+        Raises:
+            Unavailable: this gateway drains. Not where it hands over: what comes then, came by a connection from before
+                its ports were closed, and is the last to do so.
+        """
         if self.is_draining and not self._settings.hand_over:
             raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
+        with self._ledger.arriving():
+            yield
 
     async def limits(self) -> Limits:
         """Raises Unavailable when no scheduler was reached yet."""
@@ -93,15 +95,14 @@ class Generator:
             QuireError: it is refused; nothing was submitted.
         """
         with self._spans.generation(options) as span:
-            self.check_accepting()
             caller = current_caller()
-            caller.account.check()
-            request = await self._prepare(options, caller, span.context)
-            live = self._open(request)
+            with self.arriving():
+                caller.account.check()
+                live = self._open(await self._prepare(options, caller, span.context))
             span.opened(live)
             try:
-                admitted = caller.account.admitted(len(request.prompt_token_ids), lambda: _num_computed(live))
-                with admitted, self._metrics.track(live):
+                admitted = caller.account.admitted(len(live.request.prompt_token_ids), lambda: live.num_computed_tokens)
+                with admitted as use, self._metrics.track(live), self._durable_read(caller, use, live):
                     self.replicas.place(live)
                     yield live
             finally:
@@ -117,24 +118,30 @@ class Generator:
             InvalidArgument: an offset names what the request does not have.
         """
         with self._spans.resumption() as span:
-            self.check_accepting()
             caller = current_caller()
-            caller.account.check()
-            await self.limits()
-            found = await find_durable(self.replicas.clients.values(), caller.tenant, request_id)
-            check_offsets(offsets, found.request)
-            self._take_from_earlier_call(caller.tenant, request_id)
-            live = self._open(found.request)
+            with self.arriving():
+                self.durable_uses.check_resumption(caller.account, caller.tenant, request_id)
+                await self.limits()
+                found = await find_durable(self.replicas.clients.values(), caller.tenant, request_id)
+                check_offsets(offsets, found.request)
+                # Once more: whoever reads it now is to lose it to nobody who is refused.
+                self.durable_uses.check_resumption(caller.account, caller.tenant, request_id)
+                self._take_from_earlier_call(caller.tenant, request_id)
+                live = self._open(found.request)
             span.opened(live)
             for offset in offsets:
                 live.skip(offset.sequence_index, offset.num_tokens, offset.num_characters)
             try:
-                with caller.account.admitted(0):
+                counted = self._metrics.track_resumed(live, found.state.num_generated_tokens)
+                with self.durable_uses.resumed(caller.account, live, _num_had(found, offsets)), counted:
                     self.replicas.resume(live, found.client)
                     yield live
             finally:
                 self.replicas.leave(live)
                 self._ledger.close(live)
+
+    def _durable_read(self, caller: Caller, use: Use, live: LiveRequest) -> AbstractContextManager[None]:
+        return self.durable_uses.read(caller.account, use, live) if live.request.durable else nullcontext()
 
     def _open(self, request: GenerationRequest) -> LiveRequest:
         tokenizer = self.model.tokenizer
@@ -191,7 +198,7 @@ class Generator:
             priority=priority,
             ignore_eos=options.stopping.ignore_eos,
             num_sequences=options.sampling.n or 1,
-            best_of=_num_candidates(options.sampling),
+            best_of=num_candidates(options.sampling),
             durable=options.durable,
             trace=trace,
         )
@@ -218,72 +225,8 @@ class Generator:
         raise AssertionError("the validator lets no request without a prompt pass")
 
 
-def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_token_bytes: int) -> Limits:
-    """What holds on every replica, since each of them may get the request."""
-    max_model_len = min(welcome.max_model_len for welcome in welcomes)
-    longest_prompt = max_model_len - 1
-    if settings.max_prompt_tokens is not None:
-        longest_prompt = min(longest_prompt, settings.max_prompt_tokens)
-    return Limits(
-        vocab_size=min(welcome.vocab_size for welcome in welcomes),
-        max_model_len=max_model_len,
-        max_prompt_tokens=longest_prompt,
-        max_prompt_bytes=longest_prompt * longest_token_bytes,
-        max_message_bytes=settings.max_message_bytes,
-        max_logprobs=min(settings.max_logprobs, *(welcome.max_logprobs for welcome in welcomes)),
-        max_stop_strings=settings.max_stop_strings,
-        max_stop_string_bytes=settings.max_stop_string_bytes,
-        max_stop_token_ids=settings.max_stop_token_ids,
-        max_chat_messages=settings.max_chat_messages,
-        max_n=min(MAX_N, *(welcome.max_num_seqs for welcome in welcomes)),
-    )
-
-
-def resolve_sampling(
-    asked: SamplingOptions, defaults: SamplingOptions, bad_sequences: tuple[tuple[int, ...], ...] = ()
-) -> Sampling:
-    """Each value as asked, else the model's default, else the contract's; a seed is drawn where none is given.
-
-    `bad_sequences` are the bad words as tokens. Beam search draws nothing, so the model's defaults of how to draw do
-    not apply to it.
-    """
-    if asked.beam_search is not None:
-        defaults = dataclasses.replace(defaults, temperature=0.0, top_k=None, top_p=None, min_p=None)
-    return Sampling(
-        temperature=_first(asked.temperature, defaults.temperature, 1.0),
-        top_k=_first(asked.top_k, defaults.top_k, 0),
-        top_p=_first(asked.top_p, defaults.top_p, 1.0),
-        min_p=_first(asked.min_p, defaults.min_p, 0.0),
-        # A negative one is the number of 64 bits that has the same bits, as torch has it.
-        seed=secrets.randbits(64) if asked.seed is None else asked.seed % 2**64,
-        presence_penalty=_first(asked.presence_penalty, defaults.presence_penalty, 0.0),
-        frequency_penalty=_first(asked.frequency_penalty, defaults.frequency_penalty, 0.0),
-        repetition_penalty=_first(asked.repetition_penalty, defaults.repetition_penalty, 1.0),
-        logit_bias=asked.logit_bias,
-        allowed_token_ids=tuple(dict.fromkeys(asked.allowed_token_ids)),
-        bad_token_sequences=bad_sequences,
-        beam_search=None if asked.beam_search is None else _resolve_beam_search(asked.beam_search),
-    )
-
-
-def _resolve_beam_search(asked: BeamSearchOptions) -> BeamSearch:
-    assert isinstance(asked.early_stopping, EarlyStopping), "the validator lets nothing else pass"
-    return BeamSearch(asked.beam_width, _first(asked.length_penalty, None, 1.0), asked.early_stopping)
-
-
-def _num_candidates(asked: SamplingOptions) -> int:
-    """The sequences among which those that are returned are chosen."""
-    if asked.beam_search is not None:
-        return asked.beam_search.beam_width
-    return asked.best_of or asked.n or 1
-
-
-def _num_computed(live: LiveRequest) -> float:
-    """The tokens that were generated so far, with those of candidates that are not returned."""
-    return live.num_generated_tokens * live.request.best_of / live.request.num_sequences
-
-
-def _first(asked: T | None, model_default: T | None, default: T) -> T:
-    if asked is not None:
-        return asked
-    return default if model_default is None else model_default
+def _num_had(found: FoundRequest, offsets: Sequence[ClientOffset]) -> float:
+    """Tokens that are not generated for whoever resumes a request: all of one that is over, else what it has."""
+    request = found.request
+    num_had = found.state.num_generated_tokens if found.state.is_over else sum(each.num_tokens for each in offsets)
+    return num_had * request.best_of / request.num_sequences

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gateway.clean_up import TextPieces
@@ -21,7 +22,8 @@ class Outcome:
     """What remains to be done after a batch of events.
 
     Attributes:
-        ended_here: Requests that the gateway ended (by a stop string) and the scheduler still runs.
+        ended_here: Requests that the gateway ended (by a stop string) and the scheduler may still run. What they cost
+            is to be asked.
         sequences_ended_here: Sequences of other requests that ended likewise while more of the request runs, each with
             its index.
         failed: Requests that the scheduler refused or failed.
@@ -36,7 +38,10 @@ class Outcome:
 
 
 class Ledger:
-    """Finds live requests by tenant and id and by handle; a request is in it from `open` to `close`."""
+    """Finds live requests by tenant and id and by handle; a request is in it from `open` to `close`.
+
+    What was let in and is not open yet, or never will be, is counted too.
+    """
 
     def __init__(self, *, max_chunk_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_chunk_tokens = max_chunk_tokens
@@ -45,6 +50,7 @@ class Ledger:
         self._by_id: dict[tuple[str, str], LiveRequest] = {}
         self._by_handle: dict[int, LiveRequest] = {}
         self._last_handle = 0
+        self._num_arriving = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
@@ -91,16 +97,30 @@ class Ledger:
         """Forgets a request; events that still come for it are dropped. Idempotent."""
         if self._by_handle.pop(live.handle, None) is not None:
             del self._by_id[live.request.tenant, live.request.request_id]
-            if not self._by_id:
-                self._is_empty.set()
+            self._look_whether_empty()
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """While the context runs, there is a call that was let in and may open a request yet."""
+        self._num_arriving += 1
+        self._is_empty.clear()
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
+            self._look_whether_empty()
 
     async def wait_until_empty(self) -> None:
-        """Waits until no request is live."""
+        """Waits until no request is live, and none arrives."""
         await self._is_empty.wait()
 
     def of_replica(self, replica: str) -> list[LiveRequest]:
         """The requests that a replica still works at."""
-        return [live for live in self._by_handle.values() if live.replica == replica and not live.is_over]
+        return [
+            live
+            for live in self._by_handle.values()
+            if live.replica == replica and not live.is_over and not live.awaits_usage
+        ]
 
     def apply(self, replica: str, batch: EventBatch) -> Outcome:
         """Applies what a replica says; events of requests that it does not have (any more) are dropped.
@@ -109,6 +129,7 @@ class Ledger:
             TokenGapError: events are missing. Nothing wrong was forwarded; connecting again mends it.
         """
         outcome = Outcome()
+        touched: list[LiveRequest] = []
         for prompt_run in batch.prompt_runs:
             live = self._expected(replica, prompt_run.handle)
             if live is not None:
@@ -116,10 +137,8 @@ class Ledger:
         for run in batch.runs:
             live = self._expected(replica, run.handle)
             if live is not None:
-                ended = live.accept(run)
-                if live.is_over:
-                    outcome.ended_here.append(live)
-                elif ended:
+                if live.accept(run):
+                    touched.append(live)
                     outcome.sequences_ended_here.append((live, run.sequence_index))
             elif not self._belongs_to(replica, run.handle):
                 outcome.unknown_handles.add(run.handle)
@@ -127,15 +146,16 @@ class Ledger:
             live = self._expected(replica, end.handle)
             if live is not None:
                 live.end_sequence(end)
+                touched.append(live)
         for completion in batch.completed:
             live = self._expected(replica, completion.handle)
             if live is not None:
                 live.complete(completion)
-        for end in batch.ended:
-            live = self._expected(replica, end.handle)
-            # A completion comes together with the last end; where there is none, none will come.
-            if live is not None and live.end_if_all_ended():
-                outcome.ended_here.append(live)
+        # A completion comes together with the last end; where there is none, none will come.
+        outcome.ended_here = [live for live in touched if live.ends_here()]
+        outcome.sequences_ended_here = [
+            (live, index) for live, index in outcome.sequences_ended_here if not live.is_over and not live.awaits_usage
+        ]
         for failure in batch.failed:
             live = self._expected(replica, failure.handle)
             if live is not None:
@@ -149,6 +169,10 @@ class Ledger:
     def _belongs_to(self, replica: str, handle: int) -> bool:
         live = self._by_handle.get(handle)
         return live is not None and live.replica == replica
+
+    def _look_whether_empty(self) -> None:
+        if not self._by_id and not self._num_arriving:
+            self._is_empty.set()
 
     def _next_handle(self) -> int:
         while True:

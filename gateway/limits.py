@@ -1,6 +1,10 @@
 """What a request may ask for, here and now."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from gateway.scheduler_events import Welcome
+from gateway.settings import GatewaySettings
 
 MAX_N = 128
 # Below it a logit that is divided by it may be more than single precision can hold.
@@ -48,3 +52,24 @@ class Limits:
     def max_tokenize_bytes(self) -> int:
         """The longest text that is tokenized for its own sake, in UTF-8."""
         return max(self.max_prompt_bytes, MIN_TOKENIZE_BYTES)
+
+
+def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_token_bytes: int) -> Limits:
+    """What holds on every replica, since each of them may get the request."""
+    max_model_len = min(welcome.max_model_len for welcome in welcomes)
+    longest_prompt = max_model_len - 1
+    if settings.max_prompt_tokens is not None:
+        longest_prompt = min(longest_prompt, settings.max_prompt_tokens)
+    return Limits(
+        vocab_size=min(welcome.vocab_size for welcome in welcomes),
+        max_model_len=max_model_len,
+        max_prompt_tokens=longest_prompt,
+        max_prompt_bytes=longest_prompt * longest_token_bytes,
+        max_message_bytes=settings.max_message_bytes,
+        max_logprobs=min(settings.max_logprobs, *(welcome.max_logprobs for welcome in welcomes)),
+        max_stop_strings=settings.max_stop_strings,
+        max_stop_string_bytes=settings.max_stop_string_bytes,
+        max_stop_token_ids=settings.max_stop_token_ids,
+        max_chat_messages=settings.max_chat_messages,
+        max_n=min(MAX_N, *(welcome.max_num_seqs for welcome in welcomes)),
+    )

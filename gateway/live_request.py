@@ -1,6 +1,7 @@
 """A request from its arrival to its end: what was asked, what came, what its client still has to get."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from gateway.events import Chunk, Completed, Event, GeneratedSequence, PositionLogprobs, Usage
@@ -18,9 +19,10 @@ class LiveRequest:
         handle: What stands for the request on scheduler streams.
         sequences: One stream per sequence.
         replica: Address of the scheduler that has the request, None while it waits for one.
-        submissions: How often it was sent to a scheduler.
+        submissions: How often it was sent to a scheduler, those not counted that drained.
         prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as they came.
         is_over: Whether nothing more is expected from the scheduler.
+        awaits_usage: Whether all its sequences ended here, and the scheduler has yet to say what it cost.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class LiveRequest:
         self.sequences = tuple(sequences)
         self.replica: str | None = None
         self.submissions = 0
+        self.awaits_usage = False
         self.prompt_logprobs: list[PositionLogprobs] = []
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
@@ -67,12 +70,28 @@ class LiveRequest:
         return sum(len(stream.token_ids) for stream in self.sequences)
 
     @property
+    def num_computed_tokens(self) -> float:
+        """The tokens that were generated so far, with those of candidates that are not returned."""
+        return self.num_generated_tokens * self.request.best_of / self.request.num_sequences
+
+    @property
+    def most_computed_tokens(self) -> float:
+        """What `num_computed_tokens` is at the end at most."""
+        max_tokens = self.request.stopping.max_tokens
+        most = sum(max_tokens if stream.finished is None else len(stream.token_ids) for stream in self.sequences)
+        return most * self.request.best_of / self.request.num_sequences
+
+    @property
     def seconds_to_first_token(self) -> float | None:
         return None if self._first_token_at is None else self._first_token_at - self._arrived_at
 
+    @property
+    def seconds_since_news(self) -> float:
+        """Since its last token came, or since its arrival."""
+        return self._clock() - self._last_token_at
+
     def accept(self, run: TokenRun) -> bool:
-        """Takes new tokens; returns whether a stop string ended the sequence with them. Ends the request with its last
-        sequence.
+        """Takes new tokens; returns whether a stop string ended the sequence with them.
 
         Raises:
             TokenGapError: tokens are missing.
@@ -84,7 +103,6 @@ class LiveRequest:
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
             self._news.set()
-        self.end_if_all_ended()
         return was_running and stream.finished is not None
 
     def accept_prompt(self, run: PromptRun) -> None:
@@ -112,18 +130,23 @@ class LiveRequest:
         for stream in self.sequences:
             if stream.finished is None:
                 raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
-        self._usage = end.usage
+        if end.usage is None:
+            self._usage = self._own_usage()
+        elif self.awaits_usage:
+            # The scheduler went on for a while.
+            self._usage = dataclasses.replace(end.usage, generated_tokens=self.num_generated_tokens)
+        else:
+            self._usage = end.usage
         self._end()
 
-    def end_if_all_ended(self) -> bool:
-        """Ends the request where all its sequences have ended and the scheduler will not say so; tells whether it did.
+    def ends_here(self) -> bool:
+        """Whether all its sequences have ended and the scheduler is to be told so, which is said once.
 
         So it is when a stop string ended the last of them here, while the end of the others was on its way.
         """
-        if self.is_over or any(stream.finished is None for stream in self.sequences):
+        if self.is_over or self.awaits_usage or not self._all_ended():
             return False
-        self._usage = self._own_usage()
-        self._end()
+        self.awaits_usage = True
         return True
 
     def settle(self) -> None:
@@ -133,7 +156,9 @@ class LiveRequest:
         """
         for stream in self.sequences:
             stream.end_if_complete(self.request.stopping.max_tokens)
-        self.end_if_all_ended()
+        if not self.is_over and self._all_ended():
+            self._usage = self._own_usage()
+            self._end()
 
     def skip(self, index: int, num_tokens: int, num_characters: int | None = None) -> None:
         """The client has so much of a sequence already. To be called before anything is delivered."""
@@ -177,6 +202,9 @@ class LiveRequest:
         assert self._usage is not None
         return [_generated(stream) for stream in self.sequences], self._usage
 
+    def _all_ended(self) -> bool:
+        return all(stream.finished is not None for stream in self.sequences)
+
     def _end(self) -> None:
         self._news.set()
         self._ended.set()
@@ -187,7 +215,7 @@ class LiveRequest:
         return self.sequences[index]
 
     def _own_usage(self) -> Usage:
-        """The usage of a request that the gateway ended; what only the scheduler knows stays 0.
+        """The usage of a request whose scheduler cannot say it any more; what only that one knows stays 0.
 
         The time in the queue is counted as prefill.
         """

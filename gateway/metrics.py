@@ -86,6 +86,21 @@ class GatewayMetrics:
     def track(self, live: LiveRequest) -> Iterator[None]:
         """Counts a request while the context runs, and how it ended when it is left."""
         self._prompt_tokens.inc(len(live.request.prompt_token_ids))
+        try:
+            with self._tracked(live):
+                yield
+        finally:
+            if live.seconds_to_first_token is not None:
+                self._first_token.observe(live.seconds_to_first_token)
+
+    @contextmanager
+    def track_resumed(self, live: LiveRequest, num_known_tokens: int) -> Iterator[None]:
+        """Counts a resumed stream as a request of its own, without its prompt and the output that was there before."""
+        with self._tracked(live, num_known_tokens):
+            yield
+
+    @contextmanager
+    def _tracked(self, live: LiveRequest, num_known_tokens: int = 0) -> Iterator[None]:
         started_at = time.monotonic()
         outcome = "abandoned"
         try:
@@ -98,10 +113,8 @@ class GatewayMetrics:
         finally:
             self._requests.labels(outcome).inc()
             self._add_to_statistics(time.monotonic() - started_at, live.usage if outcome == "completed" else None)
-            self._generated_tokens.inc(live.num_generated_tokens)
+            self._generated_tokens.inc(max(live.num_generated_tokens - num_known_tokens, 0))
             self._resubmissions.inc(max(live.submissions - 1, 0))
-            if live.seconds_to_first_token is not None:
-                self._first_token.observe(live.seconds_to_first_token)
 
     def _add_to_statistics(self, seconds: float, usage: Usage | None) -> None:
         """`usage` is None for a request that did not complete."""

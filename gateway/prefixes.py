@@ -51,20 +51,20 @@ class Prefixes:
         """
         caller = current_caller()
         caller.check_may_pin()
-        self._generator.check_accepting()
-        caller.account.check()
-        limits = await self._generator.limits()
-        check_model(model, caller.visible(self._model.name))
-        _check_pin(prefix, time_to_live_ms, limits)
-        field, token_ids = await self._encode(prefix)
-        check_prompt_tokens(field, token_ids, limits)
-        lifetime_ms = _DEFAULT_TIME_TO_LIVE_MS if time_to_live_ms is None else time_to_live_ms
-        with caller.account.admitted(len(token_ids)):
-            pins, errors = await self._on_every_replica(
-                lambda client: pin_prefix(client, caller.tenant, token_ids, lifetime_ms, timeout_s)
-            )
-            if errors:
-                raise errors[0]
+        with self._generator.arriving():
+            caller.account.check()
+            limits = await self._generator.limits()
+            check_model(model, caller.visible(self._model.name))
+            _check_pin(prefix, time_to_live_ms, limits)
+            field, token_ids = await self._encode(prefix)
+            check_prompt_tokens(field, token_ids, limits)
+            lifetime_ms = _DEFAULT_TIME_TO_LIVE_MS if time_to_live_ms is None else time_to_live_ms
+            with caller.account.admitted(len(token_ids)):
+                pins, errors = await self._on_every_replica(
+                    lambda client: pin_prefix(client, caller.tenant, token_ids, lifetime_ms, timeout_s)
+                )
+                if errors:
+                    raise errors[0]
         return PinnedPrefix(min(pins, key=lambda pin: pin.num_tokens), lifetime_ms)
 
     async def unpin(self, pin_id: str, *, timeout_s: float | None) -> None:

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from gateway.ledger import Ledger
 from gateway.live_request import LiveRequest
+from gateway.request_timers import RequestTimers
 from gateway.routing import affinity_key, choose_replica
 from gateway.scheduler_client import SchedulerClient, SchedulerRefusedError
 from gateway.scheduler_events import EventBatch, Welcome
@@ -14,6 +15,8 @@ from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
 from quire.rpc.tls import TlsIdentity
 
 _DEFAULT_RETRY_MS = 100
+# For the answer to an abort; without it, what only the scheduler knows of the cost is left out.
+_USAGE_TIMEOUT_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
@@ -22,7 +25,8 @@ class Replicas:
 
     A request whose scheduler is lost stays with it for `failover_delay_s`, since its blocks may be there still when the
     scheduler is back; then any connected replica takes it over. Without one it waits, and fails with UNAVAILABLE after
-    `connect_timeout_s`.
+    `connect_timeout_s`. From a scheduler that is connected and not ready it moves as late, where another replica is
+    ready, unless tokens come all the same. What a scheduler refuses because it drains is placed anew.
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class Replicas:
         self._some_ready = asyncio.Event()
         self._none_ready = asyncio.Event()
         self._none_ready.set()
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._timers = RequestTimers()
+        # Addresses of schedulers that refuse what is new until they end.
+        self._draining: set[str] = set()
 
     @property
     def is_ready(self) -> bool:
@@ -97,9 +103,7 @@ class Replicas:
 
     def place(self, live: LiveRequest) -> None:
         """Sends a request to a replica, or keeps it until there is one."""
-        connected = {address: client for address, client in self.clients.items() if client.is_connected}
-        # Those that are not ready take requests too, but let them wait.
-        candidates = {address: client for address, client in connected.items() if client.is_ready} or connected
+        candidates = self._candidates()
         if not candidates:
             self._await_scheduler(live)
             return
@@ -113,7 +117,7 @@ class Replicas:
 
     def release(self, live: LiveRequest) -> None:
         """Ends whatever still runs for a request. Idempotent."""
-        self._cancel_timer(live)
+        self._timers.cancel(live)
         if live.replica is not None:
             self.clients[live.replica].abort(live.handle)
             live.replica = None
@@ -125,13 +129,15 @@ class Replicas:
         live.replica = client.address
         live.submissions += 1
         client.resume(live)
+        if not client.is_ready:
+            self._timers.set(live, self._failover_delay_s, self._leave_unready)
 
     def leave(self, live: LiveRequest) -> None:
         """Its client is gone: a durable request that is not completed runs on for a while, another ends. Idempotent."""
         if not live.request.durable or live.is_completed or live.replica is None:
             self.release(live)
             return
-        self._cancel_timer(live)
+        self._timers.cancel(live)
         self.clients[live.replica].detach(live.handle)
         live.replica = None
 
@@ -152,35 +158,44 @@ class Replicas:
     def on_connected(self, client: SchedulerClient) -> None:
         _logger.info("connected to scheduler %s", client.address)
         self._some_connected.set()
+        self._draining.discard(client.address)
         self._update_readiness()
         for live in self._ledger.of_replica(client.address):
             self._submit(live, client)
         for live in self._ledger:
             if live.replica is None and not live.is_over:
                 self.place(live)
+        self._watch_unready()
 
     def on_disconnected(self, client: SchedulerClient) -> None:
         if not self.num_connected:
             self._some_connected.clear()
         self._update_readiness()
-        for live in self._ledger.of_replica(client.address):
+        for live in self._ledger:
+            if live.replica != client.address:
+                continue
             live.settle()
             if not live.is_over:
-                self._set_timer(live, self._failover_delay_s, self._fail_over)
+                self._timers.set(live, self._failover_delay_s, self._fail_over)
 
     def on_readiness(self, client: SchedulerClient) -> None:
-        state = "runs again" if client.is_ready else "lost its worker; its requests wait"
+        state = "runs again" if client.is_ready else "lost its worker, or drains"
         _logger.info("scheduler %s %s", client.address, state)
         self._update_readiness()
+        if client.is_ready:
+            for live in self._ledger.of_replica(client.address):
+                self._timers.cancel(live)
+        self._watch_unready()
 
     def on_events(self, client: SchedulerClient, batch: EventBatch) -> None:
         outcome = self._ledger.apply(client.address, batch)
         for live in outcome.ended_here:
-            self.release(live)
+            client.abort(live.handle, wants_usage=True)
+            self._timers.set(live, _USAGE_TIMEOUT_S, LiveRequest.settle)
         for live, index in outcome.sequences_ended_here:
-            client.abort(live.handle, index)
+            client.abort(live.handle, index, wants_usage=True)
         for live, error in outcome.failed:
-            self._refused(live, error)
+            self._refused(client, live, error)
         for handle in outcome.unknown_handles:
             client.abort(handle)
 
@@ -191,17 +206,31 @@ class Replicas:
         set_event.set()
         cleared.clear()
 
+    def _candidates(self) -> dict[str, SchedulerClient]:
+        """The replicas that a request may go to: those that run steps, else those that let it wait."""
+        taking = {
+            address: client
+            for address, client in self.clients.items()
+            if client.is_connected and address not in self._draining
+        }
+        return {address: client for address, client in taking.items() if client.is_ready} or taking
+
     def _submit(self, live: LiveRequest, client: SchedulerClient) -> None:
-        self._cancel_timer(live)
+        self._timers.cancel(live)
         live.replica = client.address
         live.submissions += 1
         client.submit(live)
 
-    def _refused(self, live: LiveRequest, error: QuireError) -> None:
-        """A new request fails; one that was running before comes back later, since it was accepted once."""
+    def _refused(self, client: SchedulerClient, live: LiveRequest, error: QuireError) -> None:
+        """A new request fails; one that was running before comes back later, since it was accepted once. Whatever a
+        scheduler refuses because it drains is for another one, or for its successor."""
         live.replica = None
-        if live.submissions > 1 and isinstance(error, ResourceExhausted | Unavailable):
-            self._set_timer(live, (error.retry_after_ms or _DEFAULT_RETRY_MS) / 1000, self.place)
+        if isinstance(error, Unavailable) and error.reason == "DRAINING":
+            live.submissions -= 1
+            self._draining.add(client.address)
+            self.place(live)
+        elif live.submissions > 1 and isinstance(error, ResourceExhausted | Unavailable):
+            self._timers.set(live, (error.retry_after_ms or _DEFAULT_RETRY_MS) / 1000, self.place)
         else:
             live.fail(error)
 
@@ -209,23 +238,30 @@ class Replicas:
         live.replica = None
         self.place(live)
 
+    def _watch_unready(self) -> None:
+        """Says when requests leave schedulers that run no steps. Those that could not leave then for want of another
+        replica get another time, now that something has changed."""
+        for client in self.clients.values():
+            if client.is_connected and not client.is_ready:
+                for live in self._ledger.of_replica(client.address):
+                    if live not in self._timers:
+                        self._timers.set(live, self._failover_delay_s, self._leave_unready)
+
+    def _leave_unready(self, live: LiveRequest) -> None:
+        """Moves a request to a replica that runs steps, where there is one, unless it goes on where it is."""
+        if live.is_over or not any(client.is_ready for client in self._candidates().values()):
+            return
+        left_s = self._failover_delay_s - live.seconds_since_news
+        if left_s > 0:
+            self._timers.set(live, left_s, self._leave_unready)
+        else:
+            # A durable one is not aborted there: whoever resumes it from there gets the same tokens.
+            self.leave(live)
+            self.place(live)
+
     def _await_scheduler(self, live: LiveRequest) -> None:
-        self._set_timer(live, self._connect_timeout_s, self._give_up)
+        self._timers.set(live, self._connect_timeout_s, self._give_up)
 
     def _give_up(self, live: LiveRequest) -> None:
         message = f"no scheduler could be reached for {self._connect_timeout_s:g} s"
         live.fail(Unavailable(message, reason="NO_SCHEDULER"))
-
-    def _set_timer(self, live: LiveRequest, delay_s: float, action: Callable[[LiveRequest], None]) -> None:
-        self._cancel_timer(live)
-        loop = asyncio.get_running_loop()
-        self._timers[live.handle] = loop.call_later(delay_s, self._fire, live, action)
-
-    def _fire(self, live: LiveRequest, action: Callable[[LiveRequest], None]) -> None:
-        del self._timers[live.handle]
-        action(live)
-
-    def _cancel_timer(self, live: LiveRequest) -> None:
-        timer = self._timers.pop(live.handle, None)
-        if timer is not None:
-            timer.cancel()

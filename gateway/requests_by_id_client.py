@@ -5,12 +5,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import grpc.aio
-
 from gateway.request import GenerationRequest
 from gateway.scheduler_client import SchedulerClient
 from gateway.submitted_convert import request_from_submit
-from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable, from_rpc_error
+from quire.rpc.errors import FieldViolation, NotFound, QuireError
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 Answer = TypeVar("Answer")
@@ -18,10 +16,19 @@ _TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class DurableState:
+    """How far a durable request is: whether it has ended, and its tokens so far, of all sequences that are returned."""
+
+    is_over: bool
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class FoundRequest:
     """A durable request, and the scheduler that has it."""
 
     request: GenerationRequest
+    state: DurableState
     client: SchedulerClient
 
 
@@ -29,7 +36,13 @@ async def find_durable(clients: Iterable[SchedulerClient], tenant: str, request_
     """Raises NotFound where no replica has it, Unavailable where one that might have it could not be asked."""
     asked = scheduler_pb2.FindDurableRequest(tenant=tenant, request_id=request_id)
     client, answer = await _first(clients, lambda stub: stub.FindDurable(asked, timeout=_TIMEOUT_S), request_id)
-    return FoundRequest(request_from_submit(answer.submit), client)
+    return FoundRequest(request_from_submit(answer.submit), _state(answer), client)
+
+
+async def durable_state(client: SchedulerClient, tenant: str, request_id: str) -> DurableState:
+    """Asks one replica. Raises NotFound where it does not have the request, Unavailable where it could not be asked."""
+    asked = scheduler_pb2.FindDurableRequest(tenant=tenant, request_id=request_id, state_only=True)
+    return _state(await client.ask(lambda stub: stub.FindDurable(asked, timeout=_TIMEOUT_S)))
 
 
 async def cancel_by_id(clients: Iterable[SchedulerClient], tenant: str, request_id: str) -> None:
@@ -43,6 +56,10 @@ def no_such_request(request_id: str) -> NotFound:
     description = f'"{request_id[:128]}" names no running request'
     violation = FieldViolation("request_id", description)
     return NotFound(f"request_id {description}", reason="REQUEST_NOT_FOUND", violations=[violation])
+
+
+def _state(answer: scheduler_pb2.FindDurableResponse) -> DurableState:
+    return DurableState(answer.is_over, answer.generated_tokens)
 
 
 async def _first(
@@ -65,16 +82,7 @@ async def _first(
 async def _answer(
     client: SchedulerClient, call: Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Answer]]
 ) -> Answer | QuireError:
-    unconnected = Unavailable(f"scheduler {client.address} is not connected", reason="NO_SCHEDULER")
-    if client.stub is None:
-        return unconnected
     try:
-        return await call(client.stub)
-    except grpc.aio.AioRpcError as error:
-        return from_rpc_error(error)
-    except asyncio.CancelledError:
-        # gRPC raises it also in a call whose channel closes, which is no cancellation of ours.
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        return unconnected
+        return await client.ask(call)
+    except QuireError as error:
+        return error

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,7 +25,7 @@ from gateway.scheduler_convert import (
 from gateway.scheduler_events import EventBatch, Welcome
 from gateway.sequence_stream import TokenGapError
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import QuireError, from_rpc_error
+from quire.rpc.errors import QuireError, Unavailable, from_rpc_error
 from quire.rpc.tls import TlsIdentity
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.settings import ConfigurationError
@@ -39,6 +39,7 @@ _MESSAGES_OF_CREDIT = 2
 # Those that are being handed out, and those on their way meanwhile.
 _MESSAGES_AHEAD = 2 * _MESSAGES_OF_CREDIT
 _TURNS_OF_A_READER = 2
+Answer = TypeVar("Answer")
 _logger = logging.getLogger(__name__)
 
 
@@ -54,7 +55,7 @@ class SchedulerListener(Protocol):
         ...
 
     def on_readiness(self, client: "SchedulerClient") -> None:
-        """The scheduler of an open stream lost its worker, or has one again."""
+        """The scheduler of an open stream lost its worker, or has one again, or drains."""
         ...
 
     def on_events(self, client: "SchedulerClient", batch: EventBatch) -> None:
@@ -81,7 +82,6 @@ class SchedulerClient:
         welcome: What the scheduler said last, None before the first time.
         is_connected: Whether a stream is open.
         is_ready: Whether the scheduler runs steps, too: it has its worker.
-        stub: For unary calls, which end when the stream does; None while none is open.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class SchedulerClient:
         self.welcome: Welcome | None = None
         self.is_connected = False
         self.is_ready = False
-        self.stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
+        # For unary calls, which end when the stream does; None while none is open.
+        self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
         self._hello = hello_message(gateway_id, grace_period_ms)
         self._listener = listener
         self._outbox: deque[scheduler_pb2.ConnectRequest] = deque()
@@ -109,10 +110,11 @@ class SchedulerClient:
         """Sends a request, with the tokens that it has already, soon."""
         self._send(submit_message(live))
 
-    def abort(self, handle: int, sequence_index: int | None = None) -> None:
-        """Asks to end a request, or one sequence of it, soon. Without a stream there is nothing to end."""
+    def abort(self, handle: int, sequence_index: int | None = None, *, wants_usage: bool = False) -> None:
+        """Asks to end a request, or one sequence of it, soon, and to say what it has cost. Without a stream there is
+        nothing to end."""
         if self.is_connected:
-            self._send(abort_message(handle, sequence_index))
+            self._send(abort_message(handle, sequence_index, wants_usage=wants_usage))
 
     def resume(self, live: LiveRequest) -> None:
         """Takes a durable request over, soon. Its stream must be open."""
@@ -122,6 +124,26 @@ class SchedulerClient:
         """Leaves a durable request to whoever resumes it, soon. Without a stream it is so already."""
         if self.is_connected:
             self._send(detach_message(handle))
+
+    async def ask(self, call: Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Answer]]) -> Answer:
+        """What a unary call answers.
+
+        Raises:
+            QuireError: what the scheduler said, or Unavailable where it is not connected (any more).
+        """
+        unconnected = Unavailable(f"scheduler {self.address} is not connected", reason="NO_SCHEDULER")
+        if self._stub is None:
+            raise unconnected
+        try:
+            return await call(self._stub)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            # gRPC raises it also in a call whose channel closes, which is no cancellation of ours.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise unconnected from None
 
     async def flush(self) -> None:
         """Waits until everything that was sent before is written, or the stream is gone, or a second passed."""
@@ -167,7 +189,7 @@ class SchedulerClient:
                 responses = aiter(call)
                 welcome = await self._greet(call, responses)
                 self._connect(welcome)
-                self.stub = stub
+                self._stub = stub
                 writer = asyncio.create_task(self._write_outbox(call))
                 try:
                     await self._read(responses)
@@ -178,7 +200,7 @@ class SchedulerClient:
                 raise from_rpc_error(error) from error
             finally:
                 # Before the channel closes: nothing can be called on it then.
-                self.stub = None
+                self._stub = None
                 call.cancel()
 
     async def _greet(self, call: Any, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> Welcome:
@@ -197,9 +219,8 @@ class SchedulerClient:
                 await asyncio.wait([exchange])
 
     def _connect(self, welcome: Welcome) -> None:
-        known = self.welcome
-        if known is not None and welcome.scheduler_epoch < known.scheduler_epoch:
-            raise SchedulerRefusedError(f"its epoch {welcome.scheduler_epoch} is older than {known.scheduler_epoch}")
+        # Whatever its epoch is: a stream is opened when the one before is over, so this one is of the newer scheduler,
+        # even where the clock that epochs are made from went back.
         self._listener.check_welcome(welcome)
         self._outbox.clear()
         self._has_mail.clear()

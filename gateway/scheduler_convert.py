@@ -45,9 +45,10 @@ def credit_message(num_messages: int) -> scheduler_pb2.ConnectRequest:
     return scheduler_pb2.ConnectRequest(credit=scheduler_pb2.Credit(messages=num_messages))
 
 
-def abort_message(handle: int, sequence_index: int | None) -> scheduler_pb2.ConnectRequest:
+def abort_message(handle: int, sequence_index: int | None, *, wants_usage: bool) -> scheduler_pb2.ConnectRequest:
     """Without an index it ends the whole request."""
-    return scheduler_pb2.ConnectRequest(abort=scheduler_pb2.Abort(handle=handle, sequence_index=sequence_index))
+    abort = scheduler_pb2.Abort(handle=handle, sequence_index=sequence_index, wants_usage=wants_usage)
+    return scheduler_pb2.ConnectRequest(abort=abort)
 
 
 def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
@@ -183,7 +184,7 @@ def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:
     return EventBatch(
         runs=_token_runs(message),
         ended=[_sequence_ended(end) for end in message.finished],
-        completed=[RequestEnded(end.handle, _usage(end.usage)) for end in message.completed],
+        completed=[_request_ended(end) for end in message.completed],
         failed=[_request_failed(failure) for failure in message.failed],
         prompt_runs=[_prompt_run(entry) for entry in message.prompt_logprobs],
     )
@@ -252,6 +253,10 @@ def _sequence_ended(message: scheduler_pb2.SequenceEnd) -> SequenceEnded:
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
     )
+
+
+def _request_ended(message: scheduler_pb2.RequestEnd) -> RequestEnded:
+    return RequestEnded(message.handle, _usage(message.usage) if message.HasField("usage") else None)
 
 
 def _request_failed(message: scheduler_pb2.RequestFailure) -> RequestFailed:

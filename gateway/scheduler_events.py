@@ -57,10 +57,11 @@ class SequenceEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """All sequences of a request ended."""
+    """All sequences of a request ended. `usage` is None where the gateway ended it and the scheduler does not know it
+    (any more)."""
 
     handle: int
-    usage: Usage
+    usage: Usage | None
 
 
 @dataclass(frozen=True, slots=True)

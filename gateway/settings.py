@@ -70,7 +70,10 @@ class GatewayFlags(ServiceFlags):
         2.0, "seconds that a request waits for the first scheduler", minimum=0, metavar="SECONDS"
     )
     failover_delay: float = setting(
-        5.0, "seconds after which requests leave a lost scheduler for another", minimum=0, metavar="SECONDS"
+        5.0,
+        "seconds after which requests leave a scheduler that is lost, or not ready",
+        minimum=0,
+        metavar="SECONDS",
     )
     reconnect_grace: float = setting(
         10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0, metavar="SECONDS"

@@ -67,7 +67,7 @@ class TextService:
             violations.check_token_ids("token_ids", token_ids, limits.vocab_size)
         violations.raise_if_any()
         with caller.account.admitted(0):
-            return self._model.tokenizer.decode(token_ids, include_special_tokens=include_special_tokens)
+            return await self._model.tokenizer.decode_any(token_ids, include_special_tokens=include_special_tokens)
 
     async def _encode(self, text: TextPrompt | ChatPrompt | None, *, add_special_tokens: bool) -> list[int]:
         if isinstance(text, ChatPrompt):

@@ -73,9 +73,16 @@ class Tokenizer:
         return await loop.run_in_executor(self._executor, self._encode_long, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
-        """Text of token ids; ids that the tokenizer does not know give none."""
+        """Text of a few token ids; ids that the tokenizer does not know give none."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=not include_special_tokens)
         return cleaned_up(text) if self._cleans_up else text
+
+    async def decode_any(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
+        """As `decode`, for any number of them."""
+        if len(token_ids) <= _INLINE_LENGTH:
+            return self.decode(token_ids, include_special_tokens=include_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._decode_long, token_ids, include_special_tokens)
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary spells them; an empty string for ids that it does not know."""
@@ -94,6 +101,11 @@ class Tokenizer:
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _decode_long(self, token_ids: Sequence[int], include_special_tokens: bool) -> str:
+        # As for texts, the batch call lets other threads run.
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=not include_special_tokens)
+        return cleaned_up(text) if self._cleans_up else text
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         # Unlike `encode`, the batch call lets other threads run, and it keeps no offsets.

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from gateway.wire_fields import malformed_field, wire_fields
-from quire.rpc.errors import FieldViolation, InvalidArgument
+from quire.rpc.errors import FieldViolation, InvalidArgument, invalid_field
 
 # No message of ours that has alternatives has as many fields; what comes after them is not looked at.
 _MAX_FIELDS_LOOKED_AT = 256
@@ -106,4 +106,4 @@ def _check_alternatives(kind: type[Message], data: bytes) -> None:
         other = chosen.setdefault(oneof, field)
         if other != field:
             description = f"is set besides {other}; set exactly one of them"
-            raise InvalidArgument(f"{field} {description}", violations=[FieldViolation(field, description)])
+            raise invalid_field(field, description)

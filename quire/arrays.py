@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from quire.rpc.errors import FieldViolation, InvalidArgument
+from quire.rpc.errors import invalid_field
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -40,9 +40,9 @@ def decode_int32(
     """
     array = _decode(data, field, _INT32, columns)
     if array.size and minimum is not None and array.min() < minimum:
-        raise _invalid(field, f"holds {array.min()}; the least value is {minimum}")
+        raise invalid_field(field, f"holds {array.min()}; the least value is {minimum}")
     if array.size and below is not None and array.max() >= below:
-        raise _invalid(field, f"holds {array.max()}; values must be below {below}")
+        raise invalid_field(field, f"holds {array.max()}; values must be below {below}")
     return array
 
 
@@ -65,10 +65,6 @@ def decode_float32(data: bytes, field: str, *, columns: int = 1) -> NDArray[np.f
 def _decode(data: bytes, field: str, dtype: DTypeLike, columns: int) -> NDArray:
     row_bytes = 4 * columns
     if len(data) % row_bytes:
-        raise _invalid(field, f"has {len(data)} bytes; expected a multiple of {row_bytes}")
+        raise invalid_field(field, f"has {len(data)} bytes; expected a multiple of {row_bytes}")
     array = np.frombuffer(data, dtype=dtype)
     return array if columns == 1 else array.reshape(-1, columns)
-
-
-def _invalid(field: str, description: str) -> InvalidArgument:
-    return InvalidArgument(f"{field} {description}", violations=[FieldViolation(field, description)])

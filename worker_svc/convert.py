@@ -8,10 +8,9 @@ depends on the rows' present content is `RowLedger`'s to refuse. Neither changes
 import numpy as np
 
 from quire.arrays import decode_int32
-from quire.rpc.errors import FailedPrecondition
+from quire.rpc.errors import FailedPrecondition, invalid_field
 from quire.worker.v1 import worker_pb2
 from worker_svc.info import WorkerInfo
-from worker_svc.refusal import invalid
 from worker_svc.sampling_convert import SamplingDecoder
 from worker_svc.sealed_blocks import HASH_BYTES
 from worker_svc.step_rules import check_batch, check_cache_operations, check_row_changes
@@ -50,7 +49,7 @@ def step_of(request: RunRequest) -> StepRequest:
     if kind == "attach":
         raise FailedPrecondition("this stream is attached; open another to attach again", reason="ALREADY_ATTACHED")
     if kind is None:
-        raise invalid("message", "is missing; expected step")
+        raise invalid_field("message", "is missing; expected step")
     return request.step
 
 
@@ -109,15 +108,15 @@ class StepDecoder:
     def _assign(self, message: worker_pb2.AssignRow, field: str) -> AssignRow:
         token_ids = self._tokens(message.token_ids, f"{field}.token_ids", 0)
         if not len(token_ids):
-            raise invalid(f"{field}.token_ids", "is empty; a sequence has at least 1 token")
+            raise invalid_field(f"{field}.token_ids", "is empty; a sequence has at least 1 token")
         if message.num_prompt_tokens > len(token_ids):
-            raise invalid(
+            raise invalid_field(
                 f"{field}.num_prompt_tokens",
                 f"is {message.num_prompt_tokens}; the sequence has {len(token_ids)} tokens",
             )
         block_table = _ids(message.block_table, f"{field}.block_table", self._pool.num_gpu_blocks)
         if len(block_table) > self._max_blocks:
-            raise invalid(
+            raise invalid_field(
                 f"{field}.block_table", f"has {len(block_table)} blocks; a sequence has at most {self._max_blocks}"
             )
         row = self._row(message.row, f"{field}.row")
@@ -128,13 +127,13 @@ class StepDecoder:
         row = self._row(message.row, f"{field}.row")
         token_ids = self._tokens(message.token_ids, f"{field}.token_ids", message.position)
         if not message.position + len(token_ids):
-            raise invalid(f"{field}.token_ids", "leaves the row empty; a sequence has at least 1 token")
+            raise invalid_field(f"{field}.token_ids", "leaves the row empty; a sequence has at least 1 token")
         return SetTokens(row, message.position, token_ids)
 
     def _tokens(self, data: bytes, field: str, position: int) -> Int32Array:
         token_ids = _ids(data, field, self._model.vocab_size)
         if position + len(token_ids) > self._model.max_model_len:
-            raise invalid(
+            raise invalid_field(
                 field,
                 f"ends at {position + len(token_ids)} tokens; a sequence has at most {self._model.max_model_len}",
             )
@@ -147,20 +146,20 @@ class StepDecoder:
         computed = _ids(message.num_computed_tokens, "batch.num_computed_tokens", max_tokens)
         for field, array in (("batch.num_new_tokens", new), ("batch.num_computed_tokens", computed)):
             if len(array) != len(rows):
-                raise invalid(field, f"has {len(array)} entries; batch.rows has {len(rows)}")
+                raise invalid_field(field, f"has {len(array)} entries; batch.rows has {len(rows)}")
         return Batch(rows, new, computed, _pairs(message.samples, "batch.samples", (max_rows, max_rows)))
 
     def _sealed(self, block_ids: bytes, hashes: bytes) -> SealedBlocks:
         blocks = _ids(block_ids, "sealed_block_ids", self._pool.num_gpu_blocks)
         if len(hashes) != HASH_BYTES * len(blocks):
-            raise invalid(
+            raise invalid_field(
                 "sealed_hashes", f"has {len(hashes)} bytes; {len(blocks)} blocks need {HASH_BYTES * len(blocks)}"
             )
         return SealedBlocks(blocks, np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES))
 
     def _row(self, row: int, field: str) -> int:
         if row >= self._limits.max_num_rows:
-            raise invalid(field, f"is {row}; rows are below {self._limits.max_num_rows}")
+            raise invalid_field(field, f"is {row}; rows are below {self._limits.max_num_rows}")
         return row
 
 
@@ -178,5 +177,5 @@ def _tuples(data: bytes, field: str, below: tuple[int, ...]) -> Int32Array:
     if len(array):
         for column, (greatest, bound) in enumerate(zip(array.max(axis=0), below, strict=True)):
             if greatest >= bound:
-                raise invalid(field, f"holds {greatest} in column {column}; values there must be below {bound}")
+                raise invalid_field(field, f"holds {greatest} in column {column}; values there must be below {bound}")
     return array

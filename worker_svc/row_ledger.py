@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.rpc.errors import invalid_field
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerLimits
-from worker_svc.refusal import invalid
 from worker_svc.step_rules import check_distinct, first_true
 from worker_svc.steps import AssignRow, Batch, Int32Array, RowChanges, SetTokens, Step
 
@@ -77,7 +77,7 @@ class RowLedger:
     def _assign(self, assign: AssignRow) -> None:
         row = assign.row
         if self._held[row]:
-            raise invalid("assign.row", f"is {row}, which holds a sequence; release it first")
+            raise invalid_field("assign.row", f"is {row}, which holds a sequence; release it first")
         self._held[row] = True
         self._draws[row] = assign.sampling.num_candidates is None
         self._num_tokens[row] = len(assign.token_ids)
@@ -93,7 +93,7 @@ class RowLedger:
     def _set_tokens(self, change: SetTokens) -> None:
         self._require_held(np.array([change.row]), "set_tokens.row")
         if change.position > self._num_tokens[change.row]:
-            raise invalid(
+            raise invalid_field(
                 "set_tokens.position",
                 f"is {change.position}; row {change.row} has {self._num_tokens[change.row]} tokens",
             )
@@ -112,7 +112,7 @@ class RowLedger:
         lengths = self._num_blocks + np.bincount(added[:, 0], minlength=len(self._num_blocks))
         if (worst := first_true(added[:, 1] >= lengths[added[:, 0]])) is not None:
             row, index = added[worst]
-            raise invalid(
+            raise invalid_field(
                 "block_table_deltas", f"sets block {index} of row {row}, which has only {self._num_blocks[row]}"
             )
         self._num_blocks[:] = lengths
@@ -123,12 +123,12 @@ class RowLedger:
         self._require_held(rows, "batch.rows")
         ends = batch.num_computed_tokens.astype(np.int64) + batch.num_new_tokens
         if (worst := first_true(ends > self._num_tokens[rows])) is not None:
-            raise invalid(
+            raise invalid_field(
                 "batch.num_new_tokens",
                 f"takes row {rows[worst]} to {ends[worst]} tokens; it has {self._num_tokens[rows[worst]]}",
             )
         if (worst := first_true(ends > self._num_blocks[rows] * self._block_size)) is not None:
-            raise invalid(
+            raise invalid_field(
                 "batch.num_new_tokens",
                 f"takes row {rows[worst]} to {ends[worst]} tokens; its block table of "
                 f"{self._num_blocks[rows[worst]]} blocks holds {self._num_blocks[rows[worst]] * self._block_size}",
@@ -150,7 +150,7 @@ class RowLedger:
         ends = np.zeros_like(self._num_tokens)
         ends[batch.rows] = batch.num_computed_tokens.astype(np.int64) + batch.num_new_tokens
         if (worst := first_true(ends[sources] != self._num_tokens[samplers])) is not None:
-            raise invalid(
+            raise invalid_field(
                 "batch.samples",
                 f"lets row {samplers[worst]} of {self._num_tokens[samplers[worst]]} tokens sample after token "
                 f"{ends[sources[worst]]} of row {sources[worst]}",
@@ -158,4 +158,4 @@ class RowLedger:
 
     def _require_held(self, rows: NDArray[np.integer], field: str) -> None:
         if (worst := first_true(~self._held[rows])) is not None:
-            raise invalid(field, f"names row {rows[worst]}, which holds no sequence")
+            raise invalid_field(field, f"names row {rows[worst]}, which holds no sequence")

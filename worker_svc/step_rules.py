@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from quire.rpc.errors import invalid_field
 from worker_svc.info import ModelGeometry, WorkerLimits
-from worker_svc.refusal import invalid
 from worker_svc.steps import Batch, CacheOperations, Int32Array, RowChanges
 
 
@@ -29,19 +29,19 @@ def check_batch(batch: Batch, model: ModelGeometry, limits: WorkerLimits) -> Non
     check_distinct(batch.rows, "batch.rows", "row")
     num_tokens = int(batch.num_new_tokens.sum(dtype=np.int64))
     if num_tokens > limits.max_num_batched_tokens:
-        raise invalid(
+        raise invalid_field(
             "batch.num_new_tokens",
             f"adds up to {num_tokens} tokens; a step takes at most {limits.max_num_batched_tokens}",
         )
     ends = batch.num_computed_tokens.astype(np.int64) + batch.num_new_tokens
     if (worst := first_true(ends > model.max_model_len)) is not None:
-        raise invalid(
+        raise invalid_field(
             "batch.num_new_tokens",
             f"takes row {batch.rows[worst]} to {ends[worst]} tokens; a sequence has at most {model.max_model_len}",
         )
     check_distinct(batch.samples[:, 0], "batch.samples", "row", "as the one that samples")
     if (worst := first_true(~np.isin(batch.samples[:, 1], batch.rows))) is not None:
-        raise invalid("batch.samples", f"draws from row {batch.samples[worst, 1]}, which is not in batch.rows")
+        raise invalid_field("batch.samples", f"draws from row {batch.samples[worst, 1]}, which is not in batch.rows")
 
 
 def check_distinct(values: Int32Array, field: str, noun: str, role: str = "") -> None:
@@ -50,14 +50,14 @@ def check_distinct(values: Int32Array, field: str, noun: str, role: str = "") ->
         return
     ordered = np.sort(values)
     if (worst := first_true(ordered[1:] == ordered[:-1])) is not None:
-        raise invalid(field, " ".join(("holds", noun, str(ordered[worst]), "twice", role)).rstrip())
+        raise invalid_field(field, " ".join(("holds", noun, str(ordered[worst]), "twice", role)).rstrip())
 
 
 def _check_distinct_places(deltas: Int32Array) -> None:
     places = np.sort((deltas[:, 0].astype(np.int64) << 32) + deltas[:, 1])
     if len(places) > 1 and (worst := first_true(places[1:] == places[:-1])) is not None:
         row, index = divmod(int(places[worst]), 1 << 32)
-        raise invalid("block_table_deltas", f"sets block {index} of row {row} twice")
+        raise invalid_field("block_table_deltas", f"sets block {index} of row {row} twice")
 
 
 def first_true(mask: np.ndarray) -> int | None:
@@ -67,4 +67,4 @@ def first_true(mask: np.ndarray) -> int | None:
 
 def _check_disjoint(pairs: Int32Array, field: str, noun: str, role: str) -> None:
     if len(pairs) and (worst := first_true(np.isin(pairs[:, 0], pairs[:, 1]))) is not None:
-        raise invalid(field, f"holds {noun} {pairs[worst, 0]} {role}")
+        raise invalid_field(field, f"holds {noun} {pairs[worst, 0]} {role}")

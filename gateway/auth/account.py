@@ -30,17 +30,17 @@ class Limits:
     max_concurrent_requests: int | None = None
 
 
-class _Use:
+class Use:
     """One running request: what it has generated, and how much of that is charged."""
 
-    def __init__(self, generated: Callable[[], float]) -> None:
+    def __init__(self, generated: Callable[[], float], charged: float = 0.0) -> None:
         self.generated = generated
-        self._charged = 0.0
+        self.charged = charged
 
     def uncharged(self) -> float:
-        """What came since it was asked last."""
-        amount = self.generated() - self._charged
-        self._charged += amount
+        """What came since it was asked last; below 0 where less is counted now."""
+        amount = self.generated() - self.charged
+        self.charged += amount
         return amount
 
 
@@ -57,8 +57,7 @@ class Account:
         self._limits = Limits()
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
-        self._running: dict[int, _Use] = {}
-        self._num_admitted = 0
+        self._running: set[Use] = set()
         self._is_closed = False
         self.change_limits(limits)
 
@@ -68,6 +67,11 @@ class Account:
         self._limits = limits
         self._requests = _resized(self._requests, limits.requests_per_minute, now)
         self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it matters what runs."""
+        return self._tokens is not None or self._limits.max_concurrent_requests is not None
 
     def close(self) -> None:
         """The key is not valid any more: what runs goes on, nothing new is admitted."""
@@ -80,17 +84,22 @@ class Account:
             Unauthenticated: the key was taken away since the call began.
             ResourceExhausted: a limit is reached; where waiting helps it says how long.
         """
-        if self._is_closed:
-            raise Unauthenticated("the API key is not valid any more", reason="INVALID_API_KEY")
+        self._check_open()
         self._check_concurrency()
         now = self._clock()
         _check_rate(self._requests, 1, now, "requests_per_minute")
         if self._tokens is not None:
-            self._charge_generated(self._tokens, now)
+            for use in self._running:
+                self._charge(use)
             _check_rate(self._tokens, num_tokens, now, "tokens_per_minute")
 
+    def check_resumption(self) -> None:
+        """Whether a request that has its place already may be read again now. Raises as `check` does."""
+        self._check_open()
+        _check_rate(self._requests, 1, self._clock(), "requests_per_minute")
+
     @contextmanager
-    def admitted(self, num_tokens: int, generated: Callable[[], float] = lambda: 0) -> Iterator[None]:
+    def admitted(self, num_tokens: int, generated: Callable[[], float] = lambda: 0) -> Iterator[Use]:
         """A request with a prompt of that many tokens, which runs while the context does.
 
         Args:
@@ -102,19 +111,47 @@ class Account:
         """
         self.check(num_tokens)
         self._take(1, num_tokens)
-        use, number = _Use(generated), self._num_admitted
-        self._running[number] = use
-        self._num_admitted += 1
+        use = Use(generated)
+        self._running.add(use)
         try:
-            yield
+            yield use
         except _REFUSALS:
             if not generated():
                 self._take(-1, -num_tokens)
             raise
         finally:
-            del self._running[number]
-            if self._tokens is not None:
-                self._tokens.take(use.uncharged(), self._clock())
+            self.end(use)
+
+    @contextmanager
+    def resumed(self, use: Use, generated: Callable[[], float]) -> Iterator[Use]:
+        """A request that has its place already, read again while the context runs; `use` becomes another, as by
+        `replace`. Raises as `check_resumption` does."""
+        self.check_resumption()
+        self._take(1, 0)
+        use = self.replace(use, generated)
+        try:
+            yield use
+        finally:
+            self.end(use)
+
+    def replace(self, use: Use, generated: Callable[[], float]) -> Use:
+        """Counts a running request otherwise from now on; the difference is charged or given back. The end of `use` has
+        no effect any more."""
+        self._running.discard(use)
+        other = Use(generated, use.charged)
+        self._running.add(other)
+        self._charge(other)
+        return other
+
+    def end(self, use: Use) -> None:
+        """A request is over; what it has generated is charged. Idempotent."""
+        if use in self._running:
+            self._running.remove(use)
+            self._charge(use)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Unauthenticated("the API key is not valid any more", reason="INVALID_API_KEY")
 
     def _check_concurrency(self) -> None:
         most = self._limits.max_concurrent_requests
@@ -137,9 +174,15 @@ class Account:
             else:
                 bucket.take(amount, now)
 
-    def _charge_generated(self, tokens: TokenBucket, now: float) -> None:
-        for use in self._running.values():
-            tokens.take(use.uncharged(), now)
+    def _charge(self, use: Use) -> None:
+        """Charges what a request has generated since, or gives back what it was charged too much for."""
+        if self._tokens is None:
+            return
+        amount = use.uncharged()
+        if amount < 0:
+            self._tokens.give_back(-amount, self._clock())
+        else:
+            self._tokens.take(amount, self._clock())
 
 
 def _resized(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:

@@ -11,7 +11,7 @@ from gateway.openai.errors import ErrorAnswer, HttpError
 from gateway.openai.schemas import UNION_TYPES, Body
 from gateway.openai.unsupported import check_supported
 from gateway.violations import shortened
-from quire.rpc.errors import FieldViolation, InvalidArgument
+from quire.rpc.errors import InvalidArgument, invalid_field
 
 BodyType = TypeVar("BodyType", bound=Body)
 
@@ -136,7 +136,7 @@ def _invalid(error: ValidationError) -> InvalidArgument:
         description = "is missing"
     else:
         description = f"must be {_EXPECTED.get(first['type'], _cause(first['msg']))}"
-    return InvalidArgument(f"{path} {description}", violations=[FieldViolation(path, description)])
+    return invalid_field(path, description)
 
 
 def _path(location: tuple[Any, ...]) -> tuple[str, str | None]:

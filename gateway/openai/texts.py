@@ -6,7 +6,7 @@ from gateway.openai.options import chat_prompt
 from gateway.openai.schemas import DetokenizeBody, TokenizeBody
 from gateway.request import ChatPrompt, TextPrompt
 from gateway.text_service import TextService
-from quire.rpc.errors import FieldViolation, InvalidArgument
+from quire.rpc.errors import invalid_field
 
 _PARAMS = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
 
@@ -42,8 +42,7 @@ def text_param_name(field: str) -> str:
 
 def _tokenize_input(body: TokenizeBody) -> TextPrompt | ChatPrompt | None:
     if body.prompt is not None and body.messages is not None:
-        description = "is set besides messages; set exactly one of them"
-        raise InvalidArgument(f"prompt {description}", violations=[FieldViolation("prompt", description)])
+        raise invalid_field("prompt", "is set besides messages; set exactly one of them")
     if body.messages is not None:
         return chat_prompt(body.messages)
     return None if body.prompt is None else TextPrompt(body.prompt)

@@ -29,7 +29,7 @@ from quire.client.types import (
 )
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
-from quire.rpc.errors import FieldViolation, Internal, InvalidArgument
+from quire.rpc.errors import Internal, invalid_field
 
 GenerateMessage = TypeVar("GenerateMessage", generation_pb2.GenerateRequest, generation_pb2.GenerateStreamRequest)
 ChatMessageT = TypeVar("ChatMessageT", generation_pb2.ChatRequest, generation_pb2.ChatStreamRequest)
@@ -175,7 +175,7 @@ def fill(message: Message, **values: Any) -> None:
                 setattr(message, name, value)
         except (ValueError, TypeError) as error:
             description = f"is {value!r:.80}, which its field cannot hold: {_integer_range(message, name) or error}"
-            raise InvalidArgument(f"{name} {description}", violations=[FieldViolation(name, description)]) from error
+            raise invalid_field(name, description) from error
 
 
 def _integer_range(message: Message, name: str) -> str | None:

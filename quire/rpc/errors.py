@@ -196,6 +196,11 @@ def error_for_code(
     )
 
 
+def invalid_field(field: str, description: str) -> InvalidArgument:
+    """The error for one field, in one line and as a violation: invalid_field("batch.rows", "holds row 3 twice")."""
+    return InvalidArgument(f"{field} {description}", violations=[FieldViolation(field, description)])
+
+
 def to_rpc_status(error: QuireError) -> grpc.Status:
     """The status to end a call with; its trailing metadata carries the google.rpc details."""
     message = _cut(error.message, _MAX_MESSAGE_CHARACTERS)

@@ -7,26 +7,30 @@ from contextlib import contextmanager
 from quire.rpc.errors import AlreadyExists, InvalidArgument, ResourceExhausted
 from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, PinQuotaError, QueueFullError, RefusedError
 
-_MIN_MS, _MAX_MS, _UNKNOWN_MS = 50, 30_000, 1_000
-_WINDOW = 64
+_MIN_MS, _UNKNOWN_MS = 50, 1_000
+_MAX_ENDS = 64
+# Longer ago, and it may be that nothing was to be done meanwhile.
+_WINDOW_S = 10.0
 
 
 class RetryAdvisor:
-    """Advises to come back when about one place in the queue will have come free, by the pace of recent completions."""
+    """Advises to come back when about one place in the queue will have come free, by the pace at which requests ended
+    in the last seconds."""
 
     def __init__(self) -> None:
-        self._completions: deque[float] = deque(maxlen=_WINDOW)
+        self._ends: deque[float] = deque(maxlen=_MAX_ENDS)
 
-    def completed(self, count: int, now: float) -> None:
-        """`count` requests ended at `now`, in seconds."""
-        self._completions.extend([now] * count)
+    def ended(self, count: int, now: float) -> None:
+        """`count` requests ended at `now`, in seconds, however they did."""
+        self._ends.extend([now] * count)
 
     def retry_after_ms(self, now: float) -> int:
-        """Milliseconds to wait, from 50 to 30,000."""
-        if len(self._completions) < 2:
+        """Milliseconds to wait, from 50 to 5,000; 1,000 where the pace is not known."""
+        while self._ends and now - self._ends[0] > _WINDOW_S:
+            self._ends.popleft()
+        if len(self._ends) < 2:
             return _UNKNOWN_MS
-        pace = (now - self._completions[0]) / len(self._completions)
-        return int(min(max(pace * 1e3, _MIN_MS), _MAX_MS))
+        return max(int((now - self._ends[0]) / len(self._ends) * 1e3), _MIN_MS)
 
 
 @contextmanager

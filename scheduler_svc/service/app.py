@@ -21,6 +21,7 @@ from scheduler_svc.service.connections import Connections
 from scheduler_svc.service.durable import DURABLE_CLIENT, DurableLimits, DurableRequests
 from scheduler_svc.service.metrics import DurableCollector, SchedulerMetrics, StateCollector
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
+from scheduler_svc.service.readiness import Readiness
 from scheduler_svc.service.request_spans import RequestSpans
 from scheduler_svc.service.servicer import SchedulerServicer
 from scheduler_svc.service.step_loop import StepLoop
@@ -65,25 +66,21 @@ async def serve(settings: SchedulerSettings) -> None:
     limits = DurableLimits(settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace)
     durable = DurableRequests(abort, limits)
 
-    def report_attached(is_attached: bool) -> None:
-        server.set_serving(is_attached)
-        connections.report_readiness(is_attached)
+    def report_ready(is_ready: bool) -> None:
+        server.set_serving(is_ready)
+        connections.report_readiness(is_ready)
 
+    readiness = Readiness(report_ready)
     audience = _Audience(connections, durable, spans)
-    loop = StepLoop(settings, metrics, audience.deliver, audience.deliver_prompt_logprobs, report_attached, identity)
-    servicer = SchedulerServicer(loop, connections, durable, time.monotonic, spans)
+    loop = StepLoop(
+        settings, metrics, audience.deliver, audience.deliver_prompt_logprobs, readiness.set_attached, identity
+    )
+    servicer = SchedulerServicer(loop, connections, durable, readiness, time.monotonic, spans)
     metrics.watch(StateCollector(lambda: loop.scheduler))
     metrics.watch(DurableCollector(durable))
 
-    def register(grpc_server: grpc.aio.Server) -> None:
-        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, grpc_server)
-
-    tls = _server_tls(identity)
     operators = None if identity is None else ServerTls.for_operators(identity)
-    server = await RpcServer.start(
-        settings.listen, register, [_SERVICE_NAME], tls=tls, admin_port=settings.admin_port, admin_tls=operators
-    )
-    warn_if_open(server.address, tls)
+    server = await _start_server(settings, servicer, identity, operators)
     try:
         with _metrics_server(settings, metrics, operators):
             _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))
@@ -94,9 +91,20 @@ async def serve(settings: SchedulerSettings) -> None:
         await asyncio.to_thread(spans.close)
 
 
-def _server_tls(identity: TlsIdentity | None) -> ServerTls | None:
+async def _start_server(
+    settings: SchedulerSettings, servicer: SchedulerServicer, identity: TlsIdentity | None, operators: ServerTls | None
+) -> RpcServer:
     """Gateways submit requests; operators look on and drain."""
-    return None if identity is None else ServerTls(identity, roles=frozenset({Role.GATEWAY, Role.OPERATOR}))
+
+    def register(grpc_server: grpc.aio.Server) -> None:
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, grpc_server)
+
+    tls = None if identity is None else ServerTls(identity, roles=frozenset({Role.GATEWAY, Role.OPERATOR}))
+    server = await RpcServer.start(
+        settings.listen, register, [_SERVICE_NAME], tls=tls, admin_port=settings.admin_port, admin_tls=operators
+    )
+    warn_if_open(server.address, tls)
+    return server
 
 
 async def _run_and_drain(loop: StepLoop, servicer: SchedulerServicer, drain_timeout_s: float) -> None:

@@ -54,7 +54,7 @@ class Connections:
         return sum(connection.grace is None for connection in self._by_client.values())
 
     def open(self, gateway_id: str, grace_period_s: float) -> Connection:
-        """A new stream. The gateway resubmits what lives, so requests of its earlier streams end now."""
+        """A new stream. The gateway resubmits what lives, so its earlier streams and their requests end now."""
         connection = Connection(ClientId(next(self._numbers)), gateway_id, grace_period_s)
         for earlier in [each for each in self._by_client.values() if each.gateway_id == gateway_id]:
             connection.cancelled.extend(earlier.cancelled)
@@ -90,7 +90,7 @@ class Connections:
         return bool(running)
 
     def report_readiness(self, is_ready: bool) -> None:
-        """Tells every gateway whether steps run."""
+        """Tells every gateway whether this replica is one to send requests to."""
         for connection in self._by_client.values():
             connection.outbox.put_readiness(is_ready)
 
@@ -117,6 +117,7 @@ class Connections:
         if connection.grace is not None:
             connection.grace.cancel()
         self._by_client.pop(connection.client, None)
+        connection.outbox.close()
         for key in connection.live:
             self._abort(key)
         connection.live.clear()

@@ -12,12 +12,15 @@ from itertools import count
 from quire.rpc.errors import Aborted, AlreadyExists, NotFound, QuireError, ResourceExhausted
 from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
-from scheduler_svc.core.step_plan import ClientEvents, RequestFailure
+from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, Usage
 from scheduler_svc.service.connections import Connection, was_cancelled
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
 DURABLE_CLIENT = ClientId(-2)
 """Whose all durable requests are; a gateway's connection has a number from 0 on."""
+
+MAX_CANCELLED = 1024
+"""How many of those that were cancelled are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,11 @@ class DurableRequest:
 
 
 class DurableRequests:
-    """All durable requests that are not forgotten yet.
+    """All durable requests that are not forgotten yet, and the ids of the newest that were cancelled: a gateway whose
+    stream breaks before it hears so submits them again.
 
     Invariants: one has at most one reader, and a reader's connection and handle stand for one request; a timer runs for
-    exactly those that are over or have no reader.
+    exactly those that are over or have no reader; an id that was cancelled is not known.
     """
 
     def __init__(self, abort: Callable[[RequestKey], object], limits: DurableLimits) -> None:
@@ -68,6 +72,7 @@ class DurableRequests:
         self._by_id: dict[tuple[str, str], DurableRequest] = {}
         self._by_key: dict[RequestKey, DurableRequest] = {}
         self._by_reader: dict[RequestKey, DurableRequest] = {}
+        self._cancelled: dict[tuple[str, str], None] = {}
         self._num_tokens = 0
         self._handles = count()
 
@@ -99,6 +104,7 @@ class DurableRequests:
         durable = DurableRequest(key, request.tenant, request.request_id, description, num_tokens)
         _remember_emitted(durable, request)
         self._by_id[durable.tenant, durable.request_id] = durable
+        self._cancelled.pop((durable.tenant, durable.request_id), None)
         self._by_key[key] = durable
         self._num_tokens += num_tokens
         return durable
@@ -115,7 +121,10 @@ class DurableRequests:
 
         Raises:
             Aborted: another gateway reads it by now.
+            Cancelled: it was cancelled.
         """
+        if (request.tenant, request.request_id) in self._cancelled:
+            raise was_cancelled(request.request_id)
         durable = self._by_id.get((request.tenant, request.request_id))
         if durable is not None and durable.reader is not None and durable.reader.connection.gateway_id != gateway_id:
             raise _taken_over(durable)
@@ -150,10 +159,12 @@ class DurableRequests:
             if durable.reader is not None and durable.reader.connection is connection:
                 self.detach(durable)
 
-    def end(self, durable: DurableRequest) -> None:
-        """Its reader needs no more tokens; those that came are kept for a while."""
+    def end(self, durable: DurableRequest, usage: Usage | None) -> None:
+        """Its reader needs no more tokens; those that came are kept for a while, with what they have cost so far."""
         if not durable.is_over:
             self._abort(durable.key)
+            if usage is not None:
+                durable.events.completed.append(RequestEnd(durable.key.handle, usage))
         durable.is_over = True
         self.detach(durable)
 
@@ -164,6 +175,9 @@ class DurableRequests:
             return False
         self._leave(durable, was_cancelled(request_id))
         self.forget(durable)
+        self._cancelled[tenant, request_id] = None
+        if len(self._cancelled) > MAX_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
         return True
 
     def forget(self, durable: DurableRequest) -> None:

@@ -1,36 +1,26 @@
 """Between the messages of gateways and the values of the core. Arrays are checked before any use."""
 
-from collections.abc import Collection, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 from google.rpc import code_pb2
 
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
-from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
+from quire.rpc.errors import InvalidArgument, QuireError
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.core.beam import BeamParameters, EarlyStopping
 from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
-from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd
+from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 from scheduler_svc.service.replica import ReplicaInfo
-
-TokenIds = TypeVar("TokenIds", bound=Collection[int])
+from scheduler_svc.service.sampling_convert import beam_from, sampling_from
 
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-}
-
-_EARLY_STOPPING = {
-    common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,
-    common_pb2.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
-    common_pb2.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
-    common_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
 
 
@@ -40,14 +30,14 @@ _EARLY_STOPPING = {
 def request_from_submit(submit: scheduler_pb2.Submit, client: ClientId, vocab_size: int) -> Request:
     """A gateway's submission. Raises InvalidArgument."""
     num_returned = submit.sampling.n or 1
-    beam = _beam_from(submit.sampling)
+    beam = beam_from(submit.sampling)
     num_sequences = submit.sampling.best_of or (num_returned if beam is None else beam.width)
     prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0, below=vocab_size)
     return Request(
         key=RequestKey(client, Handle(submit.handle)),
         request_id=submit.request_id,
         prompt=prompt.tolist(),
-        sampling=_sampling_from(submit, vocab_size),
+        sampling=sampling_from(submit, vocab_size),
         max_tokens=submit.stopping.max_tokens,
         stop_token_ids=frozenset((*submit.stopping.stop_token_ids, *submit.eos_token_ids)),
         emitted=_emitted_from(submit, num_sequences, vocab_size),
@@ -57,53 +47,6 @@ def request_from_submit(submit: scheduler_pb2.Submit, client: ClientId, vocab_si
         priority=submit.priority,
         beam=beam,
     )
-
-
-def _beam_from(sampling: common_pb2.SamplingParameters) -> BeamParameters | None:
-    if not sampling.HasField("beam_search"):
-        return None
-    beam = sampling.beam_search
-    length_penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
-    try:
-        return BeamParameters(beam.beam_width, length_penalty, _EARLY_STOPPING[beam.early_stopping])
-    except ValueError as error:
-        raise InvalidArgument(f"sampling.beam_search: {error}") from error
-    except KeyError as error:
-        raise InvalidArgument(f"sampling.beam_search.early_stopping is {beam.early_stopping}") from error
-
-
-def _sampling_from(submit: scheduler_pb2.Submit, vocab_size: int) -> RowSampling:
-    sampling, stopping, output = submit.sampling, submit.stopping, submit.output
-    ending = sorted({*stopping.stop_token_ids, *submit.eos_token_ids})
-    return RowSampling(
-        seed=sampling.seed,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        min_p=sampling.min_p,
-        logprobs=output.logprobs if output.HasField("logprobs") else None,
-        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
-        logit_bias=tuple(sorted(_below(vocab_size, "sampling.logit_bias", sampling.logit_bias).items())),
-        allowed_token_ids=tuple(_below(vocab_size, "sampling.allowed_token_ids", sampling.allowed_token_ids)),
-        bad_token_sequences=tuple(
-            tuple(_below(vocab_size, f"bad_token_sequences[{index}]", sequence.ids))
-            for index, sequence in enumerate(submit.bad_token_sequences)
-        ),
-        min_tokens=stopping.min_tokens,
-        # An eos id beyond the logits cannot be drawn anyway.
-        stop_token_ids=tuple(each for each in ending if each < vocab_size) if stopping.min_tokens else (),
-    )
-
-
-def _below(vocab_size: int, field: str, token_ids: TokenIds) -> TokenIds:
-    """The token ids, or a map by them. A worker ends the stream over an id that it does not know."""
-    if token_ids and max(token_ids) >= vocab_size:
-        description = f"holds token {max(token_ids)}; token ids of this model are below {vocab_size}"
-        raise InvalidArgument(f"{field} {description}", violations=[FieldViolation(field, description)])
-    return token_ids
 
 
 def _emitted_from(submit: scheduler_pb2.Submit, num_sequences: int, vocab_size: int) -> list[EmittedSequence]:
@@ -181,6 +124,7 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
         message.finished.extend(map(_sequence_end_message, batch.finished))
         message.completed.extend(map(_request_end_message, batch.completed))
         message.failed.extend(map(_failure_message, batch.failed))
+    message.completed.extend(_aborted_message(handle, usage) for handle, usage in outgoing.aborted)
     message.failed.extend(_refusal_message(handle, error) for handle, error in outgoing.refusals)
     return scheduler_pb2.ConnectResponse(events=message)
 
@@ -218,13 +162,21 @@ def _sequence_end_message(end: SequenceEnd) -> scheduler_pb2.SequenceEnd:
 
 
 def _request_end_message(end: RequestEnd) -> scheduler_pb2.RequestEnd:
-    usage = common_pb2.Usage(
-        prompt_tokens=end.usage.prompt_tokens,
-        cached_tokens=end.usage.cached_tokens,
-        generated_tokens=end.usage.generated_tokens,
-        queue_ms=end.usage.queue_s * 1e3,
-        prefill_ms=end.usage.prefill_s * 1e3,
-        decode_ms=end.usage.decode_s * 1e3,
-        preemptions=end.usage.preemptions,
+    return scheduler_pb2.RequestEnd(handle=end.handle, usage=_usage_message(end.usage))
+
+
+def _aborted_message(handle: int, usage: Usage | None) -> scheduler_pb2.RequestEnd:
+    """What answers an Abort."""
+    return scheduler_pb2.RequestEnd(handle=handle, usage=None if usage is None else _usage_message(usage))
+
+
+def _usage_message(usage: Usage) -> common_pb2.Usage:
+    return common_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        generated_tokens=usage.generated_tokens,
+        queue_ms=usage.queue_s * 1e3,
+        prefill_ms=usage.prefill_s * 1e3,
+        decode_ms=usage.decode_s * 1e3,
+        preemptions=usage.preemptions,
     )
-    return scheduler_pb2.RequestEnd(handle=end.handle, usage=usage)

@@ -44,6 +44,10 @@ class SchedulerMetrics:
             self._ended.labels("completed").inc(len(batch.completed))
             self._ended.labels("failed").inc(len(batch.failed))
 
+    def aborted(self, count: int) -> None:
+        """`count` requests were ended from outside: by their gateways, or by their ids."""
+        self._ended.labels("aborted").inc(count)
+
     def lost_worker(self) -> None:
         self._losses.inc()
 

@@ -6,19 +6,20 @@ from dataclasses import dataclass, field
 
 from quire.rpc.errors import QuireError
 from scheduler_svc.core.request import Handle
-from scheduler_svc.core.step_plan import ClientEvents
+from scheduler_svc.core.step_plan import ClientEvents, Usage
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(slots=True)
 class Outgoing:
     """What goes out together: the events of one or more steps, oldest first, log probabilities of prompts, refused
-    submissions, and whether steps run, where that has changed."""
+    submissions, what aborted requests have cost, and whether the replica is ready, where that has changed."""
 
     step_id: int = 0
     batches: list[ClientEvents] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     refusals: list[tuple[Handle, QuireError]] = field(default_factory=list)
+    aborted: list[tuple[Handle, Usage | None]] = field(default_factory=list)
     is_ready: bool | None = None
 
     @property
@@ -27,7 +28,7 @@ class Outgoing:
 
     @property
     def has_events(self) -> bool:
-        return bool(self.batches or self.prompt_logprobs or self.refusals)
+        return bool(self.batches or self.prompt_logprobs or self.refusals or self.aborted)
 
 
 class Outbox:
@@ -57,8 +58,13 @@ class Outbox:
         self._outgoing.refusals.append((handle, error))
         self._wake.set()
 
+    def put_aborted(self, handle: Handle, usage: Usage | None) -> None:
+        """A request that the gateway has ended; None where it was not known."""
+        self._outgoing.aborted.append((handle, usage))
+        self._wake.set()
+
     def put_readiness(self, is_ready: bool) -> None:
-        """Steps run again, or no longer."""
+        """This replica is one to send requests to, or no longer."""
         self._outgoing.is_ready = is_ready
         self._wake.set()
 
@@ -66,6 +72,10 @@ class Outbox:
         """The gateway is ready for so many messages more."""
         self._credit = (self._credit or 0) + num_messages
         self._wake.set()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         """Nobody reads any more."""

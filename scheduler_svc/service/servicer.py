@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc.aio
 
 from quire.arrays import decode_int32
-from quire.rpc.errors import FailedPrecondition, FieldViolation, InvalidArgument, NotFound, QuireError, Unavailable
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, Unavailable, invalid_field
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.core.request import Handle, Request, RequestKey
 from scheduler_svc.service.admission import refusals
@@ -16,11 +16,13 @@ from scheduler_svc.service.connections import Connection, Connections
 from scheduler_svc.service.durable import DurableRequests, Reader
 from scheduler_svc.service.gateway_convert import gateway_messages, request_from_submit, welcome_message
 from scheduler_svc.service.pinning import PinFailedError
+from scheduler_svc.service.readiness import Readiness
 from scheduler_svc.service.request_spans import RequestSpans
 from scheduler_svc.service.sampling_convert import check_sampling
 from scheduler_svc.service.state_convert import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.trace_convert import trace_context_of
+from scheduler_svc.service.usage_so_far import usage_so_far
 
 _logger = logging.getLogger(__name__)
 _MAX_GRACE_PERIOD_MS = 600_000
@@ -35,15 +37,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         loop: StepLoop,
         connections: Connections,
         durable: DurableRequests,
+        readiness: Readiness,
         clock: Callable[[], float],
         spans: RequestSpans,
     ) -> None:
         self._loop = loop
         self._connections = connections
         self._durable = durable
+        self._readiness = readiness
         self._clock = clock
         self._spans = spans
-        self._draining = False
 
     async def Connect(
         self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
@@ -54,7 +57,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         reader.add_done_callback(lambda _: connection.outbox.close())
         try:
             yield self._welcome()
-            if not self._loop.is_attached:
+            if not self._readiness.is_ready:
                 connection.outbox.put_readiness(False)
             while (outgoing := await connection.outbox.take()) is not None:
                 started = self._clock()
@@ -62,7 +65,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     yield message
                 if outgoing.batches:
                     self._loop.trace.emitted(outgoing.step_id, started, self._clock())
-            await reader
+            # Else the gateway has opened another stream, and this one may be of a link that is broken.
+            if reader.done():
+                await reader
         finally:
             reader.cancel()
             self._durable.detach_all(connection)
@@ -74,7 +79,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return state_message(
             self._loop,
             include_sequences=request.include_sequences,
-            draining=self._draining,
+            draining=self._readiness.is_draining,
             num_gateways=len(self._connections),
         )
 
@@ -90,7 +95,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         replica = self._loop.replica
         assert replica is not None
         if not 0 < request.time_to_live_ms <= _MAX_TIME_TO_LIVE_MS:
-            raise _invalid(
+            raise invalid_field(
                 "time_to_live_ms", f"is {request.time_to_live_ms}; it must be in [1, {_MAX_TIME_TO_LIVE_MS}]"
             )
         token_ids = decode_int32(request.token_ids, "token_ids", minimum=0, below=replica.vocab_size).tolist()
@@ -113,8 +118,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def FindDurable(
         self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.FindDurableResponse:
-        description = self._durable.find(request.tenant, request.request_id).description
-        return scheduler_pb2.FindDurableResponse(submit=scheduler_pb2.Submit.FromString(description))
+        durable = self._durable.find(request.tenant, request.request_id)
+        submit = None if request.state_only else scheduler_pb2.Submit.FromString(durable.description)
+        generated = len(durable.events.token_ids)
+        return scheduler_pb2.FindDurableResponse(submit=submit, is_over=durable.is_over, generated_tokens=generated)
 
     async def Cancel(
         self, request: scheduler_pb2.CancelRequest, context: grpc.aio.ServicerContext
@@ -131,8 +138,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return scheduler_pb2.DrainResponse(remaining_requests=await self.drain(timeout_s))
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Stops admitting, waits for the live requests, and returns how many are left when the time is over."""
-        self._draining = True
+        """Stops admitting, tells the gateways so, waits for the live requests, and returns how many are left when the
+        time is over."""
+        self._readiness.drain()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.wait_idle()
@@ -146,16 +154,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if first is None or first.WhichOneof("message") != "hello":
             raise FailedPrecondition("the first message of a stream must be hello")
         if not first.hello.gateway_id:
-            raise _invalid("hello.gateway_id", "must not be empty")
+            raise invalid_field("hello.gateway_id", "must not be empty")
         if first.hello.grace_period_ms > _MAX_GRACE_PERIOD_MS:
-            raise _invalid("hello.grace_period_ms", f"is {first.hello.grace_period_ms}; at most {_MAX_GRACE_PERIOD_MS}")
+            raise invalid_field(
+                "hello.grace_period_ms", f"is {first.hello.grace_period_ms}; at most {_MAX_GRACE_PERIOD_MS}"
+            )
         return first.hello
 
     def _check_available(self) -> None:
-        if self._draining:
-            raise Unavailable("the scheduler drains", reason="DRAINING")
+        self._check_not_draining()
         if self._loop.scheduler is None:
             raise Unavailable("no worker is attached yet", reason="NO_WORKER", retry_after_ms=100)
+
+    def _check_not_draining(self) -> None:
+        if self._readiness.is_draining:
+            raise Unavailable("the scheduler drains", reason="DRAINING")
 
     def _welcome(self) -> scheduler_pb2.ConnectResponse:
         scheduler, replica = self._loop.scheduler, self._loop.replica
@@ -165,6 +178,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _read(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest], connection: Connection) -> None:
         async for message in messages:
+            if connection.outbox.is_closed:
+                return
             match message.WhichOneof("message"):
                 case "submit":
                     self._submit(message.submit, connection)
@@ -176,7 +191,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     self._detach(Handle(message.detach.handle), connection)
                 case "credit":
                     if not message.credit.messages:
-                        raise _invalid("credit.messages", "is 0; it must be at least 1")
+                        raise invalid_field("credit.messages", "is 0; it must be at least 1")
                     connection.outbox.add_credit(message.credit.messages)
                 case other:
                     raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
@@ -189,13 +204,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _accept(self, submit: scheduler_pb2.Submit, connection: Connection) -> None:
         """Queues the request. Raises what the gateway is told."""
-        if self._draining:
-            raise Unavailable("the scheduler drains", reason="DRAINING")
+        self._check_not_draining()
         replica = self._loop.replica
         assert replica is not None
         check_sampling(submit, replica.max_logprobs)
         request = request_from_submit(submit, connection.client, replica.vocab_size)
         connection.check_not_cancelled(request.key.handle, request.request_id)
+        if submit.durable.resubmitted and self._goes_on(request, connection):
+            return
         if _can_be_replayed(submit):
             self._accept_durable(request, submit, connection)
             return
@@ -220,20 +236,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         with refusals(self._loop.retry, self._clock()):
             self._loop.submit(request)
 
+    def _goes_on(self, request: Request, connection: Connection) -> bool:
+        """Hands a durable request that is submitted again to its gateway. Returns whether it was still known."""
+        known = self._durable.resubmitted(request, connection.gateway_id)
+        if known is None:
+            return False
+        self._durable.attach(known, Reader(connection, request.key.handle), replays=True)
+        return True
+
     def _accept_durable(self, request: Request, submit: scheduler_pb2.Submit, connection: Connection) -> None:
-        reader = Reader(connection, request.key.handle)
-        if submit.durable.resubmitted:
-            known = self._durable.resubmitted(request, connection.gateway_id)
-            if known is not None:
-                self._durable.attach(known, reader, replays=True)
-                return
         durable = self._durable.admit(request, submit.SerializeToString())
         try:
             self._queue(dataclasses.replace(request, key=durable.key), submit)
         except QuireError:
             self._durable.forget(durable)
             raise
-        self._durable.attach(durable, reader, replays=False)
+        self._durable.attach(durable, Reader(connection, request.key.handle), replays=False)
 
     def _resume(self, resume: scheduler_pb2.Resume, connection: Connection) -> None:
         handle = Handle(resume.handle)
@@ -252,22 +270,23 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._abort(scheduler_pb2.Abort(handle=handle), connection)
 
     def _abort(self, abort: scheduler_pb2.Abort, connection: Connection) -> None:
-        key = RequestKey(connection.client, Handle(abort.handle))
-        durable = self._durable.read_by(connection, key.handle)
-        if durable is not None and abort.HasField("sequence_index"):
-            self._abort_sequence(durable.key, abort.sequence_index)
-        elif durable is not None:
-            self._durable.end(durable)
-        elif abort.HasField("sequence_index"):
-            self._abort_sequence(key, abort.sequence_index)
+        handle = Handle(abort.handle)
+        durable = self._durable.read_by(connection, handle)
+        key = RequestKey(connection.client, handle) if durable is None else durable.key
+        usage = usage_so_far(self._loop.scheduler, key, self._clock())
+        if abort.HasField("sequence_index"):
+            self._loop.abort_sequence(key, abort.sequence_index)
+            self._spans.sequence_aborted(key)
+            if usage is None or usage_so_far(self._loop.scheduler, key, self._clock()) is not None:
+                return
+        if durable is not None:
+            self._durable.end(durable, usage)
         else:
             connection.live.pop(key, None)
             self._loop.abort(key)
             self._spans.aborted(key)
-
-    def _abort_sequence(self, key: RequestKey, index: int) -> None:
-        self._loop.abort_sequence(key, index)
-        self._spans.sequence_aborted(key)
+        if abort.wants_usage:
+            connection.outbox.put_aborted(handle, usage)
 
 
 def _can_be_replayed(submit: scheduler_pb2.Submit) -> bool:
@@ -275,7 +294,3 @@ def _can_be_replayed(submit: scheduler_pb2.Submit) -> bool:
     scheduler reported are not."""
     has_logprobs = submit.output.HasField("logprobs") or submit.output.HasField("prompt_logprobs")
     return submit.HasField("durable") and not (has_logprobs and submit.emitted)
-
-
-def _invalid(field: str, description: str) -> InvalidArgument:
-    return InvalidArgument(f"{field} {description}", violations=[FieldViolation(field, description)])

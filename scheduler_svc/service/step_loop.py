@@ -87,15 +87,14 @@ class StepLoop:
         """Ends a request; its blocks are free at once. Returns whether there was one."""
         if self.scheduler is None or not self.scheduler.abort(key):
             return False
-        self._wake.set()
-        self._note_idle()
+        self._note_aborted(1)
         return True
 
     def abort_sequence(self, key: RequestKey, index: int) -> None:
         """Ends one sequence of a request, and the request with its last one."""
+        num_live = self.num_live()
         if self.scheduler is not None and self.scheduler.abort_sequence(key, index):
-            self._wake.set()
-            self._note_idle()
+            self._note_aborted(num_live - self.num_live())
 
     async def pin(self, tenant: str, token_ids: list[int], time_to_live_s: float) -> Pin:
         """Pins a prefix and returns once its blocks are computed. Raises the core's RefusedError, or PinFailedError."""
@@ -343,8 +342,17 @@ class StepLoop:
         self._metrics.delivered(events)
         ended = sum(len(batch.completed) + len(batch.failed) for batch in events.values())
         if ended:
-            self.retry.completed(ended, now)
-            self._note_idle()
+            self._note_ended(ended, now)
+
+    def _note_aborted(self, count: int) -> None:
+        """`count` requests were ended from outside, 0 where one still has other sequences; what they held is free."""
+        self._metrics.aborted(count)
+        self._note_ended(count, time.monotonic())
+        self._wake.set()
+
+    def _note_ended(self, count: int, now: float) -> None:
+        self.retry.ended(count, now)
+        self._note_idle()
 
     def _set_attached(self, attached: bool) -> None:
         self.is_attached = attached

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.rpc import code_pb2
 
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
@@ -93,6 +94,12 @@ class FakeRequest:
         )
 
 
+def _usage(request: FakeRequest) -> common_pb2.Usage:
+    return common_pb2.Usage(
+        prompt_tokens=len(request.prompt), generated_tokens=request.num_emitted, queue_ms=1, prefill_ms=2, decode_ms=3
+    )
+
+
 @dataclass
 class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     """Emits one token per live request and step, one message per step.
@@ -104,6 +111,8 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         emits: While it is clear, no step is made.
         repeats_events: Each step repeats the tokens of the step before.
         refusal: Answers to the next submits instead of tokens.
+        answers_aborts: Says what an aborted request has cost, where it is asked.
+        drains: Answers DRAINING to every submit; what runs goes on.
         refuses_connections: Connect answers UNAVAILABLE, as without a worker.
         submits, aborted: What came, in order; for aborts the request ids.
         live: Requests of the open stream by handle.
@@ -118,6 +127,8 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     tokens_per_step: int = 1
     repeats_events: bool = False
     refuses_connections: bool = False
+    answers_aborts: bool = True
+    drains: bool = False
     epoch: int = 1000
     refusal: deque[scheduler_pb2.RequestFailure] = field(default_factory=deque)
     emits: asyncio.Event = field(default_factory=asyncio.Event)
@@ -157,6 +168,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         """A new incarnation that knows nothing of the old one."""
         await self.stop()
         self.epoch += 1
+        self.drains = False
         await self.start()
 
     def break_streams(self, status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
@@ -181,6 +193,12 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     def regain_worker(self) -> None:
         self.emits.set()
         self._send_state(ready=True)
+
+    def drain(self, *, tells: bool = True) -> None:
+        """Takes nothing new, and says so where it tells."""
+        self.drains = True
+        if tells:
+            self._send_state(ready=False)
 
     def fail(self, handle: int, **failure: Any) -> None:
         """Fails one live request."""
@@ -237,15 +255,23 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
             if message.WhichOneof("message") == "submit":
                 self._take(message.submit)
             elif message.WhichOneof("message") == "abort":
-                ended = self.live.pop(message.abort.handle, None)
-                if ended is not None:
-                    self.aborted.append(ended.submit.request_id)
+                self._abort(message.abort)
             self._changed.set()
             self._heard.set()
 
+    def _abort(self, abort: scheduler_pb2.Abort) -> None:
+        ended = self.live.pop(abort.handle, None)
+        if ended is not None:
+            self.aborted.append(ended.submit.request_id)
+        if abort.wants_usage and self.answers_aborts:
+            end = scheduler_pb2.RequestEnd(handle=abort.handle, usage=None if ended is None else _usage(ended))
+            self.send(scheduler_pb2.TokenEvents(completed=[end]))
+
     def _take(self, submit: scheduler_pb2.Submit) -> None:
         self.submits.append(submit)
-        if self.refusal:
+        if self.drains:
+            self.fail(submit.handle, code=code_pb2.UNAVAILABLE, reason="DRAINING", message="the scheduler drains")
+        elif self.refusal:
             failure = self.refusal.popleft()
             failure.handle = submit.handle
             self.send(scheduler_pb2.TokenEvents(failed=[failure]))
@@ -299,14 +325,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         if is_stop:
             end.stop_token_id = token_id
         events.finished.append(end)
-        usage = common_pb2.Usage(
-            prompt_tokens=len(request.prompt),
-            generated_tokens=request.num_emitted,
-            queue_ms=1,
-            prefill_ms=2,
-            decode_ms=3,
-        )
-        events.completed.append(scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=usage))
+        events.completed.append(scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=_usage(request)))
         return True
 
     @staticmethod

@@ -36,6 +36,31 @@ async def test_drain_finishes_live_streams_and_refuses_new_ones(scheduler):
         await stopping
 
 
+async def test_drain_waits_for_a_request_whose_text_is_being_tokenized(scheduler, monkeypatch):
+    scheduler.emits.clear()
+    async with running_gateway(scheduler) as gateway:
+        tokenizer = gateway.gateway._generator.model.tokenizer
+        encode, begun, may_go_on = tokenizer.encode, asyncio.Event(), asyncio.Event()
+
+        async def slow_encode(text, *, add_special_tokens):
+            begun.set()
+            await may_go_on.wait()
+            return await encode(text, add_special_tokens=add_special_tokens)
+
+        monkeypatch.setattr(tokenizer, "encode", slow_encode)
+        early = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
+        await asyncio.wait_for(begun.wait(), 5)
+        stopping = asyncio.create_task(gateway.gateway.stop(10))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await scheduler.until(lambda: scheduler.live)
+        # Calls are still answered, so none is cut off.
+        assert (await error_of(gateway.generation.GenerateStream(stream_request()))).reason == "DRAINING"
+        scheduler.emits.set()
+        assert len((await early).token_ids) == 30
+        await stopping
+
+
 async def test_drain_that_takes_too_long_aborts_the_rest(scheduler):
     scheduler.emits.clear()
     async with running_gateway(scheduler) as gateway:

@@ -11,6 +11,7 @@ from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import Aborted, InvalidArgument, NotFound, Unavailable
 from tests.support.gateway_process import error_of, stream_request
+from tests.support.metrics import read_metric, read_metrics
 from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
@@ -112,6 +113,29 @@ async def test_the_id_is_known_at_once_and_cancel_works_through_any_gateway(two)
     assert isinstance(error, NotFound)
     again = two.first.generation.Cancel(generation_pb2.CancelRequest(request_id="story"))
     assert isinstance(await error_of(again), NotFound)
+
+
+async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
+    port = int(two.second.http_url.rpartition(":")[2])
+    request = durable_request()
+    request.stopping.max_tokens = 600
+    request.stopping.ignore_eos = True
+    call = two.first.generation.GenerateStream(request)
+    await anext(aiter(call))
+    call.cancel()
+    resumed = two.second.generation.ResumeStream(resume_request())
+    first = await anext(aiter(resumed))
+    assert await read_metric(port, "quire_gateway_live_requests") == 1
+    rest = await parts_of(resumed)
+    assert len(first.chunk.token_ids) + len(rest.token_ids[0]) == 600
+    again = await parts_of(two.second.generation.ResumeStream(resume_request()))
+    assert len(again.token_ids[0]) == 600
+    metrics = await read_metrics(port)
+    assert metrics["quire_gateway_live_requests"] == 0
+    assert metrics['quire_gateway_requests_total{outcome="completed"}'] == 2
+    # What there was before is counted where it was read first, and what is read again is not generated again.
+    assert 0 < metrics["quire_gateway_generated_tokens_total"] < 600
+    assert metrics["quire_gateway_prompt_tokens_total"] == 0
 
 
 async def test_impossible_offsets_are_refused_by_name(two):

@@ -1,5 +1,7 @@
 """Stop strings end a request at the gateway, wherever the tokens cut them."""
 
+import asyncio
+
 import pytest
 from tokenizers import Tokenizer
 
@@ -7,7 +9,7 @@ from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
 from quire.model_directory import resolve_model
 from tests.support.fake_scheduler import scripted
-from tests.support.gateway_process import collect, stream_request
+from tests.support.gateway_process import collect, collected, stream_request
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 STORY = "Once there was a fox. The fox ran. Then it slept."
@@ -46,6 +48,27 @@ async def test_the_request_is_aborted_at_the_scheduler(gateway, scheduler):
     await scheduler.until(lambda: scheduler.aborted)
     assert scheduler.aborted == ["stopped"]
     assert not scheduler.live
+
+
+async def test_usage_is_what_the_scheduler_says(gateway, scheduler):
+    usage = (await collect(gateway.generation.GenerateStream(request_with("fox. The")))).completed.usage
+    assert (usage.queue_ms, usage.prefill_ms, usage.decode_ms) == (1, 2, 3)
+
+
+@pytest.mark.parametrize("fault", ["silent", "lost"])
+async def test_a_scheduler_that_does_not_say_the_usage_holds_nothing_up(gateway, scheduler, fault):
+    scheduler.answers_aborts = False
+    call = gateway.generation.GenerateStream(request_with("fox. The"))
+    responses = []
+    async with asyncio.timeout(5):
+        async for response in call:
+            responses.append(response)
+            if response.WhichOneof("event") == "finished" and fault == "lost":
+                scheduler.break_streams()
+    usage = collected(responses).completed.usage
+    assert usage.queue_ms == 0
+    assert usage.prefill_ms > 0
+    assert len(scheduler.submits) == 1
 
 
 async def test_the_whole_answer_ends_alike(gateway):

@@ -4,6 +4,7 @@ import grpc.aio
 import pytest
 from google.rpc import code_pb2
 
+from quire.common.v1 import common_pb2
 from quire.rpc.errors import NotFound, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.scheduler_process import (
@@ -11,6 +12,7 @@ from tests.support.scheduler_process import (
     expected_tokens,
     make_submit,
     running_scheduler,
+    state_of,
     wait_attached,
     wait_nothing_in_use,
 )
@@ -18,6 +20,12 @@ from tests.support.scheduler_process import (
 
 def durable_submit(handle: int, **fields) -> scheduler_pb2.Submit:
     return make_submit(handle, tenant="a", durable=scheduler_pb2.Durable(stop=["x"]), **fields)
+
+
+def resubmission(handle: int, **fields) -> scheduler_pb2.Submit:
+    submit = durable_submit(handle, **fields)
+    submit.durable.resubmitted = True
+    return submit
 
 
 async def resume(stream: GatewayStream, handle: int, request_id: str, tenant: str = "a") -> None:
@@ -107,6 +115,38 @@ async def test_a_cancelled_request_is_forgotten_and_its_reader_told(scheduler):
     stream.close()
 
 
+@pytest.mark.parametrize("output", [None, common_pb2.OutputOptions(logprobs=1)])
+async def test_what_was_cancelled_while_its_gateway_was_away_does_not_come_back(scheduler, output):
+    first, _ = await GatewayStream.open(scheduler, "gateway-a", grace_period_ms=60_000)
+    await first.submit(durable_submit(7, max_tokens=900, output=output))
+    await first.read()
+    first.close()
+    await scheduler.Cancel(scheduler_pb2.CancelRequest(tenant="a", request_id="request-7"))
+    again, _ = await GatewayStream.open(scheduler, "gateway-a", grace_period_ms=60_000)
+    await again.submit(resubmission(7, max_tokens=900, output=output, emitted=first.outputs[7]))
+    await again.read_until_over(7)
+    assert (again.failed[7].code, again.failed[7].reason) == (code_pb2.CANCELLED, "CANCELLED_BY_ID")
+    await wait_nothing_in_use(scheduler)
+    again.close()
+
+
+async def test_a_new_request_under_an_id_that_was_cancelled_is_another_one(scheduler):
+    first, _ = await GatewayStream.open(scheduler, "gateway-a")
+    await first.submit(durable_submit(7, max_tokens=900))
+    await first.read()
+    await scheduler.Cancel(scheduler_pb2.CancelRequest(tenant="a", request_id="request-7"))
+    await first.read_until_over(7)
+    del first.failed[7]
+    await first.submit(durable_submit(7, max_tokens=300))
+    await first.read()
+    first.close()
+    again, _ = await GatewayStream.open(scheduler, "gateway-a")
+    await again.submit(resubmission(7, max_tokens=300))
+    await again.read_until_over(7)
+    assert again.outputs[7] == expected_tokens(7, max_tokens=300)
+    again.close()
+
+
 async def test_what_is_over_makes_room_and_what_runs_does_not(worker, tmp_path):
     async with running_scheduler(str(tmp_path / "s.sock"), worker.address, max_durable_requests=1) as stub:
         await wait_attached(stub)
@@ -129,9 +169,26 @@ async def test_a_gateway_that_connects_again_goes_on_by_submitting_again(schedul
     await first.read()
     first.close()
     again, _ = await GatewayStream.open(scheduler, "gateway-a")
-    submit = durable_submit(7, max_tokens=300)
-    submit.durable.resubmitted = True
-    await again.submit(submit)
+    await again.submit(resubmission(7, max_tokens=300))
     await again.read_until_over(7)
     assert again.outputs[7] == expected_tokens(7, max_tokens=300)
+    again.close()
+
+
+async def test_one_that_is_submitted_again_with_log_probabilities_is_not_run_twice(scheduler):
+    output = common_pb2.OutputOptions(logprobs=1)
+    first, _ = await GatewayStream.open(scheduler, "gateway-a")
+    await first.submit(durable_submit(7, max_tokens=900, output=output))
+    await first.read()
+    first.close()
+    again, _ = await GatewayStream.open(scheduler, "gateway-a")
+    await again.submit(resubmission(7, max_tokens=900, output=output, emitted=first.outputs[7]))
+    # All is replayed, from the first token on.
+    again.outputs[7] = []
+    await again.read()
+    state = await state_of(scheduler)
+    assert (state.running_requests, state.waiting_requests) == (1, 0)
+    await again.read_until_over(7)
+    assert again.outputs[7] == expected_tokens(7, max_tokens=900)
+    assert len(again.logprobs[7]) == 900
     again.close()

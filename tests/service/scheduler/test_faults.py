@@ -1,14 +1,18 @@
 """The scheduler service when gateways and workers leave, hang, come back, or are slow."""
 
+import asyncio
 import time
 
 import grpc
 import pytest
 from google.rpc import code_pb2
 
-from quire.rpc.errors import from_rpc_error
+from quire.rpc.errors import from_rpc_error, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
+from scheduler_svc.service import worker_link
+from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.metrics import free_port, read_metrics
 from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
@@ -19,7 +23,6 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
-from worker_svc.refusal import invalid
 from worker_svc.steps import AdmittedStep, Step
 from worker_svc.worker import Worker
 
@@ -89,7 +92,8 @@ async def test_requests_that_no_longer_fit_after_the_worker_came_back_smaller_fa
     address = f"unix:{tmp_path / 'w.sock'}"
     worker = FakeWorker(FakeWorkerConfig(step_seconds=0.005))
     await worker.start(address)
-    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
+    port = free_port()
+    async with running_scheduler(str(tmp_path / "s.sock"), address, metrics_port=port) as stub:
         await wait_attached(stub)
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1, max_tokens=500))
@@ -101,8 +105,46 @@ async def test_requests_that_no_longer_fit_after_the_worker_came_back_smaller_fa
         await stream.read_until_over(1, 2)
         assert stream.failed[1].reason == "POOL_SHRANK"
         assert stream.outputs[2] == expected_tokens(2, max_tokens=40)
+        metrics = await read_metrics(port)
+        assert metrics['quire_scheduler_requests_total{outcome="failed"}'] == 1
         stream.close()
         await successor.stop()
+
+
+async def test_a_worker_whose_steps_have_fewer_tokens_than_it_has_rows_serves(tmp_path):
+    worker = FakeWorker(FakeWorkerConfig(max_num_rows=256, max_num_batched_tokens=16))
+    async with running_scheduler(str(tmp_path / "s.sock"), await worker.start()) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        for handle in range(1, 25):
+            await stream.submit(make_submit(handle))
+        await stream.read_until_over(*range(1, 25))
+        for handle in range(1, 25):
+            assert stream.outputs[handle] == expected_tokens(handle)
+        stream.close()
+    await worker.stop()
+
+
+async def test_a_silent_worker_is_lost(monkeypatch):
+    monkeypatch.setattr(worker_link, "_LOOK_INTERVAL_S", 0.02)
+    worker = FakeWorker(heartbeat_interval_s=60.0)
+    link = await WorkerLink.attach(await worker.start(), epoch=1, timeout_s=5.0)
+    with pytest.raises(WorkerLostError, match="has been silent"):
+        await asyncio.wait_for(link.receive(), 5.0)
+    await link.close()
+    await worker.stop()
+
+
+async def test_a_pause_of_the_scheduler_is_not_the_workers_silence(monkeypatch):
+    monkeypatch.setattr(worker_link, "_LOOK_INTERVAL_S", 0.02)
+    worker = FakeWorker(heartbeat_interval_s=0.01)
+    link = await WorkerLink.attach(await worker.start(), epoch=1, timeout_s=5.0)
+    for _ in range(3):
+        time.sleep(0.5)  # noqa: ASYNC251 (the whole process stands still)
+        for _ in range(20):
+            assert await link.receive() is None
+    await link.close()
+    await worker.stop()
 
 
 async def test_a_worker_that_hangs_is_given_up_after_the_step_timeout(worker, tmp_path):
@@ -240,7 +282,7 @@ async def test_a_request_whose_steps_the_worker_refuses_fails_alone(scheduler):
 async def test_a_request_that_is_refused_in_the_middle_of_its_output_fails_alone(worker, tmp_path, monkeypatch):
     def admit(self: Worker, step: Step) -> AdmittedStep:
         if len(step.batch.rows) and int((step.batch.num_computed_tokens + step.batch.num_new_tokens).max()) > 60:
-            raise invalid("batch.num_new_tokens", "is one too many")
+            raise invalid_field("batch.num_new_tokens", "is one too many")
         return admit_any(self, step)
 
     admit_any = Worker.admit

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.generator import resolve_sampling
+from gateway.defaults import resolve_sampling
 from gateway.request import (
     BeamSearch,
     BeamSearchOptions,

@@ -128,11 +128,37 @@ async def test_a_stop_string_ends_the_request_here(ledger, clock):
     clock.now += 0.25
     outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 1, ids_of("the cat"))]))
     assert outcome.ended_here == [live]
+    assert live.awaits_usage
+    live.settle()
     events = [event async for event in live.events()]
     assert events[-2].stop_string == "the"
     assert events[-1].usage == Usage(
         prompt_tokens=3, generated_tokens=live.num_generated_tokens, prefill_ms=500.0, decode_ms=250.0
     )
+
+
+@pytest.mark.parametrize("knows", [True, False])
+async def test_what_a_request_cost_that_ended_here_is_the_schedulers_to_say(ledger, clock, knows):
+    live = open_live(ledger, stop=["the"])
+    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, ids_of("the cat"))]))
+    events = live.events()
+    assert [type(await anext(events)) for _ in range(2)] == [Chunk, Finished]
+    assert not live.is_over
+    assert ledger.of_replica(REPLICA) == []
+    said = Usage(prompt_tokens=3, generated_tokens=9, cached_tokens=2, queue_ms=7.0, preemptions=1)
+    outcome = ledger.apply(REPLICA, make_batch(completed=[RequestEnded(live.handle, said if knows else None)]))
+    assert outcome.ended_here == []
+    usage = (await anext(events)).usage
+    assert usage.generated_tokens == live.num_generated_tokens < 9
+    assert usage.cached_tokens == (2 if knows else 0)
+    assert usage.preemptions == (1 if knows else 0)
+
+
+async def test_a_stop_string_in_the_last_step_of_a_request_needs_no_abort(ledger):
+    live = open_live(ledger, stop=["the"])
+    outcome = ledger.apply(REPLICA, finishing_batch(live, ids_of("the")))
+    assert (outcome.ended_here, outcome.sequences_ended_here) == ([], [])
+    assert (await live.result())[1] is USAGE
 
 
 async def test_events_after_a_stop_string_are_dropped(ledger):
@@ -227,6 +253,24 @@ async def test_wait_until_empty_returns_after_the_last_close(ledger):
     assert len(ledger) == 0
 
 
+async def test_wait_until_empty_waits_for_what_arrives_and_for_what_it_opens(ledger):
+    with ledger.arriving():
+        waiting = asyncio.ensure_future(ledger.wait_until_empty())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        live = open_live(ledger)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    ledger.close(live)
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_what_arrived_and_was_refused_is_not_waited_for(ledger):
+    with pytest.raises(ResourceExhausted), ledger.arriving():
+        raise ResourceExhausted("too much")
+    await asyncio.wait_for(ledger.wait_until_empty(), 1)
+
+
 def prompt_run(live, first_position, count):
     entries = [PositionLogprobs(Logprob(first_position + i, -0.5, 1), ()) for i in range(count)]
     return EventBatch([], [], [], [], [PromptRun(live.handle, first_position, entries)])
@@ -256,11 +300,13 @@ async def test_a_stop_string_in_one_sequence_while_the_end_of_the_other_is_on_it
     stopped = ids_of("the")
     outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 1, 0, stopped)]))
     assert outcome.sequences_ended_here == [(live, 1)]
-    # The scheduler ended sequence 0 before it was told to end sequence 1, with which the request ended there silently.
+    # The scheduler ended sequence 0 before it was told to end sequence 1, with which the request ended there alone.
     last = make_batch(
         [TokenRun(live.handle, 0, 0, [60, 61])], [SequenceEnded(live.handle, 0, 2, FinishReason.LENGTH, None, None)]
     )
-    assert ledger.apply(REPLICA, last).ended_here == [live]
+    outcome = ledger.apply(REPLICA, last)
+    assert (outcome.ended_here, outcome.sequences_ended_here) == ([live], [])
+    ledger.apply(REPLICA, make_batch(completed=[RequestEnded(live.handle, None)]))
     sequences, usage = await live.result()
     assert [sequence.finished.reason for sequence in sequences] == [FinishReason.LENGTH, FinishReason.STOP]
     assert usage.generated_tokens == 2 + len(stopped)

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gateway.backoff import Backoff
-from gateway.generator import limits_of, resolve_sampling
+from gateway.defaults import resolve_sampling
+from gateway.limits import limits_of
 from gateway.model import ServedModel
 from gateway.request import ChatMessage, SamplingOptions
 from gateway.scheduler_events import Welcome

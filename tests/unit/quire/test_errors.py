@@ -14,6 +14,7 @@ from quire.rpc.errors import (
     Unavailable,
     error_for_code,
     from_rpc_error,
+    invalid_field,
     to_rpc_status,
 )
 
@@ -51,6 +52,13 @@ def test_every_error_survives_the_wire(cls: type[QuireError]) -> None:
     assert (received.code, received.message, received.reason) == (error.code, "what happened", "WHY")
     assert (received.violations, received.retry_after_ms, received.metadata) == (tuple(violations), 1234, {"a": "b"})
     assert str(received) == "what happened"
+
+
+def test_a_field_at_fault_is_told_to_people_and_to_programs() -> None:
+    error = round_trip(invalid_field("batch.rows", "holds row 3 twice"))
+    assert isinstance(error, InvalidArgument)
+    assert error.message == "batch.rows holds row 3 twice"
+    assert error.violations == (FieldViolation("batch.rows", "holds row 3 twice"),)
 
 
 @pytest.mark.parametrize("cls", SUBCLASSES)

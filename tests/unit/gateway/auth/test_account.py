@@ -166,3 +166,28 @@ def test_no_more_prompts_are_admitted_than_the_time_pays_for(per_minute, arrival
             continue
         admitted += prompt
         assert admitted <= math.ceil(per_minute + (clock.now - started_at) * per_minute / 60)
+
+
+def test_a_use_that_is_replaced_keeps_its_place_and_pays_the_difference(clock):
+    account = Account(Limits(tokens_per_minute=100, max_concurrent_requests=1), clock)
+    with account.admitted(10, lambda: 20) as use:
+        other = account.replace(use, lambda: 80)
+    assert refusal(account).reason == "CONCURRENCY_LIMIT"
+    account.end(use)
+    assert refusal(account).reason == "CONCURRENCY_LIMIT"
+    account.end(account.replace(other, lambda: 30))
+    account.check(60)
+    assert refusal(account, 61).metadata["limit"] == "tokens_per_minute"
+
+
+def test_resumption_costs_a_request_and_neither_place_nor_tokens(clock):
+    account = Account(Limits(requests_per_minute=2, tokens_per_minute=100, max_concurrent_requests=1), clock)
+    with account.admitted(10, lambda: 90) as use:
+        held = account.replace(use, lambda: 190)
+    with account.resumed(held, lambda: 40):
+        pass
+    clock.now += 30
+    account.check(50)
+    with pytest.raises(ResourceExhausted) as raised, account.admitted(1) as use:
+        account.check_resumption()
+    assert raised.value.metadata["limit"] == "requests_per_minute"

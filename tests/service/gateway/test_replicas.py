@@ -1,0 +1,156 @@
+"""Requests of a replica that cannot go on with them are served by another one: no worker, or it drains."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from google.rpc import code_pb2
+
+from quire.rpc.errors import Unavailable
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import RunningGateway, collect, error_of, running_gateway, stream_request
+from tests.support.processes import until_true
+
+NUM_TOKENS = 30
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[FakeScheduler]:
+    fake = FakeScheduler()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+def start_requests(gateway: RunningGateway, num_requests: int = 8, **fields) -> list[asyncio.Task]:
+    return [
+        asyncio.create_task(
+            collect(
+                gateway.generation.GenerateStream(stream_request(f"request {number}", max_tokens=NUM_TOKENS, **fields))
+            )
+        )
+        for number in range(num_requests)
+    ]
+
+
+async def assert_all_complete(reading: list[asyncio.Task]) -> None:
+    for stream in await asyncio.gather(*reading):
+        first, second = stream.token_ids[:2]
+        # As one scheduler alone would have answered: each token follows from the prompt and its position.
+        assert stream.token_ids == [40 + (first - 40 + 7 * position) % 200 for position in range(NUM_TOKENS)]
+        assert second != first
+
+
+async def test_requests_leave_a_replica_without_its_worker_for_one_that_runs(scheduler, other):
+    scheduler.step_delay_s = other.step_delay_s = 0.01
+    async with running_gateway(scheduler, other, failover_delay=0.05) as gateway:
+        reading = start_requests(gateway)
+        await until_true(lambda: len(scheduler.live) + len(other.live) == 8)
+        assert scheduler.live
+        assert other.live
+        there = {request.submit.request_id for request in scheduler.live.values()}
+        scheduler.lose_worker()
+        await assert_all_complete(reading)
+        assert there <= {submit.request_id for submit in other.submits}
+        await scheduler.until(lambda: not scheduler.live)
+        assert set(scheduler.aborted) == there
+
+
+async def test_requests_stay_where_the_worker_is_back_soon(scheduler, other):
+    scheduler.step_delay_s = other.step_delay_s = 0.01
+    async with running_gateway(scheduler, other, failover_delay=30.0) as gateway:
+        reading = start_requests(gateway)
+        await until_true(lambda: len(scheduler.live) + len(other.live) == 8)
+        num_submits = len(scheduler.submits), len(other.submits)
+        scheduler.lose_worker()
+        scheduler.regain_worker()
+        await assert_all_complete(reading)
+        assert (len(scheduler.submits), len(other.submits)) == num_submits
+        assert not scheduler.aborted
+
+
+async def test_requests_move_as_soon_as_another_replica_runs_again(scheduler, other):
+    async with running_gateway(scheduler, other, failover_delay=0.05) as gateway:
+        scheduler.lose_worker()
+        other.lose_worker()
+        reading = start_requests(gateway)
+        await until_true(lambda: len(scheduler.live) + len(other.live) == 8)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(reading[0]), 0.15)
+        assert not scheduler.aborted
+        assert not other.aborted
+        other.regain_worker()
+        await assert_all_complete(reading)
+
+
+async def test_what_still_gets_tokens_stays_at_a_replica_that_says_it_is_not_ready(scheduler, other):
+    """So it is while a scheduler drains."""
+    scheduler.step_delay_s = other.step_delay_s = 0.02
+    async with running_gateway(scheduler, other, failover_delay=0.4) as gateway:
+        reading = start_requests(gateway)
+        await until_true(lambda: len(scheduler.live) + len(other.live) == 8)
+        num_submits = len(scheduler.submits)
+        scheduler.drain()
+        await assert_all_complete(reading)
+        assert not scheduler.aborted
+        assert len(scheduler.submits) == num_submits
+
+
+async def test_new_requests_go_past_a_replica_that_drains(scheduler, other):
+    async with running_gateway(scheduler, other, connect_timeout=0.1) as gateway:
+        scheduler.drain()
+        await assert_all_complete(start_requests(gateway))
+        assert len({submit.request_id for submit in other.submits}) == 8
+
+
+async def test_refusals_of_a_replica_that_drains_are_placed_anew(scheduler, other):
+    """Those that were on their way when it said so."""
+    async with running_gateway(scheduler, other) as gateway:
+        scheduler.drain(tells=False)
+        other.emits.clear()
+        reading = start_requests(gateway)
+        await scheduler.until(lambda: scheduler.submits)
+        other.emits.set()
+        await assert_all_complete(reading)
+        assert len(other.submits) == 8
+
+
+async def test_refusal_after_one_of_a_replica_that_drains_counts_as_the_first(scheduler, other):
+    """It was never accepted, so it does not wait for a place in the queue."""
+    async with running_gateway(scheduler, other) as gateway:
+        scheduler.drain(tells=False)
+        other.emits.clear()
+        reading = start_requests(gateway, 6)
+        await until_true(lambda: scheduler.submits and len(other.live) == 6)
+        refusals = [scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL")] * 2
+        other.refusal.extend(refusals)
+        scheduler.break_streams()
+        await scheduler.until(lambda: scheduler.connections == 2)
+        new = [
+            asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request(f"new {number}"))))
+            for number in range(2)
+        ]
+        assert {error.reason for error in await asyncio.gather(*new)} == {"QUEUE_FULL"}
+        other.emits.set()
+        await assert_all_complete(reading)
+
+
+async def test_without_another_replica_requests_wait_for_the_successor(scheduler):
+    async with running_gateway(scheduler) as gateway:
+        scheduler.drain()
+        reading = start_requests(gateway, 1)
+        await scheduler.until(lambda: scheduler.submits)
+        await scheduler.restart()
+        await assert_all_complete(reading)
+        assert len(scheduler.submits) == 2
+
+
+async def test_waiting_for_the_successor_of_a_replica_that_drains_ends(scheduler):
+    async with running_gateway(scheduler, connect_timeout=0.1) as gateway:
+        scheduler.drain()
+        error = await error_of(gateway.generation.GenerateStream(stream_request()))
+        assert isinstance(error, Unavailable)
+        assert error.reason == "NO_SCHEDULER"
+        assert len(scheduler.submits) == 1
