@@ -45,6 +45,8 @@ def _attention_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
         ", window": ScoreRule(0.1, sliding_window=50),
         ", cap": ScoreRule(0.1, soft_cap=5.0),
         ", alibi": ScoreRule(0.1, alibi_slopes=slopes),
+        ", sinks": ScoreRule(0.1, sinks=4 * slopes),
+        ", sinks and window": ScoreRule(0.1, sliding_window=50, sinks=4 * slopes),
     }
     for label, rule in rules.items():
         yield _attention_check(f"attention{label}", MIXED, Heads(8, 2, 80), 16, rule, dtype, device)

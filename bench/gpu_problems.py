@@ -96,4 +96,7 @@ def _expected_row(
     visible = distances <= 0
     if rule.sliding_window is not None:
         visible &= distances > -rule.sliding_window
-    return torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1) @ values
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if rule.sinks is not None:
+        scores = torch.cat((scores, rule.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)), dim=-1)
+    return torch.softmax(scores, dim=-1)[..., :total] @ values

@@ -50,6 +50,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a flat batch over paged keys and values (the paper's section 4.1).
 
@@ -68,11 +69,13 @@ def paged_attention(
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
         alibi_slopes: [Hq] float32; `slope * (key position - query position)` is added to the scores.
+        sinks: [Hq] float32; a score more in each softmax of the head, as it is (neither scaled nor capped), whose
+            weight goes to no value. So the weights of the values come to less than 1.
 
     Returns:
         [T, Hq, D] of the dtype of `query`.
     """
-    _check_attention(query, kv_cache, block_tables, query_start_loc, seq_lens, alibi_slopes)
+    _check_attention(query, kv_cache, block_tables, query_start_loc, seq_lens, alibi_slopes, sinks)
     _check_extent(max_query_len, max_seq_len, block_tables.shape[1], kv_cache.shape[3])
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}; expected at least 1")
@@ -87,7 +90,7 @@ def paged_attention(
         block_tables,
         query_start_loc,
         seq_lens,
-        scores=reference.ScoreRule(scale, sliding_window, soft_cap, alibi_slopes),
+        scores=reference.ScoreRule(scale, sliding_window, soft_cap, alibi_slopes, sinks),
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
     )
@@ -282,6 +285,7 @@ def _check_attention(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     check_kv_cache(kv_cache)
     _, _, num_kv_heads, _, _ = kv_cache.shape
@@ -304,10 +308,11 @@ def _check_attention(
     ):
         check_dtype(name, tensor, torch.int32)
         check_device(name, tensor, device)
-    if alibi_slopes is not None:
-        check_shape("alibi_slopes", alibi_slopes, (num_heads,))
-        check_dtype("alibi_slopes", alibi_slopes, torch.float32)
-        check_device("alibi_slopes", alibi_slopes, device)
+    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if numbers is not None:
+            check_shape(name, numbers, (num_heads,))
+            check_dtype(name, numbers, torch.float32)
+            check_device(name, numbers, device)
 
 
 def _check_extent(max_query_len: int, max_seq_len: int, num_columns: int, block_size: int) -> None:

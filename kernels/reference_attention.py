@@ -30,6 +30,7 @@ class ScoreRule:
     sliding_window: int | None = None
     soft_cap: float | None = None
     alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 def paged_attention(
@@ -177,7 +178,7 @@ def _attend(
     visible = key_positions <= query_positions
     if scores.sliding_window is not None:
         visible &= key_positions > query_positions - scores.sliding_window
-    if scores.soft_cap is None and scores.alibi_slopes is None:
+    if scores.soft_cap is None and scores.alibi_slopes is None and scores.sinks is None:
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scores.scale)
     weights = torch.matmul(query.float(), keys.float().transpose(-1, -2)) * scores.scale
     if scores.soft_cap is not None:
@@ -185,7 +186,16 @@ def _attend(
     if scores.alibi_slopes is not None:
         weights = weights + scores.alibi_slopes.view(head_shape) * (key_positions - query_positions)
     weights = weights.masked_fill(~visible, float("-inf"))
-    return torch.matmul(torch.softmax(weights, dim=-1), values.float()).to(query.dtype)
+    weights = _softmax(weights, None if scores.sinks is None else scores.sinks.view(head_shape))
+    return torch.matmul(weights, values.float()).to(query.dtype)
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Over the last dimension; `sinks` broadcast to the scores, and what goes to them is left out."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sinks = sinks.expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
 
 
 def _num_blocks(num_tokens: int, block_size: int) -> int:

@@ -38,6 +38,7 @@ struct AttentionArgs {
   const int32_t* query_start_loc;  // [R + 1]
   const int32_t* seq_lens;         // [R]
   const float* alibi_slopes;       // [Hq] or null
+  const float* sinks;              // [Hq] or null
   int64_t dtype;
   int64_t threads;
   int64_t num_tokens;

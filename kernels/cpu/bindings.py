@@ -58,6 +58,7 @@ class CpuKernels:
         query, block_tables = dense(query), dense(block_tables)
         query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
         alibi_slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.contiguous()
+        sinks = None if scores.sinks is None else scores.sinks.contiguous()
         num_tokens, num_heads, head_dim = query.shape
         _, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
         token_stride, head_stride, _ = query.stride()
@@ -70,6 +71,7 @@ class CpuKernels:
             query_start_loc.data_ptr(),
             seq_lens.data_ptr(),
             0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
             DTYPES[query.dtype],
             torch.get_num_threads(),
             num_tokens,

@@ -50,6 +50,11 @@ void attend(const AttentionArgs& args, const Unit& unit, const Group<Stored>& he
   }
 }
 
+// Whether the unit has the first token that is seen: of all units of a row and head, one takes the sink in.
+bool begins_row(const AttentionArgs& args, const Unit& unit, int64_t position) {
+  return unit.begin == 0 || unit.begin == position + 1 - args.sliding_window;
+}
+
 // From a pool of Stored: T, or int8_t for codes.
 template <class T, class Stored>
 void decode_from(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
@@ -57,7 +62,7 @@ void decode_from(const AttentionArgs& args, const Unit& unit, std::byte* scratch
   Group<Stored> heads(args, unit.head_end - unit.head_begin, arena);
   const int64_t token = args.query_start_loc[unit.row], position = args.seq_lens[unit.row] - 1;
   const int64_t first_head = unit.head_begin * (args.num_heads / args.num_kv_heads);
-  heads.template start<T>(args, token, first_head);
+  heads.template start<T>(args, token, first_head, begins_row(args, unit, position));
   Span<Stored, kSpan> span, next;
   next.fill(args, unit.row, unit.head_begin, unit.begin, unit.end);
   for (int64_t at = unit.begin; at < unit.end; at += kSpan) {

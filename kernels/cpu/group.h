@@ -72,14 +72,14 @@ struct Group {
     softmax = arena.take<Softmax>(heads);
   }
 
-  // With queries of Element.
+  // With queries of Element; `begins_row` where no other group has the same queries on earlier tokens.
   template <class Element>
-  void start(const AttentionArgs& args, int64_t token, int64_t first_head) {
+  void start(const AttentionArgs& args, int64_t token, int64_t first_head, bool begins_row) {
     std::memset(query, 0, heads * stride * sizeof(*query));
     std::memset(sums, 0, heads * stride * sizeof(float));
     for (int64_t h = 0; h < heads; ++h) {
       copy_query(query + h * stride, query_of<Element>(args, token, first_head + h), head_dim);
-      softmax[h] = Softmax();
+      softmax[h] = begins_row ? first_softmax(args, first_head + h) : Softmax();
     }
   }
 

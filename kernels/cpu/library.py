@@ -15,7 +15,7 @@ LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 
 # Fields of 8 bytes each: q is an address or a whole number, d a double. The structs of api.h, in the order of
 # `quire_argument_sizes`.
-ATTENTION_ARGS = struct.Struct("22q2d")
+ATTENTION_ARGS = struct.Struct("23q2d")
 NORM_ARGS = struct.Struct("13qd")
 SILU_ARGS = struct.Struct("7q")
 ROTARY_ARGS = struct.Struct("33q")
@@ -47,7 +47,7 @@ Operation = Callable[[int, bytes], int]
 class OperationKind(Enum):
     """The enum Operation of api.h, with the arguments of each and which of their fields counts lines."""
 
-    PAGED_ATTENTION = (0, ATTENTION_ARGS, 9)
+    PAGED_ATTENTION = (0, ATTENTION_ARGS, 10)
     RMS_NORM = (1, NORM_ARGS, 7)
     LAYER_NORM = (2, NORM_ARGS, 7)
     SILU_AND_MUL = (3, SILU_ARGS, 4)

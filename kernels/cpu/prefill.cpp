@@ -83,7 +83,7 @@ void start(Tile<T>& tile, const Work<T>& work) {
     const int64_t head = work.kv_head * tile.group + line % tile.group;
     const T* query = query_of<T>(work.args, work.first_token + line / tile.group, head);
     copy_query(tile.query + line * tile.stride, query, work.args.head_dim);
-    tile.softmax[line] = Softmax();
+    tile.softmax[line] = first_softmax(work.args, head);
   }
 }
 

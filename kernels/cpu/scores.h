@@ -47,6 +47,11 @@ struct Softmax {
   static float one_exp(float x) { return first_lane(exp(set1(x))); }
 };
 
+// The softmax before the first score of a row: the sink of the head, where it has one, counts as a score that was seen.
+inline Softmax first_softmax(const AttentionArgs& args, int64_t head) {
+  return args.sinks == nullptr ? Softmax() : Softmax{args.sinks[head], 1.0f};
+}
+
 // Products become scores, in place; those that are not seen, outside of `first` to `last` - 1, become -infinity. Returns
 // the largest. `count` is a multiple of kWidth; the key of the first product is at `distance`.
 template <bool kAllSeen>

@@ -19,7 +19,7 @@ from kernels.triton.kv_split import DecodeTiling, split_length
 from kernels.triton.launch import ceil_div, launch, padded
 from kernels.triton.paged_batch import PagedBatch, Shape
 from kernels.triton.paged_tiles import find_context, load_keys_and_values, load_vectors, store_vectors
-from kernels.triton.scores import Scoring, make_scores, score_unit
+from kernels.triton.scores import Scoring, make_scores, score_unit, sink_scores
 from kernels.triton.softmax import PRECISION, add_tile, finish_softmax, start_softmax
 
 # Arguments that change from step to step, and index tensors that may be views into a step's buffer.
@@ -38,7 +38,7 @@ def _piece_tokens(context, num_splits, LEAST: tl.constexpr, TILE: tl.constexpr):
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_INDEXES)
 def _decode_kernel(
     output, partial, partial_lse, query, kv_cache, block_tables, query_start_loc, seq_lens,
-    alibi_slopes, scale, soft_cap, sliding_window, query_stride, value_offset, table_stride, num_splits,
+    alibi_slopes, sinks, scale, soft_cap, sliding_window, query_stride, value_offset, table_stride, num_splits,
     SHAPE: Shape, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     # Heads of a row and a piece run side by side: their tiles are neighbours in memory.
@@ -57,7 +57,11 @@ def _decode_kernel(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=wanted, other=0.0)
-    scoring = Scoring(scale, soft_cap, slopes)
+    first_scores = None
+    if sinks is not None:
+        # The piece that every context has takes the sink in.
+        first_scores = tl.load(sinks + heads, mask=wanted & (split == 0), other=float("-inf"))
+    scoring = Scoring(scale, soft_cap, slopes, first_scores)
     context = find_context(kv_cache, value_offset, block_tables, table_stride, row, head, SHAPE)
     attended, lse = _attend_to_piece(queries, context, scoring, begin, end, seq_len - 1, SHAPE, GROUP_PAD, TILE)
 
@@ -87,7 +91,7 @@ def _attend_to_piece(
     SHAPE: Shape, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """What `queries` [M, D] of one token find from `begin` to `end`, as `finish_softmax` returns it."""
-    running = start_softmax(GROUP_PAD, TILE, SHAPE.head_pad)
+    running = start_softmax(sink_scores(scoring), GROUP_PAD, TILE, SHAPE.head_pad)
     for start in range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
         keys, values = load_keys_and_values(context, positions, end, SHAPE)
@@ -145,7 +149,7 @@ def decode_attention(
         (batch.num_kv_heads, num_splits, batch.num_rows),
         *(output, partial, partial_lse),
         *batch.tensors(),
-        *(scores.alibi_slopes, scores.scale, scores.soft_cap, scores.sliding_window),
+        *(scores.alibi_slopes, scores.sinks, scores.scale, scores.soft_cap, scores.sliding_window),
         *batch.strides(),
         num_splits,
         SHAPE=batch.shape,

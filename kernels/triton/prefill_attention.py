@@ -15,7 +15,7 @@ from kernels.reference_attention import ScoreRule
 from kernels.triton.launch import launch, padded
 from kernels.triton.paged_batch import PagedBatch, Shape
 from kernels.triton.paged_tiles import find_context, load_keys_and_values, load_vectors, store_vectors
-from kernels.triton.scores import Scoring, make_scores, score_unit
+from kernels.triton.scores import Scoring, make_scores, score_unit, sink_scores
 from kernels.triton.softmax import PRECISION, add_tile, finish_softmax, start_softmax
 
 _CHANGING = ("table_stride", "num_rows")
@@ -56,8 +56,8 @@ def _find_row(query_start_loc, query_tile, num_rows, TILE_TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_INDEXES)
 def _prefill_kernel(
-    output, query, kv_cache, block_tables, query_start_loc, seq_lens, alibi_slopes, scale, soft_cap, sliding_window,
-    query_stride, value_offset, table_stride, num_rows,
+    output, query, kv_cache, block_tables, query_start_loc, seq_lens, alibi_slopes, sinks, scale, soft_cap,
+    sliding_window, query_stride, value_offset, table_stride, num_rows,
     SHAPE: Shape, TILE_TOKENS: tl.constexpr, QUERY_TILE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -79,7 +79,10 @@ def _prefill_kernel(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=wanted, other=0.0)
-    scoring = Scoring(scale, soft_cap, slopes)
+    first_scores = None
+    if sinks is not None:
+        first_scores = tl.load(sinks + heads, mask=wanted, other=float("-inf"))
+    scoring = Scoring(scale, soft_cap, slopes, first_scores)
     context = find_context(kv_cache, value_offset, block_tables, table_stride, row, head, SHAPE)
     last = tl.minimum(first + TILE_TOKENS, num_tokens) - 1
     attended = _attend_to_context(
@@ -96,7 +99,7 @@ def _attend_to_context(
     SHAPE: Shape, QUERY_TILE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """What `queries` [M, D], the positions of which go from `first` to `last`, find in the keys that they may see."""
-    running = start_softmax(QUERY_TILE, 1, SHAPE.head_pad)
+    running = start_softmax(sink_scores(scoring), QUERY_TILE, 1, SHAPE.head_pad)
     # From `inner` to `outer` every query sees all keys: these tiles need no mask.
     inner = 0
     outer = (first + 1) // TILE * TILE
@@ -146,7 +149,7 @@ def prefill_attention(output: torch.Tensor, batch: PagedBatch, scores: ScoreRule
         (batch.num_kv_heads, output.shape[0] // tile_tokens + batch.num_rows),
         output,
         *batch.tensors(),
-        *(scores.alibi_slopes, scores.scale, scores.soft_cap, scores.sliding_window),
+        *(scores.alibi_slopes, scores.sinks, scores.scale, scores.soft_cap, scores.sliding_window),
         *batch.strides(),
         batch.num_rows,
         SHAPE=batch.shape,

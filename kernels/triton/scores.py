@@ -1,4 +1,4 @@
-"""How a query scores a key: scale, soft cap and ALiBi."""
+"""How a query scores a key: scale, soft cap and ALiBi; and what a sink scores."""
 
 from typing import Any, NamedTuple
 
@@ -14,11 +14,13 @@ class Scoring(NamedTuple):
     Attributes:
         scale, soft_cap: positive; no soft cap is None.
         slopes: of ALiBi, [M]; None without.
+        sinks: scores of no key that are in the softmax, [M], minus infinity where there is none; None without.
     """
 
     scale: Any
     soft_cap: Any
     slopes: Any
+    sinks: Any
 
 
 @triton.jit
@@ -35,6 +37,15 @@ def make_scores(scoring, products, distances):
         scores *= scoring.scale if scoring.soft_cap is None else scoring.soft_cap
         scores += scoring.slopes[:, None] * distances
     return scores
+
+
+@triton.jit
+def sink_scores(scoring):
+    """The sinks [M] as `make_scores` would return them, None without."""
+    sinks = scoring.sinks
+    if sinks is not None:
+        sinks *= LOG2_E / score_unit(scoring)
+    return sinks
 
 
 @triton.jit

@@ -26,10 +26,19 @@ class Running(NamedTuple):
 
 
 @triton.jit
-def start_softmax(M: tl.constexpr, SUMS: tl.constexpr, D: tl.constexpr):
-    """Before the first tile; SUMS for each query, as many as a tile has columns, or one."""
+def start_softmax(sinks, M: tl.constexpr, SUMS: tl.constexpr, D: tl.constexpr):
+    """Before the first tile; SUMS for each query, as many as a tile has columns, or one.
+
+    Args:
+        sinks: [M], scores that count as seen, of values that are zeros; None without.
+    """
     best = tl.full((M,), float("-inf"), tl.float32)
-    return Running(best, tl.zeros((M, SUMS), tl.float32), tl.zeros((M, D), tl.float32))
+    totals = tl.zeros((M, SUMS), tl.float32)
+    if sinks is not None:
+        best = sinks
+        # One of the sums has the sink's weight. Where the sink is minus infinity the first tile shrinks it to nothing.
+        totals += tl.where(tl.arange(0, SUMS) == 0, 1.0, 0.0)[None, :]
+    return Running(best, totals, tl.zeros((M, D), tl.float32))
 
 
 @triton.jit

@@ -29,8 +29,11 @@ SMALL_POOL = WorkerSettings(
 )
 
 # One of each kind of what is not as in LLaMA: biases by distance, windows, heads of several sizes, layers that attend
-# several times.
-PECULIAR = ("bloom", "falcon-alibi", "gpt-neo-alternating", "deepseek-v2", "gemma4-shared", "longcat-flash", "hrm-text")
+# several times, attention sinks.
+PECULIAR = (
+    *("bloom", "falcon-alibi", "gpt-neo-alternating", "deepseek-v2", "gemma4-shared", "longcat-flash", "hrm-text"),
+    *("gpt-oss", "mimo-v2"),
+)
 
 
 def make_prompts(seed: int) -> list[list[int]]:
@@ -84,6 +87,7 @@ def test_greedy_output_from_cached_prefixes_equals_transformers(family: str, tmp
         ("qwen3-alternating", "native"),
         ("gemma2-capped-alternating", "auto"),
         ("gemma4-shared", "auto"),
+        ("gpt-oss", "auto"),
         ("mistral-sliding", "transformers"),
     ],
 )

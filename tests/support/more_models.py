@@ -208,6 +208,59 @@ FOREIGN: dict[str, Family] = {
     "qwen3-moe": Family(
         "Qwen3Moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     ),
+    # Attention sinks, with and without windows.
+    "gpt-oss": Family(
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            **ALTERNATING,
+        },
+    ),
+    "granite-swa": Family("GraniteSWA", ALTERNATING),
+    "granite-moe-swa": Family("GraniteMoeSWA", {"num_local_experts": 4, **ALTERNATING}),
+    "flint": Family(
+        "Flint",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [0],
+            **ALTERNATING,
+        },
+    ),
+    # Sinks in layers with windows alone, and heads of values that are smaller than those of keys.
+    "mimo-v2": Family(
+        "MiMoV2Flash",
+        {
+            "head_dim": 16,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            **ALTERNATING,
+        },
+    ),
+    # Attends to the best tokens, or to those that the layer before found.
+    "hy-v4": Family(
+        "HYV4",
+        {
+            **LATENT,
+            "num_hidden_layers": 3,
+            "indexer_types": ["full", "shared", "full"],
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": MAX_LENGTH,
+        },
+        num_calls=3,
+    ),
 }
 
 FAMILIES = NATIVE | FOREIGN

@@ -115,7 +115,10 @@ def _without_indexers(model: PreTrainedModel) -> None:
             module.forward = MethodType(_no_indices, module)
 
 
-_SPARSE = ("AXK2ForCausalLM", "DeepseekV32ForCausalLM", "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM")
+_SPARSE = (
+    *("AXK2ForCausalLM", "DeepseekV32ForCausalLM", "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM"),
+    "HYV4ForCausalLM",
+)
 
 _ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "BloomForCausalLM": adapt_bloom,

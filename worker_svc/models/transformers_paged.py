@@ -26,6 +26,7 @@ class LayerShape:
         sliding_window: tokens that a token sees, itself included; None for all before it.
         soft_cap: bound of the scores, see `ops.paged_attention`.
         alibi_slopes: one for each head, see `ops.paged_attention`; None for no ALiBi.
+        sinks: one for each head, see `ops.paged_attention`; None for no sinks.
         needs_exact_keys: its keys hold numbers of such different sizes that a pool of int8 would lose the small ones.
     """
 
@@ -37,6 +38,7 @@ class LayerShape:
     sliding_window: int | None
     soft_cap: float | None
     alibi_slopes: tuple[float, ...] | None
+    sinks: tuple[float, ...] | None
     needs_exact_keys: bool
 
 
@@ -107,8 +109,8 @@ class _PagedLayer:
         self._shape = shape
         self._pool = pool
         self._repeats = pool.num_kv_heads // shape.num_kv_heads
-        slopes = shape.alibi_slopes
-        self._alibi_slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
+        self._alibi_slopes = _numbers(shape.alibi_slopes, device)
+        self._sinks = _numbers(shape.sinks, device)
 
     def __call__(self, call: AttentionCall, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         if self._shape.needs_exact_keys and not kv_cache.is_floating_point():
@@ -142,4 +144,9 @@ class _PagedLayer:
             sliding_window=self._shape.sliding_window,
             soft_cap=self._shape.soft_cap,
             alibi_slopes=self._alibi_slopes,
+            sinks=self._sinks,
         )
+
+
+def _numbers(each: tuple[float, ...] | None, device: torch.device) -> torch.Tensor | None:
+    return None if each is None else torch.tensor(each, dtype=torch.float32, device=device)

@@ -33,6 +33,7 @@ _HARMLESS = {
     "position_embeddings",
     "position_ids",
     "return_dict",
+    "s_aux",
     "scaling",
     "sliding_window",
     "softcap",
@@ -86,11 +87,15 @@ def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int
     other_start = tokens.clone()
     other_start[0] = (tokens[0] + NUM_TOKENS) % vocab_size
     rest = torch.arange(1, NUM_TOKENS, device=device)
-    if not _same(_run(forward, recorder, other_start, positions).lines(rest), first.lines(rest)):
+    started = _run(forward, recorder, other_start, positions)
+    if not _same(started.lines(rest), first.lines(rest)):
         raise UnsupportedModelError("tokens reach each other in it by more than attention (state-space, recurrent)")
     order = torch.tensor(_OTHER_ORDER, device=device)
-    if not _same(_run(forward, recorder, tokens[order], positions[order]).tensors, first.lines(order)):
+    reordered = _run(forward, recorder, tokens[order], positions[order])
+    if not _same(reordered.tensors, first.lines(order)):
         raise UnsupportedModelError("it does not heed the positions that it is given")
+    if started.sinks != first.sinks or reordered.sinks != first.sinks:
+        raise UnsupportedModelError("its attention sinks (s_aux) are not the same at each call")
     return ProbedModel(tuple(call.module for call in first.calls), shapes, first.hidden)
 
 
@@ -110,7 +115,8 @@ def _first_run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, posit
 
 def _run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor) -> "_Run":
     recorder.calls = []
-    return _Run(forward(tokens, positions), recorder.calls)
+    hidden = forward(tokens, positions)
+    return _Run(hidden, recorder.calls, [_sinks_of(call) for call in recorder.calls])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +125,12 @@ class _Run:
 
     Attributes:
         hidden: [T, hidden].
+        sinks: what each call was given then; the tensors may change.
     """
 
     hidden: torch.Tensor
     calls: list[AttentionCall]
+    sinks: list[tuple[float, ...] | None]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -171,8 +179,22 @@ def _shape_of(call: AttentionCall) -> LayerShape:
         sliding_window=window,
         soft_cap=None if soft_cap is None else float(soft_cap),
         alibi_slopes=None if slopes is None else tuple(slopes),
+        sinks=_sinks_of(call),
         needs_exact_keys=bool(options.get("needs_exact_keys")),
     )
+
+
+def _sinks_of(call: AttentionCall) -> tuple[float, ...] | None:
+    sinks, num_heads = call.options.get("s_aux"), call.query.shape[1]
+    if sinks is None:
+        return None
+    if not isinstance(sinks, torch.Tensor):
+        raise UnsupportedModelError(f"its attention sinks (s_aux) are a {type(sinks).__name__}; expected a tensor")
+    if sinks.shape != (num_heads,):
+        raise UnsupportedModelError(
+            f"its attention sinks (s_aux) have shape {list(sinks.shape)}; expected one for each head, [{num_heads}]"
+        )
+    return tuple(sinks.float().tolist())
 
 
 def _window_of(call: AttentionCall) -> int | None:

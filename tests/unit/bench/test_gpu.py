@@ -45,12 +45,13 @@ def test_groups_are_chosen_by_the_start_of_their_names() -> None:
     [
         ScoreRule(0.3),
         ScoreRule(0.3, sliding_window=4, soft_cap=2.0, alibi_slopes=torch.tensor([0.5, 0.1, 1.0, 0.0])),
+        ScoreRule(0.3, sliding_window=4, sinks=torch.tensor([0.5, -3.0, 4.0, 0.0])),
     ],
-    ids=["plain", "all options"],
+    ids=["plain", "window, cap and alibi", "window and sinks"],
 )
 def test_its_float64_attention_is_that_of_the_operation(rule: ScoreRule) -> None:
     rows = [(1, 9), (4, 4), (3, 20)]
     problem = make_problem(rows, Heads(4, 2, 16), torch.float32, "cpu", block_size=5, poisoned=True)
-    options = {name: getattr(rule, name) for name in ("scale", "sliding_window", "soft_cap", "alibi_slopes")}
+    options = {name: getattr(rule, name) for name in ("scale", "sliding_window", "soft_cap", "alibi_slopes", "sinks")}
     actual = ops.paged_attention(*problem.tensors, **options, **problem.limits)
     torch.testing.assert_close(actual.double(), expected_attention(problem, rule), rtol=1e-5, atol=1e-5)

@@ -59,8 +59,9 @@ def test_a_line_that_is_not_finite_stays_so_and_its_neighbours_finite(bad: float
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [[(1, 1)], [(1, 9), (7, 7), (1, 23), (4, 12)], [(1, 600), (150, 270)]])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 def test_attention_is_that_over_the_rounded_keys_and_values(
-    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, rows: list[tuple[int, int]]
+    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, rows: list[tuple[int, int]], has_sinks: bool
 ) -> None:
     num_heads, num_kv_heads = heads
     columns = max(-(-length // BLOCK_SIZE) for _, length in rows) + 1
@@ -85,9 +86,14 @@ def test_attention_is_that_over_the_rounded_keys_and_values(
     query = noise(int(starts[-1]), num_heads, head_dim, dtype=dtype)
     lengths = torch.tensor([length for _, length in rows], dtype=torch.int32)
     most_new, longest = max(new for new, _ in rows), int(lengths.max())
+    sinks = torch.arange(num_heads, dtype=torch.float32) if has_sinks else None
     got, expected = (
         ops.paged_attention(
-            query, each, tables.int(), starts, lengths, scale=0.3, max_query_len=most_new, max_seq_len=longest
+            *(query, each, tables.int(), starts, lengths),
+            scale=0.3,
+            max_query_len=most_new,
+            max_seq_len=longest,
+            sinks=sinks,
         )
         for each in (rounded_pool, pool)
     )

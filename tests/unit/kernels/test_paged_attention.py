@@ -73,6 +73,7 @@ def naive_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     cache, query = batch.kv_cache.double(), batch.query.double()
     block_size = cache.shape[3]
@@ -92,7 +93,9 @@ def naive_attention(
                     scores = soft_cap * torch.tanh(scores / soft_cap)
                 if alibi_slopes is not None:
                     scores = scores + alibi_slopes[head].double() * (seen - position)
-                output[token, head] = torch.softmax(scores, 0) @ values
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head, None].double()))
+                output[token, head] = torch.softmax(scores, 0)[: len(seen)] @ values
     return output
 
 
@@ -104,6 +107,8 @@ def assert_matches_naive(batch: Batch, **options: Any) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+# Of six heads: those that nobody minds, those that take most, and those in between.
+SINKS = torch.tensor([-20.0, 0.0, 1.5, 8.0, -1.0, 3.0])
 MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (1, 5), (7, 7), (1, 90)]
 
 
@@ -128,10 +133,52 @@ def test_half_precision_matches_naive(dtype: torch.dtype, soft_cap: float | None
 @pytest.mark.parametrize("sliding_window", [None, 1, 4, 1000])
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("alibi", [False, True])
-def test_score_options_match_naive(sliding_window: int | None, soft_cap: float | None, alibi: bool) -> None:
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+def test_score_options_match_naive(
+    sliding_window: int | None, soft_cap: float | None, alibi: bool, sinks: torch.Tensor | None
+) -> None:
     batch = make_batch(MIXED, heads=(6, 2))
     slopes = torch.tensor([2.0**-n for n in range(6)]) if alibi else None
-    assert_matches_naive(batch, sliding_window=sliding_window, soft_cap=soft_cap, alibi_slopes=slopes)
+    assert_matches_naive(batch, sliding_window=sliding_window, soft_cap=soft_cap, alibi_slopes=slopes, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sliding_window", [None, 100, 300])
+def test_sinks_count_once_in_contexts_of_any_length(sliding_window: int | None, dtype: torch.dtype) -> None:
+    rows = [(1, 1), (1, 256), (1, 257), (1, 700), (30, 30), (30, 90), (20, 400)]
+    batch = make_batch(rows, heads=(6, 2), block_size=16, dtype=dtype)
+    assert_matches_naive(batch, sliding_window=sliding_window, sinks=SINKS)
+
+
+def test_a_sink_is_a_score_as_it_is() -> None:
+    """Neither scaled nor capped: a token that sees itself alone, whose score is 0, weighs 1 / (1 + e^sink)."""
+    batch = make_batch([(1, 1), (2, 2)])
+    batch.query.zero_()
+    alone, sinks = batch.attend(), torch.tensor([0.0, 1.0, -1.0, 3.0])
+    for scale, soft_cap in ((0.3, None), (0.01, None), (0.3, 0.5)):
+        actual = batch.attend(scale, soft_cap=soft_cap, sinks=sinks)
+        torch.testing.assert_close(actual[:2], alone[:2] * torch.sigmoid(-sinks)[:, None])
+
+
+def test_a_sink_of_minus_infinity_is_none_and_a_great_one_takes_all() -> None:
+    batch = make_batch(MIXED)
+    sinks = torch.tensor([float("-inf"), 1e6, float("-inf"), 1e6])
+    actual, plain = batch.attend(sinks=sinks), batch.attend()
+    torch.testing.assert_close(actual[:, ::2], plain[:, ::2])
+    assert not actual[:, 1::2].any()
+
+
+def test_a_poisoned_sink_leaves_the_other_heads_alone() -> None:
+    batch = make_batch([(1, 20), (3, 9), (1, 600)])
+    actual, plain = batch.attend(sinks=torch.tensor([0.0, float("nan"), 0.0, 0.0])), batch.attend(sinks=torch.zeros(4))
+    assert actual[:, 1].isnan().all()
+    torch.testing.assert_close(actual[:, [0, 2, 3]], plain[:, [0, 2, 3]])
+
+
+def test_sinks_may_be_a_view() -> None:
+    batch, sinks = make_batch(MIXED, heads=(6, 2)), torch.stack((SINKS, SINKS + 1), dim=1)[:, 0]
+    assert not sinks.is_contiguous()
+    assert_matches_naive(batch, sinks=sinks)
 
 
 def test_row_alone_gives_what_it_gives_in_a_batch() -> None:
@@ -186,6 +233,9 @@ GOOD = make_batch([(1, 7), (2, 6)])
         (GOOD, {"sliding_window": 0}, "sliding_window is 0"),
         (GOOD, {"soft_cap": 0.0}, "soft_cap is 0.0"),
         (GOOD, {"alibi_slopes": torch.ones(2)}, "alibi_slopes has shape"),
+        (GOOD, {"sinks": torch.ones(2)}, r"sinks has shape \[2\]; expected \[4\]"),
+        (GOOD, {"sinks": torch.ones(4).half()}, "sinks has dtype torch.float16; expected torch.float32"),
+        (GOOD, {"sinks": torch.ones(4, device="meta")}, "sinks is on meta; expected cpu"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(batch: Batch, options: dict[str, Any], message: str) -> None:

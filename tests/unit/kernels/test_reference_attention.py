@@ -19,7 +19,11 @@ def test_groups_split_for_memory_give_the_same(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(batch.attend(), whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.0, 2.0, -9.0, 6.0])], ids=["plain", "sinks"])
 @pytest.mark.parametrize("sliding_window", [None, 3])
-def test_chunks_longer_than_a_slice_match_naive(sliding_window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_longer_than_a_slice_match_naive(
+    sliding_window: int | None, sinks: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reference_attention, "QUERY_SLICE", 4)
-    assert_matches_naive(make_batch([(9, 9), (8, 21), (1, 3), (5, 40)]), sliding_window=sliding_window)
+    batch = make_batch([(9, 9), (8, 21), (1, 3), (5, 40)])
+    assert_matches_naive(batch, sliding_window=sliding_window, sinks=sinks)

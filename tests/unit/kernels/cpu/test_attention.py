@@ -53,7 +53,11 @@ def exact_attention(batch: Batch, rule: ScoreRule) -> torch.Tensor:
         hidden = seen > positions
         if rule.sliding_window is not None:
             hidden |= seen <= positions - rule.sliding_window
-        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if rule.sinks is not None:
+            sinks = rule.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :length]
         output[start:end] = torch.einsum("hqk,khd->qhd", weights, values)
     return output
 
@@ -75,6 +79,7 @@ def assert_exact(isa: str, batch: Batch, scores: ScoreRule) -> None:
     window=st.none() | st.integers(1, 600),
     soft_cap=st.none() | st.floats(0.5, 30),
     alibi=st.booleans(),
+    most_sink=st.none() | st.floats(-30, 30),
     threads=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
@@ -89,6 +94,7 @@ def test_any_batch_matches_dense_attention(
     window: int | None,
     soft_cap: float | None,
     alibi: bool,
+    most_sink: float | None,
     threads: int,
     seed: int,
 ) -> None:
@@ -97,8 +103,9 @@ def test_any_batch_matches_dense_attention(
         rows, heads=(num_heads, num_kv_heads), head_dim=head_dim, block_size=block_size, dtype=dtype, seed=seed
     )
     slopes = 2.0 ** -torch.arange(1, num_heads + 1) if alibi else None
+    sinks = None if most_sink is None else most_sink - torch.arange(num_heads, dtype=torch.float32)
     with torch_threads(threads):
-        assert_exact(isa, batch, ScoreRule(head_dim**-0.5, window, soft_cap, slopes))
+        assert_exact(isa, batch, ScoreRule(head_dim**-0.5, window, soft_cap, slopes, sinks))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,12 +114,18 @@ def test_contexts_about_as_long_as_a_chunk(length: int, dtype: torch.dtype, isa:
     batch = make_batch([(1, length), (1, 3)], heads=(8, 2), head_dim=64, block_size=16, dtype=dtype)
     assert_exact(isa, batch, ScoreRule(0.125))
     assert_exact(isa, batch, ScoreRule(0.125, sliding_window=250))
+    sinks = torch.linspace(-2, 5, 8)
+    assert_exact(isa, batch, ScoreRule(0.125, sinks=sinks))
+    for window in (1, 250, 256, 512):
+        assert_exact(isa, batch, ScoreRule(0.125, sliding_window=window, sinks=sinks))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200])
 def test_chunks_about_as_long_as_a_tile(tokens: int, dtype: torch.dtype, isa: str) -> None:
-    assert_exact(isa, make_batch([(tokens, tokens), (tokens, tokens + 37)], dtype=dtype), ScoreRule(0.2))
+    batch = make_batch([(tokens, tokens), (tokens, tokens + 37)], dtype=dtype)
+    assert_exact(isa, batch, ScoreRule(0.2))
+    assert_exact(isa, batch, ScoreRule(0.2, sliding_window=33, sinks=torch.tensor([0.0, 2.0, -9.0, 6.0])))
 
 
 @pytest.mark.parametrize("heads", [(71, 1), (150, 1)])
@@ -123,7 +136,7 @@ def test_more_heads_than_a_tile_has_lines(heads: tuple[int, int], isa: str) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_depend_on_neither_neighbours_nor_threads(dtype: torch.dtype, isa: str) -> None:
-    kernels, rule = make_implementation(isa), ScoreRule(0.125)
+    kernels, rule = make_implementation(isa), ScoreRule(0.125, sinks=torch.tensor([0.0, 2.0, -9.0, 6.0]))
     rows = [(1, 700), (20, 33), (1, 12), (1, 2000), (150, 300)]
     batch = make_batch(rows, heads=(4, 2), head_dim=64, block_size=16, dtype=dtype)
     with torch_threads(1):

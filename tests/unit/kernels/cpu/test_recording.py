@@ -33,6 +33,7 @@ class Layer:
         self.down = ops.pack_weight((torch.randn(2 * HIDDEN, INNER) / 8).bfloat16(), rounding=rounding)
         self.norm, self.bias = torch.randn(2, HIDDEN).bfloat16()
         self.head_norm = torch.randn(HEAD_DIM).bfloat16()
+        self.sinks = torch.randn(HEADS)
         self.cos_sin = torch.randn(100, HEAD_DIM)
         self.kv_cache = torch.randn(2, NUM_BLOCKS, KV_HEADS, BLOCK, HEAD_DIM).bfloat16()
         self.x = torch.randn(MOST_TOKENS, HIDDEN).bfloat16()
@@ -65,6 +66,7 @@ class Layer:
             max_query_len=MOST_BLOCKS * BLOCK,
             max_seq_len=MOST_BLOCKS * BLOCK,
             sliding_window=20,
+            sinks=self.sinks,
         )
         normed, residual = ops.add_rms_norm(ops.product(attended.view(tokens, -1), self.out), x, self.norm, 1e-6)
         assert residual.data_ptr() == self.x.data_ptr()

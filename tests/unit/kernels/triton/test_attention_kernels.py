@@ -13,7 +13,7 @@ from kernels.triton.paged_attention import paged_attention
 from kernels.triton.paged_batch import PagedBatch
 from kernels.triton.prefill_attention import PrefillTiling, prefill_attention
 from tests.support.triton_devices import KernelDevice
-from tests.unit.kernels.test_paged_attention import TOLERANCE, Batch, make_batch, naive_attention
+from tests.unit.kernels.test_paged_attention import SINKS, TOLERANCE, Batch, make_batch, naive_attention
 
 MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (40, 71), (1, 150)]
 # So that small contexts have many pieces, more than are joined at once.
@@ -53,11 +53,16 @@ def test_head_sizes_match_naive(device: KernelDevice, head_dim: int) -> None:
 @pytest.mark.parametrize("sliding_window", [None, 1, 33, 1000])
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 def test_score_options_match_naive(
-    device: KernelDevice, sliding_window: int | None, soft_cap: float | None, alibi: bool
+    device: KernelDevice,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    alibi: bool,
+    sinks: torch.Tensor | None,
 ) -> None:
     slopes = torch.tensor([2.0**-n for n in range(6)]) if alibi else None
-    options = {"sliding_window": sliding_window, "soft_cap": soft_cap, "alibi_slopes": slopes}
+    options = {"sliding_window": sliding_window, "soft_cap": soft_cap, "alibi_slopes": slopes, "sinks": sinks}
     assert_matches_naive(device, make_batch(MIXED, heads=(6, 2)), **options)
 
 
@@ -88,15 +93,16 @@ def test_random_batches_match_naive(device: KernelDevice, seed: int) -> None:
 
 @pytest.mark.parametrize("sliding_window", [None, 40])
 @pytest.mark.parametrize("lengths", [[1], [16, 17, 500, 1, 300]], ids=str)
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 def test_contexts_in_many_pieces_match_naive(
-    device: KernelDevice, lengths: list[int], sliding_window: int | None
+    device: KernelDevice, lengths: list[int], sliding_window: int | None, sinks: torch.Tensor | None
 ) -> None:
-    batch = make_batch([(1, length) for length in lengths], heads=(4, 2), head_dim=48)
-    scores = ScoreRule(0.3, sliding_window)
+    batch = make_batch([(1, length) for length in lengths], heads=(6, 2), head_dim=48)
+    scores = ScoreRule(0.3, sliding_window, sinks=sinks)
     output = torch.full_like(batch.query, torch.nan)
     rows, longest = PagedBatch(*rows_of(batch)), max(lengths)
     outcome = device.run(decode_attention, output, rows, scores, max_seq_len=longest, tiling=MANY_PIECES)
-    expected = naive_attention(batch, sliding_window=sliding_window)
+    expected = naive_attention(batch, sliding_window=sliding_window, sinks=sinks)
     assert_close(outcome.arguments[0], expected, batch.query.dtype)
 
 
@@ -105,10 +111,11 @@ def test_rows_far_shorter_than_the_longest_that_may_come_match_naive(
     device: KernelDevice, sliding_window: int | None
 ) -> None:
     """What a recorded graph does, whose contexts are cut for the longest one."""
-    batch = make_batch([(1, length) for length in (1, 16, 17, 300)], heads=(4, 2))
-    scores = ScoreRule(0.3, sliding_window)
+    batch = make_batch([(1, length) for length in (1, 16, 17, 300)], heads=(6, 2))
+    scores = ScoreRule(0.3, sliding_window, sinks=SINKS)
     result = device.run(paged_attention, *rows_of(batch), scores=scores, max_query_len=1, max_seq_len=20_000).result
-    assert_close(result, naive_attention(batch, sliding_window=sliding_window), batch.query.dtype)
+    expected = naive_attention(batch, sliding_window=sliding_window, sinks=SINKS)
+    assert_close(result, expected, batch.query.dtype)
 
 
 def test_each_kernel_leaves_the_rows_of_the_other_alone(device: KernelDevice) -> None:
@@ -174,11 +181,11 @@ def test_no_rows_give_an_empty_result(device: KernelDevice) -> None:
 @pytest.mark.parametrize("sliding_window", [1, 15, 16, 17, 31, 48, 63, 90, 150, 500])
 def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: KernelDevice, sliding_window: int) -> None:
     """Between the keys that some queries of a tile no longer see and those that some do not see yet lie whole tiles."""
-    batch = make_batch([(40, 150), (2, 97), (33, 33), (5, 64)], heads=(4, 2))
+    batch = make_batch([(40, 150), (2, 97), (33, 33), (5, 64)], heads=(6, 2))
     output = torch.full_like(batch.query, torch.nan)
-    rows, scores = PagedBatch(*rows_of(batch)), ScoreRule(0.3, sliding_window)
+    rows, scores = PagedBatch(*rows_of(batch)), ScoreRule(0.3, sliding_window, sinks=SINKS)
     outcome = device.run(prefill_attention, output, rows, scores, tiling=PrefillTiling(query_tile=16, tile=16))
-    expected = naive_attention(batch, sliding_window=sliding_window)
+    expected = naive_attention(batch, sliding_window=sliding_window, sinks=SINKS)
     assert_close(outcome.arguments[0], expected, batch.query.dtype)
 
 
@@ -187,6 +194,14 @@ def test_scores_of_any_size_match_naive(device: KernelDevice) -> None:
     batch = make_batch(MIXED, heads=(4, 2))
     assert_matches_naive(device, batch, scale=30.0)
     assert_matches_naive(device, batch, scale=1e-6)
+
+
+@pytest.mark.parametrize("scale", [10.0, 1e-6])
+def test_sinks_of_any_size_match_naive(device: KernelDevice, scale: float) -> None:
+    batch = make_batch([*MIXED, (1, 700)], heads=(4, 2))
+    sinks = torch.tensor([float("-inf"), -50.0, 0.0, 50.0])
+    assert_matches_naive(device, batch, scale=scale, sinks=sinks)
+    assert_matches_naive(device, batch, scale=scale, sinks=sinks, sliding_window=5)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])

@@ -93,10 +93,17 @@ def stack_bytes(kernel: Any, folder: Path) -> int:
     ("heads", "head_dim", "sliding_window"),
     [((32, 8), 128, None), ((16, 16), 64, None), ((32, 1), 128, None), ((16, 8), 256, 600)],
 )
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 def test_attention_keeps_everything_in_registers(
-    compiled: set[Any], tmp_path: Path, heads: tuple[int, int], head_dim: int, sliding_window: int | None
+    compiled: set[Any],
+    tmp_path: Path,
+    heads: tuple[int, int],
+    head_dim: int,
+    sliding_window: int | None,
+    has_sinks: bool,
 ) -> None:
-    scores = ScoreRule(0.1, sliding_window, soft_cap=None if sliding_window is None else 20.0)
+    soft_cap, sinks = None if sliding_window is None else 20.0, torch.zeros(heads[0]) if has_sinks else None
+    scores = ScoreRule(0.1, sliding_window, soft_cap, sinks=sinks)
     attend([(1, 5), (9, 900)], scores=scores, heads=heads, head_dim=head_dim, block_size=16, dtype=torch.bfloat16)
     assert {kernel.name: stack_bytes(kernel, tmp_path) for kernel in compiled} == dict.fromkeys(
         ("_decode_kernel", "_join_kernel", "_prefill_kernel"), 0
@@ -105,7 +112,7 @@ def test_attention_keeps_everything_in_registers(
 
 @pytest.mark.parametrize("block_size", [5, 64])
 def test_attention_with_every_score_option_compiles(compiled: set[Any], block_size: int) -> None:
-    scores = ScoreRule(0.1, sliding_window=600, soft_cap=20.0, alibi_slopes=torch.ones(6))
+    scores = ScoreRule(0.1, sliding_window=600, soft_cap=20.0, alibi_slopes=torch.ones(6), sinks=torch.ones(6))
     attend([(1, 5), (9, 900)], scores=scores, heads=(6, 2), block_size=block_size, dtype=torch.bfloat16)
     assert_fit(compiled, {"_decode_kernel", "_join_kernel", "_prefill_kernel"})
 

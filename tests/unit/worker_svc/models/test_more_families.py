@@ -23,6 +23,7 @@ TOLERANCE = 1e-4
 HALVED = (
     *("mistral-sliding", "qwen2-tied", "qwen3", "gemma", "stablelm", "falcon-new"),
     *("falcon-alibi", "bloom", "mpt", "gptj", "gpt-neo-alternating", "deepseek-v3", "gemma4-shared"),
+    *("gpt-oss", "granite-swa"),
 )
 
 

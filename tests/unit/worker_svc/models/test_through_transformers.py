@@ -63,7 +63,10 @@ REFUSED = {
     "convolutions in some layers": (Family("Lfm2", MIXED), "1 of its 2 layers attend through"),
     "recurrent": (Family("RecurrentGemma"), "0 of its 2 layers attend through"),
     "no attention": (Family("Mamba"), "0 of its 2 layers attend through transformers' attention interface"),
-    "attention sinks": (Family("GptOss"), "its attention takes s_aux, which paged attention does not know"),
+    "biases of its own": (
+        Family("Inkling", {"n_routed_experts": 4, "num_experts_per_tok": 2}, "InklingTextConfig"),
+        "its attention takes position_bias, which paged attention does not know",
+    ),
     "attention of its own": (Family("RoFormer", {"is_decoder": True}), "0 of its 2 layers attend through"),
     "attention modules that it makes anew": (Family("BigBird", {"is_decoder": True}), "0 of its 2 layers attend"),
     "positions of its own": (
@@ -124,6 +127,10 @@ def quantize(directory: Path) -> None:
     edit_config(directory, quantization_config={"quant_method": "gptq"})
 
 
+def quantize_to_four_bits(directory: Path) -> None:
+    edit_config(directory, quantization_config={"quant_method": "mxfp4"})
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -136,6 +143,7 @@ def quantize(directory: Path) -> None:
         (unknown_type, "model type `philo`"),
         (unknown_activation, "sine"),
         (quantize, "quantized models are not supported"),
+        (quantize_to_four_bits, "quantized models are not supported"),
     ],
 )
 def test_bad_directory_is_refused_with_one_line(spoil: Callable[[Path], None], message: str, directory: Path) -> None:

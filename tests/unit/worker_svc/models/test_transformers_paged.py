@@ -27,6 +27,7 @@ PLAIN = LayerShape(
     sliding_window=None,
     soft_cap=None,
     alibi_slopes=None,
+    sinks=None,
     needs_exact_keys=False,
 )
 
@@ -105,7 +106,7 @@ def make_runner_of_int8(directory: Path, family: str) -> PagedRunner:
     return runner
 
 
-@pytest.mark.parametrize("family", ["deepseek-v2", "gemma4-shared", "bloom"])
+@pytest.mark.parametrize("family", ["deepseek-v2", "gemma4-shared", "bloom", "gpt-oss"])
 def test_a_pool_of_int8_takes_padded_and_repeated_heads(family: str, tmp_path: Path) -> None:
     model = make_family(tmp_path / "again", FOREIGN[family])
     actual = make_runner_of_int8(tmp_path, family).step(Span(0, 0, 4))

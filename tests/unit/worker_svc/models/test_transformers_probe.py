@@ -79,6 +79,33 @@ def test_a_layer_shows_what_it_is() -> None:
     assert (shape.scale, shape.soft_cap, shape.sliding_window, shape.alibi_slopes) == (0.3, 5.0, 7, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_shows_its_sinks(dtype: torch.dtype) -> None:
+    sinks = nn.Parameter(torch.tensor([0.5, -2.0, 0.0, 30.0], dtype=dtype))
+    assert probe_made(s_aux=sinks).shapes[0].sinks == (0.5, -2.0, 0.0, 30.0)
+    assert probe_made(s_aux=None).shapes[0].sinks is None
+
+
+def test_sinks_that_change_from_call_to_call_are_refused() -> None:
+    sinks = torch.zeros(4)
+
+    def grow(query: torch.Tensor) -> torch.Tensor:
+        sinks.add_(1.0)
+        return query
+
+    assert refusal_of(on_queries=grow, s_aux=sinks) == "its attention sinks (s_aux) are not the same at each call"
+
+
+def test_sinks_that_depend_on_the_tokens_are_refused() -> None:
+    sinks = torch.zeros(4)
+
+    def look(query: torch.Tensor) -> torch.Tensor:
+        sinks.copy_(query[0, :, :, 0].sum(dim=-1))
+        return query
+
+    assert refusal_of(on_queries=look, s_aux=sinks) == "its attention sinks (s_aux) are not the same at each call"
+
+
 def test_values_may_be_smaller_than_keys() -> None:
     probed = probe_made(
         on_values=lambda value: value[..., :4], on_attended=lambda x: torch.nn.functional.pad(x, (0, HIDDEN - 16))
@@ -148,7 +175,11 @@ def test_a_model_that_fails_before_it_attends_is_refused_with_its_error() -> Non
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"s_aux": torch.ones(4)}, "its attention takes s_aux, which paged attention does not know"),
+        ({"position_bias": torch.ones(4)}, "its attention takes position_bias, which paged attention does not know"),
+        ({"s_aux": torch.ones(5)}, "its attention sinks (s_aux) have shape [5]; expected one for each head, [4]"),
+        ({"s_aux": torch.ones(1, 4)}, "its attention sinks (s_aux) have shape [1, 4]; expected one for each head, [4]"),
+        ({"s_aux": torch.tensor(1.0)}, "its attention sinks (s_aux) have shape []; expected one for each head, [4]"),
+        ({"s_aux": 0.5}, "its attention sinks (s_aux) are a float; expected a tensor"),
         ({"is_causal": False}, "its attention is not causal"),
         (
             {"on_keys": lambda key: key[..., :4]},
