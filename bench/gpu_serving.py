@@ -124,8 +124,10 @@ async def serve(settings: ServeSettings, work: list[WorkItem], trace: Path) -> S
     async with LocalServer(ServeSettings(**(values | changes))) as server:
         await server.wait_ready()
         async with AsyncClient(server.grpc_address) as client:
-            # Contexts as long as those that are measured: long ones are attended to by another kernel.
-            await stream_all(client, make_requests(seed=2, count=len(work), lengths=(8, 512), output_tokens=16))
+            # Prompts as long as those that are measured: long contexts are attended to by another kernel.
+            longest = max(len(item.prompt) for item in work)
+            warm_up = make_requests(seed=2, count=len(work), lengths=(min(8, longest), longest), output_tokens=16)
+            await stream_all(client, warm_up)
             view = await stream_all(client, work)
     return Served(view, busy_share(trace, len(work)))
 
