@@ -40,13 +40,19 @@ protos: $(INSTALLED) ## generate the protobuf and gRPC stubs
 serve: setup ## serve a model on this machine
 	$(BIN)/quire serve $(ARGS)
 
-test: setup triton-client ## run all tests
+# Unit tests share nothing, so as many run at once as there are cores; the others start processes and have the machine.
+test: setup triton-client ## run all tests, or those that ARGS says
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest --ignore=tests/unit
+	$(BIN)/python -m pytest -n auto tests/unit
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 triton-client: $(TRITON_CLIENT_INSTALLED) ## install the client of Triton that tests call the server with
 
 check: setup ## all checks below; each runs, even where one before it failed
-	@$(MAKE) --no-print-directory --keep-going $(CHECKS)
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(CHECKS)
 
 check-format: setup ## formatting
 	$(BIN)/ruff format --check .

@@ -10,11 +10,15 @@ from quire.local import LocalServer, ServeSettings
 from quire.local.commands import Programs
 from quire.rpc.errors import Internal
 from tests.support.deadly_worker import DEADLY_SEED, HANGING_SEED
+from tests.support.processes import until_true
 
 NUM_STREAMS = 6
-DEATHS = range(6, 10)
+DEATHS = range(2, 5)
 """Of the token before the deadly one the worker may have died, too, as long as its answer was not sent."""
-PROGRAMS = Programs(worker=(sys.executable, "-P", "-m", "tests.support.deadly_worker"))
+PROGRAMS = Programs(
+    worker=(sys.executable, "-P", "-m", "tests.support.deadly_worker"),
+    scheduler=(sys.executable, "-P", "-m", "tests.support.impatient_scheduler"),
+)
 SETTINGS = ServeSettings(
     grpc_port=0,
     http_port=0,
@@ -37,9 +41,8 @@ async def read_all(client: AsyncClient) -> list[list[int]]:
     return await asyncio.gather(*(read(client, index) for index in range(NUM_STREAMS)))
 
 
-@pytest.mark.parametrize("seed", [DEADLY_SEED, HANGING_SEED], ids=["dies", "hangs"])
-async def test_a_request_that_ends_the_worker_fails_and_all_others_end_with_their_full_output(seed: int) -> None:
-    deadly = GenerationOptions(seed=seed, max_tokens=120, ignore_eos=True)
+async def test_a_request_that_the_worker_dies_of_fails_and_all_others_end_with_their_full_output() -> None:
+    deadly = GenerationOptions(seed=DEADLY_SEED, max_tokens=120, ignore_eos=True)
     async with LocalServer(SETTINGS, programs=PROGRAMS) as server:
         await server.wait_ready()
         worker = server.process("worker")
@@ -47,9 +50,24 @@ async def test_a_request_that_ends_the_worker_fails_and_all_others_end_with_thei
             undisturbed = await read_all(client)
             assert all(len(token_ids) == 120 for token_ids in undisturbed)
             disturbed = asyncio.create_task(read_all(client))
-            with pytest.raises(Internal, match="lost 6 times in a row") as caught:
+            with pytest.raises(Internal, match="lost 2 times in a row") as caught:
                 await asyncio.wait_for(client.generate("What is 2+2?", deadly), timeout=120)
             assert caught.value.reason == "WORKER_LOST"
             assert await asyncio.wait_for(disturbed, timeout=30) == undisturbed
             assert worker.starts - 1 in DEATHS
             assert await read_all(client) == undisturbed
+
+
+async def test_a_worker_whose_device_hangs_ends_by_itself_and_its_successor_serves() -> None:
+    hanging = GenerationOptions(seed=HANGING_SEED, max_tokens=120, ignore_eos=True)
+    async with LocalServer(SETTINGS, programs=PROGRAMS) as server:
+        await server.wait_ready()
+        worker = server.process("worker")
+        async with AsyncClient(server.grpc_address) as client:
+            undisturbed = await read_all(client)
+            waiting = asyncio.create_task(client.generate("What is 2+2?", hanging))
+            disturbed = asyncio.create_task(read_all(client))
+            await until_true(lambda: worker.starts == 2, timeout_s=60.0)
+            assert not waiting.done()
+            waiting.cancel()
+            assert await asyncio.wait_for(disturbed, timeout=60) == undisturbed

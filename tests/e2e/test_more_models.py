@@ -86,7 +86,6 @@ def test_greedy_output_from_cached_prefixes_equals_transformers(family: str, tmp
     [
         ("qwen3-alternating", "native"),
         ("gemma2-capped-alternating", "auto"),
-        ("gemma4-shared", "auto"),
         ("gpt-oss", "auto"),
         ("mistral-sliding", "transformers"),
     ],

@@ -1,0 +1,10 @@
+"""`python -m tests.support.impatient_scheduler`: the real scheduler, for which few losses of a worker prove a fault."""
+
+import sys
+
+from scheduler_svc.__main__ import main
+from scheduler_svc.core import losses
+
+if __name__ == "__main__":
+    losses.LOSSES_BEFORE_TRIALS = losses.LOSSES_ON_TRIAL = 1
+    sys.exit(main())
