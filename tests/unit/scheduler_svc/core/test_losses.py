@@ -10,25 +10,9 @@ from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.scheduler import Scheduler
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
+from tests.support.trial_driver import assert_others_finish, make_driver
 
 ENOUGH = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
-
-
-def make_driver(*, deadly: dict[int, int], num_requests: int = 6, max_in_flight: int = 2, **config) -> Driver:
-    driver = Driver(make_config(**config), max_in_flight)
-    driver.deadly = deadly
-    for handle in range(num_requests):
-        driver.submit(make_request(handle, max_tokens=12, priority=handle))
-    return driver
-
-
-def assert_others_finish(driver: Driver, num_requests: int = 6) -> None:
-    driver.run_until_idle()
-    assert driver.failed == set(driver.deadly)
-    assert driver.finished == set(range(num_requests)) - driver.failed
-    for handle in driver.finished:
-        assert driver.outputs[handle] == expected_output(make_request(handle, max_tokens=12))
-    assert driver.scheduler.blocks.pool.num_used == 0
 
 
 @pytest.mark.parametrize("culprit", [0, 3, 5])

@@ -6,23 +6,7 @@ from scheduler_svc.core.beam import BeamParameters
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.pins import PIN_CLIENT
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
-
-
-def make_driver(*, poisoned: dict[int, int], num_requests: int = 6, max_in_flight: int = 2, **config) -> Driver:
-    driver = Driver(make_config(**config), max_in_flight)
-    driver.poisoned = poisoned
-    for handle in range(num_requests):
-        driver.submit(make_request(handle, max_tokens=12, priority=handle))
-    return driver
-
-
-def assert_others_finish(driver: Driver, num_requests: int = 6) -> None:
-    driver.run_until_idle()
-    assert driver.failed == set(driver.poisoned)
-    assert driver.finished == set(range(num_requests)) - driver.failed
-    for handle in driver.finished:
-        assert driver.outputs[handle] == expected_output(make_request(handle, max_tokens=12))
-    assert driver.scheduler.blocks.pool.num_used == 0
+from tests.support.trial_driver import assert_others_finish, make_driver
 
 
 @pytest.mark.parametrize("culprit", [0, 3, 5])
