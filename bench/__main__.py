@@ -1,10 +1,10 @@
-"""usage: python -m bench {split,core,waste,sharing,soak,control,gpu,kernels,quality,stages} [flags] (none: split)"""
+"""Runs one benchmark: `python -m bench NAME [flags]`, without a name split."""
 
 import argparse
 import importlib
 import sys
 
-BENCHMARKS = ("split", "core", "waste", "sharing", "soak", "control", "gpu", "kernels", "quality", "stages")
+BENCHMARKS = ("split", "core", "waste", "sharing", "soak", "control", "gpu", "kernels", "quality", "stages", "ranks")
 
 
 def main() -> None:
@@ -13,7 +13,8 @@ def main() -> None:
         arguments = ["split", *arguments]
     name, *flags = arguments
     if name not in BENCHMARKS:
-        parser = argparse.ArgumentParser(prog="python -m bench", usage=(__doc__ or "").removeprefix("usage: "))
+        usage = f"python -m bench {{{','.join(BENCHMARKS)}}} [flags] (none: split)"
+        parser = argparse.ArgumentParser(prog="python -m bench", usage=usage)
         parser.add_argument("benchmark", choices=BENCHMARKS)
         parser.parse_args(arguments)
         return

@@ -1,6 +1,4 @@
-"""Ranks that talk to each other: torch.distributed, by Gloo on the CPU and by NCCL on GPUs.
-
-Numbers of the host go by Gloo on every device, so that ranks agree on a step without waiting for the GPU.
+"""How ranks meet, by torch.distributed, and what they then exchange tensors by.
 
 A rank that loses another one cannot go on, and what it computes cannot be trusted: it leaves its process at once. Who
 started it starts it again, and the ranks meet anew.
@@ -19,9 +17,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from quire.rpc.address import TcpAddress, is_local, parse_address
 from quire.settings import ConfigurationError
+from worker_svc.distributed_ranks import DistributedRanks
 from worker_svc.leaving import leave_process
 from worker_svc.ranks import ALONE, Ranks
 from worker_svc.settings import WorkerSettings
+from worker_svc.shared_memory import share_memory
+from worker_svc.shared_ranks import SharedMemoryRanks
 
 LEFT_BY_ANOTHER_RANK = 75
 """Exit status of a rank that lost another one (EX_TEMPFAIL: try again)."""
@@ -31,43 +32,6 @@ _COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 _BEAT_S = 0.25
 _SILENCE_S = 10.0
 _logger = logging.getLogger(__name__)
-
-
-class MeetingRanks(Ranks):
-    """The ranks of one group, each in a process. Used by the device thread alone."""
-
-    def __init__(self, rank: int, size: int, leave: Callable[[str], NoReturn]) -> None:
-        super().__init__(rank, size)
-        self._leave = leave
-
-    def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        self._run(lambda: dist.all_reduce(partial))
-        return partial
-
-    def gather_columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
-        width = -(-total // self.size)
-        part = torch.nn.functional.pad(part, (0, width - part.shape[1])).contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._run(lambda: dist.all_gather(parts, part))
-        return torch.cat(parts, dim=1)[:, :total]
-
-    def smallest(self, *numbers: int) -> tuple[int, ...]:
-        values = torch.tensor(numbers, dtype=torch.int64)
-        self._run(lambda: dist.all_reduce(values, dist.ReduceOp.MIN))
-        return tuple(values.tolist())
-
-    def agree(self, scheduler_epoch: int, step_id: int) -> None:
-        mine = (scheduler_epoch, step_id)
-        # The least of a number and of its negative are equal where all ranks have the same.
-        epoch, negative_epoch, step, negative_step = self.smallest(scheduler_epoch, -scheduler_epoch, step_id, -step_id)
-        if (epoch, step) != (-negative_epoch, -negative_step):
-            self._leave(f"rank {self.rank} is at epoch and step {mine}, another rank is not")
-
-    def _run(self, operation: Callable[[], object]) -> None:
-        try:
-            operation()
-        except RuntimeError as error:
-            self._leave(f"rank {self.rank} cannot reach another rank: {error}")
 
 
 def meet(settings: WorkerSettings, device: torch.device) -> Ranks:
@@ -95,7 +59,20 @@ def meet(settings: WorkerSettings, device: torch.device) -> Ranks:
     # Not a daemon, as the device thread that calls this is: the interpreter would end it on its way out of the store,
     # inside C++, and that aborts the process.
     threading.Thread(target=_watch, args=(watch, rank, size, _leave), name="ranks", daemon=False).start()
-    return MeetingRanks(rank, size, _leave)
+    return _ranks_that_met(store, rank, size, device)
+
+
+def _ranks_that_met(store: TCPStore, rank: int, size: int, device: torch.device) -> Ranks:
+    if device.type != "cpu":
+        return DistributedRanks(rank, size, _leave)
+    try:
+        memory = share_memory(store, rank, size)
+    except RuntimeError as error:
+        _leave(f"rank {rank} cannot reach another rank: {error}")
+    if memory is None:
+        _logger.info("ranks do not share memory, and exchange messages by Gloo")
+        return DistributedRanks(rank, size, _leave)
+    return SharedMemoryRanks(rank, size, _leave, memory)
 
 
 def warn_if_exposed(address: str) -> None:

@@ -30,7 +30,10 @@ class Ranks:
 
     Attributes:
         rank: which of `size` this process is.
+        is_recordable: whether sums and gathers are operations of `kernels`, so that a recording can hold them.
     """
+
+    is_recordable = True
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank

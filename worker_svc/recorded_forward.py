@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TypeGuard
 
 import torch
-from torch import nn
 
 from kernels.record import NotRecordableError, record
 from worker_svc.info import WorkerLimits
@@ -38,22 +37,22 @@ def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
 
 
 def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> Decodes | None:
-    """The layers and the head in one recording, for steps of decodes alone; None where that cannot be.
+    """The layers and the output layer in one recording, for steps of decodes alone; None where that cannot be.
 
-    The threads go on from the layers to the head, instead of falling asleep and waking between them.
+    The threads go on from one to the other, instead of falling asleep and waking between them.
     """
     if not _is_recordable(model):
         return None
     try:
         room = room_for(pool, max_model_len, num_tokens=limits.max_num_rows, num_rows=limits.max_num_rows)
-        logits = RecordedForward(model, room, model.head)
+        logits = RecordedForward(model, room, model.outputs)
     except NotRecordableError:
         return None
     return lambda inputs: logits(inputs).float()
 
 
 def _is_recordable(model: CausalLM) -> TypeGuard[NativeCausalLM]:
-    return isinstance(model, NativeCausalLM) and model.device.type == "cpu" and model.ranks.size == 1
+    return isinstance(model, NativeCausalLM) and model.device.type == "cpu" and model.ranks.is_recordable
 
 
 class RecordedForward:
@@ -67,7 +66,9 @@ class RecordedForward:
         NotRecordableError: the layers compute something that is no operation of the library.
     """
 
-    def __init__(self, model: NativeCausalLM, room: ModelInput, finish: nn.Module | None = None) -> None:
+    def __init__(
+        self, model: NativeCausalLM, room: ModelInput, finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         self._model = model
         one_token = ModelInput(room.token_ids[:1].zero_(), room.positions[:1].zero_(), room.attention, ())
         num_tokens = room.token_ids.shape[0]

@@ -180,6 +180,38 @@ struct RotaryArgs {
   int64_t head_dim;
 };
 
+// A process among those of one machine that have mapped the same memory (exchange.h).
+struct Group {
+  void* memory;  // quire_group_bytes, on a cache line, all zeros at first
+  int64_t rank;
+  int64_t size;  // at most kMostRanks
+  int64_t slot_bytes;  // whole cache lines; the same for all
+};
+
+inline constexpr int64_t kMostRanks = 64;
+
+// The sum over all processes takes the place of x. Summed in float in the order of ranks, so it is bitwise the same for all.
+struct AllReduceArgs {
+  void* x;  // [rows, n] contiguous
+  Group group;
+  int64_t dtype;
+  int64_t threads;
+  int64_t rows;
+  int64_t n;
+};
+
+// The parts of all processes side by side, in the order of ranks. Widths are bytes: any numbers are copied as they are.
+struct AllGatherArgs {
+  void* output;   // [rows, total] contiguous
+  const void* x;  // [rows, width of this process's part]
+  Group group;
+  int64_t threads;
+  int64_t rows;
+  int64_t part;   // width of each part; the last one ends at total, and there may be ranks that have none
+  int64_t total;
+  int64_t x_stride;
+};
+
 enum Operation : int64_t {
   kPagedAttention = 0,
   kRmsNorm = 1,
@@ -188,6 +220,8 @@ enum Operation : int64_t {
   kRotary = 4,
   kProduct = 5,
   kQuantize = 6,
+  kAllReduce = 7,
+  kAllGather = 8,
 };
 
 // One operation of a recording. Its tensors have room for the most tokens that it will be run with.
@@ -215,9 +249,11 @@ QUIRE_API const char* quire_isas();
 // A context for one of them, or null where it is not among them. To be closed by quire_close.
 QUIRE_API quire::Context* quire_open(const char* isa, const quire::OpenMp* openmp);
 QUIRE_API void quire_close(quire::Context* context);
-// The sizes of AttentionArgs, NormArgs, SiluArgs, RotaryArgs, PackArgs, QuantizeArgs, ProductArgs, RecordedOperation and
-// RunArgs: a library that was built from another api.h is told by them.
-QUIRE_API void quire_argument_sizes(int64_t sizes[9]);
+// The sizes of AttentionArgs, NormArgs, SiluArgs, RotaryArgs, PackArgs, QuantizeArgs, ProductArgs, RecordedOperation,
+// RunArgs, AllReduceArgs and AllGatherArgs: a library that was built from another api.h is told by them.
+QUIRE_API void quire_argument_sizes(int64_t sizes[11]);
+// Bytes of memory that a group of so many processes takes.
+QUIRE_API int64_t quire_group_bytes(int64_t size, int64_t slot_bytes);
 
 QUIRE_API int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args);
 QUIRE_API int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args);
@@ -228,4 +264,7 @@ QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::Rotar
 QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args);
 QUIRE_API int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args);
 QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);
+// Return when all processes of the group have called them.
+QUIRE_API int32_t quire_all_reduce(const quire::Context* context, const quire::AllReduceArgs* args);
+QUIRE_API int32_t quire_all_gather(const quire::Context* context, const quire::AllGatherArgs* args);
 QUIRE_API int32_t quire_run(const quire::Context* context, const quire::RunArgs* args);

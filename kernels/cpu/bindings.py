@@ -18,10 +18,12 @@ from kernels.cpu.arguments import (
     heads_of,
     quantized_line_of,
 )
+from kernels.cpu.exchange import CpuExchange
 from kernels.cpu.library import ATTENTION_ARGS, NORM_ARGS, ROTARY_ARGS, SILU_ARGS, Operation, Operations
 from kernels.cpu.products import CpuProducts
 from kernels.packed_weight import PackedWeight, Rounding
 from kernels.reference_attention import ScoreRule
+from kernels.shared_group import SharedGroup
 
 
 class CpuKernels:
@@ -42,6 +44,7 @@ class CpuKernels:
         self._context = library.context
         self._empty = make_empty
         self._products = CpuProducts(library, make_empty)
+        self._exchange = CpuExchange(library, make_empty)
 
     def paged_attention(
         self,
@@ -161,6 +164,12 @@ class CpuKernels:
         output_dtype: torch.dtype,
     ) -> torch.Tensor:
         return self._products.product(x, weight, bias, activation, output_dtype)
+
+    def all_reduce(self, x: torch.Tensor, group: SharedGroup) -> None:
+        self._exchange.all_reduce(x, group)
+
+    def all_gather(self, x: torch.Tensor, group: SharedGroup, total: int) -> torch.Tensor:
+        return self._exchange.all_gather(x, group, total)
 
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor

@@ -7,6 +7,7 @@
 #include <new>
 
 #include "api.h"
+#include "exchange.h"
 #include "isa.h"
 #include "isas.h"
 #include "operations.h"
@@ -109,6 +110,16 @@ Status add(Operations& operations, const RecordedOperation& recorded, const RunA
       args.rows = lines;
       return operations.add_quantize(args);
     }
+    case kAllReduce: {
+      AllReduceArgs args = *static_cast<const AllReduceArgs*>(recorded.args);
+      args.rows = lines;
+      return operations.add_all_reduce(args);
+    }
+    case kAllGather: {
+      AllGatherArgs args = *static_cast<const AllGatherArgs*>(recorded.args);
+      args.rows = lines;
+      return operations.add_all_gather(args);
+    }
     default: {
       ProductArgs args = *static_cast<const ProductArgs*>(recorded.args);
       args.num_tokens = lines;
@@ -146,7 +157,7 @@ quire::Context* quire_open(const char* name, const quire::OpenMp* openmp) {
 
 void quire_close(quire::Context* context) { delete context; }
 
-void quire_argument_sizes(int64_t sizes[9]) {
+void quire_argument_sizes(int64_t sizes[11]) {
   sizes[0] = sizeof(quire::AttentionArgs);
   sizes[1] = sizeof(quire::NormArgs);
   sizes[2] = sizeof(quire::SiluArgs);
@@ -156,7 +167,11 @@ void quire_argument_sizes(int64_t sizes[9]) {
   sizes[6] = sizeof(quire::ProductArgs);
   sizes[7] = sizeof(quire::RecordedOperation);
   sizes[8] = sizeof(quire::RunArgs);
+  sizes[9] = sizeof(quire::AllReduceArgs);
+  sizes[10] = sizeof(quire::AllGatherArgs);
 }
+
+int64_t quire_group_bytes(int64_t size, int64_t slot_bytes) { return quire::group_bytes(size, slot_bytes); }
 
 int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args) {
   return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_paged_attention(*args); });
@@ -184,6 +199,14 @@ int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs*
 
 int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args) {
   return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_product(*args); });
+}
+
+int32_t quire_all_reduce(const quire::Context* context, const quire::AllReduceArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_all_reduce(*args); });
+}
+
+int32_t quire_all_gather(const quire::Context* context, const quire::AllGatherArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_all_gather(*args); });
 }
 
 int32_t quire_run(const quire::Context* context, const quire::RunArgs* args) {

@@ -98,6 +98,8 @@ struct IsaKernels {
   ByDtype<void (*)(const SiluArgs&, int64_t begin, int64_t end)> silu_and_mul;
   ByDtype<void (*)(const RotaryArgs&, int64_t begin, int64_t end)> rotary;
   ByDtype<void (*)(const QuantizeArgs&, int64_t begin, int64_t end)> quantize;
+  // n elements of `count` parts, at most kMostRanks, summed to `to`, which may be one of the parts.
+  ByDtype<void (*)(void* to, const void* const* parts, int64_t count, int64_t n)> sum;
   // Panels begin to end, for all tokens. Numbers by codes need scratch memory for one panel of numbers.
   void (*product)(const ProductArgs&, int64_t begin, int64_t end, std::byte* scratch);
 };

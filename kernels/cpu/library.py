@@ -24,6 +24,8 @@ QUANTIZE_ARGS = struct.Struct("9q")
 PRODUCT_ARGS = struct.Struct("16q")
 RECORDED_OPERATION = struct.Struct("3q")
 RUN_ARGS = struct.Struct("5q")
+ALL_REDUCE_ARGS = struct.Struct("9q")
+ALL_GATHER_ARGS = struct.Struct("11q")
 _ARGS = (
     ATTENTION_ARGS,
     NORM_ARGS,
@@ -34,6 +36,8 @@ _ARGS = (
     PRODUCT_ARGS,
     RECORDED_OPERATION,
     RUN_ARGS,
+    ALL_REDUCE_ARGS,
+    ALL_GATHER_ARGS,
 )
 
 _OPEN_MP = struct.Struct("3q")
@@ -54,6 +58,8 @@ class OperationKind(Enum):
     ROTARY = (4, ROTARY_ARGS, 31)
     PRODUCT = (5, PRODUCT_ARGS, 11)
     QUANTIZE = (6, QUANTIZE_ARGS, 5)
+    ALL_REDUCE = (7, ALL_REDUCE_ARGS, 7)
+    ALL_GATHER = (8, ALL_GATHER_ARGS, 7)
 
     def __init__(self, number: int, arguments: struct.Struct, lines_field: int) -> None:
         self.number = number
@@ -78,6 +84,8 @@ class Operations(Protocol):
     quantize: Operation
     product: Operation
     pack_weight: Operation
+    all_reduce: Operation
+    all_gather: Operation
 
 
 class LibraryUnavailableError(Exception):
@@ -114,6 +122,8 @@ class Library:
         self.pack_weight = _operation(library, "quire_pack_weight")
         self.quantize = _operation(library, "quire_quantize")
         self.product = _operation(library, "quire_product")
+        self.all_reduce = _operation(library, "quire_all_reduce")
+        self.all_gather = _operation(library, "quire_all_gather")
         self.run = _operation(library, "quire_run")
         weakref.finalize(self, library.quire_close, context)
 
@@ -125,6 +135,15 @@ def available_isas(path: Path = LIBRARY) -> tuple[str, ...]:
         LibraryUnavailableError: as above.
     """
     return _available_isas(_load(path))
+
+
+def group_bytes(size: int, slot_bytes: int, path: Path = LIBRARY) -> int:
+    """Bytes of memory that a group of `size` processes takes, with slots of so many bytes.
+
+    Raises:
+        LibraryUnavailableError: as above.
+    """
+    return _load(path).quire_group_bytes(size, slot_bytes)
 
 
 def _available_isas(library: ctypes.CDLL) -> tuple[str, ...]:
@@ -141,6 +160,8 @@ def _load(path: Path) -> ctypes.CDLL:
         library.quire_open.restype = ctypes.c_void_p
         library.quire_close.argtypes = (ctypes.c_void_p,)
         library.quire_close.restype = None
+        library.quire_group_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64)
+        library.quire_group_bytes.restype = ctypes.c_int64
         sizes = (ctypes.c_int64 * len(_ARGS))()
         library.quire_argument_sizes(sizes)
     except (OSError, AttributeError) as error:

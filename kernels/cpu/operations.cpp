@@ -1,7 +1,10 @@
 #include "operations.h"
 
+#include <cstring>
 #include <limits>
 #include <utility>
+
+#include "exchange.h"
 
 namespace quire {
 namespace {
@@ -10,6 +13,13 @@ namespace {
 constexpr int64_t kWorthThreads = 1 << 15;
 // Elements of weights below which the same holds for the reading of them.
 constexpr int64_t kWorthReading = 1 << 17;
+
+// Bytes of a round through a group's slots below which the same holds.
+constexpr int64_t kWorthStripe = 1 << 14;
+// Elements that a thread sums at least: whole cache lines of any type.
+constexpr int64_t kSumAtOnce = 64;
+
+int64_t size_of(int64_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 int64_t grain(int64_t worth, int64_t elements_of_unit) { return 1 + worth / std::max<int64_t>(elements_of_unit, 1); }
 
@@ -42,6 +52,28 @@ template <class Function>
 Status Operations::add(int64_t units, int64_t grain, Function function, int64_t scratch_bytes) {
   works_.push_back(std::make_unique<FunctionWork<Function>>(units, grain, scratch_bytes, std::move(function)));
   return kOk;
+}
+
+template <class Give, class Take>
+void Operations::add_round(const Group& group, int64_t units, int64_t bytes, Give give, Take take) {
+  const Round round(group);
+  const int64_t stripes = std::clamp<int64_t>(std::min(bytes / kWorthStripe, units), 1, kMostStripes);
+  const int64_t width = (units + stripes - 1) / stripes;
+  // Threads take units in order, so no stripe is awaited of others before all of this process's are told or being
+  // copied: no two processes wait for each other.
+  add(2 * stripes, 2, [=](int64_t begin, int64_t end, std::byte*) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t stripe = i % stripes, first = std::min(stripe * width, units), last = std::min(first + width, units);
+      if (i < stripes) {
+        give(first, last, round.slot(group.rank));
+        round.tell(stripe);
+        continue;
+      }
+      for (int64_t rank = 0; rank < group.size; ++rank)
+        if (rank != group.rank) round.await(rank, stripe);
+      take(first, last, round);
+    }
+  });
 }
 
 Status Operations::add_paged_attention(const AttentionArgs& args) {
@@ -91,6 +123,55 @@ Status Operations::add_product(const ProductArgs& args) {
       args.num_tokens > 0 ? num_panels(args) : 0, grain(kWorthReading, elements),
       [=](int64_t begin, int64_t end, std::byte* scratch) { kernel(args, begin, end, scratch); },
       args.multiplied == kCodes ? panel_bytes : 0);
+}
+
+Status Operations::add_all_reduce(const AllReduceArgs& args) {
+  const auto kernel = context_.kernels.sum.of[args.dtype];
+  const int64_t element = size_of(args.dtype), total = args.rows * args.n, at_once = args.group.slot_bytes / element;
+  for (int64_t start = 0; start < total; start += at_once) {
+    const int64_t count = std::min(at_once, total - start);
+    std::byte* x = static_cast<std::byte*>(args.x) + start * element;
+    auto bytes = [=](int64_t unit) { return std::min(unit * kSumAtOnce, count) * element; };
+    auto give = [=](int64_t begin, int64_t end, std::byte* to) {
+      std::memcpy(to + bytes(begin), x + bytes(begin), bytes(end) - bytes(begin));
+    };
+    auto take = [=, size = args.group.size](int64_t begin, int64_t end, const Round& round) {
+      const void* parts[kMostRanks];
+      for (int64_t rank = 0; rank < size; ++rank) parts[rank] = round.slot(rank) + bytes(begin);
+      kernel(x + bytes(begin), parts, size, (bytes(end) - bytes(begin)) / element);
+    };
+    add_round(args.group, (count + kSumAtOnce - 1) / kSumAtOnce, count * element, give, take);
+  }
+  return kOk;
+}
+
+Status Operations::add_all_gather(const AllGatherArgs& args) {
+  const int64_t width = std::min(args.part, args.group.slot_bytes);
+  const int64_t at_once = width > 0 ? args.group.slot_bytes / width : 0;
+  for (int64_t column = 0; column < args.part; column += width) {
+    // Of a rank's part, what lies in these columns.
+    auto bytes = [=](int64_t rank) {
+      const int64_t begin = rank * args.part + column, end = std::min(begin - column + args.part, args.total);
+      return std::clamp<int64_t>(end - begin, 0, width);
+    };
+    for (int64_t row = 0; row < args.rows; row += at_once) {
+      auto give = [=](int64_t begin, int64_t end, std::byte* to) {
+        const std::byte* x = static_cast<const std::byte*>(args.x) + column;
+        for (int64_t i = begin; i < end; ++i)
+          std::memcpy(to + i * width, x + (row + i) * args.x_stride, bytes(args.group.rank));
+      };
+      auto take = [=](int64_t begin, int64_t end, const Round& round) {
+        std::byte* output = static_cast<std::byte*>(args.output) + column;
+        for (int64_t i = begin; i < end; ++i)
+          for (int64_t rank = 0; rank < args.group.size; ++rank)
+            if (const int64_t count = bytes(rank); count > 0)
+              std::memcpy(output + (row + i) * args.total + rank * args.part, round.slot(rank) + i * width, count);
+      };
+      const int64_t rows = std::min(at_once, args.rows - row);
+      add_round(args.group, rows, rows * width, give, take);
+    }
+  }
+  return kOk;
 }
 
 }  // namespace quire

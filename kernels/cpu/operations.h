@@ -23,6 +23,9 @@ class Operations {
   Status add_rotary(const RotaryArgs& args);
   Status add_quantize(const QuantizeArgs& args);
   Status add_product(const ProductArgs& args);
+  // Their rounds are begun at once, so what was added has to be run.
+  Status add_all_reduce(const AllReduceArgs& args);
+  Status add_all_gather(const AllGatherArgs& args);
 
   // Throws std::bad_alloc.
   void run(int64_t threads) const { run_in_turn(context_.openmp, works_, threads); }
@@ -31,6 +34,11 @@ class Operations {
   // Function(begin, end, scratch) does these units.
   template <class Function>
   Status add(int64_t units, int64_t grain, Function function, int64_t scratch_bytes = 0);
+
+  // A round through the group's slots: give(begin, end, to) copies these units of this process's part to its slot, and
+  // take(begin, end, round) reads them from the slots of all.
+  template <class Give, class Take>
+  void add_round(const Group& group, int64_t units, int64_t bytes, Give give, Take take);
 
   const Context& context_;
   Works works_;

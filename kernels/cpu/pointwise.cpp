@@ -1,4 +1,4 @@
-// Norms, the gated activation and codes, line by line. All of it is computed in float and rounded once.
+// Norms, the gated activation, codes and sums, line by line. All of it is computed in float and rounded once.
 #include "codes.h"
 #include "isa.h"
 #include "vec.h"
@@ -139,8 +139,19 @@ void quantize(const QuantizeArgs& args, int64_t begin, int64_t end) {
   }
 }
 
+template <class T>
+void sum(void* to, const void* const* parts, int64_t count, int64_t n) {
+  for_vectors(n, [&](int64_t i, auto... lanes) {
+    Vec total = load(static_cast<const T*>(parts[0]) + i, lanes...);
+    for (int64_t part = 1; part < count; ++part)
+      total = total + load(static_cast<const T*>(parts[part]) + i, lanes...);
+    store(static_cast<T*>(to) + i, total, lanes...);
+  });
+}
+
 }  // namespace
 
+extern const decltype(IsaKernels::sum) sum_kernels = {{sum<float>, sum<BF16>, sum<F16>}};
 extern const decltype(IsaKernels::quantize) quantize_kernels = {{quantize<float>, quantize<BF16>, quantize<F16>}};
 extern const decltype(IsaKernels::rms_norm) rms_norm_kernels = {{rms_norm<float>, rms_norm<BF16>, rms_norm<F16>}};
 extern const decltype(IsaKernels::layer_norm) layer_norm_kernels = {

@@ -126,6 +126,8 @@ class _NotingLibrary:
         self.rotary = noting(OperationKind.ROTARY)
         self.quantize = noting(OperationKind.QUANTIZE)
         self.product = noting(OperationKind.PRODUCT)
+        self.all_reduce = noting(OperationKind.ALL_REDUCE)
+        self.all_gather = noting(OperationKind.ALL_GATHER)
         self.pack_weight = _refuse_to_pack
 
 

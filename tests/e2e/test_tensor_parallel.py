@@ -1,15 +1,17 @@
-"""Two ranks that share a model say what one says, and what transformers says, for every family of Quire's own."""
+"""Ranks that share a model say what one says, and what transformers says, for every family of Quire's own."""
 
 import asyncio
 import random
+import sys
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
 from quire.client import GenerationOptions
+from quire.local.commands import Programs
 from tests.support.greedy import generate_greedily
-from tests.support.models import SHAPES, VOCAB_SIZE, make_shape
+from tests.support.models import SHAPES, VOCAB_SIZE, make_model, make_shape
 from tests.support.more_models import NATIVE, make_family
 from tests.support.serving import Served, serving
 
@@ -57,6 +59,23 @@ async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(name: s
         state = await served.state()
         assert state.preemptions > 0
         assert [worker.attached for worker in state.workers] == [True, True]
+
+
+async def test_three_ranks_say_what_transformers_says_with_parts_that_differ_in_size(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    prompts = make_prompts(seed=5)
+    async with serving(model=str(tmp_path), tensor_parallel_size=3, num_threads=1, dtype="float32") as served:
+        assert await ask(served, prompts, temperature=0.0) == generate_greedily(model, prompts, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("name", ["gpt2-tied-32", "llama-gqa-explicit-128"])
+async def test_ranks_that_share_no_memory_say_what_transformers_says(name: str, tmp_path: Path) -> None:
+    model = make(tmp_path, name)
+    prompts = make_prompts(seed=6)
+    apart = Programs(worker=(sys.executable, "-P", "-m", "tests.support.apart_worker"))
+    settings = {"model": str(tmp_path), "tensor_parallel_size": 2, "num_threads": 1, "dtype": "float32"}
+    async with serving(programs=apart, **settings) as served:
+        assert await ask(served, prompts, temperature=0.0) == generate_greedily(model, prompts, MAX_TOKENS)
 
 
 async def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:

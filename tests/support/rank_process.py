@@ -1,4 +1,6 @@
-"""One rank in a process of its own: `python -m tests.support.rank_process RANK SIZE HOST:PORT WHAT`.
+"""One rank in a process of its own: `python -m tests.support.rank_process RANK SIZE HOST:PORT WHAT BY`.
+
+It exchanges tensors BY `memory` that ranks share, or by `messages`.
 
 Meets in a daemon thread, as a worker does, says so on stdout, then does one of
     sum     prints what a sum, columns side by side and the least number are, waits for a line on stdin, returns
@@ -11,9 +13,11 @@ import threading
 
 import torch
 
+from tests.support.apart_worker import keep_apart
 from worker_svc import parallel
 from worker_svc.ranks import Ranks
 from worker_svc.settings import WorkerSettings
+from worker_svc.shared_ranks import SharedMemoryRanks
 
 VOCAB_SIZE = 5
 
@@ -33,13 +37,21 @@ def run(ranks: Ranks, what: str) -> None:
         ranks.sum(torch.zeros(1))
 
 
-def main(rank: str, size: str, address: str, what: str) -> None:
+def meet_and_run(settings: WorkerSettings, what: str, by: str) -> None:
+    ranks = parallel.meet(settings, torch.device("cpu"))
+    assert isinstance(ranks, SharedMemoryRanks) == (by == "memory")
+    run(ranks, what)
+
+
+def main(rank: str, size: str, address: str, what: str, by: str) -> None:
+    if by == "messages":
+        keep_apart()
     # Without a pause between two looks at the store, so that the end of the process meets one.
     parallel._BEAT_S = 0.0
     settings = WorkerSettings(
         tensor_parallel_rank=int(rank), tensor_parallel_size=int(size), tensor_parallel_address=address
     )
-    thread = threading.Thread(target=lambda: run(parallel.meet(settings, torch.device("cpu")), what), daemon=True)
+    thread = threading.Thread(target=meet_and_run, args=(settings, what, by), daemon=True)
     thread.start()
     thread.join()
 

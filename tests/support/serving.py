@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quire.client import AsyncClient, ClientTls
 from quire.local import LocalServer, ServeSettings
+from quire.local.commands import Programs
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.scheduler_process import wait_nothing_in_use
@@ -25,10 +26,12 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(*, client_tls: ClientTls | None = None, **settings) -> AsyncIterator[Served]:
+async def serving(
+    *, client_tls: ClientTls | None = None, programs: Programs | None = None, **settings
+) -> AsyncIterator[Served]:
     """Starts all processes, waits until a request succeeds, and checks at the end that no block is in use."""
     values = {"grpc_port": 0, "http_port": 0, "num_threads": 2, "log_level": "warning", "drain_timeout": 5.0} | settings
-    async with LocalServer(ServeSettings(**values)) as server:
+    async with LocalServer(ServeSettings(**values), programs=programs or Programs()) as server:
         await server.wait_ready()
         async with (
             AsyncClient(server.grpc_address, tls=client_tls) as client,

@@ -94,8 +94,12 @@ class NativeCausalLM(CausalLM):
     def forward(self, inputs: ModelInput) -> torch.Tensor:
         return self.run_layers(self.embed(inputs), inputs)
 
+    def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits in the dtype of the output layer."""
+        return self.ranks.gather_columns(self.head(hidden), self.vocab_size)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.ranks.gather_columns(self.head(hidden), self.vocab_size).float()
+        return self.outputs(hidden).float()
 
 
 def make_head(embedding: Embedding, dim: int, vocab_size: int, *, tied: bool, placement: Placement) -> nn.Module:

@@ -14,15 +14,18 @@ from worker_svc.parallel import LEFT_BY_ANOTHER_RANK, warn_if_exposed
 TIMEOUT_S = 60
 
 
+BOTH_WAYS = pytest.mark.parametrize("by", ["memory", "messages"])
+
+
 @contextmanager
-def running_ranks(what: str) -> Iterator[list[subprocess.Popen[str]]]:
+def running_ranks(what: str, by: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks that have met."""
     address = f"127.0.0.1:{free_port()}"
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.support.rank_process", str(rank), "2", address, what],
+                    [sys.executable, "-m", "tests.support.rank_process", str(rank), "2", address, what, by],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -47,22 +50,25 @@ def ended(rank: subprocess.Popen[str], said: str = "") -> tuple[int, str]:
     return rank.returncode, errors
 
 
-def test_ranks_compute_the_same_and_end_in_order() -> None:
-    with running_ranks("sum") as ranks:
+@BOTH_WAYS
+def test_ranks_compute_the_same_and_end_in_order(by: str) -> None:
+    with running_ranks("sum", by) as ranks:
         lines = [stream(rank.stdout).readline() for rank in ranks]
         assert lines == ["[3.0, 3.0] [[0.0, 1.0, 2.0, 3.0, 4.0]] (3, -1)\n"] * 2
         # The first one has the store, so it ends last.
         assert [ended(rank, "\n") for rank in reversed(ranks)] == [(0, ""), (0, "")]
 
 
-def test_ranks_that_are_about_to_run_different_steps_leave() -> None:
-    with running_ranks("rank") as ranks:
+@BOTH_WAYS
+def test_ranks_that_are_about_to_run_different_steps_leave(by: str) -> None:
+    with running_ranks("rank", by) as ranks:
         assert [ended(rank)[0] for rank in ranks] == [LEFT_BY_ANOTHER_RANK] * 2
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int) -> None:
-    with running_ranks("wait") as ranks:
+def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int, by: str) -> None:
+    with running_ranks("wait", by) as ranks:
         survivor = ranks[1 - victim]
         ranks[victim].kill()
         status, errors = ended(survivor, "\n")

@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import save_file
 
 from quire.settings import ConfigurationError
-from worker_svc import parallel
+from worker_svc import distributed_ranks
+from worker_svc.distributed_ranks import DistributedRanks
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Loadable, Placement
-from worker_svc.parallel import MeetingRanks, backend_for
+from worker_svc.parallel import backend_for
 from worker_svc.ranks import ALONE, Ranks, heads_of_rank
 from worker_svc.settings import WorkerSettings
 from worker_svc.weights import Checkpoint
@@ -137,10 +138,10 @@ def test_ranks_agree_on_the_host_on_every_device(monkeypatch: pytest.MonkeyPatch
         "cuda": "nccl",
     }
     sent: list[torch.Tensor] = []
-    monkeypatch.setattr(parallel.dist, "all_reduce", lambda tensor, _: sent.append(tensor))
+    monkeypatch.setattr(distributed_ranks.dist, "all_reduce", lambda tensor, _: sent.append(tensor))
 
     def leave(why: str) -> NoReturn:
         raise AssertionError(why)
 
-    MeetingRanks(1, 2, leave).agree(5, 7)
+    DistributedRanks(1, 2, leave).agree(5, 7)
     assert [tensor.device.type for tensor in sent] == ["cpu"]

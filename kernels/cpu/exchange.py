@@ -1,0 +1,48 @@
+"""Calls the CPU library for what processes bring together in memory that they share."""
+
+import torch
+
+from kernels.cpu.arguments import DTYPES, Empty, as_lines, check_status, dense
+from kernels.cpu.library import ALL_GATHER_ARGS, ALL_REDUCE_ARGS, Operations
+from kernels.shared_group import SLOT_BYTES, SharedGroup
+
+
+class CpuExchange:
+    """The operations of `kernels.exchange`.
+
+    Args:
+        make_empty: makes the tensors that are returned.
+    """
+
+    def __init__(self, library: Operations, make_empty: Empty) -> None:
+        self._library = library
+        self._context = library.context
+        self._empty = make_empty
+
+    def all_reduce(self, x: torch.Tensor, group: SharedGroup) -> None:
+        lines = as_lines(x)
+        arguments = ALL_REDUCE_ARGS.pack(
+            lines.data_ptr(), *_group(group), DTYPES[x.dtype], torch.get_num_threads(), *lines.shape
+        )
+        check_status(self._library.all_reduce(self._context, arguments))
+
+    def all_gather(self, x: torch.Tensor, group: SharedGroup, total: int) -> torch.Tensor:
+        x, element = dense(x), x.element_size()
+        output = self._empty((x.shape[0], total), x.dtype)
+        arguments = ALL_GATHER_ARGS.pack(
+            output.data_ptr(),
+            x.data_ptr(),
+            *_group(group),
+            torch.get_num_threads(),
+            x.shape[0],
+            -(-total // group.size) * element,
+            total * element,
+            x.stride(0) * element,
+        )
+        check_status(self._library.all_gather(self._context, arguments))
+        return output
+
+
+def _group(group: SharedGroup) -> tuple[int, int, int, int]:
+    """The struct Group."""
+    return group.memory.data_ptr(), group.rank, group.size, SLOT_BYTES

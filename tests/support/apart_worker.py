@@ -1,0 +1,19 @@
+"""`python -m tests.support.apart_worker`: the real worker, as a rank that shares no memory with the others.
+
+So are those of one model on several machines, or in containers of their own.
+"""
+
+import sys
+
+from worker_svc import shared_memory
+from worker_svc.__main__ import main
+
+
+def keep_apart() -> None:
+    """From now on this process finds no memory that another rank would share."""
+    shared_memory._open = lambda name, size: None
+
+
+if __name__ == "__main__":
+    keep_apart()
+    sys.exit(main())

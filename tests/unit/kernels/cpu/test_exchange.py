@@ -1,0 +1,125 @@
+"""Sums and gathers over processes that share memory, on every instruction set."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from kernels import exchange
+from kernels.choice import recording_with
+from kernels.cpu.library import Library
+from kernels.cpu.recording import Recorder
+from kernels.shared_group import SLOT_BYTES, SharedGroup
+from tests.support.cpu_kernels import ISAS, make_implementation
+from tests.support.shared_groups import together
+
+SIZES = (1, 2, 3, 5)
+
+
+@pytest.fixture(params=ISAS)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "implementation_for", lambda device: make_implementation(request.param))
+
+
+def make_parts(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(size)]
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+# One element, less than a vector, a decode, some lines, none, and more than a slot holds at once.
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (1, 768), (64, 776), (0, 8), (2, 3, 190_001)])
+@pytest.mark.usefixtures("implementation")
+def test_all_ranks_get_the_sum_in_the_order_of_ranks(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> None:
+    parts = make_parts(size, shape, dtype)
+    expected = in_order(parts)
+    for total in together(size, lambda group: exchange.all_reduce(parts[group.rank].clone(), group)):
+        assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+# Widths that divide and that do not, ranks without a column, a line longer than a slot of int64, and many lines.
+@pytest.mark.parametrize(("lines", "total"), [(1, 1), (3, 5), (7, 768), (1, 3 * SLOT_BYTES // 8), (900, 1023), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
+def test_columns_of_all_ranks_lie_side_by_side(lines: int, total: int, dtype: torch.dtype, size: int) -> None:
+    whole = torch.arange(lines * total).view(lines, total).to(dtype)
+    width = -(-total // size)
+
+    def gather(group: SharedGroup) -> torch.Tensor:
+        part = whole[:, group.rank * width : (group.rank + 1) * width]
+        return exchange.all_gather(part, group, total)
+
+    for gathered in together(size, gather):
+        assert torch.equal(gathered, whole)
+
+
+def test_a_rank_that_is_late_each_time_gets_and_gives_what_belongs_to_the_round() -> None:
+    """Longer than others spin, so that they sleep; in turn, so that each is a round ahead once."""
+
+    def act(group: SharedGroup) -> list[float]:
+        pauses = random.Random(group.rank)
+        sums = []
+        for index in range(120):
+            if pauses.random() < 0.2:
+                time.sleep(pauses.choice((0.0002, 0.002)))
+            x = torch.full((40, 700), float(index * (group.rank + 1)))
+            total = exchange.all_reduce(x, group)
+            assert total.eq(total[0, 0]).all()
+            sums.append(float(total[0, 0]))
+        return sums
+
+    assert together(3, act) == [[6.0 * index for index in range(120)]] * 3
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_recording_sums_and_gathers_as_many_lines_as_a_run_has(isa: str) -> None:
+    most, size = 6, 2
+    inputs = make_parts(size, (most, 32), torch.bfloat16)
+
+    def act(group: SharedGroup) -> list[torch.Tensor]:
+        x = torch.empty(most, 32, dtype=torch.bfloat16)
+        gathered: list[torch.Tensor] = []
+
+        def run() -> None:
+            gathered.append(exchange.all_gather(exchange.all_reduce(x, group), group, 64))
+
+        recorder = Recorder(Library(isa=isa), most)
+        with recorder, recording_with(recorder.kernels):
+            run()
+        recording = recorder.recording(run)
+        seen = []
+        for num_tokens in (most, 1, 3):
+            x.copy_(inputs[group.rank])
+            recording.run(num_tokens, 1)
+            seen.append(gathered[0][:num_tokens].clone())
+            assert torch.equal(x[num_tokens:], inputs[group.rank][num_tokens:])
+        return seen
+
+    total = in_order(inputs)
+    for seen in together(size, act):
+        for lines, num_tokens in zip(seen, (most, 1, 3), strict=True):
+            assert torch.equal(lines, total[:num_tokens].repeat(1, 2))
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    group = SharedGroup(0, 1, torch.zeros(exchange.shared_bytes(1), dtype=torch.uint8))
+    with pytest.raises(ValueError, match="x is not contiguous"):
+        exchange.all_reduce(torch.zeros(4, 4).t()[:2], group)
+    with pytest.raises(ValueError, match=r"x has dtype torch\.int64"):
+        exchange.all_reduce(torch.zeros(4, dtype=torch.int64), group)
+    with pytest.raises(ValueError, match=r"x has shape \[1, 4\]; expected \[any, 5\]"):
+        exchange.all_gather(torch.zeros(1, 4), group, 5)
+    with pytest.raises(ValueError, match=r"memory has shape \[64\]"):
+        exchange.all_reduce(torch.zeros(4), SharedGroup(0, 1, torch.zeros(64, dtype=torch.uint8)))
+    for rank, size in ((-1, 2), (2, 2), (0, 65)):
+        with pytest.raises(ValueError, match=f"rank is {rank} of {size}"):
+            SharedGroup(rank, size, torch.zeros(0))

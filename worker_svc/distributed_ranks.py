@@ -1,0 +1,57 @@
+"""Ranks that exchange messages: torch.distributed, by Gloo on the CPU and by NCCL on GPUs.
+
+Numbers of the host go by Gloo on every device, so that ranks agree on a step without waiting for the GPU.
+"""
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from worker_svc.ranks import Ranks
+
+
+class DistributedRanks(Ranks):
+    """The ranks of one group, each in a process. Used by the device thread alone.
+
+    Args:
+        leave: ends this process, saying why.
+    """
+
+    is_recordable = False
+
+    def __init__(self, rank: int, size: int, leave: Callable[[str], NoReturn]) -> None:
+        super().__init__(rank, size)
+        self._leave = leave
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        self._run(lambda: dist.all_reduce(partial))
+        return partial
+
+    def gather_columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
+        width = -(-total // self.size)
+        part = torch.nn.functional.pad(part, (0, width - part.shape[1])).contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        self._run(lambda: dist.all_gather(parts, part))
+        return torch.cat(parts, dim=1)[:, :total]
+
+    def smallest(self, *numbers: int) -> tuple[int, ...]:
+        values = torch.tensor(numbers, dtype=torch.int64)
+        self._run(lambda: dist.all_reduce(values, dist.ReduceOp.MIN))
+        return tuple(values.tolist())
+
+    def agree(self, scheduler_epoch: int, step_id: int) -> None:
+        # The least of a number and of its negative are equal where all ranks have the same.
+        epoch, negative_epoch, step, negative_step = self.smallest(scheduler_epoch, -scheduler_epoch, step_id, -step_id)
+        if (epoch, step) != (-negative_epoch, -negative_step):
+            self._leave_disagreeing(scheduler_epoch, step_id)
+
+    def _leave_disagreeing(self, scheduler_epoch: int, step_id: int) -> NoReturn:
+        self._leave(f"rank {self.rank} is at epoch and step {scheduler_epoch, step_id}, another rank is not")
+
+    def _run(self, operation: Callable[[], object]) -> None:
+        try:
+            operation()
+        except RuntimeError as error:
+            self._leave(f"rank {self.rank} cannot reach another rank: {error}")
