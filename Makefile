@@ -40,14 +40,9 @@ protos: $(INSTALLED) ## generate the protobuf and gRPC stubs
 serve: setup ## serve a model on this machine
 	$(BIN)/quire serve $(ARGS)
 
-# Unit tests share nothing, so as many run at once as there are cores; the others start processes and have the machine.
+# As many at once as there are cores, but for those that tests/conftest.py keeps apart.
 test: setup triton-client ## run all tests, or those that ARGS says
-ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest --ignore=tests/unit
-	$(BIN)/python -m pytest -n auto tests/unit
-else
-	$(BIN)/python -m pytest $(ARGS)
-endif
+	$(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n auto --dist loadgroup)
 
 triton-client: $(TRITON_CLIENT_INSTALLED) ## install the client of Triton that tests call the server with
 

@@ -69,8 +69,8 @@ void Operations::add_round(const Group& group, int64_t units, int64_t bytes, Giv
         round.tell(stripe);
         continue;
       }
-      for (int64_t rank = 0; rank < group.size; ++rank)
-        if (rank != group.rank) round.await(rank, stripe);
+      // This process's own too: another thread may still be at it.
+      for (int64_t rank = 0; rank < group.size; ++rank) round.await(rank, stripe);
       take(first, last, round);
     }
   });

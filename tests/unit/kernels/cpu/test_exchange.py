@@ -62,6 +62,27 @@ def test_columns_of_all_ranks_lie_side_by_side(lines: int, total: int, dtype: to
         assert torch.equal(gathered, whole)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_of_a_rank_wait_for_each_other_too(num_threads: int, size: int) -> None:
+    """Many rounds of several stripes: what one thread still copies must not be read by another one."""
+    shape, rounds = (16, 1024), 600
+
+    def act(group: SharedGroup) -> int:
+        torch.set_num_threads(num_threads)  # of this thread
+        parts = make_parts(size, shape, torch.float32)
+        total, wrong = in_order(parts), 0
+        for index in range(rounds):
+            factor = float(2 ** (index % 8))  # exact
+            x = parts[group.rank] * factor
+            wrong += not torch.equal(exchange.all_reduce(x, group), total * factor)
+            gathered = exchange.all_gather(x, group, shape[1] * size)
+            wrong += not torch.equal(gathered, (total * factor).repeat(1, size))
+        return wrong
+
+    assert together(size, act) == [0] * size
+
+
 def test_a_rank_that_is_late_each_time_gets_and_gives_what_belongs_to_the_round() -> None:
     """Longer than others spin, so that they sleep; in turn, so that each is a round ahead once."""
 
