@@ -44,31 +44,75 @@ inline Vec biased(const ProductArgs& args, int64_t token, const Sum* sums, int64
   return args.bias == nullptr ? product : product + load_bias(args, column, lanes);
 }
 
-inline void store_line(const ProductArgs& args, int64_t token, int64_t column, Vec x, int lanes) {
-  const int64_t at = token * args.output_stride + column;
+// The sums of a panel, which has both halves of what it multiplies where it is gated, as columns of the output.
+template <class Sum, bool kGated>
+class Finish {
+ public:
+  static constexpr int64_t kColumns = kGated ? kPanel / 2 : kPanel;
+
+  Finish(const ProductArgs& args, int64_t panel)
+      : args_(args), columns_(kGated ? args.out_features / 2 : args.out_features), first_(panel * kColumns) {}
+
+  // `count` tokens from `token` on, from kPanel sums of each.
+  template <class Out>
+  void write(int64_t token, int64_t count, const Sum* sums) const {
+    Out* to = static_cast<Out*>(args_.output) + token * args_.output_stride + first_;
+    const bool whole = first_ + kColumns <= columns_;
+    for (const int64_t end = token + count; token < end; ++token, sums += kPanel, to += args_.output_stride)
+      whole ? write_whole(to, token, sums) : write_some(to, token, sums);
+  }
+
+ private:
+  // As many columns at once as the processor stores at once: with many tokens this is a good part of the time.
+  template <class Out>
+  void write_whole(Out* to, int64_t token, const Sum* sums) const {
+    if constexpr (kColumns % (2 * kWidth) == 0) {
+      for (int64_t i = 0; i < kColumns; i += 2 * kWidth)
+        store_both(to + i, column(token, sums, i, kWidth), column(token, sums, i + kWidth, kWidth));
+    } else {
+      for (int64_t i = 0; i < kColumns; i += kWidth) store(to + i, column(token, sums, i, kWidth));
+    }
+  }
+
+  template <class Out>
+  void write_some(Out* to, int64_t token, const Sum* sums) const {
+    for (int64_t i = 0; i < kColumns && first_ + i < columns_; i += kWidth) {
+      const int64_t left = columns_ - first_ - i;
+      const int lanes = static_cast<int>(left < kWidth ? left : kWidth);
+      store(to + i, column(token, sums, i, lanes), lanes);
+    }
+  }
+
+  Vec column(int64_t token, const Sum* sums, int64_t i, int lanes) const {
+    const Vec x = biased(args_, token, sums + i, first_ + i, lanes);
+    if constexpr (kGated)
+      return silu(x) * biased(args_, token, sums + kColumns + i, columns_ + first_ + i, lanes);
+    else
+      return args_.activation == kIdentity ? x : activate(args_.activation, x);
+  }
+
+  const ProductArgs& args_;
+  const int64_t columns_, first_;
+};
+
+template <class Sum, bool kGated>
+inline void finish_as(const ProductArgs& args, int64_t panel, int64_t token, int64_t count, const Sum* sums) {
+  const Finish<Sum, kGated> finish(args, panel);
   switch (args.output_dtype) {
     case kFloat32:
-      return store(static_cast<float*>(args.output) + at, x, lanes);
+      return finish.template write<float>(token, count, sums);
     case kBFloat16:
-      return store(static_cast<BF16*>(args.output) + at, x, lanes);
+      return finish.template write<BF16>(token, count, sums);
     default:
-      return store(static_cast<F16*>(args.output) + at, x, lanes);
+      return finish.template write<F16>(token, count, sums);
   }
 }
 
-// One panel of one token, from its kPanel sums.
+// One panel of some tokens, from kPanel sums of each.
 template <class Sum>
-inline void finish_line(const ProductArgs& args, int64_t panel, int64_t token, const Sum* sums) {
-  const bool gated = is_gated(args);
-  const int64_t width = gated ? kPanel / 2 : kPanel, columns = gated ? args.out_features / 2 : args.out_features;
-  for (int64_t i = 0; i < width; i += kWidth) {
-    const int64_t column = panel * width + i;
-    if (column >= columns) return;
-    const int lanes = static_cast<int>(columns - column < kWidth ? columns - column : kWidth);
-    Vec x = biased(args, token, sums + i, column, lanes);
-    x = gated ? silu(x) * biased(args, token, sums + width + i, columns + column, lanes) : activate(args.activation, x);
-    store_line(args, token, column, x, lanes);
-  }
+inline void finish(const ProductArgs& args, int64_t panel, int64_t token, int64_t count, const Sum* sums) {
+  return is_gated(args) ? finish_as<Sum, true>(args, panel, token, count, sums)
+                        : finish_as<Sum, false>(args, panel, token, count, sums);
 }
 
 }  // namespace

@@ -123,11 +123,14 @@ class MatrixMultiplier {
       const int64_t count = blocks - first < most ? blocks - first : most;
       for (int64_t pass = 0; pass < passes; ++pass) {
         const char* ahead = passes == 1 ? next.start - next.count + kAhead : next.start + pass * share;
-        multiply_lines<Kind>(args, weights, begin + pass * kPanel, end, {first, count, ahead + first * step, share, step},
-                             passes == 1, sums + pass * kPanel * kPanel);
+        const int64_t token = begin + pass * kPanel;
+        auto* of_pass = sums + pass * kPanel * kPanel;
+        multiply_lines<Kind>(args, weights, token, end, {first, count, ahead + first * step, share, step}, passes == 1,
+                             of_pass);
+        // Now, while they are in the first cache.
+        if (first + count == blocks) finish(args, panel, token, end - token < kPanel ? end - token : kPanel, of_pass);
       }
     }
-    for (int64_t token = begin; token < end; ++token) finish_line(args, panel, token, sums + (token - begin) * kPanel);
   }
 
  private:

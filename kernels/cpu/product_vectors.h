@@ -1,5 +1,5 @@
-// product.cpp by vectors, for all but what matrix units do where the processor has them: each vector of weights is multiplied with some tokens while it is in a
-// register. Included by it alone.
+// product.cpp by vectors, for all but what matrix units do where the processor has them: each vector of weights is
+// multiplied with some tokens while it is in a register. Included by it alone.
 #pragma once
 
 namespace quire::QUIRE_ISA {
@@ -87,11 +87,10 @@ void multiply_panel(const ProductArgs& args, int64_t panel, const typename Kind:
       }
     }
   }
-  for (int t = 0; t < kTokens; ++t) {
-    alignas(64) Sum line[kPanel];
-    for (int i = 0; i < kVectors; ++i) store(line + i * kWidth, kIsOff<Sum> ? sums[t][i] - off[i] : sums[t][i]);
-    finish_line(args, panel, token + t, line);
-  }
+  alignas(64) Sum lines[kTokens][kPanel];
+  for (int t = 0; t < kTokens; ++t)
+    for (int i = 0; i < kVectors; ++i) store(lines[t] + i * kWidth, kIsOff<Sum> ? sums[t][i] - off[i] : sums[t][i]);
+  finish(args, panel, token, kTokens, lines[0]);
 }
 
 // As many tokens at once as there are registers for their sums.

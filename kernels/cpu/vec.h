@@ -37,6 +37,19 @@ inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
 inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 
+// 2 * kWidth elements, at once where the processor can.
+template <class T>
+inline void store_both(T* p, Vec first, Vec second) {
+  store(p, first);
+  store(p + kWidth, second);
+}
+
+#if defined(__AVX512BF16__)
+inline void store_both(BF16* p, Vec first, Vec second) {
+  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second.v, first.v)));
+}
+#endif
+
 // e^x to the last bit or two; 0 where that is no normal float, infinity from about 88.4 on.
 inline Vec exp(Vec x) {
   const Vec least = set1(-87.33f);
