@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from worker_svc.leaving import leave_process
 from worker_svc.steps import AdmittedStep, StepOutput
+from worker_svc.superseded import SupersededError
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -36,7 +37,12 @@ class StepRunner(Protocol):
 
 
 class StepLane:
-    """The steps of one session. When one of them fails, those behind it are dropped."""
+    """The steps of one session. When one of them fails, those behind it are dropped.
+
+    Attributes:
+        has_failed: no further step is launched.
+        has_ended: the failure was told, after the outputs of all steps before it.
+    """
 
     def __init__(
         self, on_output: Callable[[StepOutput], object], on_failure: Callable[[int, BaseException], object]
@@ -45,6 +51,7 @@ class StepLane:
         self.on_output = on_output
         self.on_failure = on_failure
         self.has_failed = False
+        self.has_ended = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,16 @@ class _CallJob(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class _NotLaunched:
+    """A step that could not be launched, which is told in its turn."""
+
+    error: Exception
+
+    def wait(self) -> StepOutput:
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
 class _Running:
     job: _StepJob
     launched: Launched
@@ -85,6 +102,7 @@ class DeviceLoop:
         self._running: queue.SimpleQueue[_Running | _CallJob | None] = queue.SimpleQueue()
         self._runner: StepRunner | None = None
         self._is_lost: Callable[[], bool] = lambda: False
+        self._on_failure: Callable[[str], object] = lambda _: None
         self._leave = leave
         # Steps on the device, oldest first. Each call on it is one operation of the dict, so no lock is needed.
         self._started_ns: dict[int, int] = {}
@@ -104,14 +122,21 @@ class DeviceLoop:
             thread.join(max(deadline - time.monotonic(), 0))
         return not (self._launcher.is_alive() or self._waiter.is_alive())
 
-    def use(self, runner: StepRunner, is_lost: Callable[[], bool] = lambda: False) -> None:
+    def use(
+        self,
+        runner: StepRunner,
+        is_lost: Callable[[], bool] = lambda: False,
+        on_failure: Callable[[str], object] = lambda _: None,
+    ) -> None:
         """Names what runs steps; before the first `submit`.
 
         Args:
             is_lost: whether the device takes no more work of this process; asked after an error.
+            on_failure: is told of an error before that, and before the session is. Not of a step that is superseded.
         """
         self._runner = runner
         self._is_lost = is_lost
+        self._on_failure = on_failure
 
     def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
         """Queues a step behind all that came before."""
@@ -150,10 +175,11 @@ class DeviceLoop:
         now = time.monotonic_ns()
         self._started_ns[id(job)] = now
         try:
-            running = _Running(job, self._runner.launch(job.admitted, (now - job.queued_ns) // 1000))
+            launched = self._runner.launch(job.admitted, (now - job.queued_ns) // 1000)
         except Exception as error:
-            self._fail(job, error)
-            return
+            job.lane.has_failed = True
+            launched = _NotLaunched(error)
+        running = _Running(job, launched)
         if self._runner.is_asynchronous:
             self._running.put(running)
         else:
@@ -170,19 +196,30 @@ class DeviceLoop:
         job = running.job
         try:
             output = running.launched.wait()
+        except SupersededError as error:
+            _logger.info("step %d is dropped: %s", job.admitted.step.step_id, error)
+            self._end(job, error)
         except Exception as error:
-            self._fail(job, error)
-            return
-        del self._started_ns[id(job)]
-        if not job.lane.has_failed:
-            job.lane.on_output(output)
+            self._judge(job, error)
+            self._end(job, error)
+        else:
+            del self._started_ns[id(job)]
+            if not job.lane.has_ended:
+                job.lane.on_output(output)
 
-    def _fail(self, job: _StepJob, error: Exception) -> None:
-        del self._started_ns[id(job)]
-        _logger.error("step %d failed on the device", job.admitted.step.step_id, exc_info=error)
+    def _judge(self, job: _StepJob, error: Exception) -> None:
+        """Ends the process where it cannot go on after this."""
+        failed = f"step {job.admitted.step.step_id} failed on the device"
+        _logger.error(failed, exc_info=error)
+        self._on_failure(failed)
         if self._is_lost():
             # Told to the scheduler as a refusal, it would be blamed on one request after the other.
             self._leave("the device takes no more work of this process")
-        if not job.lane.has_failed:
-            job.lane.has_failed = True
-            job.lane.on_failure(job.admitted.step.step_id, error)
+
+    def _end(self, job: _StepJob, error: Exception) -> None:
+        del self._started_ns[id(job)]
+        lane = job.lane
+        lane.has_failed = True
+        if not lane.has_ended:
+            lane.has_ended = True
+            lane.on_failure(job.admitted.step.step_id, error)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from worker_svc.ranks import Ranks
+from worker_svc.superseded import SupersededError
 
 
 class DistributedRanks(Ranks):
@@ -42,13 +43,28 @@ class DistributedRanks(Ranks):
         return tuple(values.tolist())
 
     def agree(self, scheduler_epoch: int, step_id: int) -> None:
-        # The least of a number and of its negative are equal where all ranks have the same.
-        epoch, negative_epoch, step, negative_step = self.smallest(scheduler_epoch, -scheduler_epoch, step_id, -step_id)
-        if (epoch, step) != (-negative_epoch, -negative_step):
-            self._leave_disagreeing(scheduler_epoch, step_id)
+        mine = [scheduler_epoch, step_id]
+        of_all = self._gather(mine)
+        while any(theirs != mine for theirs in of_all):
+            newest = max(epoch for epoch, _ in of_all)
+            if newest > scheduler_epoch:
+                raise SupersededError(
+                    f"epoch {scheduler_epoch} ended before step {step_id}: another rank is at epoch {newest}"
+                )
+            if any(epoch == newest and step != step_id for epoch, step in of_all):
+                self._leave(f"rank {self.rank} is at epoch and step {scheduler_epoch, step_id}, another rank is not")
+            # The others are at older epochs. Each drops the step that it is at, and gathers again for what it has next.
+            of_all = self._gather(mine)
 
-    def _leave_disagreeing(self, scheduler_epoch: int, step_id: int) -> NoReturn:
-        self._leave(f"rank {self.rank} is at epoch and step {scheduler_epoch, step_id}, another rank is not")
+    def fail(self, why: str) -> None:
+        self._leave(f"rank {self.rank}: {why}")
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        """The numbers of all, in the order of ranks."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        of_all = [torch.empty_like(mine) for _ in range(self.size)]
+        self._run(lambda: dist.all_gather(of_all, mine))
+        return [theirs.tolist() for theirs in of_all]
 
     def _run(self, operation: Callable[[], object]) -> None:
         try:

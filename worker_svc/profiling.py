@@ -61,13 +61,15 @@ def prefill_step(lengths: list[int], blocks_per_row: list[list[int]], num_comput
     return AdmittedStep(step, np.unique(np.concatenate([each.block_table for each in assigned])))
 
 
-def warm_up(runner: ModelRunner, block_size: int, max_model_len: int) -> None:
+def warm_up(runner: ModelRunner, block_size: int, max_model_len: int, limits: WorkerLimits) -> None:
     """Runs sequences in block 0, so that the first request does not pay for what is set up, or compiled, lazily.
 
-    One of several tokens, one of a single token and one token of a long context: attention has a kernel each for them.
+    One of several tokens where a step may have them, one of a single token and one token of a long context: attention
+    has a kernel each for them.
     """
-    for length in (2, 1):
-        runner.launch(prefill_step([min(block_size, length)], [[0]])).wait()
+    several = min(2, block_size, max_model_len, limits.max_num_batched_tokens)
+    for length in (several, 1):
+        runner.launch(prefill_step([length], [[0]])).wait()
     length = min(_CUT_LENGTH, max_model_len)
     runner.launch(prefill_step([length], [[0] * -(-length // block_size)], length - 1)).wait()
 

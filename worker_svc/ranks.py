@@ -63,7 +63,18 @@ class Ranks:
         return numbers
 
     def agree(self, scheduler_epoch: int, step_id: int) -> None:
-        """Sees to it that all ranks are about to run the same step: a sum over two different ones would be nonsense."""
+        """Waits until all ranks are about to run the same step, so that all of them run it or none.
+
+        A sum over two different steps would be nonsense, and one over a step that some ranks do not have would wait for
+        them without end. Where a rank has come to a higher epoch, those that have not drop what is older, step by step.
+        Step 0 is the beginning of an epoch.
+
+        Raises:
+            SupersededError: another rank is at a higher epoch.
+        """
+
+    def fail(self, why: str) -> None:
+        """Something went wrong in this rank, maybe in it alone: ends the process where others would wait for it."""
 
 
 ALONE = Ranks()

@@ -33,8 +33,7 @@ class SharedMemoryRanks(DistributedRanks):
     def gather_columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
         return exchange.all_gather(part, self._group, total)
 
-    def agree(self, scheduler_epoch: int, step_id: int) -> None:
-        mine = torch.tensor([[scheduler_epoch, step_id]], dtype=torch.int64)
-        of_all = exchange.all_gather(mine, self._group, 2 * self.size).view(self.size, 2)
-        if not torch.equal(of_all, mine.expand_as(of_all)):
-            self._leave_disagreeing(scheduler_epoch, step_id)
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        mine = torch.tensor([numbers], dtype=torch.int64)
+        of_all = exchange.all_gather(mine, self._group, len(numbers) * self.size)
+        return of_all.view(self.size, len(numbers)).tolist()

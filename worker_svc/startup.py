@@ -79,12 +79,12 @@ def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLo
     runner = ModelRunner(model, pool, geometry, limits)
     if with_graphs:
         record_cuda_graphs(runner, model.device)
-    warm_up(runner, settings.block_size, geometry.max_model_len)
-    device_loop.use(runner, is_lost=partial(is_lost, model.device))
+    warm_up(runner, settings.block_size, geometry.max_model_len, limits)
+    device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-time.time_ns())
     info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits)
-    return Worker(info, runner, device_loop)
+    return Worker(info, runner, device_loop, ranks.agree)
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:

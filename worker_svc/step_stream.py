@@ -16,6 +16,7 @@ from worker_svc.device_loop import StepLane
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.session import Replay, Verdict
 from worker_svc.steps import StepOutput
+from worker_svc.superseded import SupersededError
 from worker_svc.worker import Worker
 
 _logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class StepStream:
         _logger.info("epoch %d attached", session.epoch)
         tasks: list[asyncio.Task[None]] = []
         try:
-            sealed = await self._worker.settle()
+            sealed = await self._worker.settle(session.epoch)
             self._metrics.attached()
             yield attached_message(session.epoch, self._worker.info, sealed)
             tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._beat())]
@@ -87,7 +88,6 @@ class StepStream:
         admitted = self._worker.admit(self._worker.decoder.decode(message))
         self._session.start(message.step_id)
         self._idle.clear()
-        self._metrics.step_queued(admitted.step.batch)
         self._worker.submit(self._lane, admitted)
 
     def _finish(self, output: StepOutput) -> None:
@@ -99,6 +99,9 @@ class StepStream:
 
     def _fail(self, step_id: int, error: BaseException) -> None:
         self._session.end()
+        if isinstance(error, SupersededError):
+            self._outgoing.put_nowait(error)
+            return
         self._metrics.step_failed()
         detail = f"step {step_id} failed on the device: {type(error).__name__}: {error}"
         self._outgoing.put_nowait(Internal(detail, reason="STEP_FAILED"))

@@ -61,6 +61,13 @@ async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(name: s
         assert [worker.attached for worker in state.workers] == [True, True]
 
 
+async def test_two_ranks_of_two_threads_each_say_what_transformers_says(tmp_path: Path) -> None:
+    model = make(tmp_path, "llama-gqa-explicit-128")
+    prompts = make_prompts(seed=7)
+    async with serving(model=str(tmp_path), tensor_parallel_size=2, num_threads=2, dtype="float32") as served:
+        assert await ask(served, prompts, temperature=0.0) == generate_greedily(model, prompts, MAX_TOKENS)
+
+
 async def test_three_ranks_say_what_transformers_says_with_parts_that_differ_in_size(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     prompts = make_prompts(seed=5)

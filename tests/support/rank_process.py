@@ -1,25 +1,55 @@
-"""One rank in a process of its own: `python -m tests.support.rank_process RANK SIZE HOST:PORT WHAT BY`.
+"""One rank in a process of its own: `python -m tests.support.rank_process RANK SIZE HOST:PORT WHAT BY MEETING_S`.
 
-It exchanges tensors BY `memory` that ranks share, or by `messages`.
+It exchanges tensors BY `memory` that ranks share, or by `messages`, and gives the others MEETING_S to come.
 
 Meets in a daemon thread, as a worker does, says so on stdout, then does one of
     sum     prints what a sum, columns side by side and the least number are, waits for a line on stdin, returns
     rank    goes on to a step of its own number, which no other rank has
     wait    waits for a line on stdin, then for a sum
+    epochs  is at step 1 of the epoch of its own number, which the last rank is not, then at the beginning of each epoch
+            behind that up to the last rank's; prints the steps that it drops, and a sum
+    fail    runs two steps, of which the first fails on rank 0 alone
 """
 
 import sys
 import threading
+from dataclasses import dataclass
+from datetime import timedelta
 
+import numpy as np
 import torch
 
 from tests.support.apart_worker import keep_apart
+from tests.support.steps import make_step
 from worker_svc import parallel
+from worker_svc.device_loop import DeviceLoop, StepLane
+from worker_svc.parallel import Patience
 from worker_svc.ranks import Ranks
 from worker_svc.settings import WorkerSettings
 from worker_svc.shared_ranks import SharedMemoryRanks
+from worker_svc.steps import AdmittedStep, StepOutput, StepTimings
+from worker_svc.superseded import SupersededError
 
 VOCAB_SIZE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FailingRunner:
+    """Sums over all ranks; steps have no output, and on rank 0 they fail."""
+
+    ranks: Ranks
+    is_asynchronous: bool = False
+
+    def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> "FailingRunner":
+        self.ranks.agree(admitted.step.scheduler_epoch, admitted.step.step_id)
+        self.ranks.sum(torch.zeros(1))
+        if self.ranks.rank == 0:
+            raise RuntimeError("no room on rank 0")
+        return self
+
+    def wait(self) -> StepOutput:
+        none = np.zeros(0, np.int32)
+        return StepOutput(1, none, none, (), (), (), StepTimings(0, 0, 0, 0))
 
 
 def run(ranks: Ranks, what: str) -> None:
@@ -32,26 +62,56 @@ def run(ranks: Ranks, what: str) -> None:
         sys.stdin.readline()
     elif what == "rank":
         ranks.agree(1, ranks.rank)
+    elif what == "epochs":
+        dropped = [at for at in steps_of_epochs(ranks) if is_dropped(ranks, *at)]
+        print(dropped, ranks.sum(torch.ones(1)).item(), flush=True)
+        sys.stdin.readline()
+    elif what == "fail":
+        fail(ranks)
     else:
         sys.stdin.readline()
         ranks.sum(torch.zeros(1))
 
 
-def meet_and_run(settings: WorkerSettings, what: str, by: str) -> None:
-    ranks = parallel.meet(settings, torch.device("cpu"))
+def steps_of_epochs(ranks: Ranks) -> list[tuple[int, int]]:
+    last = ranks.size - 1
+    begun = [(ranks.rank, 1)] if ranks.rank < last else [(last, 0)]
+    return begun + [(epoch, 0) for epoch in range(ranks.rank + 1, ranks.size)]
+
+
+def is_dropped(ranks: Ranks, epoch: int, step_id: int) -> bool:
+    try:
+        ranks.agree(epoch, step_id)
+    except SupersededError:
+        return True
+    return False
+
+
+def fail(ranks: Ranks) -> None:
+    device_loop = DeviceLoop()
+    device_loop.use(FailingRunner(ranks), on_failure=ranks.fail)
+    device_loop.start()
+    lane = StepLane(on_output=print, on_failure=print)
+    for step_id in (1, 2):
+        device_loop.submit(lane, AdmittedStep(make_step(step_id=step_id), np.zeros(0, np.int32)))
+    threading.Event().wait()
+
+
+def meet_and_run(settings: WorkerSettings, what: str, by: str, patience: Patience) -> None:
+    ranks = parallel.meet(settings, torch.device("cpu"), patience)
     assert isinstance(ranks, SharedMemoryRanks) == (by == "memory")
     run(ranks, what)
 
 
-def main(rank: str, size: str, address: str, what: str, by: str) -> None:
+def main(rank: str, size: str, address: str, what: str, by: str, meeting_s: str) -> None:
     if by == "messages":
         keep_apart()
     # Without a pause between two looks at the store, so that the end of the process meets one.
-    parallel._BEAT_S = 0.0
+    patience = Patience(timedelta(seconds=float(meeting_s)), beat_s=0.0)
     settings = WorkerSettings(
         tensor_parallel_rank=int(rank), tensor_parallel_size=int(size), tensor_parallel_address=address
     )
-    thread = threading.Thread(target=meet_and_run, args=(settings, what, by), daemon=True)
+    thread = threading.Thread(target=meet_and_run, args=(settings, what, by, patience), daemon=True)
     thread.start()
     thread.join()
 

@@ -4,12 +4,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import IO
+from datetime import timedelta
+from typing import IO, Any
 
 import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
 
 from quire.rpc.address import free_port
-from worker_svc.parallel import LEFT_BY_ANOTHER_RANK, warn_if_exposed
+from quire.settings import ConfigurationError
+from worker_svc import parallel
+from worker_svc.parallel import LEFT_BY_ANOTHER_RANK, Patience, meet, warn_if_exposed
+from worker_svc.settings import WorkerSettings
 
 TIMEOUT_S = 60
 
@@ -18,25 +24,30 @@ BOTH_WAYS = pytest.mark.parametrize("by", ["memory", "messages"])
 
 
 @contextmanager
-def running_ranks(what: str, by: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two ranks that have met."""
-    address = f"127.0.0.1:{free_port()}"
+def running_rank(
+    rank: int, size: int, port: int, what: str, by: str, meeting_s: float = TIMEOUT_S
+) -> Iterator[subprocess.Popen[str]]:
+    arguments = [str(rank), str(size), f"127.0.0.1:{port}", what, by, str(meeting_s)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.rank_process", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def running_ranks(what: str, by: str, size: int = 2) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks that have met."""
+    port = free_port()
     with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.support.rank_process", str(rank), "2", address, what, by],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for rank in range(2)
-        ]
-        for rank in ranks:
-            stack.callback(rank.kill)
-        assert [stream(rank.stdout).readline() for rank in ranks] == ["met\n"] * 2
+        ranks = [stack.enter_context(running_rank(rank, size, port, what, by)) for rank in range(size)]
+        assert [stream(rank.stdout).readline() for rank in ranks] == ["met\n"] * size
         yield ranks
 
 
@@ -66,6 +77,24 @@ def test_ranks_that_are_about_to_run_different_steps_leave(by: str) -> None:
 
 
 @BOTH_WAYS
+def test_ranks_of_older_epochs_drop_their_steps_until_all_are_at_the_newest(by: str) -> None:
+    """As when a scheduler died after it had sent a step to some ranks alone, and another one attaches to all."""
+    with running_ranks("epochs", by, size=3) as ranks:
+        lines = [stream(rank.stdout).readline() for rank in ranks]
+        assert lines == ["[(0, 1), (1, 0)] 3.0\n", "[(1, 1)] 3.0\n", "[] 3.0\n"]
+        assert [ended(rank, "\n") for rank in reversed(ranks)] == [(0, "")] * 3
+
+
+@BOTH_WAYS
+def test_ranks_leave_when_a_step_fails_on_one_of_them(by: str) -> None:
+    with running_ranks("fail", by) as ranks:
+        (status, errors), (other_status, _) = [ended(rank) for rank in ranks]
+        assert (status, other_status) == (LEFT_BY_ANOTHER_RANK, LEFT_BY_ANOTHER_RANK)
+        assert "no room on rank 0" in errors
+        assert "rank 0: step 1 failed on the device; the ranks are to meet anew; leaving" in errors
+
+
+@BOTH_WAYS
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int, by: str) -> None:
     with running_ranks("wait", by) as ranks:
@@ -74,6 +103,47 @@ def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int, by: str
         status, errors = ended(survivor, "\n")
         assert status == LEFT_BY_ANOTHER_RANK
         assert "the ranks are to meet anew; leaving" in errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again(rank: int) -> None:
+    with running_rank(rank, 2, free_port(), "sum", "memory", meeting_s=1.0) as alone:
+        status, errors = ended(alone)
+    assert status == LEFT_BY_ANOTHER_RANK
+    assert "the 2 ranks did not meet at --tensor-parallel-address" in errors
+
+
+def test_a_rank_waits_no_longer_for_one_that_died_while_they_met() -> None:
+    port = free_port()
+    with running_rank(0, 2, port, "sum", "memory", meeting_s=2 * TIMEOUT_S) as survivor:
+        # Rank 1 as far as it came, and its successor.
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=TIMEOUT_S))
+        assert [store.add("entered/1", 1) for _ in range(2)] == [1, 2]
+        status, errors = ended(survivor)
+    assert status == LEFT_BY_ANOTHER_RANK
+    assert "rank 1 was started again" in errors
+
+
+def test_an_address_that_is_taken_is_a_wrong_setting() -> None:
+    taken = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
+    address = f"127.0.0.1:{taken.port}"
+    settings = WorkerSettings(tensor_parallel_size=2, tensor_parallel_address=address)
+    with pytest.raises(ConfigurationError, match=f"rank 0 cannot listen on --tensor-parallel-address {address}"):
+        meet(settings, torch.device("cpu"))
+
+
+def test_what_all_do_together_may_be_as_late_as_their_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks read their parts of the model before that, one perhaps from a colder disk than the others."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(parallel, "_start_watch", lambda *_: None)
+    monkeypatch.setattr(parallel.dist, "init_process_group", lambda _, **options: made.append(options))
+    monkeypatch.setattr(parallel, "share_memory", lambda store, rank, size: None)
+    # Whoever enters enters for both.
+    monkeypatch.setattr(parallel, "_entered", lambda rank: "entered")
+    settings = WorkerSettings(tensor_parallel_size=2, tensor_parallel_address=f"127.0.0.1:{free_port()}")
+    patience = Patience(timedelta(seconds=TIMEOUT_S))
+    meet(settings, torch.device("cpu"), patience)
+    assert [options["timeout"] for options in made] == [patience.meeting]
 
 
 @pytest.mark.parametrize(("address", "warned"), [("10.0.0.3:50063", True), ("127.0.0.1:50063", False)])

@@ -19,6 +19,7 @@ from tests.support.worker_client import StepClient, attached_client, ints, make_
 from tests.support.worker_server import running_worker
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.superseded import SupersededError
 
 PROMPT = [3, 1, 4, 1, 5]
 BLOCKS = [2, 9]
@@ -67,6 +68,29 @@ async def test_a_failed_step_ends_the_session_and_the_worker_can_be_attached_aga
     service.model.before_step = lambda _: None
     async with attached_client(service.address, 2) as client:
         assert ints((await prefill(client)).token_ids) == expected
+
+
+async def test_tokens_count_as_computed_when_their_step_has_finished(tmp_path: Path) -> None:
+    model, metrics = TinyCausalLM(), WorkerMetrics()
+    async with running_worker(tmp_path, model, metrics=metrics) as address, attached_client(address, 1) as client:
+        await prefill(client)
+        model.before_step = fail
+        await client.send(client.step(batch=make_batch([0], [1], [len(PROMPT)])))
+        assert isinstance(await client.error(), Internal)
+    assert metrics.registry.get_sample_value("quire_worker_tokens_total") == len(PROMPT)
+    assert metrics.registry.get_sample_value("quire_worker_steps_total") == 1
+
+
+async def test_a_step_that_another_rank_supersedes_ends_the_session_and_is_no_failure(service: Service) -> None:
+    def supersede(_: object) -> None:
+        raise SupersededError("epoch 1 ended before step 1: another rank is at epoch 2")
+
+    async with attached_client(service.address, 1) as client:
+        service.model.before_step = supersede
+        await client.send(client.step(assign=[make_assign(0, PROMPT, BLOCKS)], batch=make_batch([0], [5], [0])))
+        error = await client.error()
+    assert isinstance(error, FailedPrecondition)
+    assert (error.reason, error.message) == ("SUPERSEDED", "epoch 1 ended before step 1: another rank is at epoch 2")
 
 
 async def test_steps_behind_a_failed_one_are_not_run(service: Service) -> None:

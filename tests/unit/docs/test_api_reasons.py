@@ -34,8 +34,11 @@ def given_reasons() -> set[str]:
 
 
 def reasons_in(tree: ast.Module) -> Iterator[str]:
-    """Texts given as `reason=...`, and those that make a RequestFailure, which travels as an event."""
+    """Texts given as `reason=...`, those of errors of their own, and those that make a RequestFailure, which travels as
+    an event."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and "default_reason" in (getattr(each, "id", "") for each in node.targets):
+            yield from filter(REASON.fullmatch, [text_of(node.value)])
         if isinstance(node, ast.Call):
             given: list[ast.expr] = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

@@ -16,6 +16,7 @@ from worker_svc.layers.loadable import Loadable, Placement
 from worker_svc.parallel import backend_for
 from worker_svc.ranks import ALONE, Ranks, heads_of_rank
 from worker_svc.settings import WorkerSettings
+from worker_svc.superseded import SupersededError
 from worker_svc.weights import Checkpoint
 
 IN, OUT = 7, 9
@@ -123,6 +124,8 @@ def test_a_rank_alone_changes_nothing() -> None:
     assert ALONE.sum(X) is X
     assert ALONE.gather_columns(X, IN) is X
     assert ALONE.smallest(3, 4) == (3, 4)
+    ALONE.agree(1, 2)
+    ALONE.fail("a step failed")
 
 
 def test_a_rank_beyond_the_group_is_refused() -> None:
@@ -138,10 +141,50 @@ def test_ranks_agree_on_the_host_on_every_device(monkeypatch: pytest.MonkeyPatch
         "cuda": "nccl",
     }
     sent: list[torch.Tensor] = []
-    monkeypatch.setattr(distributed_ranks.dist, "all_reduce", lambda tensor, _: sent.append(tensor))
 
-    def leave(why: str) -> NoReturn:
-        raise AssertionError(why)
+    def all_gather(of_all: list[torch.Tensor], mine: torch.Tensor) -> None:
+        sent.append(mine)
+        for theirs in of_all:
+            theirs.copy_(mine)
 
+    monkeypatch.setattr(distributed_ranks.dist, "all_gather", all_gather)
     DistributedRanks(1, 2, leave).agree(5, 7)
     assert [tensor.device.type for tensor in sent] == ["cpu"]
+
+
+class LeftError(Exception):
+    """In the place of the end of the process."""
+
+
+def leave(why: str) -> NoReturn:
+    raise LeftError(why)
+
+
+class ToldRanks(DistributedRanks):
+    """Rank 0, told where rank 1 is at each gather."""
+
+    def __init__(self, *others: tuple[int, int]) -> None:
+        super().__init__(0, 2, leave)
+        self.others = list(others)
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        return [numbers, list(self.others.pop(0))]
+
+
+@pytest.mark.parametrize("others", [[(2, 3)], [(1, 9), (2, 3)], [(0, 3), (1, 0), (1, 3), (2, 3)]])
+def test_a_rank_waits_until_those_of_older_epochs_have_its_step(others: list[tuple[int, int]]) -> None:
+    ranks = ToldRanks(*others)
+    ranks.agree(2, 3)
+    assert ranks.others == []
+
+
+@pytest.mark.parametrize("others", [[(3, 3)], [(3, 0)], [(1, 3), (3, 1)]])
+def test_a_step_is_superseded_where_another_rank_is_at_a_higher_epoch(others: list[tuple[int, int]]) -> None:
+    with pytest.raises(SupersededError, match="epoch 2 ended before step 3: another rank is at epoch 3"):
+        ToldRanks(*others).agree(2, 3)
+
+
+@pytest.mark.parametrize("others", [[(2, 4)], [(2, 0)], [(1, 3), (2, 2)]])
+def test_ranks_at_different_steps_of_one_epoch_leave(others: list[tuple[int, int]]) -> None:
+    with pytest.raises(LeftError, match=r"rank 0 is at epoch and step \(2, 3\), another rank is not"):
+        ToldRanks(*others).agree(2, 3)

@@ -1,8 +1,10 @@
 import pytest
 import torch
 
+from quire.model_directory import resolve_model
 from quire.settings import ConfigurationError, load_settings
 from tests.support.graph_recorder import CallingRecorder
+from tests.support.in_process import load_worker
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
 from worker_svc import startup
 from worker_svc.device_loop import DeviceLoop
@@ -93,6 +95,13 @@ def test_cuda_graphs_are_recorded_before_the_first_step_and_the_scheduler_hears_
     assert num_graphs == [3]
     assert recorder.replays.total() == 2
     assert worker.info.pool.num_gpu_blocks == 12
+
+
+@pytest.mark.parametrize("flag", ["--max-num-batched-tokens", "--max-model-len", "--block-size", "--max-num-seqs"])
+def test_a_worker_of_the_least_size_starts(flag: str) -> None:
+    """Of the embedded model, whose recorded forward pass has no room for more."""
+    settings = load("--num-gpu-blocks", "64", flag, "1")
+    load_worker(resolve_model(settings.model), settings)
 
 
 def test_a_worker_reports_what_the_settings_and_the_model_say() -> None:

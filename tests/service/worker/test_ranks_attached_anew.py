@@ -1,0 +1,126 @@
+"""Two ranks, real workers in processes of their own, when a scheduler dies and another one takes its place."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire.rpc.address import free_port
+from quire.rpc.channel import open_channel
+from quire.rpc.errors import FailedPrecondition, Unavailable
+from quire.worker.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.worker_client import StepClient, ints, make_assign, make_batch, worker_stub
+from worker_svc.servicer import SERVICE_NAME
+
+START_S = 60.0
+PROMPT = [5, 6, 7]
+
+Stubs = list[worker_pb2_grpc.WorkerServiceStub]
+
+BOTH_WAYS = pytest.mark.parametrize("module", ["worker_svc", "tests.support.apart_worker"], ids=["memory", "messages"])
+
+
+def address_of(rank: int, directory: Path) -> str:
+    return f"unix:{directory / str(rank)}"
+
+
+async def until_serving(address: str) -> None:
+    async with asyncio.timeout(START_S), open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        async for response in stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), wait_for_ready=True):
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+
+@asynccontextmanager
+async def running_workers(directory: Path, module: str) -> AsyncIterator[Stubs]:
+    """Ranks that serve, in order; each must live to the end."""
+    flags = ("--device", "cpu", "--num-threads", "1", "--num-gpu-blocks", "64", "--tensor-parallel-size", "2")
+    meeting = f"127.0.0.1:{free_port()}"
+    async with AsyncExitStack() as stack:
+        processes, stubs = [], []
+        for rank in range(2):
+            address = address_of(rank, directory)
+            place = ("--tensor-parallel-rank", str(rank), "--tensor-parallel-address", meeting)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", module, "--listen", address, *flags, *place
+            )
+            processes.append(process)
+            stack.push_async_callback(process.wait)
+            stack.callback(process.kill)
+            stubs.append(await stack.enter_async_context(worker_stub(address)))
+        await asyncio.gather(*(until_serving(address_of(rank, directory)) for rank in range(2)))
+        yield stubs
+        assert [process.returncode for process in processes] == [None, None]
+
+
+async def attach_all(stubs: Stubs, epoch: int) -> list[StepClient]:
+    clients = [StepClient(stub) for stub in stubs]
+    await asyncio.gather(*(client.attach(epoch) for client in clients))
+    return clients
+
+
+def prefill(client: StepClient) -> worker_pb2.StepRequest:
+    return client.step(assign=[make_assign(0, PROMPT, [1])], batch=make_batch([0], [len(PROMPT)], [0]))
+
+
+async def run_on_all(clients: list[StepClient]) -> list[int]:
+    """The tokens of a prompt's first step, which is sent to every rank."""
+    for client in clients:
+        await client.send(prefill(client))
+    first, _ = await asyncio.gather(*(client.result() for client in clients))
+    return ints(first.token_ids)
+
+
+async def send_to_rank_0_alone(clients: list[StepClient]) -> None:
+    """Returns when rank 0 waits in a step that rank 1 does not have."""
+    await clients[0].send(prefill(clients[0]))
+    while (await clients[0].heartbeat()).busy_ms == 0:
+        pass
+
+
+@BOTH_WAYS
+async def test_a_rank_leaves_a_step_that_a_dead_scheduler_sent_to_it_alone(module: str, tmp_path: Path) -> None:
+    async with running_workers(tmp_path, module) as stubs:
+        clients = await attach_all(stubs, 1)
+        expected = await run_on_all(clients)
+        clients = await attach_all(stubs, 2)
+        await send_to_rank_0_alone(clients)
+        for client in clients:
+            client.cancel()
+        generations = [client.info.worker_generation for client in clients]
+        clients = await attach_all(stubs, 3)
+        assert [client.info.worker_generation for client in clients] == generations
+        assert await run_on_all(clients) == expected
+
+
+async def test_a_scheduler_whose_other_rank_is_taken_over_hears_of_it(tmp_path: Path) -> None:
+    async with running_workers(tmp_path, "worker_svc") as stubs:
+        clients = await attach_all(stubs, 1)
+        await send_to_rank_0_alone(clients)
+        successors = [StepClient(stub) for stub in stubs]
+        attaching = asyncio.create_task(successors[1].attach(2))
+        error = await clients[0].error()
+        assert isinstance(error, FailedPrecondition)
+        assert (error.reason, error.message) == (
+            "SUPERSEDED",
+            "epoch 1 ended before step 1: another rank is at epoch 2",
+        )
+        await successors[0].attach(2)
+        await attaching
+        assert len(await run_on_all(successors)) == 1
+
+
+async def test_a_rank_that_is_attached_alone_says_so_and_can_be_attached_with_the_others(tmp_path: Path) -> None:
+    async with running_workers(tmp_path, "worker_svc") as stubs:
+        for epoch in (1, 2):
+            alone = StepClient(stubs[0])
+            await alone.write(worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=epoch)))
+            error = await alone.error()
+            assert isinstance(error, Unavailable)
+            assert f"this is rank 0 of 2, and not all were attached under epoch {epoch} within 3 s" in error.message
+        assert len(await run_on_all(await attach_all(stubs, 3))) == 1
