@@ -1,4 +1,6 @@
-"""Checks of arguments that the operations share. Each raises ValueError and names the argument, value and limit."""
+"""Checks of arguments that the operations share. Each raises ValueError and names the argument, value and limit; where
+it is the content of a tensor that is wrong, IndexError.
+"""
 
 from collections.abc import Sequence
 
@@ -45,3 +47,12 @@ def check_kv_cache(kv_cache: torch.Tensor) -> None:
 def check_pairs(pairs: torch.Tensor) -> None:
     check_shape("pairs", pairs, (None, 2))
     check_dtype("pairs", pairs, torch.int64)
+
+
+def check_blocks_of(pairs: torch.Tensor, source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor]) -> None:
+    """Whether pairs on the host name blocks of both pools alone; these have a layer at least."""
+    for name, layers, block_ids in zip(("source", "destination"), (source, destination), pairs.unbind(1), strict=True):
+        num_blocks = min(layer.size(1) for layer in layers)
+        beyond = block_ids[(block_ids < 0) | (block_ids >= num_blocks)]
+        if beyond.numel():
+            raise IndexError(f"pairs names {name} block {int(beyond[0])}; the pool has {num_blocks} blocks")

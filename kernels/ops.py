@@ -15,8 +15,24 @@ from collections.abc import Sequence
 import torch
 
 from kernels import host_copy, int8_cache, reference
-from kernels.checks import FLOATING, check_device, check_dtype, check_kv_cache, check_pairs, check_shape
+from kernels.checks import (
+    FLOATING,
+    check_blocks_of,
+    check_device,
+    check_dtype,
+    check_kv_cache,
+    check_pairs,
+    check_shape,
+)
 from kernels.choice import block_moves_for, implementation_for, knows_int8_pools, packed_products_for
+from kernels.operation_checks import (
+    check_attention,
+    check_extent,
+    check_layer_norm,
+    check_norm,
+    check_rotary,
+    check_write,
+)
 from kernels.packed_weight import ACTIVATIONS, PackedWeight, Rounding
 
 
@@ -26,11 +42,11 @@ def reshape_and_cache(
     """Writes the keys and values of new tokens into their slots of `kv_cache`, in place.
 
     Args:
-        key, value: [T, Hkv, D], of the dtype of `kv_cache`.
+        key, value: [T, Hkv, D], of the dtype of `kv_cache`; of one floating dtype where that is int8.
         kv_cache: [2, num_blocks, Hkv, B, D].
         slot_mapping: [T] int64, all different.
     """
-    _check_write(key, value, kv_cache, slot_mapping)
+    check_write(key, value, kv_cache, slot_mapping)
     implementation = implementation_for(kv_cache.device)
     if kv_cache.dtype == torch.int8 and not knows_int8_pools(implementation):
         key, value, kv_cache = _as_lines(key, value, kv_cache)
@@ -75,8 +91,8 @@ def paged_attention(
     Returns:
         [T, Hq, D] of the dtype of `query`.
     """
-    _check_attention(query, kv_cache, block_tables, query_start_loc, seq_lens, alibi_slopes, sinks)
-    _check_extent(max_query_len, max_seq_len, block_tables.shape[1], kv_cache.shape[3])
+    check_attention(query, kv_cache, block_tables, query_start_loc, seq_lens, alibi_slopes, sinks)
+    check_extent(max_query_len, max_seq_len, block_tables.shape[1], kv_cache.shape[3])
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}; expected at least 1")
     if soft_cap is not None and soft_cap <= 0:
@@ -110,7 +126,11 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
         check_kv_cache(kv_cache)
         check_device("kv_caches", kv_cache, kv_caches[0].device)
     if kv_caches:
-        block_moves_for(kv_caches[0].device).copy_blocks(kv_caches, pairs)
+        device = kv_caches[0].device
+        if device.type == "cpu":
+            pairs = pairs.cpu()
+            check_blocks_of(pairs, kv_caches, kv_caches)
+        block_moves_for(device).copy_blocks(kv_caches, pairs)
 
 
 def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
@@ -131,8 +151,12 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
         check_dtype("destination", to_cache, from_cache.dtype)
         check_device("source", from_cache, source[0].device)
         check_device("destination", to_cache, destination[0].device)
-    if all(each.device.type == "cpu" for each in (*source, *destination)):
-        host_copy.swap_blocks(source, destination, pairs.cpu())
+    if not source:
+        return
+    if source[0].is_cpu and destination[0].is_cpu:
+        pairs = pairs.cpu()
+        check_blocks_of(pairs, source, destination)
+        host_copy.swap_blocks(source, destination, pairs)
     else:
         off_host = destination[0] if source[0].is_cpu else source[0]
         block_moves_for(off_host.device).swap_blocks(source, destination, pairs)
@@ -140,7 +164,7 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [..., hidden], weight [hidden]."""
-    _check_norm(x, weight)
+    check_norm(x, weight)
     return implementation_for(x.device).rms_norm(x, weight, eps)
 
 
@@ -148,7 +172,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds x [..., hidden] to the residual stream; returns (rms_norm(sum), sum). May write the sum into `residual`."""
-    _check_norm(x, weight)
+    check_norm(x, weight)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)
     return implementation_for(x.device).add_rms_norm(x, residual, weight, eps)
@@ -156,7 +180,7 @@ def add_rms_norm(
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Layer norm over the last dimension; x [..., hidden], weight and bias [hidden] or None for 1 and 0."""
-    _check_layer_norm(x, weight, bias)
+    check_layer_norm(x, weight, bias)
     return implementation_for(x.device).layer_norm(x, weight, bias, eps)
 
 
@@ -164,7 +188,7 @@ def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds x [..., hidden] to the residual; returns (layer_norm(sum), sum). May write the sum into `residual`."""
-    _check_layer_norm(x, weight, bias)
+    check_layer_norm(x, weight, bias)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)
     return implementation_for(x.device).add_layer_norm(x, residual, weight, bias, eps)
@@ -183,7 +207,7 @@ def rotary(
     Returns:
         The rotated query and key, new tensors.
     """
-    _check_rotary(query, key, positions, cos_sin_cache)
+    check_rotary(query, key, positions, cos_sin_cache)
     return implementation_for(query.device).rotary(query, key, positions, cos_sin_cache)
 
 
@@ -203,8 +227,8 @@ def rotary_and_cache(
     Returns:
         The rotated query, [T, Hq, D]. It may be `query` itself, rotated in place: query and key as they were are lost.
     """
-    _check_rotary(query, key, positions, cos_sin_cache)
-    _check_write(key, value, kv_cache, slot_mapping)
+    check_rotary(query, key, positions, cos_sin_cache)
+    check_write(key, value, kv_cache, slot_mapping)
     check_dtype("query", query, key.dtype)
     implementation = implementation_for(kv_cache.device)
     if kv_cache.dtype == torch.int8 and not knows_int8_pools(implementation):
@@ -276,112 +300,6 @@ def product(
         raise ValueError(f"output_dtype is {output_dtype}; expected {dtype} or torch.float32")
     products = packed_products_for(device, dtype, weight.rounding) or reference
     return products.product(x, weight, bias, activation, output_dtype or dtype)
-
-
-def _check_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-) -> None:
-    check_kv_cache(kv_cache)
-    _, _, num_kv_heads, _, _ = kv_cache.shape
-    if query.dim() != 3 or not _fits(query, kv_cache):
-        check_shape("query", query, (None, None, _most_head_dim(kv_cache)))
-    num_heads = query.size(1)
-    if num_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"query has {num_heads} heads; expected a multiple of the {num_kv_heads} of kv_cache")
-    num_rows = seq_lens.shape[0]
-    check_shape("block_tables", block_tables, (num_rows, None))
-    check_shape("query_start_loc", query_start_loc, (num_rows + 1,))
-    check_shape("seq_lens", seq_lens, (num_rows,))
-    device = kv_cache.device
-    check_dtype("query", query, _dtypes_for(kv_cache))
-    check_device("query", query, device)
-    for name, tensor in (
-        ("block_tables", block_tables),
-        ("query_start_loc", query_start_loc),
-        ("seq_lens", seq_lens),
-    ):
-        check_dtype(name, tensor, torch.int32)
-        check_device(name, tensor, device)
-    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if numbers is not None:
-            check_shape(name, numbers, (num_heads,))
-            check_dtype(name, numbers, torch.float32)
-            check_device(name, numbers, device)
-
-
-def _check_extent(max_query_len: int, max_seq_len: int, num_columns: int, block_size: int) -> None:
-    if not 1 <= max_query_len <= max_seq_len:
-        raise ValueError(f"max_query_len is {max_query_len}; expected 1 to max_seq_len, {max_seq_len}")
-    if max_seq_len > num_columns * block_size:
-        raise ValueError(f"max_seq_len is {max_seq_len}; {num_columns} blocks of {block_size} tokens hold fewer")
-
-
-def _check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
-    check_shape("weight", weight, (x.shape[-1],))
-    check_dtype("x", x, FLOATING)
-    check_device("weight", weight, x.device)
-
-
-def _check_layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_shape(name, tensor, (x.shape[-1],))
-
-
-def _check_write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    check_kv_cache(kv_cache)
-    check_dtype("slot_mapping", slot_mapping, torch.int64)
-    check_shape("slot_mapping", slot_mapping, (slot_mapping.numel(),))
-    head_dim = key.shape[-1] if key.dim() == 3 and _fits(key, kv_cache) else _most_head_dim(kv_cache)
-    expected, dtypes, device = (
-        (slot_mapping.numel(), kv_cache.shape[2], head_dim),
-        _dtypes_for(kv_cache),
-        kv_cache.device,
-    )
-    for name, tensor in (("key", key), ("value", value)):
-        check_shape(name, tensor, expected)
-        check_dtype(name, tensor, dtypes)
-        check_device(name, tensor, device)
-    check_device("slot_mapping", slot_mapping, device)
-
-
-def _check_rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
-    if query.dim() != 3:
-        check_shape("query", query, (None, None, None))
-    num_tokens, _, head_dim = query.shape
-    check_shape("key", key, (num_tokens, None, head_dim))
-    check_dtype("key", key, query.dtype)
-    check_shape("positions", positions, (num_tokens,))
-    check_dtype("positions", positions, torch.int64)
-    check_shape("cos_sin_cache", cos_sin_cache, (None, head_dim))
-    check_dtype("cos_sin_cache", cos_sin_cache, torch.float32)
-    if head_dim % 2:
-        raise ValueError(f"query has head size {head_dim}; expected an even one")
-    device = query.device
-    for name, tensor in (("key", key), ("positions", positions), ("cos_sin_cache", cos_sin_cache)):
-        check_device(name, tensor, device)
-
-
-def _fits(x: torch.Tensor, kv_cache: torch.Tensor) -> bool:
-    """Whether lines of x [T, H, D] are as long as those of the pool."""
-    head_dim, width = x.size(2), kv_cache.size(4)
-    return width == (int8_cache.line_bytes(head_dim) if kv_cache.dtype == torch.int8 else head_dim)
-
-
-def _most_head_dim(kv_cache: torch.Tensor) -> int:
-    width = kv_cache.size(4)
-    return int8_cache.most_head_dim(width) if kv_cache.dtype == torch.int8 else width
-
-
-def _dtypes_for(kv_cache: torch.Tensor) -> torch.dtype | tuple[torch.dtype, ...]:
-    """Dtypes of what is written to the pool, and of queries."""
-    return FLOATING if kv_cache.dtype == torch.int8 else kv_cache.dtype
 
 
 def _as_lines(

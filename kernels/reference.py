@@ -126,7 +126,9 @@ def product(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str, output_dtype: torch.dtype
 ) -> torch.Tensor:
     if weight.scales is None:
-        sums = functional.linear(x, weight.data, bias)
+        # float64 stays what it is.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        sums = functional.linear(x.to(wide), weight.data.to(wide), None if bias is None else bias.to(wide))
     elif weight.rounding is Rounding.WEIGHT:
         sums = functional.linear(x.float(), weight.data.float()) * weight.scales
         sums = sums if bias is None else sums + bias

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from worker_svc.info import WorkerInfo
-from worker_svc.steps import Batch, StepOutput
+from worker_svc.steps import StepOutput
 
 _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
@@ -37,14 +37,11 @@ class WorkerMetrics:
         """A scheduler has attached."""
         self._sessions.inc()
 
-    def step_queued(self, batch: Batch) -> None:
-        """A step was taken."""
-        self._tokens.inc(int(batch.num_new_tokens.sum()))
-
     def step_finished(self, output: StepOutput) -> None:
         """A step has its output."""
         timings = output.timings
         self._steps.inc()
+        self._tokens.inc(output.num_computed_tokens)
         self._sampled.inc(len(output.rows) - len(output.failed_rows))
         self._row_failures.inc(len(output.failed_rows))
         self._stages.labels("queue").observe(timings.queue_us / 1e6)

@@ -23,8 +23,10 @@ from worker_svc.logprobs import SampledLogprobs, gather_logprobs, report_logprob
 from worker_svc.model_input import ModelInput
 from worker_svc.models.base import CausalLM
 from worker_svc.prompt_logprobs import (
+    PromptFailures,
     PromptResult,
     compute_prompt_logprobs,
+    find_failed_rows,
     plan_prompt_logprobs,
     report_prompt_logprobs,
 )
@@ -79,6 +81,7 @@ class LaunchedStep:
         stopwatch: Stopwatch,
         computed: _Computed,
         seals: SealInventory,
+        prompt_failures: PromptFailures,
     ) -> None:
         self._step = admitted.step
         self._number = number
@@ -86,31 +89,35 @@ class LaunchedStep:
         self._stopwatch = stopwatch
         self._computed = computed
         self._seals = seals
+        self._prompt_failures = prompt_failures
 
     def wait(self) -> StepOutput:
         """The output, when the device has it; then the step's blocks are sealed. To be called once."""
         computed, sampled = self._computed, self._computed.sampled
         token_ids, is_finite, *rest = computed.copy.arrays()
+        failed_prompts = find_failed_rows(computed.prompts, rest[-4:]) if computed.prompts is not None else ()
+        is_usable = is_finite & ~self._prompt_failures.take(self._step, failed_prompts)
         logprobs, candidates, prompt_logprobs = (), (), ()
         if sampled.logprobs is not None:
             arrays, rest = rest[:4], rest[4:]
-            logprobs = report_logprobs(sampled.rows, sampled.columns, sampled.logprobs.indices, arrays, is_finite)
+            logprobs = report_logprobs(sampled.rows, sampled.columns, sampled.logprobs.indices, arrays, is_usable)
         if sampled.candidates is not None:
             arrays, rest = rest[:2], rest[2:]
-            candidates = report_candidates(sampled.rows, sampled.columns, sampled.candidates.indices, arrays, is_finite)
+            candidates = report_candidates(sampled.rows, sampled.columns, sampled.candidates.indices, arrays, is_usable)
         if computed.prompts is not None:
             prompt_logprobs = report_prompt_logprobs(computed.prompts, rest)
         self._seals.add(self._step.sealed, self._number)
-        draws = sampled.columns.num_candidates == 0
+        draws = is_usable & (sampled.columns.num_candidates == 0)
         return StepOutput(
             step_id=self._step.step_id,
             rows=sampled.rows,
             token_ids=np.where(draws, token_ids, 0).astype(np.int32),
             logprobs=logprobs,
             candidates=candidates,
-            failed_rows=tuple(sampled.rows[~is_finite].tolist()),
+            failed_rows=tuple(sampled.rows[~is_usable].tolist()),
             timings=StepTimings(self._queue_us, *self._stopwatch.stages_us()),
             prompt_logprobs=prompt_logprobs,
+            num_computed_tokens=int(self._step.batch.num_new_tokens.sum()),
         )
 
 
@@ -143,6 +150,7 @@ class ModelRunner:
         self._run_model = make_forward(model, pool, geometry.max_model_len, limits)
         self._run_decodes = make_decodes(model, pool, geometry.max_model_len, limits)
         self._seals = SealInventory(pool.geometry.num_gpu_blocks)
+        self._prompt_failures = PromptFailures()
         self._num_launched = 0
 
     @property
@@ -172,7 +180,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> LaunchedStep:
-        """Queues a step. Raises whatever the device raises; rows and written blocks are in doubt then."""
+        """Queues a step, when all ranks have it.
+
+        Raises:
+            SupersededError: another rank is at a higher epoch; nothing was done.
+            Exception: whatever the device raises; rows and written blocks are in doubt then.
+        """
         step = admitted.step
         self._model.ranks.agree(step.scheduler_epoch, step.step_id)
         self._num_launched += 1
@@ -182,7 +195,9 @@ class ModelRunner:
         self._rows.apply(step.row_changes)
         stopwatch.mark()
         computed = self._run(step.batch, stopwatch)
-        return LaunchedStep(admitted, self._num_launched, queue_us, stopwatch, computed, self._seals)
+        return LaunchedStep(
+            admitted, self._num_launched, queue_us, stopwatch, computed, self._seals, self._prompt_failures
+        )
 
     def _run(self, batch: Batch, stopwatch: Stopwatch) -> _Computed:
         if not len(batch.rows):

@@ -4,6 +4,7 @@ The token at position p is judged by the logits of position p - 1, in the step t
 made in pieces, so that a long prompt over a large vocabulary takes no more memory than a short one.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from worker_svc.logprobs import LogprobValues, logprobs_of
 from worker_svc.models.base import CausalLM
 from worker_svc.rows import Rows
-from worker_svc.steps import Batch, Int32Array, PromptLogprobs, TokenLogprobs
+from worker_svc.steps import Batch, Int32Array, PromptLogprobs, Step, TokenLogprobs
 from worker_svc.transfer import to_device
 
 PIECE = 256
@@ -117,3 +118,35 @@ def report_prompt_logprobs(result: PromptResult, arrays: list[np.ndarray]) -> tu
         reports.append(PromptLogprobs(row, first_position, positions))
         start += count
     return tuple(reports)
+
+
+def find_failed_rows(result: PromptResult, arrays: list[np.ndarray]) -> tuple[int, ...]:
+    """Rows with a token that was judged by logits which are not finite."""
+    chosen, *_ = arrays
+    # NaN or +infinity in the logits makes all their log probabilities NaN; nothing else makes one of them so.
+    return tuple(np.unique(result.plan.spread(result.plan.rows)[np.isnan(chosen)]).tolist())
+
+
+class PromptFailures:
+    """Rows whose prompt was judged by logits that are not finite, until another sequence has the row.
+
+    Such a row fails when it samples, since a scheduler hears of failures of rows that sample alone. Until then its
+    prompt's log probabilities are reported as they are: none reaches a client before the request ends.
+    """
+
+    def __init__(self) -> None:
+        self._rows: set[int] = set()
+
+    def take(self, step: Step, failed: Iterable[int]) -> NDArray[np.bool_]:
+        """Which samples of a step fail, [s] bool. To be told of all steps, in order.
+
+        Args:
+            failed: rows that are found in this step.
+        """
+        changes, samples = step.row_changes, step.batch.samples
+        if self._rows:
+            self._rows.difference_update((each.row for each in changes.assign), changes.fork[:, 1].tolist())
+        self._rows.update(failed)
+        if not self._rows:
+            return np.zeros(len(samples), np.bool_)
+        return np.isin(samples[:, 1], list(self._rows))

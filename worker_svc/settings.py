@@ -20,7 +20,7 @@ class WorkerFlags(StepFlags):
     )
     dtype: str = setting(
         "auto",
-        "type of weights and KV pool; auto takes the model's",
+        "type of weights and KV pool; auto takes the model's, but float32 for float64, and on cpu bfloat16 for float16",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = setting(
@@ -40,8 +40,8 @@ class WorkerFlags(StepFlags):
     block_size: int = setting(16, "tokens of one KV block", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
         None,
-        "most memory of the KV pool; never more is taken than max_num_seqs sequences of max_model_len tokens need; "
-        "none is 1GiB on cpu, what is left on cuda",
+        "memory of the KV pool, all of which is taken; not given, on cpu what max_num_seqs sequences of max_model_len "
+        "tokens need and at most 1GiB, on cuda what is left",
         parse=parse_bytes,
         metavar="BYTES",
     )

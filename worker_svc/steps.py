@@ -234,3 +234,5 @@ class StepOutput:
     """Rows whose logits were not finite; their token means nothing."""
     timings: StepTimings
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    num_computed_tokens: int = 0
+    """Tokens of the batch."""

@@ -14,8 +14,8 @@ namespace {
 constexpr int kSpan = 32;
 constexpr int kTokensAtOnce = 4;
 
-// A span of one head, all kSpan tokens of which can be read: its keys lie `offset` elements after those that the span names, its values `values` elements after
-// its keys.
+// A span of one head, all kSpan tokens of which can be read: its keys lie `offset` elements after those that the span
+// names, its values `values` elements after its keys.
 template <class T>
 struct Place {
   const Span<T, kSpan>* span;

@@ -99,6 +99,7 @@ class CpuProducts:
         elif padded_in != weight.in_features:
             tokens = torch.nn.functional.pad(tokens, (0, padded_in - weight.in_features))
         output = self._empty((*x.shape[:-1], weight.width), output_dtype)
+        bias = None if bias is None else bias.contiguous()
         arguments = PRODUCT_ARGS.pack(
             output.data_ptr(),
             tokens.data_ptr(),

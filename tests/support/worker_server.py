@@ -31,10 +31,10 @@ async def running_worker(
     settings: WorkerSettings = SMALL_WORKER,
     *,
     heartbeat_interval_s: float = 0.5,
+    metrics: WorkerMetrics | None = None,
 ) -> AsyncIterator[str]:
     """Serves until the block ends; yields the address, a socket in `directory`."""
-    metrics = WorkerMetrics()
-    servicer = WorkerServicer(metrics, heartbeat_interval_s=heartbeat_interval_s)
+    servicer = WorkerServicer(metrics or WorkerMetrics(), heartbeat_interval_s=heartbeat_interval_s)
     device_loop = DeviceLoop()
     device_loop.start()
     servicer.open(make_worker(model or TinyCausalLM(), settings, device_loop))

@@ -12,9 +12,10 @@ from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Placement
 from worker_svc.layers.norm import LayerNorm
-from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.model_input import ModelInput
 from worker_svc.models.base import ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.config_fields import ConfigFields
+from worker_svc.models.plain_layer import PlainLayer, run_norm_first
 from worker_svc.ranks import heads_of_rank
 
 
@@ -62,7 +63,7 @@ class GPT2Config:
         return scale / (layer_index + 1) if self.scale_by_layer else scale
 
 
-class GPT2Layer(nn.Module):
+class GPT2Layer(PlainLayer):
     """One decoder layer, number `index`."""
 
     def __init__(self, index: int, config: GPT2Config, placement: Placement) -> None:
@@ -92,13 +93,6 @@ class GPT2Layer(nn.Module):
         up, down = LinearPart(f"{name}.mlp.c_fc", config.inner_size), LinearPart(f"{name}.mlp.c_proj", hidden)
         self.up = linear(up, hidden, Split.OUTPUTS, config.activation)
         self.down = linear(down, config.inner_size, Split.INPUTS)
-
-    def attend(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        query, key, value = self.attention.split(self.qkv(x))
-        return self.attention_output(self.attention(query, key, value, kv_cache, metadata))
-
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x))
 
 
 class GPT2LMHeadModel(NativeCausalLM):
@@ -133,10 +127,4 @@ class GPT2LMHeadModel(NativeCausalLM):
         return self.embedding(inputs.token_ids) + self.position_embedding(inputs.positions)
 
     def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        x, residual = self._norms[0](x), x
-        # The sum at the end of a layer is taken by the norm after it: the next layer's, or the final one.
-        for layer, next_norm, kv_cache in zip(self.layers, self._norms[1:], inputs.kv_caches, strict=True):
-            assert isinstance(layer, GPT2Layer)
-            x, residual = layer.mlp_norm.add(layer.attend(x, kv_cache, inputs.attention), residual)
-            x, residual = next_norm.add(layer.feed_forward(x), residual)
-        return x
+        return run_norm_first(self.layers, self._norms, x, inputs)

@@ -12,9 +12,10 @@ from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Placement
 from worker_svc.layers.norm import LayerNorm
-from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.model_input import ModelInput
 from worker_svc.models.base import ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.config_fields import ConfigFields
+from worker_svc.models.plain_layer import PlainLayer, run_norm_first
 from worker_svc.ranks import heads_of_rank
 
 # The position table starts with two lines that no token uses.
@@ -70,7 +71,7 @@ class OPTConfig:
         )
 
 
-class OPTLayer(nn.Module):
+class OPTLayer(PlainLayer):
     """One decoder layer; `name` is its module in the checkpoint."""
 
     def __init__(self, name: str, config: OPTConfig, placement: Placement) -> None:
@@ -95,13 +96,6 @@ class OPTLayer(nn.Module):
         self.mlp_norm = _norm(f"{name}.final_layer_norm", config, placement)
         self.up = outputs(["fc1"], config.ffn_size, config.activation)
         self.down = inputs("fc2", config.ffn_size)
-
-    def attend(self, x: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        query, key, value = self.attention.split(self.qkv(x))
-        return self.attention_output(self.attention(query, key, value, kv_cache, metadata))
-
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x))
 
 
 class OPTForCausalLM(NativeCausalLM):
@@ -143,21 +137,9 @@ class OPTForCausalLM(NativeCausalLM):
 
     def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         """Returns what the head takes, [T, word_embed_proj_dim]."""
-        return self.project_out(self._run_norm_first(x, inputs) if self._norm_first else self._run_norm_last(x, inputs))
-
-    def _run_norm_first(self, residual: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        first_norm, *next_norms = self._norms
-        assert first_norm is not None
-        x = first_norm(residual)
-        # The sum at the end of a layer is taken by the norm after it: the next layer's, or the final one.
-        for layer, next_norm, kv_cache in zip(self.layers, next_norms, inputs.kv_caches, strict=True):
-            assert isinstance(layer, OPTLayer)
-            x, residual = layer.mlp_norm.add(layer.attend(x, kv_cache, inputs.attention), residual)
-            output = layer.feed_forward(x)
-            if next_norm is None:
-                return residual + output
-            x, residual = next_norm.add(output, residual)
-        return x
+        if self._norm_first:
+            return self.project_out(run_norm_first(self.layers, self._norms, x, inputs))
+        return self.project_out(self._run_norm_last(x, inputs))
 
     def _run_norm_last(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         for layer, kv_cache in zip(self.layers, inputs.kv_caches, strict=True):

@@ -151,3 +151,39 @@ async def test_prompt_logprobs_of_a_long_prompt_never_make_all_logits_at_once(
     assert widths == [3, 3, 2, 1]
     expected = [model.naive_logits(PROMPT[:p]).log_softmax(0)[PROMPT[p]] for p in range(1, len(PROMPT))]
     np.testing.assert_allclose([entry.chosen_logprob for entry in report.positions], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 9])
+async def test_a_row_whose_prompt_has_bad_logits_fails_when_it_samples(tmp_path: Path, chunk: int) -> None:
+    """Whichever chunk the position is in, and until another sequence has the row."""
+    model = TinyCausalLM()
+    healthy = int(model.naive_logits(PROMPT).argmax())
+    spoilt = model.naive_logits(PROMPT[:3])
+
+    def spoil(logits: torch.Tensor) -> torch.Tensor:
+        logits[(logits - spoilt).abs().amax(dim=1) < 1e-3] = torch.inf
+        return logits
+
+    async def prefill(client: StepClient) -> worker_pb2.StepResult:
+        """Rows 2 and 3 of the same prompt; 3 asks for its log probabilities, and 4 samples from it too."""
+        assign = [make_assign(2, PROMPT, [12, 13, 14]), make_assign(3, PROMPT, BLOCKS, prompt_logprobs=2, logprobs=1)]
+        for start in range(0, len(PROMPT), chunk):
+            new = min(chunk, len(PROMPT) - start)
+            is_last = start + new == len(PROMPT)
+            batch = make_batch([2, 3], [new, new], [start, start], [(2, 2), (3, 3), (4, 3)] if is_last else [])
+            fork = encode_int32([3, 4]) if is_last else b""
+            result = await client.run(assign=assign if start == 0 else [], fork=fork, batch=batch)
+            assert is_last or not result.failures
+        return result
+
+    async with running_worker(tmp_path, model) as address, attached_client(address, 1) as client:
+        model.change_logits = spoil
+        bad = await prefill(client)
+        assert [failure.row for failure in bad.failures] == [3, 4]
+        assert bad.failures[0].reason == worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS
+        assert (ints(bad.rows), ints(bad.token_ids), len(bad.logprobs)) == ([2, 3, 4], [healthy, 0, 0], 0)
+        model.change_logits = lambda logits: logits
+        await client.run(release=encode_int32([2, 3, 4]), batch=make_batch([], [], []))
+        good = await prefill(client)
+        assert not good.failures
+        assert ints(good.token_ids) == [healthy] * 3

@@ -103,6 +103,24 @@ def test_no_pairs_change_nothing() -> None:
     assert torch.equal(pool, before)
 
 
+@pytest.mark.parametrize("pair", [(6, 1), (-1, 1), (1, 6), (1, -1), (100, 100)])
+def test_copies_of_blocks_that_are_not_there_raise_and_copy_nothing(pair: tuple[int, int]) -> None:
+    pools = [make_pool(seed=layer) for layer in range(2)]
+    before = [pool.clone() for pool in pools]
+    with pytest.raises(IndexError, match=r"pairs names (source|destination) block -?\d+; the pool has 6 blocks"):
+        ops.copy_blocks(pools, torch.tensor([(0, 2), pair]))
+    assert all(map(torch.equal, pools, before))
+
+
+@pytest.mark.parametrize("pair", [(6, 1), (-1, 1), (1, 4), (1, -1), (100, 100), (-1, -1)])
+def test_swaps_of_blocks_that_are_not_there_raise_and_move_nothing(pair: tuple[int, int]) -> None:
+    source, destination = make_pool(6), make_pool(4, seed=1)
+    before = destination.clone()
+    with pytest.raises(IndexError, match=r"pairs names (source|destination) block -?\d+; the pool has [64] blocks"):
+        ops.swap_blocks([source], [destination], torch.tensor([(0, 2), pair]))
+    assert torch.equal(destination, before)
+
+
 def test_misfits_are_refused() -> None:
     pool, slots = make_pool(), torch.tensor([0, 1])
     good = torch.zeros(2, 3, 8)

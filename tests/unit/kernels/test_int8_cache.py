@@ -141,6 +141,18 @@ def test_blocks_move_with_their_scales() -> None:
     assert all(torch.equal(gpu[0][:, block], written) for block in (0, 2, 3))
 
 
+@pytest.mark.parametrize(
+    ("key_dtype", "value_dtype"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)]
+)
+def test_values_of_another_dtype_than_the_keys_are_refused(key_dtype: torch.dtype, value_dtype: torch.dtype) -> None:
+    pool, slots = make_pool(2, 1, 8), torch.arange(1)
+    key, value = noise(1, 1, 8, dtype=key_dtype), noise(1, 1, 8, dtype=value_dtype)
+    with pytest.raises(ValueError, match=f"value has dtype {value_dtype}; expected {key_dtype}"):
+        ops.reshape_and_cache(key, value, pool, slots)
+    with pytest.raises(ValueError, match=f"value has dtype {value_dtype}; expected {key_dtype}"):
+        ops.rotary_and_cache(key, key, value, slots, torch.ones(1, 8), pool, slots)
+
+
 def test_lines_of_another_length_and_blocks_that_are_not_there_are_refused() -> None:
     pool, slots = make_pool(2, 1, 8), torch.arange(1)
     with pytest.raises(ValueError, match=r"key has shape \[1, 1, 16\]; expected \[1, 1, 8\]"):

@@ -1,15 +1,16 @@
+from dataclasses import replace
+
 import numpy as np
 
-from tests.support.steps import int32, make_batch
+from tests.support.steps import int32
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.steps import StepOutput, StepTimings
 
 
-def test_steps_are_counted_with_their_tokens_failures_and_times() -> None:
+def test_steps_that_finished_are_counted_with_their_tokens_failures_and_times() -> None:
     metrics = WorkerMetrics()
-    metrics.step_queued(make_batch([0, 1], [5, 1], [0, 7]))
     output = StepOutput(1, int32([0, 1]), np.zeros(2, np.int32), (), (), (1,), StepTimings(10, 20, 3000, 400))
-    metrics.step_finished(output)
+    metrics.step_finished(replace(output, num_computed_tokens=6))
     value = metrics.registry.get_sample_value
     assert value("quire_worker_tokens_total") == 6
     assert value("quire_worker_sampled_tokens_total") == 1
