@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from quire.rpc.address import parse_address
 from quire.service_flags import DrainFlags, ProcessFlags, StepFlags
-from quire.settings import setting
+from quire.settings import ConfigurationError, setting
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,17 @@ class SchedulerSettings(SchedulerFlags, DrainFlags, ProcessFlags):
         super().__post_init__()
         if not self.workers or len(set(self.workers)) < len(self.workers):
             raise ValueError(f"--workers is {','.join(self.workers)!r}; it must be one address for each rank")
+        for address in self.workers:
+            _check_worker(address)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least --max-num-seqs "
                 f"({self.max_num_seqs}), since every running sequence takes one token of a step"
             )
+
+
+def _check_worker(address: str) -> None:
+    try:
+        parse_address(address)
+    except ConfigurationError as error:
+        raise ValueError(f"--workers: {error}") from error

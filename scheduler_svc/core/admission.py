@@ -113,7 +113,8 @@ class Admission:
         rows = []
         for sequence, num_cached in zip(computing, batch.blocks.allocate(computing), strict=True):
             if group.cached_tokens is None:
-                group.cached_tokens = num_cached
+                # Output that an earlier scheduler produced may be cached, too.
+                group.cached_tokens = min(num_cached, len(group.request.prompt))
             num_sealed = num_cached // self._state.config.block_size
             rows.append(batch.enter(sequence, group.rank, num_cached, num_sealed))
         self._park_others(group)

@@ -21,7 +21,7 @@ class GroupQueue:
         self._of_tenant: dict[str, list[int]] = {}
         self._tokens: dict[RequestKey, int] = {}
         self.num_tokens = 0
-        """Tokens of all groups at the time when they were put in."""
+        """Tokens that all groups have to compute, at the time when they were put in, if none is cached."""
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -62,8 +62,8 @@ class GroupQueue:
         insort(self._ranks, group.rank)
         insort(self._of_tenant.setdefault(group.request.tenant, []), group.rank)
         self._by_rank[group.rank] = self._by_key[key] = group
-        self._tokens[key] = group.num_tokens
-        self.num_tokens += group.num_tokens
+        self._tokens[key] = group.num_tokens_to_compute
+        self.num_tokens += self._tokens[key]
 
     def remove(self, key: RequestKey) -> SequenceGroup:
         """Takes a group out and returns it. KeyError where it is not here."""

@@ -43,7 +43,7 @@ class Results:
         offsets = num_computed - table.num_prompt[rows]
         self.events.tokens(table.client[rows], table.handle[rows], table.index[rows], offsets, token_ids)
         # The newest token is not computed yet.
-        is_milestone = (offsets == 0) | (num_computed + 1 >= table.max_len[rows])
+        is_milestone = (offsets == table.num_emitted[rows]) | (num_computed + 1 >= table.max_len[rows])
         sequences = [table.sequences[row] for row in rows.tolist()]
         for sequence, token_id, is_due in zip(sequences, token_ids.tolist(), is_milestone.tolist(), strict=True):
             assert sequence is not None
@@ -80,9 +80,9 @@ class Results:
                 batch.seal(row, int(num_full[index]))
 
     def _on_milestone(self, sequence: Sequence) -> None:
-        """Where the newest token is the sequence's first or its last."""
+        """Where the newest token is the sequence's last, or its first of this scheduler."""
         reason = sequence.end_reason()
-        if reason is None and sequence.num_output_tokens > 1:
+        if reason is None and sequence.num_output_tokens > sequence.num_emitted_tokens + 1:
             return
         group = self._state.running.get(sequence.request.key)
         self._note_first_token(group)

@@ -21,6 +21,7 @@ class RowTable:
     max_len       int64: the sequence ends at this many tokens; the last one is never computed
     rank          int64: rank of the group
     client, handle, index, num_prompt  int64: whose sequence it is, which of the request's, after how many prompt tokens
+    num_emitted   int64: output tokens that the sequence had when it was submitted
     is_plain      bool: each token is an event of its own at once; not where sequences are selected at the end
     prefills      bool: the row still computes what it came with, in chunks; it samples with the last one
     shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
@@ -41,6 +42,7 @@ class RowTable:
         self.handle = np.zeros(max_num_rows, dtype=np.int64)
         self.index = np.zeros(max_num_rows, dtype=np.int64)
         self.num_prompt = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_emitted = np.zeros(max_num_rows, dtype=np.int64)
         self.is_plain = np.zeros(max_num_rows, dtype=bool)
         self.prefills = np.zeros(max_num_rows, dtype=bool)
         self.shares_tail = np.zeros(max_num_rows, dtype=bool)
@@ -98,6 +100,7 @@ class RowTable:
         self.rank[row] = rank
         self.client[row], self.handle[row], self.index[row] = request.key.client, request.key.handle, sequence.index
         self.num_prompt[row] = len(request.prompt)
+        self.num_emitted[row] = sequence.num_emitted_tokens
         self.is_plain[row] = not request.selects
         self.shares_tail[row] = False
         self.dependent[row] = request.beam is not None

@@ -353,6 +353,7 @@ class Scheduler:
                 message = f"the worker came back smaller: {error}"
                 failures.append(RequestFailure(group.request.key, "POOL_SHRANK", message))
             else:
+                group.move_to_blocks_of(self.config.block_size)
                 self._wait(group)
         for pin in old.pins:
             with suppress(RefusedError):

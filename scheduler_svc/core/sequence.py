@@ -68,6 +68,12 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt)
 
     @property
+    def num_emitted_tokens(self) -> int:
+        """Tokens of its output that an earlier scheduler produced."""
+        emitted = self.request.emitted
+        return len(emitted[self.index].token_ids) if emitted else 0
+
+    @property
     def output(self) -> list[int]:
         return self.token_ids[len(self.request.prompt) :]
 
@@ -94,7 +100,8 @@ class Sequence:
 
 @dataclass(slots=True)
 class Timeline:
-    """When things happened to a request, in seconds of the caller's clock. `milestones` are in order."""
+    """When things happened to a request, in seconds of the caller's clock. `first_token` is the first one of this
+    scheduler. `milestones` are in order."""
 
     arrived: float
     started: float | None = None
@@ -187,5 +194,15 @@ class SequenceGroup:
         return sum(sequence.num_tokens for sequence in self.sequences)
 
     @property
+    def num_tokens_to_compute(self) -> int:
+        """Where it has no blocks: the prompt, which one sequence computes for all, and what each has of its own."""
+        return len(self.request.prompt) + sum(sequence.num_output_tokens for sequence in self.unfinished)
+
+    @property
     def finished(self) -> bool:
         return not self.unfinished
+
+    def move_to_blocks_of(self, block_size: int) -> None:
+        """The group goes on in another pool: a block of another size has other tokens, and so another hash."""
+        for sequence in self.unfinished:
+            sequence.prefix_hashes = PrefixHashes(self.request.tenant, block_size)

@@ -49,6 +49,13 @@ class _Audience:
         self.durable.deliver_prompt_logprobs(routed.get(DURABLE_CLIENT, ()))
         self.connections.deliver_prompt_logprobs(routed)
 
+    async def leave_none_unread(self) -> None:
+        """For a scheduler that drains, and so lets no gateway connect any more: once none is connected, nobody will
+        ever read what is live, and it ends."""
+        await self.connections.wait_none_open()
+        self.connections.end_broken()
+        self.durable.forget_all()
+
 
 async def serve(settings: SchedulerSettings) -> None:
     """Runs until it is cancelled, then drains. Raises ConfigurationError when it cannot start."""
@@ -62,7 +69,7 @@ async def serve(settings: SchedulerSettings) -> None:
         spans.aborted(key)
         return had_one
 
-    connections = Connections(abort)
+    connections = Connections(abort, replace=metrics.replacing()(abort))
     limits = DurableLimits(settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace)
     durable = DurableRequests(abort, limits)
 
@@ -84,7 +91,7 @@ async def serve(settings: SchedulerSettings) -> None:
     try:
         with _metrics_server(settings, metrics, operators):
             _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))
-            await _run_and_drain(loop, servicer, settings.drain_timeout)
+            await _run_and_drain(loop, servicer, audience, settings.drain_timeout)
     finally:
         await server.stop(grace_s=1.0)
         loop.trace.close()
@@ -107,13 +114,19 @@ async def _start_server(
     return server
 
 
-async def _run_and_drain(loop: StepLoop, servicer: SchedulerServicer, drain_timeout_s: float) -> None:
+async def _run_and_drain(
+    loop: StepLoop, servicer: SchedulerServicer, audience: _Audience, drain_timeout_s: float
+) -> None:
     """Drives the steps until cancelled, and then on until the live requests are done or the time is over."""
     driver = asyncio.create_task(loop.run())
     try:
         await asyncio.shield(driver)
     except asyncio.CancelledError:
-        await servicer.drain(drain_timeout_s)
+        leaving = asyncio.create_task(audience.leave_none_unread())
+        try:
+            await servicer.drain(drain_timeout_s)
+        finally:
+            leaving.cancel()
         raise
     finally:
         driver.cancel()

@@ -43,12 +43,15 @@ def was_cancelled(request_id: str) -> Cancelled:
 
 class Connections:
     """All streams, those that broke and whose grace period still runs included. `abort` ends a request, and says
-    whether it still ran."""
+    whether it still ran; `replace` does so where its gateway submits it again."""
 
-    def __init__(self, abort: Callable[[RequestKey], bool]) -> None:
+    def __init__(self, abort: Callable[[RequestKey], bool], replace: Callable[[RequestKey], bool]) -> None:
         self._abort = abort
+        self._replace = replace
         self._by_client: dict[ClientId, Connection] = {}
         self._numbers = itertools.count()
+        self._none_open = asyncio.Event()
+        self._none_open.set()
 
     def __len__(self) -> int:
         return sum(connection.grace is None for connection in self._by_client.values())
@@ -58,8 +61,9 @@ class Connections:
         connection = Connection(ClientId(next(self._numbers)), gateway_id, grace_period_s)
         for earlier in [each for each in self._by_client.values() if each.gateway_id == gateway_id]:
             connection.cancelled.extend(earlier.cancelled)
-            self._drop(earlier)
+            self._drop(earlier, self._replace)
         self._by_client[connection.client] = connection
+        self._none_open.clear()
         _logger.info("gateway %s connected", gateway_id)
         return connection
 
@@ -69,7 +73,19 @@ class Connections:
             return
         _logger.info("gateway %s left with %d live requests", connection.gateway_id, len(connection.live))
         loop = asyncio.get_running_loop()
-        connection.grace = loop.call_later(connection.grace_period_s, self._drop, connection)
+        connection.grace = loop.call_later(connection.grace_period_s, self._drop, connection, self._abort)
+        if not len(self):
+            self._none_open.set()
+
+    async def wait_none_open(self) -> None:
+        """Returns once no gateway is connected."""
+        await self._none_open.wait()
+
+    def end_broken(self) -> None:
+        """Ends all that waits for its gateway to come back."""
+        for connection in list(self._by_client.values()):
+            if connection.grace is not None:
+                self._drop(connection, self._abort)
 
     def cancel(self, tenant: str, request_id: str) -> bool:
         """Ends what the tenant's gateways run under this id, and tells them. Returns whether there was anything.
@@ -113,11 +129,11 @@ class Connections:
             if connection is not None:
                 connection.outbox.put_prompt_logprobs(entries)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection, end: Callable[[RequestKey], bool]) -> None:
         if connection.grace is not None:
             connection.grace.cancel()
         self._by_client.pop(connection.client, None)
         connection.outbox.close()
         for key in connection.live:
-            self._abort(key)
+            end(key)
         connection.live.clear()

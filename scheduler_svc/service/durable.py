@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from quire.rpc.errors import Aborted, AlreadyExists, NotFound, QuireError, ResourceExhausted
-from scheduler_svc.core.logprobs import PositionLogprobs
-from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
-from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, Usage
+from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey
+from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, SequenceEnd, Usage
+from scheduler_svc.service.client_events import append, by_request, under
 from scheduler_svc.service.connections import Connection, was_cancelled
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
@@ -192,13 +193,18 @@ class DurableRequests:
             self._abort(durable.key)
         durable.is_over = True
 
+    def forget_all(self) -> None:
+        """Drops all requests, and ends those that still run."""
+        for durable in list(self._by_id.values()):
+            self.forget(durable)
+
     def deliver(self, step_id: int, events: ClientEvents) -> None:
         """Keeps what happened in a step, and passes it on. Never waits."""
-        for key, part in _by_request(events).items():
-            durable = self._by_key.get(key)
+        for handle, part in by_request(events).items():
+            durable = self._by_key.get(RequestKey(DURABLE_CLIENT, handle))
             if durable is None:
                 continue
-            _append(durable.events, part)
+            append(durable.events, part)
             self._put(durable, step_id, part, ())
             if part.completed or part.failed:
                 durable.is_over = True
@@ -221,7 +227,7 @@ class DurableRequests:
         if prompt_logprobs:
             outbox.put_prompt_logprobs([replace(entry, handle=handle) for entry in prompt_logprobs])
         if events.handles or events.finished or events.completed or events.failed:
-            outbox.put(step_id, _under(events, RequestKey(durable.reader.connection.client, handle)))
+            outbox.put(step_id, under(events, RequestKey(durable.reader.connection.client, handle)))
 
     def _leave(self, durable: DurableRequest, error: QuireError | None = None) -> None:
         if durable.reader is None:
@@ -277,60 +283,18 @@ def _num_kept(request: Request) -> int:
 
 def _remember_emitted(durable: DurableRequest, request: Request) -> None:
     """What an earlier scheduler said belongs to what is replayed."""
+    handle = durable.key.handle
     for index, emitted in enumerate(request.emitted):
         size = len(emitted.token_ids)
-        events = ClientEvents(
-            [durable.key.handle] * size, [index] * size, list(range(size)), list(map(int, emitted.token_ids))
-        )
-        _append(durable.events, events)
+        events = ClientEvents([handle] * size, [index] * size, list(range(size)), list(map(int, emitted.token_ids)))
+        if emitted.has_ended:
+            events.finished.append(_end_of(emitted, handle, index, request.stop_token_ids))
+        append(durable.events, events)
 
 
-def _by_request(events: ClientEvents) -> dict[RequestKey, ClientEvents]:
-    """The events of one client, request by request, in order."""
-    parts: dict[RequestKey, ClientEvents] = {}
-
-    def part_of(handle: Handle) -> ClientEvents:
-        return parts.setdefault(RequestKey(DURABLE_CLIENT, handle), ClientEvents())
-
-    logprobs: dict[int, PositionLogprobs] = dict(events.logprobs)
-    for event, handle in enumerate(events.handles):
-        part = part_of(handle)
-        if event in logprobs:
-            part.logprobs.append((len(part.handles), logprobs[event]))
-        part.handles.append(handle)
-        part.sequence_indices.append(events.sequence_indices[event])
-        part.offsets.append(events.offsets[event])
-        part.token_ids.append(events.token_ids[event])
-    for finished in events.finished:
-        part_of(finished.handle).finished.append(finished)
-    for completed in events.completed:
-        part_of(completed.handle).completed.append(completed)
-    for failure in events.failed:
-        part_of(failure.key.handle).failed.append(failure)
-    return parts
-
-
-def _append(kept: ClientEvents, new: ClientEvents) -> None:
-    before = len(kept.handles)
-    kept.logprobs += [(before + event, logprobs) for event, logprobs in new.logprobs]
-    kept.handles += new.handles
-    kept.sequence_indices += new.sequence_indices
-    kept.offsets += new.offsets
-    kept.token_ids += new.token_ids
-    kept.finished += new.finished
-    kept.completed += new.completed
-    kept.failed += new.failed
-
-
-def _under(events: ClientEvents, key: RequestKey) -> ClientEvents:
-    """A copy of one request's events, as the reader knows it."""
-    return ClientEvents(
-        [key.handle] * len(events.handles),
-        list(events.sequence_indices),
-        list(events.offsets),
-        list(events.token_ids),
-        list(events.logprobs),
-        [replace(end, handle=key.handle) for end in events.finished],
-        [replace(end, handle=key.handle) for end in events.completed],
-        [RequestFailure(key, failure.reason, failure.message) for failure in events.failed],
-    )
+def _end_of(emitted: EmittedSequence, handle: Handle, index: int, stop_token_ids: frozenset[int]) -> SequenceEnd:
+    """How a sequence ended, by its tokens. A gateway finds by itself that a stop string ended it."""
+    last = emitted.token_ids[-1] if emitted.token_ids else None
+    stop_token_id = last if last in stop_token_ids else None
+    reason = FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP
+    return SequenceEnd(handle, index, len(emitted.token_ids), reason, stop_token_id)

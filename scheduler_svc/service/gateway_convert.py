@@ -108,7 +108,7 @@ def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectRespon
 
 
 def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
-    """All that happened to a gateway's requests since the last message, oldest first, in one."""
+    """What goes out together of that which happened to a gateway's requests, oldest first, in one message."""
     batches: list[ClientEvents] = outgoing.batches
     message = scheduler_pb2.TokenEvents(step_id=outgoing.step_id)
     message.handles = encode_int32([handle for batch in batches for handle in batch.handles])

@@ -1,6 +1,7 @@
 """Prometheus metrics of the scheduler."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -29,6 +30,7 @@ class SchedulerMetrics:
         self._at_fault = Counter("requests_at_fault", "Requests that the worker was lost for.", ["reason"], **make)
         self._plan_time = Histogram("plan_seconds", "Time to plan a step.", buckets=_FAST, **make)
         self._step_time = Histogram("step_seconds", "From planning a step to its result.", buckets=_STEP, **make)
+        self._outcome_of_aborts = "aborted"
 
     def planned(self, plan: StepPlan, seconds: float) -> None:
         self._steps.inc()
@@ -46,7 +48,17 @@ class SchedulerMetrics:
 
     def aborted(self, count: int) -> None:
         """`count` requests were ended from outside: by their gateways, or by their ids."""
-        self._ended.labels("aborted").inc(count)
+        self._ended.labels(self._outcome_of_aborts).inc(count)
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """For a block, or a function, that waits for nothing: what it aborts is submitted again by its gateway, and
+        counts as replaced."""
+        self._outcome_of_aborts = "replaced"
+        try:
+            yield
+        finally:
+            self._outcome_of_aborts = "aborted"
 
     def lost_worker(self) -> None:
         self._losses.inc()

@@ -1,6 +1,6 @@
 """What the workers of a replica are, as the scheduler learns it when it attaches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +23,7 @@ class ReplicaInfo:
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is the same start of the same workers."""
         return other is not None and other.worker_generation == self.worker_generation
+
+    def is_like(self, other: "ReplicaInfo | None") -> bool:
+        """Whether the other one is alike in all but the start of its workers."""
+        return other is not None and replace(other, worker_generation=self.worker_generation) == self

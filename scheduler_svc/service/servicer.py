@@ -11,12 +11,12 @@ from quire.arrays import decode_int32
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, Unavailable, invalid_field
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.core.request import Handle, Request, RequestKey
-from scheduler_svc.service.admission import refusals
 from scheduler_svc.service.connections import Connection, Connections
 from scheduler_svc.service.durable import DurableRequests, Reader
 from scheduler_svc.service.gateway_convert import gateway_messages, request_from_submit, welcome_message
 from scheduler_svc.service.pinning import PinFailedError
 from scheduler_svc.service.readiness import Readiness
+from scheduler_svc.service.refusals import refusals
 from scheduler_svc.service.request_spans import RequestSpans
 from scheduler_svc.service.sampling_convert import check_sampling
 from scheduler_svc.service.state_convert import blocks_message, state_message
@@ -55,6 +55,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         connection = self._connections.open(hello.gateway_id, hello.grace_period_ms / 1e3)
         reader = asyncio.create_task(self._read(request_iterator, connection))
         reader.add_done_callback(lambda _: connection.outbox.close())
+        version = self._loop.version
         try:
             yield self._welcome()
             if not self._readiness.is_ready:
@@ -65,6 +66,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     yield message
                 if outgoing.batches:
                     self._loop.trace.emitted(outgoing.step_id, started, self._clock())
+                if self._is_outdated(version):
+                    break
             # Else the gateway has opened another stream, and this one may be of a link that is broken.
             if reader.done():
                 await reader
@@ -169,6 +172,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _check_not_draining(self) -> None:
         if self._readiness.is_draining:
             raise Unavailable("the scheduler drains", reason="DRAINING")
+
+    def _is_outdated(self, version: int) -> bool:
+        """Whether a stream whose Welcome was of this version ends, so that its gateway connects again and learns what
+        the replica is now. While the scheduler drains, it could not."""
+        return self._loop.version != version and not self._readiness.is_draining
 
     def _welcome(self) -> scheduler_pb2.ConnectResponse:
         scheduler, replica = self._loop.scheduler, self._loop.replica
@@ -279,8 +287,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._spans.sequence_aborted(key)
             if usage is None or usage_so_far(self._loop.scheduler, key, self._clock()) is not None:
                 return
-        if durable is not None:
+        if durable is not None and (abort.wants_usage or durable.is_over):
             self._durable.end(durable, usage)
+        elif durable is not None:
+            self._durable.forget(durable)
         else:
             connection.live.pop(key, None)
             self._loop.abort(key)

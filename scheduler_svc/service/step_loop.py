@@ -12,10 +12,10 @@ from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import ClientEvents
-from scheduler_svc.service.admission import RetryAdvisor
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.pinning import Pinning
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs, PromptLogprobsRouter
+from scheduler_svc.service.refusals import RetryAdvisor
 from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.step_refusal import is_unexplained, refusal_of
 from scheduler_svc.service.step_trace import StepTrace
@@ -39,7 +39,8 @@ DeliverPromptLogprobs = Callable[[dict[ClientId, list[PromptLogprobs]]], None]
 class StepLoop:
     """Owns the core and the worker. Everything here runs on one event loop, so the core needs no lock.
 
-    `epoch` rises with every attachment. `scheduler` and `replica` are None until a worker was attached once.
+    `epoch` rises with every attachment, `version` where the worker that is attached is another one than before by its
+    pool, its model or its limits. `scheduler` and `replica` are None until a worker was attached once.
     `report_attached` is told whenever the worker comes or goes. `tls` is who it is towards workers.
     """
 
@@ -56,6 +57,7 @@ class StepLoop:
         self.replica: ReplicaInfo | None = None
         self.is_attached = False
         self.epoch = int(time.time() * 1e3)
+        self.version = 0
         self.retry = RetryAdvisor()
         self.trace = StepTrace.open(settings.trace_steps)
         self._settings = settings
@@ -71,6 +73,8 @@ class StepLoop:
         self._idle = asyncio.Event()
         self._idle.set()
         self._sent_at: dict[int, float] = {}
+        # When the worker that is attached answered last, or was attached.
+        self._answered_at = time.monotonic()
         # Whether the worker that is attached has answered a step or sent a heartbeat.
         self._has_heard = False
         # Whether the worker that was lost last was one that lived and did not answer.
@@ -219,8 +223,9 @@ class StepLoop:
             self._rebuild(config)
         self.scheduler.adopt_sealed(link.sealed)
         self._judge_loss(self.scheduler, was_alive=info.is_same_worker(self.replica) and not self._has_hung)
-        self.replica = info
+        self._take_info(info)
         self._sent_at.clear()
+        self._answered_at = time.monotonic()
         self._prompt_logprobs.clear()
         self._set_attached(True)
         self._wake.set()
@@ -233,6 +238,11 @@ class StepLoop:
             info.block_size,
             self.scheduler.blocks.pool.num_cached,
         )
+
+    def _take_info(self, info: ReplicaInfo) -> None:
+        if not info.is_like(self.replica):
+            self.version += 1
+        self.replica = info
 
     def _config(self, info: ReplicaInfo) -> SchedulerConfig:
         settings = self._settings
@@ -312,9 +322,12 @@ class StepLoop:
             if answer is None:
                 self._check_progress(now, link)
                 continue
+            self._answered_at = now
             result = answer.result
             self._metrics.stepped(now - self._sent_at.pop(result.step_id, now))
             try:
+                if scheduler.in_flight:
+                    answer.check_rows(scheduler.in_flight[0])
                 prompt_logprobs = self._prompt_logprobs.answered(result.step_id, answer.prompt_logprobs)
                 events = scheduler.apply(result, now)
             except ValueError as error:
@@ -327,9 +340,12 @@ class StepLoop:
 
     def _check_progress(self, now: float, link: StepLink) -> None:
         """A heartbeat came: the process lives, but its device may hang."""
-        oldest = min(self._sent_at.values(), default=now)
-        if now - oldest > self._settings.step_timeout:
-            raise WorkerHangsError(f"worker {link.address} has not answered a step for {now - oldest:.1f} s")
+        if not self._sent_at:
+            return
+        # A step that was sent before the last answer came has waited for it.
+        seconds = now - max(min(self._sent_at.values()), self._answered_at)
+        if seconds > self._settings.step_timeout:
+            raise WorkerHangsError(f"worker {link.address} has not answered a step for {seconds:.1f} s")
 
     def _hand_out(self, step_id: int, events: dict[ClientId, ClientEvents], now: float) -> None:
         if events.pop(PIN_CLIENT, None) is not None:

@@ -14,7 +14,7 @@ from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.prefix_cache import HASH_BYTES
 from scheduler_svc.core.request import RowSampling
-from scheduler_svc.core.step_plan import RowAssignment, StepPlan, StepResult
+from scheduler_svc.core.step_plan import RowAssignment, StepInFlight, StepPlan, StepResult
 from scheduler_svc.service.prompt_logprobs import JudgedPosition, RowPromptLogprobs
 from scheduler_svc.service.replica import ReplicaInfo
 
@@ -135,27 +135,37 @@ def sealed_blocks(attached: worker_pb2.Attached) -> list[tuple[BlockId, BlockHas
 class StepAnswer:
     """All that a worker says of a step: what the core takes in, and what it does not look at.
 
-    `worker_us` are the microseconds that the step spent in the worker's queue, with cache operations, in the model and
-    in the sampler.
+    `rows`, int64[n], are those that sampled, in the order of the result's tokens. `worker_us` are the microseconds that
+    the step spent in the worker's queue, with cache operations, in the model and in the sampler.
     """
 
     result: StepResult
+    rows: np.ndarray
     prompt_logprobs: SequenceOf[RowPromptLogprobs]
     worker_us: tuple[int, int, int, int]
+
+    def check_rows(self, step: StepInFlight) -> None:
+        """Raises ValueError unless it has the rows that sample in this step, in their order."""
+        if not np.array_equal(self.rows, step.rows):
+            raise ValueError(
+                f"the result of step {self.result.step_id} has rows {self.rows.tolist()}; "
+                f"step {step.step_id} samples {step.rows.tolist()}"
+            )
 
 
 def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
     """A step's answer. Raises InvalidArgument when its arrays do not make sense."""
+    rows = decode_int32(message.rows, "rows", minimum=0).astype(np.int64)
     timings = message.timings
     return StepAnswer(
-        _step_result(message, vocab_size),
-        [_prompt_logprobs(each) for each in message.prompt_logprobs],
+        _step_result(message, rows, vocab_size),
+        rows,
+        [_prompt_logprobs(each, vocab_size) for each in message.prompt_logprobs],
         (timings.queue_us, timings.cache_operations_us, timings.model_us, timings.sample_us),
     )
 
 
-def _step_result(message: worker_pb2.StepResult, vocab_size: int) -> StepResult:
-    rows = decode_int32(message.rows, "rows", minimum=0)
+def _step_result(message: worker_pb2.StepResult, rows: np.ndarray, vocab_size: int) -> StepResult:
     token_ids = decode_int32(message.token_ids, "token_ids", minimum=0, below=vocab_size)
     if len(rows) != len(token_ids):
         raise InvalidArgument(f"step {message.step_id} has {len(rows)} rows and {len(token_ids)} token ids")
@@ -163,10 +173,19 @@ def _step_result(message: worker_pb2.StepResult, vocab_size: int) -> StepResult:
     return StepResult(
         step_id=message.step_id,
         token_ids=token_ids.astype(np.int64),
-        logprobs={entry.row: _position_logprobs(entry, tokens_of[entry.row]) for entry in message.logprobs},
+        logprobs=_logprobs(message, tokens_of, vocab_size),
         failures={failure.row: failure.detail for failure in message.failures},
         candidates={entry.row: _candidates(entry, vocab_size) for entry in message.candidates},
     )
+
+
+def _logprobs(
+    message: worker_pb2.StepResult, tokens_of: dict[int, int], vocab_size: int
+) -> dict[int, PositionLogprobs]:
+    for entry in message.logprobs:
+        if entry.row not in tokens_of:
+            raise InvalidArgument(f"step {message.step_id} has log probabilities of row {entry.row}, but no token")
+    return {entry.row: _position_logprobs(entry, tokens_of[entry.row], vocab_size) for entry in message.logprobs}
 
 
 def _candidates(entry: worker_pb2.RowCandidates, vocab_size: int) -> Candidates:
@@ -177,19 +196,21 @@ def _candidates(entry: worker_pb2.RowCandidates, vocab_size: int) -> Candidates:
     return Candidates(token_ids, logprobs)
 
 
-def _prompt_logprobs(message: worker_pb2.RowPromptLogprobs) -> RowPromptLogprobs:
+def _prompt_logprobs(message: worker_pb2.RowPromptLogprobs, vocab_size: int) -> RowPromptLogprobs:
     positions = [
-        JudgedPosition(entry.chosen_logprob, entry.chosen_rank, _top_logprobs(entry)) for entry in message.positions
+        JudgedPosition(entry.chosen_logprob, entry.chosen_rank, _top_logprobs(entry, vocab_size))
+        for entry in message.positions
     ]
     return RowPromptLogprobs(message.row, message.first_position, positions)
 
 
-def _position_logprobs(entry: worker_pb2.RowLogprobs, token_id: int) -> PositionLogprobs:
-    return PositionLogprobs(TokenLogprob(token_id, entry.chosen_logprob, entry.chosen_rank), _top_logprobs(entry))
+def _position_logprobs(entry: worker_pb2.RowLogprobs, token_id: int, vocab_size: int) -> PositionLogprobs:
+    chosen = TokenLogprob(token_id, entry.chosen_logprob, entry.chosen_rank)
+    return PositionLogprobs(chosen, _top_logprobs(entry, vocab_size))
 
 
-def _top_logprobs(entry: worker_pb2.RowLogprobs) -> tuple[TokenLogprob, ...]:
-    ids = decode_int32(entry.top_token_ids, "top_token_ids", minimum=0).tolist()
+def _top_logprobs(entry: worker_pb2.RowLogprobs, vocab_size: int) -> tuple[TokenLogprob, ...]:
+    ids = decode_int32(entry.top_token_ids, "top_token_ids", minimum=0, below=vocab_size).tolist()
     values = decode_float32(entry.top_logprobs, "top_logprobs").tolist()
     if len(ids) != len(values):
         raise InvalidArgument(f"row {entry.row} has {len(ids)} top token ids and {len(values)} top logprobs")

@@ -68,7 +68,7 @@ class WorkerGroup:
         self.sealed = [entry for entry in first.sealed if entry in everywhere]
         self._epoch = epoch
         self._num_ahead = [0] * len(links)
-        self._answers: asyncio.Queue[tuple[int, StepAnswer | WorkerLostError | None]] = asyncio.Queue()
+        self._answers: asyncio.Queue[tuple[int, StepAnswer | Exception | None]] = asyncio.Queue()
         self._pending: list[StepAnswer] = []
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
 
@@ -85,7 +85,7 @@ class WorkerGroup:
         """
         while not (self._pending and min(self._num_ahead) > 0):
             rank, answer = await self._answers.get()
-            if isinstance(answer, WorkerLostError):
+            if isinstance(answer, Exception):
                 raise answer
             if answer is not None:
                 self._num_ahead[rank] += 1
@@ -106,7 +106,8 @@ class WorkerGroup:
         while True:
             try:
                 self._answers.put_nowait((rank, await link.receive()))
-            except WorkerLostError as error:
+            except Exception as error:
+                # Whatever it is: nobody else awaits this task before the group is closed.
                 self._answers.put_nowait((rank, error))
                 return
 

@@ -295,10 +295,13 @@ class Driver:
             self.deliver()
         raise AssertionError(f"still busy after {max_steps} steps")
 
-    def crash(self, *, was_alive: bool = False) -> dict[ClientId, ClientEvents]:
-        """The worker is lost with everything in flight, and is attached again."""
+    def crash(self, *, was_alive: bool = False, config: SchedulerConfig | None = None) -> dict[ClientId, ClientEvents]:
+        """The worker is lost with everything in flight, and is attached again, with another pool where there is a
+        `config`."""
         self.scheduler.lose_in_flight()
         self._forget_worker()
+        if config is not None:
+            self._move_to(config)
         events = self.scheduler.judge_loss(was_alive=was_alive)
         self._note_failures(events)
         self.check()
@@ -310,6 +313,11 @@ class Driver:
         self.device = FakeDevice(self.scheduler.config.block_size)
         self._is_dead = False
         self.check()
+
+    def _move_to(self, config: SchedulerConfig) -> None:
+        old, self.scheduler = self.scheduler, Scheduler(config)
+        self.device = FakeDevice(config.block_size)
+        self.failed |= {failure.key.handle for failure in self.scheduler.adopt(old, self.clock)}
 
     def _is_deadly(self, plan: StepPlan) -> bool:
         batch = zip(plan.rows.tolist(), plan.num_computed_tokens.tolist(), plan.num_new_tokens.tolist(), strict=True)

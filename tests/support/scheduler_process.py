@@ -56,12 +56,27 @@ async def wait_attached(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
 
 
 async def wait_nothing_in_use(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
+    """Says nothing of what ended the requests: they end by themselves, too, unless the worker stands still."""
+
     async def free() -> bool:
-        state = await state_of(stub)
-        live = state.running_requests + state.waiting_requests + state.swapped_requests
-        return not (live or state.gpu_pool.used_blocks or state.host_pool.used_blocks)
+        return not _in_use(await state_of(stub))
 
     await until(free)
+
+
+async def assert_nothing_in_use(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
+    """At this moment."""
+    assert not _in_use(await state_of(stub))
+
+
+def _in_use(state: scheduler_pb2.GetStateResponse) -> dict[str, int]:
+    """What live requests hold, by its name."""
+    counts = {
+        "requests": state.running_requests + state.waiting_requests + state.swapped_requests,
+        "gpu blocks": state.gpu_pool.used_blocks,
+        "host blocks": state.host_pool.used_blocks,
+    }
+    return {name: count for name, count in counts.items() if count}
 
 
 def make_submit(
@@ -129,6 +144,15 @@ class GatewayStream:
         """Takes in one message."""
         message = await self.call.read()
         assert isinstance(message, scheduler_pb2.ConnectResponse), "the stream ended"
+        self._take(message)
+
+    async def read_to_end(self, timeout_s: float = 10.0) -> None:
+        """Takes in messages until the scheduler ends the stream."""
+        async with asyncio.timeout(timeout_s):
+            while isinstance(message := await self.call.read(), scheduler_pb2.ConnectResponse):
+                self._take(message)
+
+    def _take(self, message: scheduler_pb2.ConnectResponse) -> None:
         self.num_messages += 1
         if message.HasField("state"):
             self.readiness.append(message.state.ready)

@@ -14,7 +14,7 @@ from tests.support.scheduler_process import running_scheduler, state_of, until, 
 from worker_svc.info import WorkerInfo
 
 
-class _LlamaWorkerConfig(FakeWorkerConfig):
+class LlamaWorkerConfig(FakeWorkerConfig):
     """Says that it serves the embedded model's architecture, as the gateways' tokenizer is that model's."""
 
     def info(self) -> WorkerInfo:
@@ -23,7 +23,7 @@ class _LlamaWorkerConfig(FakeWorkerConfig):
 
 
 @dataclass(frozen=True)
-class _Address:
+class SchedulerAddress:
     """What `running_gateway` asks of a scheduler."""
 
     address: str
@@ -40,6 +40,12 @@ class TwoGateways:
     first: RunningGateway
     second: RunningGateway
     schedulers: tuple[scheduler_pb2_grpc.SchedulerServiceStub, ...]
+    workers: tuple[FakeWorker, ...]
+
+    def stand_still(self) -> None:
+        """From here on no request ends by itself."""
+        for worker in self.workers:
+            worker.hang.set()
 
     @property
     def both(self) -> tuple[RunningGateway, RunningGateway]:
@@ -57,24 +63,25 @@ async def two_gateways(directory: Path, *, num_replicas: int = 1, **settings) ->
     both gateways."""
     async with contextlib.AsyncExitStack() as stack:
         sockets = [directory / f"s{number}.sock" for number in range(num_replicas)]
-        schedulers = [await stack.enter_async_context(_replica(socket)) for socket in sockets]
-        addresses = [_Address(f"unix:{socket}") for socket in sockets]
+        replicas = [await stack.enter_async_context(_replica(socket)) for socket in sockets]
+        schedulers, workers = zip(*replicas, strict=True)
+        addresses = [SchedulerAddress(f"unix:{socket}") for socket in sockets]
         gateways = [await stack.enter_async_context(running_gateway(*addresses, **settings)) for _ in range(2)]
         for scheduler in schedulers:
             await _wait_connected(scheduler, len(gateways))
         for gateway in gateways:
             await _wait_serving(gateway)
-        yield TwoGateways(*gateways, tuple(schedulers))
+        yield TwoGateways(*gateways, schedulers, workers)
 
 
 @contextlib.asynccontextmanager
-async def _replica(socket: Path) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
-    worker = FakeWorker(_LlamaWorkerConfig(step_seconds=0.002))
+async def _replica(socket: Path) -> AsyncIterator[tuple[scheduler_pb2_grpc.SchedulerServiceStub, FakeWorker]]:
+    worker = FakeWorker(LlamaWorkerConfig(step_seconds=0.002))
     address = await worker.start()
     try:
         async with running_scheduler(str(socket), address, durable_grace=5.0) as scheduler:
             await wait_attached(scheduler)
-            yield scheduler
+            yield scheduler, worker
     finally:
         await worker.stop()
 

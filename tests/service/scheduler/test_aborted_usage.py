@@ -32,10 +32,11 @@ async def started(stream: GatewayStream, submit: scheduler_pb2.Submit) -> None:
 
 @pytest.mark.parametrize("is_durable", [False, True])
 @pytest.mark.parametrize("sequence_index", [None, 0])
-async def test_the_usage_of_what_was_aborted_comes(scheduler, is_durable, sequence_index):
+async def test_the_usage_of_what_was_aborted_comes(scheduler, worker, is_durable, sequence_index):
     stream, _ = await GatewayStream.open(scheduler)
     durable = scheduler_pb2.Durable() if is_durable else None
     await started(stream, make_submit(1, prompt_len=PROMPT_LEN, max_tokens=900, tenant="a", durable=durable))
+    worker.hang.set()
     await abort(stream, 1, sequence_index)
     await stream.read_until_over(1)
     usage = stream.completed[1].usage

@@ -44,8 +44,9 @@ async def started(scheduler, handle: int, gateway_id: str = "gateway-a", **field
     return stream
 
 
-async def test_a_running_request_ends_and_its_gateway_is_told(scheduler):
+async def test_a_running_request_ends_and_its_gateway_is_told(scheduler, worker):
     stream = await started(scheduler, 7)
+    worker.hang.set()
     await cancel(scheduler, "request-7")
     await stream.read_until_over(7)
     assert_cancelled(stream, 7)
@@ -107,11 +108,12 @@ async def test_the_same_id_at_two_gateways_ends_at_both(scheduler):
 
 
 @pytest.mark.parametrize("ending", ["complete", "aborted", "last sequence aborted"])
-async def test_a_request_that_is_over_is_not_found(scheduler, ending):
+async def test_a_request_that_is_over_is_not_found(scheduler, worker, ending):
     stream = await started(scheduler, 7, max_tokens=8 if ending == "complete" else 900)
     if ending == "complete":
         await stream.read_until_over(7)
     else:
+        worker.hang.set()
         index = 0 if ending == "last sequence aborted" else None
         abort = scheduler_pb2.Abort(handle=7, sequence_index=index)
         await stream.call.write(scheduler_pb2.ConnectRequest(abort=abort))
@@ -120,7 +122,7 @@ async def test_a_request_that_is_over_is_not_found(scheduler, ending):
     stream.close()
 
 
-async def test_what_was_cancelled_while_its_gateway_was_away_does_not_come_back(scheduler):
+async def test_what_was_cancelled_while_its_gateway_was_away_does_not_come_back(scheduler, worker):
     first = await started(scheduler, 7)
     first.close()
 
@@ -128,8 +130,10 @@ async def test_what_was_cancelled_while_its_gateway_was_away_does_not_come_back(
         return (await state_of(scheduler)).connected_gateways == 0
 
     await until(is_gone)
+    worker.hang.set()
     await cancel(scheduler, "request-7")
     await wait_nothing_in_use(scheduler)
+    worker.hang.clear()
     again, _ = await GatewayStream.open(scheduler, "gateway-a", grace_period_ms=LONG_GRACE_MS)
     await again.submit(make_submit(7, tenant="a", emitted=first.outputs[7]))
     await again.read_until_over(7)

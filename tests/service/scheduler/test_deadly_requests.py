@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from google.rpc import code_pb2
 
+from quire.rpc.address import free_port
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import ClientId
@@ -14,7 +15,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import ClientEvents
 from tests.support.cut_link import cut_link
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
-from tests.support.metrics import free_port, read_metrics
+from tests.support.metrics import read_metrics
 from tests.support.mortal_worker import mortal_worker
 from tests.support.processes import until_true
 from tests.support.scheduler_process import (

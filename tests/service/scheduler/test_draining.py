@@ -9,6 +9,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_svc.service.app import serve
+from scheduler_svc.settings import SchedulerSettings
 from tests.support.fake_worker import FakeWorker
 from tests.support.scheduler_process import (
     GatewayStream,
@@ -129,3 +131,70 @@ async def test_a_gateway_that_says_hello_as_draining_begins_is_told_after_its_we
     await read_until_told(stream)
     assert stream.readiness == [False]
     stream.close()
+
+
+DURABLE = scheduler_pb2.Durable()
+
+
+@contextlib.asynccontextmanager
+async def stopping_scheduler(
+    socket: str, worker: str
+) -> AsyncIterator[tuple[scheduler_pb2_grpc.SchedulerServiceStub, asyncio.Task[None]]]:
+    """A stub, and the service that it is connected to, which gives its requests a minute when its task is cancelled."""
+    address = f"unix:{socket}"
+    settings = SchedulerSettings(listen=address, workers=(worker,), drain_timeout=60.0, log_level="warning")
+    service = asyncio.create_task(serve(settings))
+    try:
+        async with open_channel(address) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            await stub.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=10)
+            await wait_attached(stub)
+            yield stub, service
+    finally:
+        service.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await service
+
+
+async def open_with_waiting_request(
+    scheduler: scheduler_pb2_grpc.SchedulerServiceStub, submit: scheduler_pb2.Submit
+) -> GatewayStream:
+    """A stream by which a request was taken that waits for the worker, which is gone."""
+
+    async def waits() -> bool:
+        return (await state_of(scheduler)).waiting_requests == 1
+
+    stream, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
+    await stream.submit(submit)
+    await until(waits)
+    return stream
+
+
+@pytest.mark.parametrize("durable", [None, DURABLE], ids=["plain", "durable"])
+async def test_a_scheduler_that_stops_does_not_wait_for_what_nobody_can_read_any_more(socket, worker, durable):
+    async with stopping_scheduler(socket, worker.address) as (scheduler, service):
+        await worker.stop()
+        stream = await open_with_waiting_request(scheduler, make_submit(1, durable=durable))
+        service.cancel()
+        stream.close()
+        _, left = await asyncio.wait([service], timeout=10)
+        assert not left
+
+
+async def test_a_durable_request_can_be_resumed_for_as_long_as_a_gateway_is_connected_to_what_stops(tmp_path, socket):
+    address = f"unix:{tmp_path / 'w.sock'}"
+    worker, successor = FakeWorker(), FakeWorker()
+    await worker.start(address)
+    async with stopping_scheduler(socket, address) as (scheduler, service):
+        await worker.stop()
+        stream = await open_with_waiting_request(scheduler, make_submit(1, durable=DURABLE))
+        await stream.call.write(scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=1)))
+        service.cancel()
+        resume = scheduler_pb2.Resume(handle=2, request_id="request-1")
+        await stream.call.write(scheduler_pb2.ConnectRequest(resume=resume))
+        stream.outputs[2] = []
+        await successor.start(address)
+        await stream.read_until_over(2)
+        assert stream.outputs[2] == expected_tokens(1)
+        stream.close()
+    await successor.stop()

@@ -92,6 +92,7 @@ async def test_without_a_reader_it_ends_after_the_grace_period(worker, tmp_path)
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(durable_submit(7, max_tokens=900))
         await stream.read()
+        worker.hang.set()
         await stream.call.write(scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=7)))
         await wait_nothing_in_use(stub)
         await resume(stream, 8, "request-7")
@@ -100,10 +101,11 @@ async def test_without_a_reader_it_ends_after_the_grace_period(worker, tmp_path)
         stream.close()
 
 
-async def test_a_cancelled_request_is_forgotten_and_its_reader_told(scheduler):
+async def test_a_cancelled_request_is_forgotten_and_its_reader_told(scheduler, worker):
     stream, _ = await GatewayStream.open(scheduler)
     await stream.submit(durable_submit(7, max_tokens=900))
     await stream.read()
+    worker.hang.set()
     asked = scheduler_pb2.CancelRequest(tenant="a", request_id="request-7")
     await scheduler.Cancel(asked)
     await stream.read_until_over(7)
@@ -116,10 +118,11 @@ async def test_a_cancelled_request_is_forgotten_and_its_reader_told(scheduler):
 
 
 @pytest.mark.parametrize("output", [None, common_pb2.OutputOptions(logprobs=1)])
-async def test_what_was_cancelled_while_its_gateway_was_away_does_not_come_back(scheduler, output):
+async def test_what_was_cancelled_while_its_gateway_was_away_does_not_come_back(scheduler, worker, output):
     first, _ = await GatewayStream.open(scheduler, "gateway-a", grace_period_ms=60_000)
     await first.submit(durable_submit(7, max_tokens=900, output=output))
     await first.read()
+    worker.hang.set()
     first.close()
     await scheduler.Cancel(scheduler_pb2.CancelRequest(tenant="a", request_id="request-7"))
     again, _ = await GatewayStream.open(scheduler, "gateway-a", grace_period_ms=60_000)

@@ -2,10 +2,23 @@
 
 import asyncio
 import contextlib
+import re
 
 import grpc.aio
 
-from tests.support.scheduler_process import GatewayStream, expected_tokens, make_submit, state_of, wait_nothing_in_use
+from quire.rpc.address import free_port
+from quire.scheduler.v1 import scheduler_pb2_grpc
+from tests.support.metrics import read_metrics
+from tests.support.scheduler_process import (
+    GatewayStream,
+    expected_tokens,
+    make_submit,
+    running_scheduler,
+    state_of,
+    until,
+    wait_attached,
+    wait_nothing_in_use,
+)
 
 
 async def assert_ends(stream: GatewayStream) -> None:
@@ -13,6 +26,20 @@ async def assert_ends(stream: GatewayStream) -> None:
         while await stream.call.read() is not grpc.aio.EOF:
             pass
         assert await stream.call.code() is grpc.StatusCode.OK
+
+
+async def until_waiting(scheduler: scheduler_pb2_grpc.SchedulerServiceStub, num_requests: int) -> None:
+    async def waits() -> bool:
+        return (await state_of(scheduler)).waiting_requests == num_requests
+
+    await until(waits)
+
+
+async def outcomes(port: int) -> dict[str, float]:
+    """How many requests ended, by outcome."""
+    total = re.compile(r'quire_scheduler_requests_total\{outcome="(\w+)"\}')
+    metrics = await read_metrics(port)
+    return {found[1]: value for name, value in metrics.items() if (found := total.fullmatch(name))}
 
 
 async def test_a_stream_that_is_replaced_ends_though_its_gateway_does_not_close_it(scheduler):
@@ -37,3 +64,23 @@ async def test_what_arrives_by_a_replaced_stream_is_not_taken(scheduler, worker)
     await second.read_until_over(7)
     assert second.outputs[7] == expected_tokens(7)
     second.close()
+
+
+async def test_what_is_submitted_again_counts_as_replaced_and_what_is_left_behind_as_aborted(worker, tmp_path):
+    port = free_port()
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address, metrics_port=port) as scheduler:
+        await wait_attached(scheduler)
+        first, _ = await GatewayStream.open(scheduler, "gateway-a", grace_period_ms=60_000)
+        # Without a worker nothing ends by itself.
+        await worker.stop()
+        for handle in (1, 2):
+            await first.submit(make_submit(handle))
+        await until_waiting(scheduler, 2)
+        first.close()
+        second, _ = await GatewayStream.open(scheduler, "gateway-a")
+        await second.submit(make_submit(1))
+        await until_waiting(scheduler, 1)
+        assert (await outcomes(port)) == {"replaced": 2}
+        second.close()
+        await wait_nothing_in_use(scheduler)
+        assert (await outcomes(port)) == {"replaced": 2, "aborted": 1}

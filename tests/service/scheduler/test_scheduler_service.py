@@ -17,6 +17,8 @@ from tests.support.scheduler_process import (
     expected_tokens,
     make_submit,
     running_scheduler,
+    state_of,
+    until,
     wait_attached,
     wait_nothing_in_use,
 )
@@ -100,10 +102,20 @@ async def test_abort_frees_blocks_and_nothing_follows(scheduler, worker):
     await stream.submit(make_submit(1, max_tokens=1000))
     await stream.submit(make_submit(2, max_tokens=300))
     await stream.read()
+    worker.hang.set()
     await stream.abort(1)
+
+    async def second_is_left() -> bool:
+        state = await state_of(scheduler, include_sequences=True)
+        held = [sequence for sequence in state.sequences if sequence.request_id != "request-2"]
+        return not held and state.gpu_pool.used_blocks == sum(len(each.block_table) for each in state.sequences)
+
+    await until(second_is_left)
+    worker.hang.clear()
     await stream.read_until_over(2)
+    assert stream.outputs[2] == expected_tokens(2, max_tokens=300)
     assert 1 not in stream.completed
-    assert len(stream.outputs[1]) < 1000
+    assert len(stream.outputs[1]) < 300
     stream.close()
 
 
@@ -177,12 +189,13 @@ async def test_token_ids_beyond_the_vocabulary_are_refused_with_value_and_limit(
     stream.close()
 
 
-async def test_a_handle_in_use_is_refused_with_already_exists(scheduler):
+async def test_a_handle_in_use_is_refused_with_already_exists(scheduler, worker):
     stream, _ = await GatewayStream.open(scheduler)
     await stream.submit(make_submit(1, max_tokens=900))
     await stream.submit(make_submit(1))
     await stream.read_until_over(1)
     assert stream.failed[1].code == code_pb2.ALREADY_EXISTS
+    worker.hang.set()
     await stream.abort(1)
     await wait_nothing_in_use(scheduler)
     stream.close()

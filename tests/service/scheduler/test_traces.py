@@ -174,7 +174,7 @@ async def test_a_request_that_waits_is_aborted_without_ever_having_run(scheduler
     assert "gen_ai.latency.time_in_queue" not in span.attributes
     await stream.abort(1)
     assert (await span_of(collector, first_trace)).event_names == ["queued", "scheduled"]
-    worker.hang.clear()
+    await wait_nothing_in_use(scheduler)
     stream.close()
 
 
@@ -188,7 +188,7 @@ async def test_a_request_ends_with_its_last_sequence(scheduler, collector, worke
         abort = scheduler_pb2.Abort(handle=1, sequence_index=index)
         await stream.call.write(scheduler_pb2.ConnectRequest(abort=abort))
     assert (await span_of(collector, trace_id)).attributes["quire.outcome"] == "aborted"
-    worker.hang.clear()
+    await wait_nothing_in_use(scheduler)
     stream.close()
 
 
@@ -200,7 +200,7 @@ async def test_requests_of_a_gateway_that_leaves_end(scheduler, collector, worke
     await wait_step_begun(worker)
     stream.close()
     assert (await span_of(collector, trace_id)).attributes["quire.outcome"] == "aborted"
-    worker.hang.clear()
+    await wait_nothing_in_use(scheduler)
 
 
 async def test_a_durable_request_is_one_span_whoever_reads_it(scheduler, collector) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.service.worker_convert import StepAnswer
 from scheduler_svc.service.worker_group import StepLink, attach_workers
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
 from tests.support.core_driver import make_config, make_request
@@ -132,4 +133,21 @@ async def test_the_group_is_lost_with_any_of_its_ranks(tmp_path: Path) -> None:
         async with attached(first, second) as link:
             await stack.aclose()
             with pytest.raises(WorkerLostError, match=second):
+                await receive_for_ever(link)
+
+
+async def test_whatever_one_rank_fails_with_is_said_to_whoever_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = WorkerLink.receive
+    async with running_rank(tmp_path, 0) as first, running_rank(tmp_path, 1) as second:
+
+        async def fail_at_the_second(self: WorkerLink) -> StepAnswer | None:
+            if self.address == second:
+                raise KeyError("row 7")
+            return await receive(self)
+
+        monkeypatch.setattr(WorkerLink, "receive", fail_at_the_second)
+        async with attached(first, second) as link:
+            with pytest.raises(KeyError, match="row 7"):
                 await receive_for_ever(link)

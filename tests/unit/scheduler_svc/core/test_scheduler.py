@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step_plan import StepResult
@@ -220,6 +223,25 @@ def test_a_resubmitted_request_goes_on_after_the_emitted_tokens():
     assert driver.outputs[1] == expected_output(whole)
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_usage_of_a_resubmitted_request_tells_prompt_from_output_and_prefill_from_decode(logprobs):
+    driver = Driver(make_config(), max_in_flight=1)
+    whole = make_request(1, prompt_len=5, max_tokens=30)
+    driver.submit(whole)
+    driver.run_until_idle()
+    again = make_request(2, prompt=list(whole.prompt), max_tokens=30, emitted=tuple(driver.outputs[1][:20]))
+    sampling = replace(whole.sampling, logprobs=logprobs)
+    driver.submit(replace(again, sampling=sampling))
+    arrived = driver.clock
+    driver.run_until_idle()
+    assert driver.outputs[2] == expected_output(whole)
+    usage = driver.usage[2]
+    # Six blocks of 4 are cached, most of which hold output.
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens) == (5, 5, 30)
+    assert (usage.queue_s, usage.prefill_s, usage.decode_s) == (0.0, 1.0, 9.0)
+    assert driver.clock == arrived + 10
+
+
 def test_losing_the_worker_loses_no_token_and_keeps_the_order_of_arrival():
     driver = Driver(make_config(max_num_seqs=2))
     requests = [make_request(i, max_tokens=9) for i in range(4)]
@@ -297,6 +319,26 @@ def test_a_full_queue_refuses_by_requests_and_by_tokens_but_takes_what_was_accep
     with pytest.raises(QueueFullError, match="takes 2"):
         driver.submit(make_request(3, prompt_len=1))
     driver.submit(make_request(3, prompt_len=5, emitted=(4,)))
+
+
+def test_a_prompt_counts_once_in_the_queue_however_many_sequences_are_sampled_from_it():
+    driver = Driver(make_config(max_waiting_tokens=20))
+    driver.submit(make_request(1, prompt_len=10, num_sequences=8))
+    assert driver.scheduler.waiting.num_tokens == 10
+    driver.submit(make_request(2, prompt_len=10, num_sequences=4, num_returned=1))
+    with pytest.raises(QueueFullError, match="21 tokens"):
+        driver.submit(make_request(3, prompt_len=1))
+
+
+def test_a_group_that_waits_again_counts_its_prompt_once_and_the_output_of_each_sequence():
+    driver = Driver(make_config(preemption_mode=PreemptionMode.RECOMPUTE), max_in_flight=1)
+    request = make_request(1, prompt_len=10, max_tokens=8, num_sequences=3)
+    driver.submit(request)
+    driver.run_steps(4)
+    driver.preempt(request)
+    assert driver.scheduler.waiting.num_tokens == 10 + 3 * 4
+    driver.run_until_idle()
+    assert driver.scheduler.waiting.num_tokens == 0
 
 
 def test_a_handle_in_use_is_refused():

@@ -1,5 +1,8 @@
-"""The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins, refused and deadly steps, and
-losses of the worker, against what each request must get. Invariants are checked after every rule."""
+"""The core under any interleaving of arrivals, steps, results, aborts, preemptions, pins, refused and deadly steps,
+losses of the worker, and workers that come back with another pool, against what each request must get. Invariants are
+checked after every rule."""
+
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +14,7 @@ from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, QueueFullEr
 from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.submission import most_blocks
-from tests.support.core_driver import Driver, expected_output, make_config, make_request
+from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -97,14 +100,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _prompt(self, handle, prompt_len, shared):
         return [0] * min(shared, prompt_len) + [handle % 50] * max(prompt_len - shared, 0)
 
-    def _submit(self, request):
+    def _fits(self, request):
         config = self.driver.scheduler.config
-        handle = request.key.handle
-        fits = (
+        return (
             request.max_len <= config.max_len
             and request.num_sequences <= config.max_num_seqs
             and most_blocks(request, config.block_size) <= config.num_blocks
         )
+
+    def _submit(self, request):
+        handle = request.key.handle
+        fits = self._fits(request)
         try:
             self.driver.submit(request)
         except NeverFitsError:
@@ -117,6 +123,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.requests[handle] = request
             for index in range(request.num_returned):
                 self.expected[handle, index] = expected_output(request, index)
+
+    def _live(self):
+        """Handles of all requests that are not over."""
+        keys = [group.request.key for group in self.driver.scheduler.groups()]
+        return {key.handle for key in keys if key.client == CLIENT}
 
     @rule()
     def step(self):
@@ -146,6 +157,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = handle not in self.driver.finished | self.driver.failed
         assert self.driver.scheduler.abort(self.requests[handle].key) == live
         if live:
+            del self.requests[handle]
+            self.aborted.add(handle)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), index=st.integers(0, 3))
+    def abort_sequence(self, data, index):
+        handle = data.draw(st.sampled_from(sorted(self.requests)))
+        request = self.requests[handle]
+        live = handle not in self.driver.finished | self.driver.failed
+        assert self.driver.scheduler.abort_sequence(request.key, index) == live
+        if not live or request.selects or index >= request.num_sequences:
+            return
+        # No token follows.
+        self.expected[handle, index] = list(self.driver.samples[handle, index])
+        if handle not in self._live():
             del self.requests[handle]
             self.aborted.add(handle)
 
@@ -183,6 +209,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         for handle in self.driver.failed - failed:
             assert self.losses[handle][1] >= LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
             self.killed.add(handle)
+
+    @rule(num_blocks=st.integers(4, 24), block_size=st.sampled_from([1, 3, 4, 16]), max_num_seqs=st.integers(1, 6))
+    def get_another_pool(self, num_blocks, block_size, max_num_seqs):
+        """The worker is lost, and comes back with another pool."""
+        before = set(self.driver.failed)
+        self._count_loss(self._at_stake())
+        config = replace(
+            self.driver.scheduler.config, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs
+        )
+        self.driver.crash(config=config)
+        for handle in self.driver.failed - before:
+            was_lost_for = self.losses.get(handle, (0, 0))[1] >= LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
+            assert was_lost_for or not self._fits(self.requests[handle])
+            self.killed.add(handle)
+        assert all(self._fits(self.requests[handle]) for handle in self._live())
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), num_tokens=st.integers(1, 30))

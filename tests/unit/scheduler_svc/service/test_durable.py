@@ -1,12 +1,17 @@
-"""What is remembered of durable requests that were cancelled."""
+"""What is remembered of durable requests: of those that were cancelled, and of those that an earlier scheduler ran."""
 
+import asyncio
 import dataclasses
 
 import pytest
 
 from quire.rpc.errors import Cancelled
-from scheduler_svc.core.request import Request
-from scheduler_svc.service.durable import MAX_CANCELLED, DurableLimits, DurableRequests
+from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request
+from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.step_plan import SequenceEnd
+from scheduler_svc.service.connections import Connection
+from scheduler_svc.service.durable import MAX_CANCELLED, DurableLimits, DurableRequests, Reader
+from scheduler_svc.service.outbox import Outgoing
 from tests.support.core_driver import make_request
 
 
@@ -62,3 +67,33 @@ def test_one_that_is_cancelled_twice_counts_from_the_second_time(durable):
 def test_an_id_that_nobody_has_is_not_remembered(durable):
     assert not durable.cancel("a", "request-1")
     assert durable.resubmitted(make_request(1, tenant="a"), "gateway-a") is None
+
+
+async def replayed(durable: DurableRequests, request: Request) -> Outgoing:
+    """What a new reader gets of a request, which it knows by the handle 9."""
+    connection = Connection(ClientId(0), "gateway-a", 0.0)
+    durable.attach(durable.admit(request, b""), Reader(connection, Handle(9)), replays=True)
+    async with asyncio.timeout(1):
+        outgoing = await connection.outbox.take()
+    assert outgoing is not None
+    return outgoing
+
+
+async def test_a_sequence_that_ended_under_an_earlier_scheduler_is_replayed_with_its_end(durable):
+    request = dataclasses.replace(
+        make_request(1, max_tokens=3, num_sequences=4, stop=frozenset({42})),
+        emitted=[
+            EmittedSequence([7, 42], has_ended=True),
+            EmittedSequence([1, 2, 3], has_ended=True),
+            # By a stop string, which each gateway finds by itself.
+            EmittedSequence([5], has_ended=True),
+            EmittedSequence([8, 6]),
+        ],
+    )
+    (batch,) = (await replayed(durable, request)).batches
+    assert batch.token_ids == [7, 42, 1, 2, 3, 5, 8, 6]
+    assert batch.finished == [
+        SequenceEnd(Handle(9), 0, 2, FinishReason.STOP, 42),
+        SequenceEnd(Handle(9), 1, 3, FinishReason.LENGTH, None),
+        SequenceEnd(Handle(9), 2, 1, FinishReason.LENGTH, None),
+    ]

@@ -2,11 +2,14 @@ import asyncio
 
 from quire.arrays import decode_int32
 from quire.rpc.errors import ResourceExhausted
+from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
 from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.request import Handle
-from scheduler_svc.core.step_plan import ClientEvents
+from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.step_plan import ClientEvents, SequenceEnd
 from scheduler_svc.service.gateway_convert import events_message
-from scheduler_svc.service.outbox import Outbox
+from scheduler_svc.service.outbox import MAX_SIZE, Outbox, Outgoing
+from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
 
 def make_events(*tokens: tuple[int, int, int]) -> ClientEvents:
@@ -18,6 +21,34 @@ def make_events(*tokens: tuple[int, int, int]) -> ClientEvents:
         events.offsets.append(offset)
         events.token_ids.append(token_id)
     return events
+
+
+def make_output(handle: int, num_tokens: int) -> ClientEvents:
+    """All that one request generated, and its end."""
+    events = make_events(*((handle, offset, offset) for offset in range(num_tokens)))
+    events.finished.append(SequenceEnd(Handle(handle), 0, num_tokens, FinishReason.LENGTH, None))
+    return events
+
+
+def make_prompt(handle: int, size: int) -> PromptLogprobs:
+    """Log probabilities of so many tokens as to be of this size: with the 20 most likely ones at each position."""
+    entry = TokenLogprob(token_id=2**31 - 1, logprob=-1.5, rank=2**31 - 1)
+    return PromptLogprobs(Handle(handle), 1, [PositionLogprobs(entry, (entry,) * 20)] * (size // 21))
+
+
+async def taken(outbox: Outbox) -> Outgoing:
+    """What is there to be taken now."""
+    async with asyncio.timeout(1):
+        outgoing = await outbox.take()
+    assert outgoing is not None
+    return outgoing
+
+
+async def is_empty(outbox: Outbox) -> bool:
+    waiting = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return waiting.cancel()
 
 
 async def test_what_piles_up_goes_out_as_one_message_in_order():
@@ -86,3 +117,66 @@ async def test_without_credit_events_wait_and_go_out_as_one():
     third = await outbox.take()
     assert third is not None
     assert third.step_id == 4
+
+
+async def test_what_is_more_than_one_message_goes_out_in_several_and_in_order():
+    outbox = Outbox()
+    for step in range(1, 6):
+        outbox.put(step, make_output(step, 20_000))
+    outgoing = [await taken(outbox) for _ in range(3)]
+    assert [[batch.handles[0] for batch in each.batches] for each in outgoing] == [[1, 2], [3, 4], [5]]
+    assert [each.step_id for each in outgoing] == [2, 4, 5]
+    assert all(each.size <= MAX_SIZE for each in outgoing)
+    assert await is_empty(outbox)
+
+
+async def test_events_of_one_step_are_parted_between_requests_and_never_within_one():
+    outbox = Outbox()
+    step = make_output(1, 30_000)
+    for other in (make_output(2, MAX_SIZE + 1), make_output(3, 1)):
+        step.handles += other.handles
+        step.sequence_indices += other.sequence_indices
+        step.offsets += other.offsets
+        step.token_ids += other.token_ids
+        step.finished += other.finished
+    outbox.put(1, step)
+    outgoing = [await taken(outbox) for _ in range(3)]
+    assert [[len(batch.token_ids) for batch in each.batches] for each in outgoing] == [[30_000], [MAX_SIZE + 1], [1]]
+    assert [[end.handle for batch in each.batches for end in batch.finished] for each in outgoing] == [[1], [2], [3]]
+    assert await is_empty(outbox)
+
+
+async def test_what_ends_a_request_never_overtakes_its_tokens_nor_these_what_is_said_of_the_prompt():
+    outbox = Outbox()
+    outbox.put_prompt_logprobs([make_prompt(1, 21_000) for _ in range(5)])
+    outbox.put(1, make_output(1, 20_000))
+    outbox.put(2, make_output(1, 20_000))
+    outbox.put_refusal(Handle(1), ResourceExhausted("full"))
+    outbox.put_aborted(Handle(2), None)
+    outgoing = [await taken(outbox) for _ in range(4)]
+    assert [len(each.prompt_logprobs) for each in outgoing] == [2, 2, 1, 0]
+    assert [len(each.batches) for each in outgoing] == [0, 0, 1, 1]
+    assert [(len(each.refusals), len(each.aborted)) for each in outgoing] == [(0, 0), (0, 0), (0, 0), (1, 1)]
+    assert await is_empty(outbox)
+
+
+async def test_each_of_several_messages_needs_credit_and_readiness_goes_with_the_first():
+    outbox = Outbox()
+    outbox.add_credit(1)
+    outbox.put(1, make_output(1, MAX_SIZE - 1))
+    outbox.put(2, make_output(2, 1))
+    outbox.put_readiness(False)
+    assert (await taken(outbox)).is_ready is False
+    assert await is_empty(outbox)
+    outbox.add_credit(1)
+    last = await taken(outbox)
+    assert (last.step_id, last.is_ready) == (2, None)
+
+
+async def test_the_largest_message_is_far_from_what_a_gateway_refuses():
+    outbox = Outbox()
+    prompts = [make_prompt(handle, 21 * 500) for handle in range(20)]
+    outbox.put_prompt_logprobs(prompts)
+    first = await taken(outbox)
+    assert first.size > 0.8 * MAX_SIZE
+    assert events_message(first).ByteSize() < DEFAULT_MAX_MESSAGE_BYTES / 32

@@ -1,4 +1,4 @@
-from scheduler_svc.service.admission import RetryAdvisor
+from scheduler_svc.service.refusals import RetryAdvisor
 
 
 def test_without_history_the_advice_is_a_second():

@@ -58,7 +58,12 @@ def servicer(loop) -> SchedulerServicer:
     readiness.set_attached(True)
     durable = DurableRequests(loop.abort, DurableLimits(8, 10_000, 60.0))
     return SchedulerServicer(
-        loop, Connections(loop.abort), durable, readiness, time.monotonic, RequestSpans(None, time.monotonic)
+        loop,
+        Connections(loop.abort, loop.abort),
+        durable,
+        readiness,
+        time.monotonic,
+        RequestSpans(None, time.monotonic),
     )
 
 

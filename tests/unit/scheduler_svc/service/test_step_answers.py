@@ -1,0 +1,68 @@
+"""What a worker says of a step is checked before the core sees it."""
+
+import numpy as np
+import pytest
+
+from quire.arrays import encode_float32, encode_int32
+from quire.rpc.errors import InvalidArgument
+from quire.worker.v1 import worker_pb2
+from scheduler_svc.core.step_plan import StepInFlight
+from scheduler_svc.service.worker_convert import step_answer
+
+VOCAB_SIZE = 50
+
+
+def make_logprobs(row: int = 4, *, token_ids: tuple[int, ...] = (11,)) -> worker_pb2.RowLogprobs:
+    return worker_pb2.RowLogprobs(
+        row=row,
+        chosen_logprob=-0.5,
+        chosen_rank=1,
+        top_token_ids=encode_int32(list(token_ids)),
+        top_logprobs=encode_float32([-0.5]),
+    )
+
+
+def make_result(**changes) -> worker_pb2.StepResult:
+    """Rows 4 and 2 drew tokens 11 and 12."""
+    fields = {"step_id": 7, "rows": encode_int32([4, 2]), "token_ids": encode_int32([11, 12])}
+    return worker_pb2.StepResult(**(fields | changes))
+
+
+def make_step(*rows: int) -> StepInFlight:
+    zeros = np.zeros(len(rows), dtype=np.int64)
+    return StepInFlight(7, np.array(rows, dtype=np.int64), zeros, zeros)
+
+
+def test_tokens_and_log_probabilities_are_those_of_their_rows():
+    answer = step_answer(make_result(logprobs=[make_logprobs(2, token_ids=(12,))]), VOCAB_SIZE)
+    assert (answer.rows.tolist(), answer.result.token_ids.tolist()) == ([4, 2], [11, 12])
+    assert answer.result.logprobs[2].chosen.token_id == 12
+    answer.check_rows(make_step(4, 2))
+
+
+def test_a_step_that_samples_nothing_has_no_rows():
+    answer = step_answer(worker_pb2.StepResult(step_id=7), VOCAB_SIZE)
+    answer.check_rows(make_step())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rows": b"\1"}, "rows"),
+        ({"rows": encode_int32([4])}, "1 rows and 2 token ids"),
+        ({"token_ids": encode_int32([11, VOCAB_SIZE])}, "token_ids"),
+        ({"logprobs": [make_logprobs(row=3)]}, "step 7 has log probabilities of row 3, but no token"),
+        ({"logprobs": [make_logprobs(token_ids=(1, 2))]}, "row 4 has 2 top token ids and 1 top logprobs"),
+        ({"logprobs": [make_logprobs(token_ids=(VOCAB_SIZE,))]}, "top_token_ids"),
+        ({"candidates": [worker_pb2.RowCandidates(row=4)]}, "row 4 has 0 candidates"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, words):
+    with pytest.raises(InvalidArgument, match=words):
+        step_answer(make_result(**changes), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("rows", [(2, 4), (4,), (4, 3)])
+def test_rows_that_are_not_those_of_the_plan_are_refused_by_name(rows):
+    with pytest.raises(ValueError, match=r"step 7 has rows \[4, 2\]; step 7 samples"):
+        step_answer(make_result(), VOCAB_SIZE).check_rows(make_step(*rows))
