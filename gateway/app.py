@@ -228,7 +228,11 @@ def _replicas(
 def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:
     if not settings.keys_files:
         return NoAuthenticator()
-    keys = KeyRing(settings.keys_files, on_reload_failure=metrics.count_keys_reload_failure)
+    keys = KeyRing(
+        settings.keys_files,
+        on_reload_failure=metrics.count_keys_reload_failure,
+        on_refusal=metrics.count_refused_caller,
+    )
     _logger.info("%d API keys are known", len(keys))
     return keys
 

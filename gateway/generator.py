@@ -115,6 +115,7 @@ class Generator:
 
         Raises:
             NotFound: the caller's tenant has none of that id.
+            AlreadyExists: another request of that id, which is not durable, runs at this gateway.
             InvalidArgument: an offset names what the request does not have.
         """
         with self._spans.resumption() as span:
@@ -150,9 +151,10 @@ class Generator:
         )
 
     def _take_from_earlier_call(self, tenant: str, request_id: str) -> None:
-        """A call of this gateway that reads the request ends; the scheduler tells those of other gateways."""
+        """A call of this gateway that reads the request ends; the scheduler tells those of other gateways. Another
+        request that has its id stays."""
         earlier = self._ledger.get(tenant, request_id)
-        if earlier is not None:
+        if earlier is not None and earlier.request.durable:
             earlier.fail(Aborted(f'request "{request_id}" is read by another call now', reason="REQUEST_TAKEN_OVER"))
             self.replicas.leave(earlier)
             self._ledger.close(earlier)
@@ -181,7 +183,8 @@ class Generator:
         if options.request_id is not None:
             self._ledger.check_unused(caller.tenant, options.request_id)
         field, token_ids = await self._encode(options.prompt)
-        max_tokens = resolve_max_tokens(field, token_ids, options.stopping.max_tokens, limits)
+        best_of = num_candidates(options.sampling)
+        max_tokens = resolve_max_tokens(field, token_ids, options.stopping.max_tokens, best_of, limits)
         bad_sequences = await bad_token_sequences(self.model.tokenizer, options.sampling.bad_words, limits.vocab_size)
         sampling = resolve_sampling(options.sampling, self.model.sampling_defaults, bad_sequences)
         stopping = self._resolve_stopping(options.stopping, max_tokens)
@@ -198,7 +201,7 @@ class Generator:
             priority=priority,
             ignore_eos=options.stopping.ignore_eos,
             num_sequences=options.sampling.n or 1,
-            best_of=num_candidates(options.sampling),
+            best_of=best_of,
             durable=options.durable,
             trace=trace,
         )

@@ -14,7 +14,7 @@ from gateway.auth.http_middleware import AuthMiddleware
 from gateway.drain_middleware import DrainMiddleware
 from gateway.generator import Generator
 from gateway.http_probes import make_probes_router
-from gateway.http_protocol import HttpLimits, http_protocol
+from gateway.http_protocol import HttpLimits, LimitedProtocol
 from gateway.metrics import GatewayMetrics
 from gateway.openai.body import BodyLimits
 from gateway.openai.request_ids import RequestIdMiddleware
@@ -62,14 +62,15 @@ class HttpServer(uvicorn.Server):
         self,
         app: FastAPI,
         listener: socket.socket,
-        protocol: type[asyncio.Protocol],
+        limits: HttpLimits,
+        on_refusal: Callable[[], None],
         https: HttpsFiles | None,
         handshake_timeout_s: float,
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=protocol,
+                http=LimitedProtocol,
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -80,6 +81,8 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._listener = listener
+        self._limits = limits
+        self._on_refusal = on_refusal
         self._https = https
         self._handshake_timeout_s = handshake_timeout_s
         self.address = str(TcpAddress(*listener.getsockname()[:2]))
@@ -94,13 +97,12 @@ class HttpServer(uvicorn.Server):
             ConfigurationError: it cannot listen there, or the files of `tls` are no good.
         """
         limits = HttpLimits(settings.max_connections, settings.slow_sender_timeout, settings.slow_reader_timeout)
-        protocol = http_protocol(limits, on_refusal)
         https = None if tls is None else HttpsFiles(tls)
         host, port = settings.http_host, settings.http_port
         check_bindable(TcpAddress(host, port), reuse_port=settings.reuse_port)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024, reuse_port=settings.reuse_port)
-        return cls(app, listener, protocol, https, settings.handshake_timeout)
+        return cls(app, listener, limits, on_refusal, https, settings.handshake_timeout)
 
     async def run_until_stopped(self) -> None:
         await self.serve(sockets=[self._listener])
@@ -118,8 +120,13 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     def _make_protocol(self) -> asyncio.Protocol:
-        make: Any = self.config.http_protocol_class
-        return make(config=self.config, server_state=self.server_state, app_state={})
+        return LimitedProtocol(
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+            limits=self._limits,
+            on_refusal=self._on_refusal,
+        )
 
     def close(self) -> None:
         """Lets go of the socket of a server that never ran."""

@@ -27,49 +27,54 @@ class HttpLimits:
     reader_timeout_s: float
 
 
-def http_protocol(limits: HttpLimits, on_refusal: Callable[[], None]) -> type[asyncio.Protocol]:
-    """The protocol of HTTP connections within limits; `on_refusal` is told of each one that is too many."""
+class LimitedProtocol(H11Protocol):
+    """The protocol of one HTTP connection within limits; `on_refusal` is told where it is one too many."""
 
-    class LimitedProtocol(H11Protocol):
-        _writing: asyncio.TimerHandle | None = None
-        """Runs while more waits to be sent than is to be kept."""
-        _reading: asyncio.TimerHandle | None = None
-        """Runs while headers of a request are due."""
+    def __init__(self, *args: Any, limits: HttpLimits, on_refusal: Callable[[], None], **kwargs: Any) -> None:
+        """Takes all that uvicorn's protocol takes."""
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._on_refusal = on_refusal
+        # Runs while more waits to be sent than is to be kept.
+        self._writing: asyncio.TimerHandle | None = None
+        # Runs while headers of a request are due.
+        self._reading: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > limits.max_connections:
-                on_refusal()
-                transport.abort()
-            else:
-                self._reading = self.loop.call_later(limits.sender_timeout_s, self._cut, "sent no request")
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            self._on_refusal()
+            transport.abort()
+        else:
+            self._reading = self._cut_later(self._limits.sender_timeout_s, "sent no request")
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
-                self._reading = _stopped(self._reading)
-            elif self._reading is None:
-                self._reading = self.loop.call_later(limits.sender_timeout_s, self._cut, "did not end its headers")
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            _stopped(self._writing)
-            self._writing = self.loop.call_later(limits.reader_timeout_s, self._cut, "took nothing")
-
-        def resume_writing(self) -> None:
-            self._writing = _stopped(self._writing)
-            super().resume_writing()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._writing = _stopped(self._writing)
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
             self._reading = _stopped(self._reading)
-            super().connection_lost(exc)
+        elif self._reading is None:
+            self._reading = self._cut_later(self._limits.sender_timeout_s, "did not end its headers")
 
-        def _cut(self, why: str) -> None:
-            _logger.info("an HTTP client %s in time; its connection is cut", why)
-            self.transport.abort()
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        _stopped(self._writing)
+        self._writing = self._cut_later(self._limits.reader_timeout_s, "took nothing")
 
-    return LimitedProtocol
+    def resume_writing(self) -> None:
+        self._writing = _stopped(self._writing)
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._writing = _stopped(self._writing)
+        self._reading = _stopped(self._reading)
+        super().connection_lost(exc)
+
+    def _cut_later(self, delay_s: float, why: str) -> asyncio.TimerHandle:
+        return self.loop.call_later(delay_s, self._cut, why)
+
+    def _cut(self, why: str) -> None:
+        _logger.info("an HTTP client %s in time; its connection is cut", why)
+        self.transport.abort()
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> None:

@@ -25,10 +25,28 @@ MIN_TOKENIZE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """The KV memory of one replica, in blocks of `block_size` tokens."""
+
+    num_blocks: int
+    block_size: int
+
+    def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
+        """The most tokens that so many sequences of one prompt can have each, if they run alone.
+
+        They share the full blocks of the prompt and nothing else, and the last token of each is never computed.
+        """
+        shared = prompt_tokens // self.block_size
+        own = (self.num_blocks - shared) // num_sequences
+        return (shared + own) * self.block_size + 1
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The configured limits, narrowed by what the schedulers offer.
 
     Attributes:
+        pools: Of the replicas, each of which may get the request.
         vocab_size: Width of the logits; token ids are below it.
         max_model_len: The most tokens of prompt and output together.
         max_prompt_tokens: Always below max_model_len, so that at least one token can be generated.
@@ -36,6 +54,7 @@ class Limits:
             before the tokenizer spends time and memory on it.
     """
 
+    pools: tuple[Pool, ...]
     vocab_size: int
     max_model_len: int
     max_prompt_tokens: int
@@ -53,6 +72,10 @@ class Limits:
         """The longest text that is tokenized for its own sake, in UTF-8."""
         return max(self.max_prompt_bytes, MIN_TOKENIZE_BYTES)
 
+    def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
+        """The most tokens of prompt and output together that each sequence can have on every replica."""
+        return min(self.max_model_len, *(pool.longest_sequence(prompt_tokens, num_sequences) for pool in self.pools))
+
 
 def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_token_bytes: int) -> Limits:
     """What holds on every replica, since each of them may get the request."""
@@ -61,6 +84,7 @@ def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_to
     if settings.max_prompt_tokens is not None:
         longest_prompt = min(longest_prompt, settings.max_prompt_tokens)
     return Limits(
+        pools=tuple(Pool(welcome.num_gpu_blocks, welcome.block_size) for welcome in welcomes),
         vocab_size=min(welcome.vocab_size for welcome in welcomes),
         max_model_len=max_model_len,
         max_prompt_tokens=longest_prompt,

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from gateway.events import Chunk, Completed, Event, GeneratedSequence, PositionLogprobs, Usage
 from gateway.request import GenerationRequest
@@ -173,6 +173,8 @@ class LiveRequest:
     async def events(self) -> AsyncIterator[Event]:
         """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.
 
+        Sequences take turns, so that none waits for another one to end, however slow the reader is.
+
         Raises:
             QuireError: the request failed.
         """
@@ -182,10 +184,14 @@ class LiveRequest:
             if self._error is not None:
                 raise self._error
             for stream in self.sequences:
-                for event in _undelivered(stream, self._max_chunk_tokens):
-                    yield event
-                    if self._error is not None:
-                        raise self._error
+                event = stream.take_chunk(self._max_chunk_tokens) or stream.take_finished()
+                if event is None:
+                    continue
+                # It may have more, when the others have had their turn.
+                self._news.set()
+                yield event
+                if self._error is not None:
+                    raise self._error
             if self._usage is not None and not self._news.is_set():
                 yield Completed(self._usage, self.prompt_logprobs)
                 return
@@ -226,14 +232,6 @@ class LiveRequest:
             prefill_ms=(first - self._arrived_at) * 1000,
             decode_ms=(self._last_token_at - first) * 1000,
         )
-
-
-def _undelivered(stream: SequenceStream, max_chunk_tokens: int) -> Iterator[Event]:
-    """Takes one event at a time, so that tokens that come between two of them join the next chunk."""
-    while (chunk := stream.take_chunk(max_chunk_tokens)) is not None:
-        yield chunk
-    if (finished := stream.take_finished()) is not None:
-        yield finished
 
 
 def _generated(stream: SequenceStream) -> GeneratedSequence:

@@ -1,7 +1,7 @@
 """What the gateway counts."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -24,18 +24,11 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.statistics = RequestStatistics()
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "quire_gateway_requests",
-            "Requests that were accepted, by how they ended.",
-            ["outcome"],
-            registry=self.registry,
+        self._requests = self._counter(
+            "requests", "Requests that were accepted, by how they ended.", labels=["outcome"]
         )
-        self._prompt_tokens = Counter(
-            "quire_gateway_prompt_tokens", "Prompt tokens of accepted requests.", registry=self.registry
-        )
-        self._generated_tokens = Counter(
-            "quire_gateway_generated_tokens", "Tokens generated for requests that are over.", registry=self.registry
-        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
+        self._generated_tokens = self._counter("generated_tokens", "Tokens generated for requests that are over.")
         self._live = Gauge("quire_gateway_live_requests", "Requests that run now.", registry=self.registry)
         self._first_token = Histogram(
             "quire_gateway_time_to_first_token_seconds",
@@ -43,34 +36,29 @@ class GatewayMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self._resubmissions = Counter(
-            "quire_gateway_resubmissions", "Requests sent again after a scheduler was lost.", registry=self.registry
+        self._resubmissions = self._counter("resubmissions", "Requests sent again after a scheduler was lost.")
+
+        self._refusals = self._counter(
+            "refused_callers",
+            "Calls that were refused for their API key: there is none, or it does not allow them, or not now.",
+            labels=["reason"],
+        )
+        self._keys_reload_failures = self._counter(
+            "keys_reload_failures", "Times that a changed file of API keys could not be used."
+        )
+        self._refused_connections = self._counter(
+            "refused_http_connections", "HTTP connections that were closed because there were too many."
         )
 
-        self._refusals = Counter(
-            "quire_gateway_refused_callers",
-            "Calls that were refused for what they showed, or did not show, of themselves.",
-            ["reason"],
-            registry=self.registry,
-        )
-        self._keys_reload_failures = Counter(
-            "quire_gateway_keys_reload_failures",
-            "Times that a changed file of API keys could not be used.",
-            registry=self.registry,
-        )
-
-        self._refused_connections = Counter(
-            "quire_gateway_refused_http_connections",
-            "HTTP connections that were closed because there were too many.",
-            registry=self.registry,
-        )
+    def _counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"quire_gateway_{name}", help, labels, registry=self.registry)
 
     def count_refused_connection(self) -> None:
         """Counts an HTTP connection that was one too many."""
         self._refused_connections.inc()
 
     def count_refused_caller(self, reason: str) -> None:
-        """Counts a call that authentication refused."""
+        """Counts a call that was refused for the API key that it showed, or for showing none."""
         self._refusals.labels(reason).inc()
 
     def count_keys_reload_failure(self) -> None:

@@ -255,8 +255,8 @@ class Replicas:
         if left_s > 0:
             self._timers.set(live, left_s, self._leave_unready)
         else:
-            # A durable one is not aborted there: whoever resumes it from there gets the same tokens.
-            self.leave(live)
+            # A durable one, too: a copy that went on there might draw other tokens than the one that is read.
+            self.release(live)
             self.place(live)
 
     def _await_scheduler(self, live: LiveRequest) -> None:

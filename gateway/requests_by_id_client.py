@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gateway.request import GenerationRequest
 from gateway.scheduler_client import SchedulerClient
@@ -33,9 +33,16 @@ class FoundRequest:
 
 
 async def find_durable(clients: Iterable[SchedulerClient], tenant: str, request_id: str) -> FoundRequest:
-    """Raises NotFound where no replica has it, Unavailable where one that might have it could not be asked."""
+    """Where several replicas have it, since it has moved from one to another: the one that it runs on and that is
+    ahead, else the one that has most of it.
+
+    Raises:
+        NotFound: no replica has it.
+        Unavailable: none has it that could be asked, and one could not.
+    """
     asked = scheduler_pb2.FindDurableRequest(tenant=tenant, request_id=request_id)
-    client, answer = await _first(clients, lambda stub: stub.FindDurable(asked, timeout=_TIMEOUT_S), request_id)
+    answers = await _answers(clients, lambda stub: stub.FindDurable(asked, timeout=_TIMEOUT_S), request_id)
+    client, answer = max(answers, key=lambda found: (not found[1].is_over, found[1].generated_tokens))
     return FoundRequest(request_from_submit(answer.submit), _state(answer), client)
 
 
@@ -48,7 +55,7 @@ async def durable_state(client: SchedulerClient, tenant: str, request_id: str) -
 async def cancel_by_id(clients: Iterable[SchedulerClient], tenant: str, request_id: str) -> None:
     """Ends a request, durable or not, whichever gateway reads it. Raises as `find_durable` does."""
     asked = scheduler_pb2.CancelRequest(tenant=tenant, request_id=request_id)
-    await _first(clients, lambda stub: stub.Cancel(asked, timeout=_TIMEOUT_S), request_id)
+    await _answers(clients, lambda stub: stub.Cancel(asked, timeout=_TIMEOUT_S), request_id)
 
 
 def no_such_request(request_id: str) -> NotFound:
@@ -62,19 +69,21 @@ def _state(answer: scheduler_pb2.FindDurableResponse) -> DurableState:
     return DurableState(answer.is_over, answer.generated_tokens)
 
 
-async def _first(
+async def _answers(
     clients: Iterable[SchedulerClient],
-    call: Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Any]],
+    call: Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Answer]],
     request_id: str,
-) -> tuple[SchedulerClient, Any]:
-    """The first replica, in their order, that does not answer with an error, and its answer."""
+) -> list[tuple[SchedulerClient, Answer]]:
+    """What the replicas answer that do not answer with an error, in their order: one at least."""
     clients = list(clients)
     answers = await asyncio.gather(*(_answer(client, call) for client in clients))
-    for client, answer in zip(clients, answers, strict=True):
-        if not isinstance(answer, QuireError):
-            return client, answer
+    found = [
+        (client, answer) for client, answer in zip(clients, answers, strict=True) if not isinstance(answer, QuireError)
+    ]
+    if found:
+        return found
     for answer in answers:
-        if not isinstance(answer, NotFound):
+        if isinstance(answer, QuireError) and not isinstance(answer, NotFound):
             raise answer
     raise no_such_request(request_id)
 

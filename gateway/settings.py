@@ -76,7 +76,7 @@ class GatewayFlags(ServiceFlags):
         metavar="SECONDS",
     )
     reconnect_grace: float = setting(
-        10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0, metavar="SECONDS"
+        10.0, "seconds that schedulers keep requests of a lost gateway", minimum=0, maximum=600, metavar="SECONDS"
     )
     niceness: int = setting(
         5,

@@ -31,7 +31,7 @@ from gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.violations import Violations, shortened, utf8_size
+from gateway.violations import Violations, shortened, shown, utf8_size
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
@@ -76,7 +76,7 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     violations = Violations()
     check_prompt(violations, request.prompt, limits)
     if request.sampling.beam_search is None:
-        _check_drawing(violations, request.sampling, limits)
+        _check_drawing(violations, request.sampling, request.stopping, limits)
     else:
         check_beam_search(violations, request.sampling.beam_search, request.sampling, request.stopping, limits)
     _check_sampling(violations, request.sampling, limits)
@@ -166,8 +166,11 @@ def check_prompt_tokens(field: str, token_ids: Sequence[int], limits: Limits) ->
     violations.raise_if_any()
 
 
-def resolve_max_tokens(field: str, token_ids: Sequence[int], max_tokens: int | None, limits: Limits) -> int:
-    """The number of tokens to generate after a prompt, given as `field`: what is asked, or what is left.
+def resolve_max_tokens(
+    field: str, token_ids: Sequence[int], max_tokens: int | None, num_sequences: int, limits: Limits
+) -> int:
+    """The number of tokens to generate after a prompt, given as `field`: what is asked, or what is left for each of so
+    many sequences.
 
     Raises:
         InvalidArgument: as `check_prompt_tokens`, or the sum can never fit.
@@ -175,7 +178,8 @@ def resolve_max_tokens(field: str, token_ids: Sequence[int], max_tokens: int | N
     check_prompt_tokens(field, token_ids, limits)
     prompt_tokens = len(token_ids)
     if max_tokens is None:
-        return limits.max_model_len - prompt_tokens
+        # Where there is no room for one token of each, a scheduler says so, with its figures.
+        return max(limits.longest_sequence(prompt_tokens, num_sequences) - prompt_tokens, 1)
     if prompt_tokens + max_tokens > limits.max_model_len:
         violations = Violations()
         violations.add(
@@ -214,10 +218,21 @@ def check_defaults(violations: Violations, sampling: SamplingOptions) -> None:
     _check_repetition_penalty(violations, sampling)
 
 
-def _check_drawing(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
+def _check_drawing(
+    violations: Violations, sampling: SamplingOptions, stopping: StoppingOptions, limits: Limits
+) -> None:
+    n = sampling.n or 1
+    best_of = sampling.best_of or n
     _check_truncation(violations, sampling)
     violations.check_range("sampling.n", sampling.n, 1, limits.max_n)
-    violations.check_range("sampling.best_of", sampling.best_of, sampling.n or 1, limits.max_n)
+    violations.check_range("sampling.best_of", sampling.best_of, n, limits.max_n)
+    if stopping.stop and best_of > n:
+        # The best have been chosen, as a whole, by the time their text is known.
+        violations.add(
+            "stopping.stop",
+            f"cannot be used where best_of, which is {shown(best_of)}, is above n, which is {shown(n)}; use "
+            "stop_token_ids",
+        )
 
 
 def _check_truncation(violations: Violations, sampling: SamplingOptions) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from gateway.auth.token_bucket import TokenBucket
-from quire.rpc.errors import InvalidArgument, ResourceExhausted, Unauthenticated, Unavailable
+from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unauthenticated, Unavailable
 
 # When a running request will be over is not known, so this is only an invitation to try again.
 _CONCURRENCY_RETRY_MS = 1000
@@ -51,9 +51,12 @@ class Account:
     off for its output; what is generated beyond the limit is a debt, and nothing is admitted until it is paid off.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds and never goes back."""
+    def __init__(
+        self, limits: Limits, clock: Callable[[], float], on_refusal: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """`clock` gives seconds and never goes back; `on_refusal` gets the reason of each refusal."""
         self._clock = clock
+        self._on_refusal = on_refusal
         self._limits = Limits()
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
@@ -84,19 +87,30 @@ class Account:
             Unauthenticated: the key was taken away since the call began.
             ResourceExhausted: a limit is reached; where waiting helps it says how long.
         """
-        self._check_open()
-        self._check_concurrency()
-        now = self._clock()
-        _check_rate(self._requests, 1, now, "requests_per_minute")
-        if self._tokens is not None:
-            for use in self._running:
-                self._charge(use)
-            _check_rate(self._tokens, num_tokens, now, "tokens_per_minute")
+        with self.counting_refusals():
+            self._check_open()
+            self._check_concurrency()
+            now = self._clock()
+            _check_rate(self._requests, 1, now, "requests_per_minute")
+            if self._tokens is not None:
+                for use in self._running:
+                    self._charge(use)
+                _check_rate(self._tokens, num_tokens, now, "tokens_per_minute")
 
     def check_resumption(self) -> None:
         """Whether a request that has its place already may be read again now. Raises as `check` does."""
-        self._check_open()
-        _check_rate(self._requests, 1, self._clock(), "requests_per_minute")
+        with self.counting_refusals():
+            self._check_open()
+            _check_rate(self._requests, 1, self._clock(), "requests_per_minute")
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """While the context runs, it is checked whether the key allows something; an error that leaves it says no."""
+        try:
+            yield
+        except QuireError as error:
+            self._on_refusal(error.reason)
+            raise
 
     @contextmanager
     def admitted(self, num_tokens: int, generated: Callable[[], float] = lambda: 0) -> Iterator[Use]:

@@ -72,8 +72,10 @@ class KeyRing:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         on_reload_failure: Callable[[], None] = lambda: None,
+        on_refusal: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`clock` gives seconds and never goes back, `now` is the time of day.
+        """`clock` gives seconds and never goes back, `now` is the time of day; `on_refusal` gets the reason where a
+        valid key does not allow what is asked, or not now.
 
         Raises:
             ConfigurationError: a file cannot be read or is wrong, in one line.
@@ -82,6 +84,7 @@ class KeyRing:
         self._clock = clock
         self._now = now
         self._on_reload_failure = on_reload_failure
+        self._on_refusal = on_refusal
         self._by_hash: dict[KeyHash, _Known] = {}
         self._signatures = self._look()
         self._take(self._read())
@@ -136,7 +139,7 @@ class KeyRing:
         for entry in entries:
             old = before.pop(entry.hash, None)
             if old is None:
-                account = Account(entry.limits, self._clock)
+                account = Account(entry.limits, self._clock, self._on_refusal)
             else:
                 account = old.caller.account
                 account.change_limits(entry.limits)

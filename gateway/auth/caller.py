@@ -59,6 +59,17 @@ class Caller:
         """The priority of a request. Raises PermissionDenied when it asks for more than the key allows."""
         if asked is None:
             return self.access.priority
+        with self.account.counting_refusals():
+            self._check_priority(asked)
+        return asked
+
+    def check_may_pin(self) -> None:
+        """Raises PermissionDenied when the key does not allow it."""
+        with self.account.counting_refusals():
+            if not self.access.may_pin:
+                raise PermissionDenied("this API key does not allow to pin prefixes", reason="PINNING_NOT_ALLOWED")
+
+    def _check_priority(self, asked: int) -> None:
         if asked > self.access.max_priority:
             description = f"is {asked}; this API key allows at most {self.access.max_priority}"
             raise PermissionDenied(
@@ -66,12 +77,6 @@ class Caller:
                 reason="PRIORITY_NOT_ALLOWED",
                 violations=[FieldViolation("priority", description)],
             )
-        return asked
-
-    def check_may_pin(self) -> None:
-        """Raises PermissionDenied when the key does not allow it."""
-        if not self.access.may_pin:
-            raise PermissionDenied("this API key does not allow to pin prefixes", reason="PINNING_NOT_ALLOWED")
 
 
 def anyone() -> Caller:

@@ -64,6 +64,8 @@ class AsyncStream(EventStream):
                     break
                 raise
             except grpc.RpcError as error:
+                if self.completed is not None:
+                    break  # the caller has all of it
                 await self._go_on_after(error)
                 continue
             if event is not None:

@@ -37,10 +37,7 @@ class EventStream:
 
     def _delay_after(self, error: grpc.RpcError) -> float:
         """Seconds to wait before the recovery's next call; raises what the caller sees where there is none."""
-        failure = from_rpc_error(error)
-        if self.completed is not None:
-            raise failure from None
-        return self._recovery.delay_after(failure)
+        return self._recovery.delay_after(from_rpc_error(error))
 
 
 def first_text(event: StreamEvent) -> str:

@@ -58,6 +58,8 @@ class Stream(EventStream):
             try:
                 event = self._accept(next(self._call))
             except grpc.RpcError as error:
+                if self.completed is not None:
+                    break  # the caller has all of it
                 if not self._closed:
                     self._go_on_after(error)
                 continue

@@ -81,21 +81,17 @@ class RpcServer:
             limits: How much connections may take, those to `local_socket` counted apart.
             admin_port, admin_tls: Where to show channelz, on loopback, and to whom; port 0 picks a free one.
 
-        Raises:
-            ConfigurationError: an address is malformed, in use (AddressInUse) or not ours, or files of TLS are no good.
+        Raises ConfigurationError: an address is malformed, in use (AddressInUse) or not ours, or files of TLS are bad.
         """
         wanted = _checked(address, local_socket, reuse_port=reuse_port)
         arrivals = Arrivals()
         guards = (arrivals, *role_interceptors(wanted[0], tls), ErrorInterceptor(), *interceptors)
         options = _options(max_message_bytes, limits, reuse_port=reuse_port, is_watched=admin_port is not None)
         servers = [grpc.aio.server(interceptors=guards, options=options) for _ in wanted]
-        health = HealthServicer(service_names)
-        _add_services(servers, register, health, service_names)
+        health = _add_services(servers, register, service_names)
         async with _admin_server(admin_port, admin_tls) as admin:
-            # Others of this process may share the port.
-            others = listening_at(wanted[0])
-            bound = await _listen(servers, wanted, tls)
-        return cls(servers, str(bound[0]), arrivals, health, admin, listening_at(bound[0]) - others)
+            bound, listeners = await _listen(servers, wanted, tls)
+        return cls(servers, str(bound), arrivals, health, admin, listeners)
 
     def set_serving(self, serving: bool) -> None:
         """What health answers from now on, for the server as a whole and for each service."""
@@ -143,24 +139,28 @@ async def _admin_server(port: int | None, tls: ServerTls | None) -> AsyncIterato
 def _add_services(
     servers: Sequence[grpc.aio.Server],
     register: Callable[[grpc.aio.Server], None],
-    health: HealthServicer,
     service_names: Sequence[str],
-) -> None:
-    """Those of `register`, health and reflection, to each server."""
+) -> HealthServicer:
+    """Those of `register`, health and reflection, to each server. Returns what says how they are."""
+    health = HealthServicer(service_names)
     for server in servers:
         register(server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         reflection.enable_server_reflection((*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return health
 
 
 async def _listen(
     servers: Sequence[grpc.aio.Server], wanted: Sequence[TcpAddress | UnixAddress], tls: ServerTls | None
-) -> list[TcpAddress | UnixAddress]:
-    """Serves at all addresses, or at none where one of them cannot be had. Returns them as `_bind` does."""
+) -> tuple[TcpAddress | UnixAddress, frozenset[int]]:
+    """Serves at all addresses, or at none where one of them cannot be had. Returns the main one, as `_bind` does, and
+    our own sockets that listen there."""
+    # Others of this process may share the port.
+    others = listening_at(wanted[0])
     bound = [_bind(server, address, tls) for server, address in zip(servers, wanted, strict=True)]
     for server in servers:
         await server.start()
-    return bound
+    return bound[0], listening_at(bound[0]) - others
 
 
 def _bind(

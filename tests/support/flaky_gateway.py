@@ -13,7 +13,8 @@ from tests.support.fake_gateway import FakeGeneration
 class FlakyGeneration(FakeGeneration):
     """Raises the given errors, one a call, and then answers; `num_calls` counts both.
 
-    A stream raises before its first event, or after it where the prompt is "halfway".
+    A stream raises before its first event, after it where the prompt is "halfway", or after the last one where it is
+    "too late".
     """
 
     def __init__(self, *errors: QuireError) -> None:
@@ -43,12 +44,14 @@ class FlakyGeneration(FakeGeneration):
     async def GenerateStream(
         self, request: generation_pb2.GenerateStreamRequest, context: object
     ) -> AsyncIterator[generation_pb2.GenerateStreamResponse]:
-        if request.text != "halfway":
+        if request.text not in ("halfway", "too late"):
             self._fail()
         async for response in super().GenerateStream(request, context):
             yield response
             if request.text == "halfway":
                 self._fail()
+        if request.text == "too late":
+            self._fail()
 
 
 class EitherClient:

@@ -13,6 +13,7 @@ from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fronts import Fronts, fronts_of
 from tests.support.gateway_process import running_gateway
 from tests.support.keys import KeysFile
+from tests.support.metrics import read_metrics
 from tests.support.scheduler_process import until
 
 MODEL = "quire-tiny"
@@ -30,7 +31,8 @@ def keys(tmp_path):
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def fronts(scheduler, keys, kind):
-    async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway, fronts_of(gateway, kind) as both:
+    settings = {"keys_files": (keys.path,), "open_metrics": True}
+    async with running_gateway(scheduler, **settings) as gateway, fronts_of(gateway, kind) as both:
         yield both
 
 
@@ -179,6 +181,35 @@ async def test_requests_run_at_the_keys_priority_and_may_lower_it_but_not_exceed
     assert [submit.priority for submit in scheduler.submits] == [2, 5, -7]
     assert_refused(await front.generate(priority=6), front, "DENIED", "PRIORITY_NOT_ALLOWED")
     assert len(scheduler.submits) == 3
+
+
+async def refusals_of(fronts: Fronts) -> dict[str, float]:
+    """What the gateway has counted, by reason."""
+    port = int(fronts.gateway.http_address.rpartition(":")[2])
+    name = "quire_gateway_refused_callers_total"
+    metrics = await read_metrics(port)
+    return {key.split('"')[1]: value for key, value in metrics.items() if key.startswith(name)}
+
+
+async def test_calls_that_a_valid_key_does_not_allow_are_counted_by_reason(fronts, keys, scheduler):
+    front = holder(fronts, keys, access=Access(max_priority=0), limits=Limits(max_concurrent_requests=1))
+    slow = holder(fronts, keys, limits=Limits(requests_per_minute=1))
+    assert (await front.generate(priority=1)).reason == "PRIORITY_NOT_ALLOWED"
+    scheduler.emits.clear()
+    running = asyncio.create_task(front.generate())
+    await scheduler.until(lambda: scheduler.live)
+    assert (await front.generate()).reason == "CONCURRENCY_LIMIT"
+    scheduler.emits.set()
+    assert (await running).text
+    full = scheduler_pb2.RequestFailure(
+        code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="the queue is full", reason="QUEUE_FULL"
+    )
+    scheduler.refusal.append(full)
+    assert (await front.generate()).reason == "QUEUE_FULL"
+    assert (await slow.generate()).text
+    for _ in range(2):
+        assert (await slow.generate()).reason == "RATE_LIMIT_EXCEEDED"
+    assert await refusals_of(fronts) == {"PRIORITY_NOT_ALLOWED": 1, "CONCURRENCY_LIMIT": 1, "RATE_LIMIT_EXCEEDED": 2}
 
 
 async def test_a_model_that_is_not_allowed_is_as_one_that_is_not_there(fronts, keys):

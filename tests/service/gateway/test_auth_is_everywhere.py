@@ -194,6 +194,7 @@ async def test_another_tenants_running_request_cannot_be_told_from_one_that_is_n
 
 async def test_pins_need_a_key_that_allows_them_and_are_the_tenants_own(gateway, keys, key, scheduler):
     pinning = {tenant: keys.add(tenant, access=Access(may_pin=True)) for tenant in ("one", "two")}
+    operator = keys.add("staff", access=Access(is_operator=True))
     gateway.gateway.authenticator.refresh()
     async with AsyncClient(gateway.gateway.grpc_address, api_key=key) as client:
         for call in (client.pin_prefix(LONG_TEXT), client.unpin_prefix("abc")):
@@ -204,6 +205,9 @@ async def test_pins_need_a_key_that_allows_them_and_are_the_tenants_own(gateway,
         async with AsyncClient(gateway.gateway.grpc_address, api_key=pinning[tenant]) as client:
             await client.pin_prefix(LONG_TEXT)
     assert [request.tenant for request in scheduler.pin_requests] == ["one", "two"]
+    async with httpx.AsyncClient(base_url=gateway.http_url) as http:
+        metrics = (await http.get("/metrics", headers=dict(bearer(operator)))).text
+    assert 'quire_gateway_refused_callers_total{reason="PINNING_NOT_ALLOWED"} 2.0' in metrics
 
 
 async def test_a_pin_costs_its_tokens(gateway, keys):

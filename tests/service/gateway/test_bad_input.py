@@ -57,6 +57,8 @@ BAD_PARAMETERS = [
     (sampling(n=0), "sampling.n", "is 0"),
     (sampling(n=1_000_000), "sampling.n", "1,000,000"),
     (sampling(n=4, best_of=2), "sampling.best_of", "[4, 128]"),
+    (sampling(n=2, best_of=3) | stopping(stop=["x"]), "stopping.stop", "which is 3, is above n, which is 2"),
+    (sampling(best_of=2) | stopping(stop=["x"]), "stopping.stop", "use stop_token_ids"),
     (beam_search(0), "sampling.beam_search.beam_width", "is 0"),
     (beam_search(129), "sampling.beam_search.beam_width", "[1, 128]"),
     (beam_search(2, length_penalty=NAN), "sampling.beam_search.length_penalty", "nan"),

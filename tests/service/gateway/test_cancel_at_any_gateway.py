@@ -39,6 +39,7 @@ async def assert_nothing_runs(two: TwoGateways) -> None:
 async def test_the_other_gateway_ends_a_stream_and_then_no_longer_finds_it(tmp_path):
     async with two_gateways(tmp_path) as two:
         call, other = await started(two.first), await started(two.first, "other")
+        two.stand_still()
         await cancel(two.second)
         error = await error_of(call)
         assert isinstance(error, Cancelled)
@@ -59,6 +60,7 @@ async def test_a_request_of_the_openai_api_is_cancelled_through_the_other_gatewa
             lines = aiter(answer.aiter_lines())
             first = await anext(lines)
             request_id = first.partition('"id":"')[2].partition('"')[0]
+            two.stand_still()
             await cancel(two.second, request_id)
             async with asyncio.timeout(10):
                 rest = [line async for line in lines]
@@ -70,6 +72,7 @@ async def test_it_is_found_at_whichever_replica_has_it(tmp_path):
     async with two_gateways(tmp_path, num_replicas=2) as two:
         ids = [f"story-{number}" for number in range(8)]
         calls = [await started(two.first, request_id) for request_id in ids]
+        two.stand_still()
         for request_id, call in zip(ids, calls, strict=True):
             await cancel(two.second, request_id)
             assert isinstance(await error_of(call), Cancelled)
@@ -81,6 +84,7 @@ async def test_another_tenants_request_is_as_one_that_does_not_exist(tmp_path):
     owner, stranger = ((("authorization", f"Bearer {keys.add(tenant)}"),) for tenant in ("acme", "other"))
     async with two_gateways(tmp_path, keys_files=(keys.path,)) as two:
         call = await started(two.first, metadata=owner)
+        two.stand_still()
         errors = [await error_of(cancel(two.second, each, stranger)) for each in ("story", "nothing")]
         assert all(isinstance(error, NotFound) for error in errors)
         assert str(errors[0]).replace("story", "nothing") == str(errors[1])

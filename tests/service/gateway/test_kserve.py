@@ -183,7 +183,7 @@ async def test_an_unknown_method_of_another_service_stays_what_grpc_makes_of_it(
     assert (refused.value.code().name, refused.value.details()) == ("UNIMPLEMENTED", "Method not found!")
 
 
-async def test_an_error_is_the_status_of_a_stream_that_asks_for_it(gateway):
+async def test_an_error_is_the_status_of_a_stream_that_asks_for_it(gateway, scheduler):
     call = gateway.channel.stream_stream(
         SERVICE + "ModelStreamInfer",
         request_serializer=pb.ModelInferRequest.SerializeToString,
@@ -191,15 +191,24 @@ async def test_an_error_is_the_status_of_a_stream_that_asks_for_it(gateway):
     )(timeout=20, metadata=[("triton_grpc_error", "true")])
     await call.write(make_request("hello", stream=True, sampling={"max_tokens": 500, "ignore_eos": True}))
     await call.read()
+    # From here on no request ends by itself.
+    scheduler.emits.clear()
     await call.write(make_request("hello", stream=True, sampling={"temperature": -1}))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await read_to_the_end(call)
     assert refused.value.code().name == "INVALID_ARGUMENT"
+    await assert_all_aborted(gateway, scheduler)
+
+
+async def assert_all_aborted(gateway, scheduler) -> None:
+    """Those that run at a scheduler that emits nothing any more."""
+    await scheduler.until(lambda: scheduler.aborted)
+    assert not scheduler.live
     async with asyncio.timeout(10):
         await gateway.gateway._ledger.wait_until_empty()
 
 
-async def test_leaving_a_stream_ends_its_requests(gateway):
+async def test_leaving_a_stream_ends_its_requests(gateway, scheduler):
     call = gateway.channel.stream_stream(
         SERVICE + "ModelStreamInfer",
         request_serializer=pb.ModelInferRequest.SerializeToString,
@@ -207,9 +216,9 @@ async def test_leaving_a_stream_ends_its_requests(gateway):
     )()
     await call.write(make_request("hello", stream=True, sampling={"max_tokens": 500, "ignore_eos": True}))
     await call.read()
+    scheduler.emits.clear()
     call.cancel()
-    async with asyncio.timeout(10):
-        await gateway.gateway._ledger.wait_until_empty()
+    await assert_all_aborted(gateway, scheduler)
 
 
 async def test_a_damaged_message_ends_the_stream_as_invalid(gateway):

@@ -9,7 +9,7 @@ import pytest
 
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.gateway.v1 import generation_pb2
-from quire.rpc.errors import Aborted, InvalidArgument, NotFound, Unavailable
+from quire.rpc.errors import Aborted, AlreadyExists, InvalidArgument, NotFound, Unavailable
 from tests.support.gateway_process import error_of, stream_request
 from tests.support.metrics import read_metric, read_metrics
 from tests.support.scheduler_process import wait_nothing_in_use
@@ -99,6 +99,21 @@ async def test_another_call_takes_over_and_the_earlier_one_ends(two):
         assert isinstance(error, Aborted)
         assert error.reason == "REQUEST_TAKEN_OVER"
         assert len((await parts_of(later)).token_ids[0]) == 600
+
+
+async def test_resuming_leaves_another_request_alone_that_runs_under_the_same_id(two):
+    await parts_of(two.first.generation.GenerateStream(durable_request()))
+    other = stream_request("hello hello", max_tokens=600, request_id="story")
+    other.stopping.ignore_eos = True
+    running = two.first.generation.GenerateStream(other)
+    first = await anext(aiter(running))
+    error = await error_of(two.first.generation.ResumeStream(resume_request()))
+    assert isinstance(error, AlreadyExists)
+    assert error.reason == "REQUEST_ID_IN_USE"
+    # The other gateway knows nothing of it.
+    assert len((await parts_of(two.second.generation.ResumeStream(resume_request()))).token_ids[0]) == 24
+    rest = await parts_of(running)
+    assert len(first.chunk.token_ids) + len(rest.token_ids[0]) == 600
 
 
 async def test_the_id_is_known_at_once_and_cancel_works_through_any_gateway(two):

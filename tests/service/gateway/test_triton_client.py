@@ -18,12 +18,17 @@ EIGHT = {"max_tokens": 8}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def gateway():
-    scheduler = FakeScheduler()
-    await scheduler.start()
+async def scheduler():
+    fake = FakeScheduler()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(scheduler: FakeScheduler):
     async with running_gateway(scheduler) as running:
         yield running
-    await scheduler.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -144,17 +149,21 @@ async def test_the_client_for_asyncio_streams_as_well(gateway, client: TritonCli
     assert text == await expected_text(gateway, "hello")
 
 
-async def test_a_stream_that_is_cancelled_ends_its_requests(gateway, client: TritonClient):
+async def test_a_stream_that_is_cancelled_ends_its_requests(gateway, scheduler, client: TritonClient):
+    num_aborted = len(scheduler.aborted)
     pieces = await client.stream(streamed("hello", "mine", max_tokens=900, ignore_eos=True), cancels=True)
     assert pieces[0]["outputs"]["text_output"]
+    await scheduler.until(lambda: len(scheduler.aborted) == num_aborted + 1)
     async with asyncio.timeout(10):
         await gateway.gateway._ledger.wait_until_empty()
 
 
-async def test_a_call_whose_time_is_over_ends_its_request(gateway, client: TritonClient):
+async def test_a_call_whose_time_is_over_ends_its_request(gateway, scheduler, client: TritonClient):
+    num_aborted = len(scheduler.aborted)
     with pytest.raises(TritonError) as late:
-        await client.infer(INPUTS, parameters={"max_tokens": 900, "ignore_eos": True}, timeout_s=0.1)
+        await client.infer(INPUTS, parameters={"max_tokens": 900, "ignore_eos": True}, timeout_s=0.2)
     assert late.value.status == "StatusCode.DEADLINE_EXCEEDED"
+    await scheduler.until(lambda: len(scheduler.aborted) == num_aborted + 1)
     async with asyncio.timeout(10):
         await gateway.gateway._ledger.wait_until_empty()
 

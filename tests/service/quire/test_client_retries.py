@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from quire.client import AsyncClient, Client, RequestCompleted, RetryPolicy, TokenChunk
+from quire.client import AsyncClient, Client, RequestCompleted, RetryPolicy, SequenceFinished, TokenChunk
 from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unavailable
 from tests.support.fake_gateway import start_fake_gateway
 from tests.support.flaky_gateway import EitherClient, FlakyGeneration
@@ -89,6 +89,17 @@ async def test_a_lost_generation_is_made_again_where_the_policy_says_so(kind) ->
     async with calling(kind, GONE, GONE, retry=GENERATES_AGAIN) as (client, generation):
         assert isinstance((await client.events("hi", timeout_s=10))[-1], RequestCompleted)
         assert generation.num_calls == 2 + 1
+
+
+@pytest.mark.parametrize("durable", [False, True])
+async def test_what_breaks_after_the_last_event_is_nobodys_error(kind, durable: bool) -> None:
+    async with calling(kind, GONE) as (client, generation):
+        stream = client.client.generate_stream("too late", durable=durable, timeout_s=10)
+        events = await client.read(stream)
+        assert [type(event) for event in events] == [TokenChunk, TokenChunk, SequenceFinished, RequestCompleted]
+        assert stream.completed is events[-1]
+        assert await client.read(stream) == []
+    assert generation.num_calls == 1
 
 
 @pytest.mark.parametrize("num_resets", [1, 3])

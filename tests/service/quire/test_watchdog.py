@@ -6,9 +6,12 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2
 
+from quire.local import watchdog
 from quire.local.backoff import RestartBackoff
 from quire.local.supervised_process import ServiceSpec, SupervisedProcess
 from quire.local.watchdog import watch
@@ -28,13 +31,17 @@ asyncio.run(serve())
 
 
 class Watched:
-    """A service under supervision and watch."""
+    """A service under supervision and watch; `state` is "serving" or "loading"."""
 
-    def __init__(self, directory: Path, state: str) -> None:
+    def __init__(self, directory: Path, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
         address = f"unix:{directory / 's'}"
         command = [sys.executable, "-c", SERVICE, address, state]
         self.reports: list[str] = []
         self.output: list[str] = []
+        self._state = getattr(health_pb2.HealthCheckResponse, "SERVING" if state == "serving" else "NOT_SERVING")
+        self._seen_start = 0
+        self._check = watchdog._check
+        monkeypatch.setattr(watchdog, "_check", self._check_and_note)
         spec = ServiceSpec("thing", lambda: command, dict(os.environ), self.output.append)
         self.process = SupervisedProcess(spec, report=lambda line: None, backoff=RestartBackoff(first_s=0.01))
         self.tasks = [
@@ -43,9 +50,16 @@ class Watched:
         ]
 
     async def start(self) -> None:
-        """Returns when the service has been up for long enough to be seen."""
+        """Returns when the watch was told the state of the service that runs now."""
         await until_true(lambda: "up" in self.output, timeout_s=20)
-        await asyncio.sleep(HANG_TIMEOUT_S)
+        await until_true(lambda: self._seen_start == self.process.starts)
+
+    async def _check_and_note(self, stub: Any, timeout_s: float) -> int | None:
+        start = self.process.starts
+        status = await self._check(stub, timeout_s)
+        if status == self._state:
+            self._seen_start = start
+        return status
 
     async def stop(self) -> None:
         self.tasks[1].cancel()
@@ -54,11 +68,11 @@ class Watched:
 
 
 @pytest.fixture
-async def make_watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator:
+async def make_watched(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator:
     made: list[Watched] = []
 
     def make(state: str) -> Watched:
-        made.append(Watched(tmp_path_factory.mktemp("w"), state))
+        made.append(Watched(tmp_path_factory.mktemp("w"), state, monkeypatch))
         return made[-1]
 
     yield make

@@ -121,6 +121,37 @@ async def test_tokens_join_the_next_chunk_while_the_reader_is_busy(ledger):
     assert (chunk.offset, chunk.token_ids) == (1, [61, 62, 63, 64, 65])
 
 
+async def test_sequences_take_turns_while_new_tokens_keep_coming(ledger):
+    live = open_live(ledger, num_sequences=2)
+
+    def step(offset):
+        ledger.apply(REPLICA, make_batch([TokenRun(live.handle, index, offset, [60 + offset]) for index in (0, 1)]))
+
+    events = live.events()
+    step(0)
+    taken = []
+    for offset in range(1, 7):
+        chunk = await anext(events)
+        taken.append((chunk.sequence_index, chunk.offset))
+        step(offset)
+    assert taken == [(0, 0), (1, 0), (0, 1), (1, 2), (0, 3), (1, 4)]
+
+
+async def test_what_is_left_of_sequences_comes_chunk_by_chunk_in_turn():
+    ledger = Ledger(max_chunk_tokens=2)
+    live = open_live(ledger, num_sequences=2)
+    runs = [TokenRun(live.handle, 0, 0, [60] * 5), TokenRun(live.handle, 1, 0, [61])]
+    ended = [
+        SequenceEnded(live.handle, index, size, FinishReason.LENGTH, None, None) for index, size in enumerate((5, 1))
+    ]
+    ledger.apply(REPLICA, make_batch(runs, ended, [RequestEnded(live.handle, USAGE)]))
+    events = [event async for event in live.events()]
+    assert [(type(event), event.sequence_index) for event in events[:-1]] == [
+        (Chunk, 0), (Chunk, 1), (Chunk, 0), (Finished, 1), (Chunk, 0), (Finished, 0),
+    ]  # fmt: skip
+    assert isinstance(events[-1], Completed)
+
+
 async def test_a_stop_string_ends_the_request_here(ledger, clock):
     live = open_live(ledger, stop=["the"])
     clock.now += 0.5

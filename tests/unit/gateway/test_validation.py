@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.limits import Limits
+from gateway.limits import Limits, Pool
 from gateway.request import (
     ChatMessage,
     ChatPrompt,
@@ -24,6 +24,7 @@ from gateway.validation import check_choice, check_request, resolve_max_tokens
 from quire.rpc.errors import InvalidArgument
 
 LIMITS = Limits(
+    pools=(Pool(num_blocks=16, block_size=4),),
     vocab_size=100,
     max_model_len=50,
     max_prompt_tokens=49,
@@ -63,6 +64,15 @@ def test_values_at_the_limits_pass():
         stopping=StoppingOptions(max_tokens=49, stop=["0123456789", "x"], stop_token_ids=[0, 1, 99]),
         output=OutputOptions(logprobs=5),
     )
+
+
+def test_stop_strings_are_refused_where_the_best_are_chosen_before_their_text_is_known():
+    stopping = StoppingOptions(stop=["x"])
+    for sampling in (SamplingOptions(best_of=2), SamplingOptions(n=2, best_of=3)):
+        assert fields_refused(sampling=sampling, stopping=stopping) == ["stopping.stop"]
+    for sampling in (SamplingOptions(n=3), SamplingOptions(best_of=1), SamplingOptions(n=2, best_of=2)):
+        check(sampling=sampling, stopping=stopping)
+    check(sampling=SamplingOptions(best_of=2), stopping=StoppingOptions(stop_token_ids=[1]))
 
 
 def test_lone_surrogates_are_refused_wherever_text_is():
@@ -173,9 +183,18 @@ def test_logit_bias_of_a_negative_token_is_refused():
 
 
 def test_max_tokens_is_what_the_context_has_left():
-    assert resolve_max_tokens("text", [1] * 20, None, LIMITS) == 30
-    assert resolve_max_tokens("text", [1] * 20, 30, LIMITS) == 30
-    assert resolve_max_tokens("text", [1] * 49, None, LIMITS) == 1
+    assert resolve_max_tokens("text", [1] * 20, None, 1, LIMITS) == 30
+    assert resolve_max_tokens("text", [1] * 20, 30, 1, LIMITS) == 30
+    assert resolve_max_tokens("text", [1] * 49, None, 1, LIMITS) == 1
+
+
+def test_max_tokens_is_what_the_pool_has_for_each_of_several_sequences():
+    # 5 blocks are shared; of the other 11 each of 4 sequences can have 2, and a last token that needs no block.
+    assert resolve_max_tokens("text", [1] * 20, None, 4, LIMITS) == 2 * 4 + 1
+    assert resolve_max_tokens("text", [1] * 21, None, 4, LIMITS) == 2 * 4
+    # Whoever asks for more is told by the scheduler what there is.
+    assert resolve_max_tokens("text", [1] * 20, 30, 4, LIMITS) == 30
+    assert resolve_max_tokens("text", [1] * 21, None, 100, LIMITS) == 1
 
 
 @pytest.mark.parametrize(
@@ -194,5 +213,5 @@ def test_max_tokens_is_what_the_context_has_left():
 )
 def test_prompts_that_do_not_fit(token_ids, max_tokens, field, says):
     with pytest.raises(InvalidArgument, match=says) as caught:
-        resolve_max_tokens("text", token_ids, max_tokens, LIMITS)
+        resolve_max_tokens("text", token_ids, max_tokens, 1, LIMITS)
     assert caught.value.violations[0].field == field

@@ -55,6 +55,26 @@ def test_requests_beyond_the_rate_are_refused_until_time_has_passed(clock):
     account.check()
 
 
+def test_each_refusal_is_told_once_and_failures_of_what_was_admitted_are_none(clock):
+    reasons = []
+    account = Account(Limits(requests_per_minute=3, max_concurrent_requests=1), clock, reasons.append)
+    with account.admitted(1):
+        refusal(account)
+        with pytest.raises(ResourceExhausted), account.admitted(1):
+            pass
+    assert reasons == ["CONCURRENCY_LIMIT"] * 2
+    with pytest.raises(ResourceExhausted, match="the queue is full"), account.admitted(1, lambda: 1):
+        raise ResourceExhausted("the queue is full", reason="QUEUE_FULL")
+    run_one(account)
+    refusal(account)
+    with pytest.raises(ResourceExhausted):
+        account.check_resumption()
+    account.close()
+    with pytest.raises(Unauthenticated):
+        account.check()
+    assert reasons[2:] == ["RATE_LIMIT_EXCEEDED"] * 2 + ["INVALID_API_KEY"]
+
+
 def test_prompt_tokens_are_charged_when_a_request_is_admitted(clock):
     account = Account(Limits(tokens_per_minute=100), clock)
     with account.admitted(70):

@@ -5,7 +5,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.limits import Limits
+from gateway.limits import Limits, Pool
 from gateway.openai.body import parse_body
 from gateway.openai.errors import error_answer
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
@@ -14,6 +14,7 @@ from gateway.validation import check_request
 from quire.rpc.errors import QuireError
 
 LIMITS = Limits(
+    pools=(Pool(num_blocks=16, block_size=4),),
     vocab_size=100,
     max_model_len=64,
     max_prompt_tokens=63,
