@@ -4,7 +4,20 @@ import argparse
 import importlib
 import sys
 
-BENCHMARKS = ("split", "core", "waste", "sharing", "soak", "control", "gpu", "kernels", "quality", "stages", "ranks")
+BENCHMARKS = (
+    "split",
+    "core",
+    "waste",
+    "sharing",
+    "soak",
+    "control",
+    "gpu",
+    "kernels",
+    "quality",
+    "stages",
+    "ranks",
+    "beside",
+)
 
 
 def main() -> None:

@@ -8,8 +8,10 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from bench.paced_worker import Pace
 from bench.report import Series, write_results
@@ -18,6 +20,8 @@ from quire.local import LocalServer, ServeSettings
 from quire.local.commands import Programs
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+T = TypeVar("T")
 
 _SETTLE_S = 1.0
 
@@ -107,17 +111,27 @@ async def _measure(arguments: argparse.Namespace, step_ms: float) -> Rates:
         await server.wait_ready()
         async with AsyncClient(server.grpc_address) as client:
             audience = Audience(client, num_tokens)
-            listeners = [
-                asyncio.create_task(audience.listen([number % 50 + 1] * 8)) for number in range(arguments.sequences)
-            ]
-            rates = await _count(server.scheduler_address, audience, arguments)
-            for listener in listeners:
-                listener.cancel()
-            outcomes = await asyncio.gather(*listeners, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return rates
+            listeners = [audience.listen([number % 50 + 1] * 8) for number in range(arguments.sequences)]
+            return await beside(_count(server.scheduler_address, audience, arguments), listeners)
+
+
+async def beside(work: Coroutine[Any, Any, T], listeners: Sequence[Coroutine[Any, Any, None]]) -> T:
+    """What `work` gives while all of `listeners` listen; they are cancelled then.
+
+    Raises the error of a listener that fails meanwhile, at once, and RuntimeError when one ends.
+    """
+    working = asyncio.create_task(work)
+    listening = [asyncio.create_task(listener) for listener in listeners]
+    try:
+        done, _ = await asyncio.wait([working, *listening], return_when=asyncio.FIRST_COMPLETED)
+        for listener in done - {working}:
+            await listener
+            raise RuntimeError("a client's stream ended before the work beside it")
+        return working.result()
+    finally:
+        for task in (working, *listening):
+            task.cancel()
+        await asyncio.gather(working, *listening, return_exceptions=True)
 
 
 async def _count(scheduler_address: str, audience: Audience, arguments: argparse.Namespace) -> Rates:

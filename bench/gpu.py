@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="groups to measure, by the start of their names")
     parser.add_argument("--shape", choices=("llama-1b", "llama-8b"), default="llama-1b", help="model that is served")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no group is begun")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="of the random inputs; the clock's")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file to write (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="of the random inputs; the clock's, or that of --resume")
+    parser.add_argument("--out", type=Path, help=f"the JSON file to write; {RESULTS}, or with --only none")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="a JSON file: its groups are not begun again")
 
 
@@ -53,24 +53,47 @@ def main(arguments: argparse.Namespace) -> None:
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench.gpu: torch sees no CUDA device; on a machine without one, --check-only --device cpu interprets")
-    print(f"seed {arguments.seed}, torch {torch.__version__}, {_device_name(arguments.device)}", flush=True)
-    torch.manual_seed(arguments.seed)
+    if arguments.only is not None:
+        _check_names(arguments.only, arguments.shape)
+    findings = _begin(arguments)
+    print(f"seed {findings.seed}, torch {torch.__version__}, {_device_name(arguments.device)}", flush=True)
+    torch.manual_seed(findings.seed)
     deadline = time.monotonic() + arguments.seconds
-    findings = Findings() if arguments.resume is None else Findings.read(arguments.resume)
     try:
         _run(arguments, findings, deadline)
     except DeviceLostError as error:
         print(f"the device is lost to this process since {error}; another one goes on", flush=True)
-        sys.exit(_run_another(arguments, findings, deadline))
+        sys.exit(_run_another(findings, deadline))
     _report(findings)
 
 
+def _begin(arguments: argparse.Namespace) -> Findings:
+    """Nothing, or what --resume names, which goes on with the seed that it began with."""
+    if arguments.resume is None:
+        return Findings(time.time_ns() % 2**32 if arguments.seed is None else arguments.seed)
+    findings = Findings.read(arguments.resume)
+    if arguments.seed not in (None, findings.seed):
+        sys.exit(
+            f"bench.gpu: --seed is {arguments.seed}; what {arguments.resume} holds was drawn with {findings.seed}: "
+            "leave --seed out"
+        )
+    return findings
+
+
+def _path_of_results(arguments: argparse.Namespace) -> Path | None:
+    """Some groups alone are not put in the place of a whole run, unless the file is named."""
+    if arguments.check_only:
+        return None
+    return RESULTS if arguments.out is None and arguments.only is None else arguments.out
+
+
 def _run(arguments: argparse.Namespace, findings: Findings, deadline: float) -> None:
-    header = {} if arguments.check_only else _header(arguments)
+    path = _path_of_results(arguments)
+    header = {} if path is None else _header()
 
     def save() -> None:
-        if not arguments.check_only:
-            findings.write(arguments.out, header)
+        if path is not None:
+            findings.write(path, header)
 
     def check(found: "Check") -> None:
         findings.checks.append(found)
@@ -82,11 +105,12 @@ def _run(arguments: argparse.Namespace, findings: Findings, deadline: float) -> 
 
     collector = Collector(findings, save, _device_works if arguments.device == "cuda" else lambda: True)
     if not arguments.skip_checks:
-        collector.collect(_check_groups(arguments.device, arguments.seed), check, math.inf)
+        collector.collect(_check_groups(arguments.device, findings.seed), check, deadline)
     if not arguments.check_only:
         collector.collect(_chosen(_figure_groups(arguments.shape), arguments.only), measure, deadline)
-        save()
-        print(f"wrote {arguments.out}")
+    save()
+    if path is not None:
+        print(f"wrote {path}")
 
 
 def _check_groups(device: str, seed: int) -> "Groups[Check]":
@@ -108,11 +132,17 @@ def _runner_checks(device: str, seed: int) -> "Iterator[Check]":
 
 
 def _figure_groups(shape: str) -> "Groups[Figure]":
-    """What matters most comes first."""
-    from bench.gpu_figures import Figure, device_copy_rate, kernel_groups, tiling_groups
+    from bench.gpu_figures import Figure, device_copy_rate
 
     memory = device_copy_rate()
     yield "memory", iter((Figure("device copy (ceiling)", "GB/s", memory, memory, 0.0),))
+    yield from _groups_beside(memory, shape)
+
+
+def _groups_beside(memory: float, shape: str) -> "Groups[Figure]":
+    """What matters most comes first."""
+    from bench.gpu_figures import kernel_groups, tiling_groups
+
     yield from kernel_groups(memory)
     yield "step", _steps(memory, with_graphs=False)
     yield "step with graphs", _steps(memory, with_graphs=True)
@@ -137,6 +167,13 @@ def _chosen(groups: "Groups[Item]", only: list[str] | None) -> "Groups[Item]":
     return (each for each in groups if only is None or each[0].startswith(tuple(only)))
 
 
+def _check_names(only: list[str], shape: str) -> None:
+    """Ends the process where nothing would be measured for one of `only`."""
+    names = ["memory", *(name for name, _ in _groups_beside(math.nan, shape))]
+    if unknown := [each for each in only if not any(name.startswith(each) for name in names)]:
+        sys.exit(f"bench.gpu: --only: no group begins with {', '.join(unknown)}; there are {', '.join(names)}")
+
+
 def _device_works() -> bool:
     import torch
 
@@ -147,14 +184,14 @@ def _device_works() -> bool:
     return True
 
 
-def _run_another(arguments: argparse.Namespace, findings: Findings, deadline: float) -> int:
+def _run_another(findings: Findings, deadline: float) -> int:
     """The exit status of a process that is called as this one was and does what is left."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         path = Path(folder) / "findings.json"
         findings.write(path, {})
         left = max(deadline - time.monotonic(), 0.0)
         # Of a flag that is given twice the last one counts.
-        flags = ["--resume", str(path), "--seed", str(arguments.seed), "--seconds", str(left)]
+        flags = ["--resume", str(path), "--seconds", str(left)]
         return subprocess.run([sys.executable, *sys.orig_argv[1:], *flags], check=False).returncode
 
 
@@ -179,12 +216,11 @@ def _print_figure(figure: "Figure") -> None:
     print(f"{figure.name:<62} {figure.microseconds:9.1f} us {rates}{wanted}", flush=True)
 
 
-def _header(arguments: argparse.Namespace) -> dict[str, Any]:
+def _header() -> dict[str, Any]:
     return {
         "title": "Triton kernels on a GPU",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python", *sys.orig_argv[1:]]),
-        "seed": arguments.seed,
         "machine": _machine(),
     }
 

@@ -11,7 +11,7 @@ from kernels import reference
 from kernels.reference_attention import ScoreRule
 from kernels.triton import operations
 
-# Relative errors (of norms) that are rounding and nothing else.
+# Relative errors (of a token's norm) that are rounding and nothing else.
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 MIXED = ((1, 1), (3, 3), (1, 17), (40, 71), (1, 300))
 LARGE = ((1, 5000), (512, 2048), (1, 1), (1, 1333), (77, 77), (1, 4096), (2, 900))
@@ -35,6 +35,7 @@ def check_groups(device: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple
     for dtype in dtypes:
         yield f"attention, {dtype}", _attention_checks(device, dtype)
         yield f"pointwise, {dtype}", _pointwise_checks(device, dtype)
+        yield f"rotary, {dtype}", _rotary_checks(device, dtype)
         yield f"cache, {dtype}", _cache_checks(device, dtype)
 
 
@@ -69,29 +70,43 @@ def _attention_check(
     problem = make_problem(rows, heads, dtype, device, block_size=block_size, poisoned=True)
     expected = expected_attention(problem, rule)
     _leave_nan_in_free_memory(problem.query)
-    return _compare(name, operations.paged_attention(*problem.tensors, scores=rule, **problem.limits), expected)
+    return compare(name, operations.paged_attention(*problem.tensors, scores=rule, **problem.limits), expected)
 
 
 def _pointwise_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
     x, residual = torch.randn(2, 37, 4100, device=device).to(dtype)
     weight, bias = torch.rand(2, 4100, device=device).to(dtype)
-    wide = [each.double() for each in (x, residual, weight, bias)]
-    yield _compare("rms_norm", operations.rms_norm(x, weight, 1e-5), reference.rms_norm(wide[0], wide[2], 1e-5))
-    summed, (normed, _) = (x + residual).double(), operations.add_rms_norm(x, residual, weight, 1e-5)
-    yield _compare("add_rms_norm", normed, reference.rms_norm(summed, wide[2], 1e-5))
-    yield _compare(
+    wide_x, wide_weight, wide_bias = x.double(), weight.double(), bias.double()
+    yield compare("rms_norm", operations.rms_norm(x, weight, 1e-5), reference.rms_norm(wide_x, wide_weight, 1e-5))
+    yield compare(
         "layer_norm",
         operations.layer_norm(x, weight, bias, 1e-5),
-        reference.layer_norm(wide[0], wide[2], wide[3], 1e-5),
+        reference.layer_norm(wide_x, wide_weight, wide_bias, 1e-5),
     )
-    yield _compare("silu_and_mul", operations.silu_and_mul(x), reference.silu_and_mul(wide[0]))
-    query, key = torch.randn(37, 12, 80, device=device).to(dtype).split((8, 4), dim=1)
+    # What is normed is the sum as it is stored; it may be written over the residual.
+    stored, total = (x + residual).double(), wide_x + residual.double()
+    normed, stream = operations.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    yield compare("add_rms_norm", normed, reference.rms_norm(stored, wide_weight, 1e-5))
+    yield compare("add_rms_norm, residual", stream, total)
+    normed, stream = operations.add_layer_norm(x, residual.clone(), weight, bias, 1e-5)
+    yield compare("add_layer_norm", normed, reference.layer_norm(stored, wide_weight, wide_bias, 1e-5))
+    yield compare("add_layer_norm, residual", stream, total)
+    yield compare("silu_and_mul", operations.silu_and_mul(x), reference.silu_and_mul(wide_x))
+
+
+def _rotary_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
+    query, key, value = torch.randn(37, 16, 80, device=device).to(dtype).split((8, 4, 4), dim=1)
     positions, table = torch.randint(0, 500, (37,), device=device), torch.rand(500, 80, device=device)
-    expected = reference.rotary(query.double(), key.double(), positions, table.double())
-    for name, actual, wanted in zip(
-        ("query", "key"), operations.rotary(query, key, positions, table), expected, strict=True
-    ):
-        yield _compare(f"rotary, {name}", actual, wanted)
+    wide_query, wide_key = reference.rotary(query.double(), key.double(), positions, table.double())
+    turned_query, turned_key = operations.rotary(query, key, positions, table)
+    yield compare("rotary, query", turned_query, wide_query)
+    yield compare("rotary, key", turned_key, wide_key)
+    pool, slots = torch.randn(2, 6, 4, 16, 80, device=device).to(dtype), torch.randperm(96, device=device)[:37]
+    wide_pool = pool.double()
+    reference.reshape_and_cache(wide_key, value.double(), wide_pool, slots)
+    turned_query = operations.rotary_and_cache(query, key, value, positions, table, pool, slots)
+    yield compare("rotary_and_cache, query", turned_query, wide_query)
+    yield compare("rotary_and_cache, pool", _by_slot(pool), _by_slot(wide_pool))
 
 
 def _cache_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
@@ -126,9 +141,17 @@ def _copy(pool: torch.Tensor) -> torch.Tensor:
     return pool.clone().pin_memory() if pool.is_cpu and torch.cuda.is_available() else pool.clone()
 
 
-def _compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Check:
-    error = torch.linalg.vector_norm(actual.double() - expected) / torch.linalg.vector_norm(expected)
-    return Check(name, str(actual.dtype).removeprefix("torch."), error.item(), LIMITS[actual.dtype])
+def compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Check:
+    """The largest relative error of a token; [T, ...]. Each counts by its own norm, since a row of a long context is
+    small beside the others."""
+    wrong = torch.linalg.vector_norm((actual.double() - expected).flatten(1), dim=1)
+    errors = wrong / torch.linalg.vector_norm(expected.flatten(1), dim=1)
+    return Check(name, str(actual.dtype).removeprefix("torch."), errors.max().item(), LIMITS[actual.dtype])
+
+
+def _by_slot(pool: torch.Tensor) -> torch.Tensor:
+    """[2, N, H, B, D] -> [2 N B, H, D]: the keys of each slot, then the values."""
+    return pool.transpose(2, 3).flatten(0, 2)
 
 
 def _leave_nan_in_free_memory(like: torch.Tensor) -> None:

@@ -16,11 +16,13 @@ class Findings:
     """Grows as groups of checks and figures give theirs.
 
     Attributes:
+        seed: that the random inputs of all of them are drawn with.
         begun: names of groups, which are not begun again.
         broken: those of them that did not come to their ends.
         late: groups for which there was no time.
     """
 
+    seed: int
     checks: list["Check"] = field(default_factory=list)
     figures: list["Figure"] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
@@ -36,6 +38,7 @@ class Findings:
 
         values = json.loads(path.read_text())
         return cls(
+            values["seed"],
             [Check(**_only(Check, each)) for each in values["checks"]],
             [Figure(**_only(Figure, each)) for each in values["figures"]],
             values["begun"],
@@ -54,6 +57,7 @@ class Findings:
         """Writes the file whole, or leaves the one that is there."""
         result = {
             **header,
+            "seed": self.seed,
             "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
             "begun": self.begun,
             "stopped_by_an_error": self.broken,

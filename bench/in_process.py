@@ -6,21 +6,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.model_source import load_worker
 from bench.workload import WorkItem
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepPlan, StepResult
 from worker_svc import steps
+from worker_svc.device_loop import DeviceLoop
 from worker_svc.settings import WorkerSettings
+from worker_svc.startup import build_worker
 
 
 class InProcessEngine:
-    """Core and model runner, called in turn."""
+    """Core and model runner, called in turn, in the thread that makes it: as a worker's, its threads are bound."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        worker = load_worker(settings)
+        worker = build_worker(settings, DeviceLoop())
         self._runner = worker.runner
         info = worker.info
         self._config = SchedulerConfig(

@@ -7,9 +7,10 @@ Parts and whole are recordings of the same model over the same tensors, run in t
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,9 +61,10 @@ def main(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"--model is {directory}; expected a model of Quire's own code")
     pool_dtype = torch.int8 if arguments.kv_cache_dtype == "int8" else model.dtype
     passes = Passes(model, max(arguments.batches), arguments.context, pool_dtype)
-    series = []
+    series, kept = [], []
     for batch in arguments.batches:
         stages, rate = measure(passes, batch, arguments.runs)
+        kept.append(floors(batch, stages, rate))
         print(f"\n{batch} sequences of {arguments.context} tokens; a plain sum reads {rate:.1f} GB/s")
         for stage in stages:
             floor = stage.floor_ms(rate)
@@ -77,6 +79,7 @@ def main(arguments: argparse.Namespace) -> None:
             context=arguments.context,
             quantization=arguments.quantization,
             kv_cache_dtype=arguments.kv_cache_dtype,
+            floors=kept,
         )
 
 
@@ -101,6 +104,12 @@ class Stage:
 
     def series(self, batch: int) -> Series:
         return Series(f"{self.name}, {batch} seqs", "ms", self.times_ms)
+
+
+def floors(batch: int, stages: Sequence[Stage], rate: float) -> dict[str, Any]:
+    """What the floors of a batch are computed from: the rate of a plain sum, and the bytes that each stage reads."""
+    read_bytes = {stage.name: stage.read_bytes for stage in stages if stage.read_bytes}
+    return {"batch": batch, "rate": rate, "unit": "GB/s", "read_bytes": read_bytes}
 
 
 class Passes:

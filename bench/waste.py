@@ -17,7 +17,7 @@ from bench.report import Series, write_results
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepPlan, StepResult
+from scheduler_svc.core.step_plan import StepPlan, StepResult, Usage
 
 _PAPER = {"quire": 0.963, Reservation.ORACLE: 0.382, Reservation.POW2: 0.268, Reservation.MAX: 0.204}
 _QUEUE = 16
@@ -61,30 +61,39 @@ class PagedUse:
     of_pool      the same of all slots of the pool
     num_running  requests that run
     most_rows    the most rows that were taken at once
-    preemptions  of all requests, the share that was preempted
+
+    And of all requests, from the first step to the last:
+
+    preemptions_per_request  how often one was preempted, on average
+    computed_per_needed      tokens computed for each that is needed: 1 where nothing is computed again
     """
 
     of_blocks: float
     of_pool: float
     num_running: float
     most_rows: int
-    preemptions: float
+    preemptions_per_request: float
+    computed_per_needed: float
 
 
 def paged_use(lengths: np.ndarray, block_size: int, arguments: argparse.Namespace) -> PagedUse:
     """Runs requests of these lengths through the scheduler's core. ValueError where memory is not what limits."""
     drive = Drive(Scheduler(_config(block_size, arguments)), _constant_tokens)
-    num_ended = next_request = 0
+    num_computed = next_request = 0
+    ended: list[Usage] = []
     samples: list[tuple[float, float, int]] = []
     while next_request < len(lengths):
         while len(drive.scheduler.waiting) < _QUEUE and next_request < len(lengths):
             drive.scheduler.submit(_request(next_request, *lengths[next_request].tolist()), 0.0)
             next_request += 1
-        if drive.plan() is None:
-            num_ended += sum(len(events.completed) for events in drive.deliver().values())
-        elif num_ended >= arguments.warm_up:
+        if (plan := drive.plan()) is None:
+            ended += [end.usage for events in drive.deliver().values() for end in events.completed]
+            continue
+        num_computed += int(plan.num_new_tokens.sum())
+        if len(ended) >= arguments.warm_up:
             samples.append(_look(drive.scheduler))
-    return _summary(samples, drive.scheduler.num_preemptions / len(lengths), arguments)
+    again = num_computed / _num_needed(drive.scheduler, ended)
+    return _summary(samples, drive.scheduler.num_preemptions / len(lengths), again, arguments)
 
 
 def _config(block_size: int, arguments: argparse.Namespace) -> SchedulerConfig:
@@ -106,27 +115,44 @@ def _constant_tokens(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, np.full(len(plan.samples), 7))
 
 
+def _num_needed(scheduler: Scheduler, ended: list[Usage]) -> int:
+    """Tokens that those who ended had to compute, all but each one's last, and that those who run have."""
+    return sum(usage.prompt_tokens + usage.generated_tokens - 1 for usage in ended) + _num_held(scheduler)
+
+
+def _num_held(scheduler: Scheduler) -> int:
+    return int(scheduler.rows.num_computed[scheduler.rows.active].sum())
+
+
 def _look(scheduler: Scheduler) -> tuple[float, float, int]:
-    tokens = int(scheduler.rows.num_computed[scheduler.rows.active].sum())
+    tokens = _num_held(scheduler)
     pool, size = scheduler.blocks.pool, scheduler.config.block_size
     return tokens / (pool.num_used * size), tokens / (pool.num_blocks * size), len(scheduler.running)
 
 
-def _summary(samples: list[tuple[float, float, int]], preemptions: float, arguments: argparse.Namespace) -> PagedUse:
+def _summary(
+    samples: list[tuple[float, float, int]], preemptions: float, again: float, arguments: argparse.Namespace
+) -> PagedUse:
     if not samples:
         raise ValueError(f"no step is left after a warm-up of {arguments.warm_up} requests; give more requests")
     most_rows = max(running for _, _, running in samples)
     if most_rows >= arguments.max_num_seqs:
         raise ValueError(f"all {arguments.max_num_seqs} rows were taken: give more rows, or fewer slots")
     of_blocks, of_pool, num_running = np.mean(samples, axis=0).tolist()
-    return PagedUse(of_blocks, of_pool, num_running, most_rows, preemptions)
+    return PagedUse(of_blocks, of_pool, num_running, most_rows, preemptions, again)
 
 
 def _print(blocks: dict[int, PagedUse], orca: dict[Reservation, Occupancy]) -> None:
-    print(f"\n{'':<22} {'tokens / allocated':>18} {'tokens / pool':>14} {'running':>8} {'paper':>7}")
+    print(
+        f"\n{'':<22} {'tokens / allocated':>18} {'tokens / pool':>14} {'running':>8} {'paper':>7} "
+        f"{'preemptions / request':>22} {'computed / needed':>18}"
+    )
     for size, use in blocks.items():
         paper = f"{_PAPER['quire']:7.1%}" if size == 16 else f"{'':>7}"
-        print(f"Quire, blocks of {size:<5} {use.of_blocks:18.1%} {use.of_pool:14.1%} {use.num_running:8.1f} {paper}")
+        print(
+            f"Quire, blocks of {size:<5} {use.of_blocks:18.1%} {use.of_pool:14.1%} {use.num_running:8.1f} {paper} "
+            f"{use.preemptions_per_request:22.3f} {use.computed_per_needed:18.3f}"
+        )
     print(f"\n{'':<22} {'tokens':>8} {'reserved':>9} {'internal':>9} {'external':>9} {'running':>8} {'paper':>7}")
     for each, use in orca.items():
         shares = f"{use.tokens:8.1%} {use.reserved:9.1%} {use.internal:9.1%} {use.external:9.1%}"

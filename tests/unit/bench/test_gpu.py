@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
-from argparse import Namespace
+import time
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
 from bench import gpu
+from bench.gpu_findings import Findings
 from bench.gpu_problems import Heads, expected_attention, make_problem
 from kernels import ops
 from kernels.reference_attention import ScoreRule
@@ -32,6 +35,44 @@ def test_speed_is_not_measured_in_the_interpreter() -> None:
     with pytest.raises(SystemExit, match="add --check-only"):
         gpu.main(Namespace(device="cpu", check_only=False))
     assert "TRITON_INTERPRET" not in os.environ
+
+
+def make_arguments(*flags: str) -> Namespace:
+    parser = ArgumentParser()
+    gpu.add_arguments(parser)
+    return parser.parse_args(list(flags))
+
+
+def test_a_run_of_some_groups_leaves_the_file_of_the_whole_one() -> None:
+    assert gpu._path_of_results(make_arguments()) == gpu.RESULTS
+    assert gpu._path_of_results(make_arguments("--only", "decode")) is None
+    assert gpu._path_of_results(make_arguments("--only", "decode", "--out", "some.json")) == Path("some.json")
+    assert gpu._path_of_results(make_arguments("--check-only", "--out", "some.json")) is None
+
+
+def test_a_name_that_no_group_begins_with_is_refused() -> None:
+    gpu._check_names(["decode", "tilings of p", "mem"], "llama-1b")
+    with pytest.raises(SystemExit, match="--only: no group begins with decade; there are memory, decode, prefill, "):
+        gpu._check_names(["decode", "decade"], "llama-1b")
+
+
+def test_another_run_keeps_the_seed_of_what_it_goes_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    Findings(7).write(path, {})
+    assert gpu._begin(make_arguments("--resume", str(path))).seed == 7
+    assert gpu._begin(make_arguments("--resume", str(path), "--seed", "7")).seed == 7
+    assert gpu._begin(make_arguments("--seed", "8")).seed == 8
+    with pytest.raises(SystemExit, match=r"--seed is 8; what .* holds was drawn with 7"):
+        gpu._begin(make_arguments("--resume", str(path), "--seed", "8"))
+
+
+def test_no_group_of_checks_is_begun_after_the_deadline() -> None:
+    findings = Findings(7)
+    gpu._run(make_arguments("--check-only", "--device", "cpu"), findings, time.monotonic() - 1)
+    assert (findings.checks, findings.begun) == ([], [])
+    assert "worker" in findings.late
+    with pytest.raises(SystemExit, match="no time left"):
+        gpu._report(findings)
 
 
 def test_groups_are_chosen_by_the_start_of_their_names() -> None:

@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,7 @@ def soon() -> float:
 
 
 def test_an_error_in_one_group_does_not_take_the_others_along(capsys: pytest.CaptureFixture[str]) -> None:
-    findings, taken = Findings(), list[int]()
+    findings, taken = Findings(3), list[int]()
     make_collector(findings).collect([("bad", bad()), ("good", good())], taken.append, soon())
     assert taken == [1, 3, 4]
     assert (findings.begun, findings.broken) == (["bad", "good"], ["bad"])
@@ -53,7 +52,7 @@ def test_an_error_between_groups_leaves_what_came_before(capsys: pytest.CaptureF
         yield "good", good()
         raise ImportError("no such kernel")
 
-    findings, taken = Findings(), list[int]()
+    findings, taken = Findings(3), list[int]()
     make_collector(findings).collect(groups(), taken.append, soon())
     assert taken == [3, 4]
     assert findings.broken == ["what comes before the next group"]
@@ -62,13 +61,13 @@ def test_an_error_between_groups_leaves_what_came_before(capsys: pytest.CaptureF
 
 def test_no_group_is_begun_after_the_deadline() -> None:
     never: Iterator[int] = iter(int, 0)
-    findings = Findings()
+    findings = Findings(3)
     make_collector(findings).collect([("slow", never)], print, time.monotonic() - 1)
     assert (findings.begun, findings.late) == ([], ["slow"])
 
 
 def test_no_group_is_begun_on_a_device_that_is_lost() -> None:
-    findings, taken = Findings(), list[int]()
+    findings, taken = Findings(3), list[int]()
     with pytest.raises(DeviceLostError, match="bad"):
         make_collector(findings, works=False).collect([("bad", bad()), ("good", good())], taken.append, math.inf)
     assert taken == [1]
@@ -77,13 +76,14 @@ def test_no_group_is_begun_on_a_device_that_is_lost() -> None:
 
 def test_another_run_begins_only_what_was_not_begun(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "gpu.json"
-    findings = Findings([CHECK], [FIGURE], late=["tilings"])
+    findings = Findings(3, [CHECK], [FIGURE], late=["tilings"])
     taken: list[int] = []
     with pytest.raises(DeviceLostError):
         make_collector(findings, works=False).collect([("bad", bad())], taken.append, math.inf)
-    findings.write(path, {"seed": 3})
+    findings.write(path, {"title": "kernels"})
     values = json.loads(path.read_text())
-    assert (values["seed"], values["checks"][0]["passed"], values["no_time_left"]) == (3, True, ["tilings"])
+    assert (values["title"], values["seed"]) == ("kernels", 3)
+    assert (values["checks"][0]["passed"], values["no_time_left"]) == (True, ["tilings"])
     later = Findings.read(path)
     assert later == replace(findings, late=[])
     make_collector(later).collect([("bad", bad()), ("good", good())], taken.append, math.inf)
@@ -92,7 +92,7 @@ def test_another_run_begins_only_what_was_not_begun(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_killed_within_a_group_leaves_it_broken(tmp_path: Path) -> None:
-    path, findings = tmp_path / "gpu.json", Findings()
+    path, findings = tmp_path / "gpu.json", Findings(3)
     seen: list[list[str]] = []
     collector = Collector(findings, lambda: findings.write(path, {}), lambda: True)
     collector.collect([("good", good())], lambda _: seen.append(Findings.read(path).broken), math.inf)
@@ -111,10 +111,9 @@ def test_what_is_left_is_done_by_another_process_that_knows_what_was_found(
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "bench.gpu", "--only", "decode"])
-    findings = Findings([CHECK], [FIGURE], ["decode"], ["decode"])
-    assert gpu._run_another(Namespace(seed=5), findings, time.monotonic() + 100) == 7
+    findings = Findings(5, [CHECK], [FIGURE], ["decode"], ["decode"])
+    assert gpu._run_another(findings, time.monotonic() + 100) == 7
     ((command, handed),) = calls
     assert command[1:5] == ["-m", "bench.gpu", "--only", "decode"]
-    assert command[command.index("--seed") + 1] == "5"
     assert 90 < float(command[command.index("--seconds") + 1]) <= 100
     assert handed == findings

@@ -26,6 +26,17 @@ def test_one_token_in_blocks_of_sixteen_uses_a_sixteenth() -> None:
     lengths = np.array([[1, 1]] * 400)
     use = paged_use(lengths, 16, make_arguments("--slots", "256", "--longest", "64", "--warm-up", "20"))
     assert use.of_blocks == pytest.approx(1 / 16)
+    # None grows, so none gives way.
+    assert (use.preemptions_per_request, use.computed_per_needed) == (0, 1)
+
+
+def test_what_gives_way_is_computed_again() -> None:
+    # Two of 12 tokens grow to 20 each in a pool of 32.
+    lengths = np.array([[12, 8]] * 60)
+    use = paged_use(lengths, 1, make_arguments("--slots", "32", "--longest", "32", "--warm-up", "10"))
+    assert use.preemptions_per_request > 0
+    # At most all of a request, each time; at least its prompt but for what lies in cached blocks.
+    assert 1 < use.computed_per_needed <= 1 + use.preemptions_per_request
 
 
 def test_chats_use_more_than_96_percent_of_their_blocks() -> None:

@@ -1,6 +1,5 @@
 """compose.yaml: the services start with flags that exist, in an order that works, and only the gateway is reachable."""
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from gateway.settings import GatewaySettings
 from quire.settings import load_settings
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.compose import default_of
+from tools.check_kubernetes import DIRECTORY
+from tools.kubernetes_manifests import Manifests, known_variables
 from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,8 +35,7 @@ def settings_of(services: dict[str, Any], name: str) -> Any:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_flag_and_variable_is_one_that_the_service_knows(services: dict[str, Any], name: str) -> None:
     settings_of(services, name)
-    known = {"QUIRE_" + field.name.upper() for field in dataclasses.fields(SETTINGS[name])}
-    assert services[name]["environment"].keys() <= known
+    assert services[name]["environment"].keys() <= known_variables(SETTINGS[name])
 
 
 def test_services_find_each_other(services: dict[str, Any]) -> None:
@@ -62,6 +62,30 @@ def test_each_service_waits_until_the_one_below_is_healthy(services: dict[str, A
     assert services["gateway"]["depends_on"] == {"scheduler": {"condition": "service_healthy"}}
     assert services["scheduler"]["depends_on"] == {"worker": {"condition": "service_healthy"}}
     assert "depends_on" not in services["worker"]
+
+
+def test_a_model_has_as_long_to_load_as_kubernetes_gives_it(services: dict[str, Any]) -> None:
+    (probe,) = (pod.container["startupProbe"] for pod in Manifests.read(DIRECTORY).pods() if pod.name == "worker")
+    given_s = int(services["worker"]["healthcheck"]["start_period"].removesuffix("s"))
+    assert given_s >= probe["periodSeconds"] * probe["failureThreshold"]
+
+
+def test_a_gateway_can_be_given_keys_whose_folder_it_sees(services: dict[str, Any]) -> None:
+    for name in ("gateway", "gateway-2"):
+        assert services[name]["environment"]["QUIRE_KEYS_FILE"] == "${QUIRE_KEYS_FILE:-}"
+        assert "./keys:/keys:ro" in [default_of(volume) for volume in services[name]["volumes"]]
+        assert "./models:/models:ro" in [default_of(volume) for volume in services[name]["volumes"]]
+        # Keys can be read by their owner alone: the gateway runs as that one.
+        assert services[name]["user"] == "${QUIRE_USER:-10001:10001}"
+    assert settings_of(services, "gateway").keys_files == ()
+
+
+@pytest.mark.parametrize("path", ["compose.yaml", "deploy/compose.tls.yaml", "docs/operations.md"])
+def test_whoever_starts_it_is_told_how_to_give_a_gateway_keys(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    made = set(re.findall(r"quire keys add keys/(\S+) ", text))
+    assert len(made) == 1
+    assert set(re.findall(r"QUIRE_KEYS_FILE=/keys/(\S+) ", text)) == made
 
 
 def test_only_the_gateway_is_published_and_only_on_loopback(services: dict[str, Any]) -> None:

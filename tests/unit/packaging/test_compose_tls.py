@@ -1,5 +1,6 @@
 """compose.yaml with deploy/compose.tls.yaml: every link is encrypted, and each service holds no key but its own."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,16 @@ def test_each_service_has_the_certificates_of_its_role_alone(services: dict[str,
         directory = settings_of(service).tls_dir
         mounts = [default_of(volume) for volume in service["volumes"] if "certs" in volume]
         assert mounts == [f"./certs/{service['command'][0]}:{directory}:ro"]
+
+
+def test_gateways_can_be_given_keys(services: dict[str, Any]) -> None:
+    for name in ("gateway", "gateway-2"):
+        service = services[name]
+        assert "./keys:/keys:ro" in [default_of(volume) for volume in service["volumes"]]
+        given = {**service, "environment": service["environment"] | {"QUIRE_KEYS_FILE": "/keys/keys.json"}}
+        assert service["environment"].keys() >= {"QUIRE_KEYS_FILE", "QUIRE_TLS_DIR"}
+        assert settings_of(service).keys_files == ()
+        assert settings_of(given).keys_files == (Path("/keys/keys.json"),)
 
 
 def test_services_run_as_the_owner_of_the_keys(services: dict[str, Any]) -> None:

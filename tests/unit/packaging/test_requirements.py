@@ -42,10 +42,22 @@ def test_worker_installs_torch() -> None:
     assert "torch" in {name_of(requirement) for requirement in list_requirements(PYPROJECT, ["worker"])}
 
 
-def test_all_is_every_service() -> None:
+def test_all_is_every_extra_but_those_of_development() -> None:
     extras = read_pyproject()["project"]["optional-dependencies"]
-    assert extras["all"] == [f"quire[{','.join((*SERVICE_EXTRAS, 'certs', 'tracing'))}]"]
+    assert extras["all"] == [f"quire[{','.join(extra for extra in extras if extra not in {'all', 'dev'})}]"]
     assert list_requirements(PYPROJECT, ["all"]) == list_requirements(PYPROJECT, [])
+
+
+def test_the_image_runs_models_through_transformers() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"list_requirements\.py ([a-z ]+) >", text)
+    assert "transformers" in {name_of(requirement) for requirement in list_requirements(PYPROJECT, listed.split())}
+
+
+def test_the_readme_names_every_extra() -> None:
+    rows = re.findall(r"^\| `quire\[([a-z]+)\]` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    extras = read_pyproject()["project"]["optional-dependencies"]
+    assert sorted(rows) == sorted(extras.keys() - {"dev"})
 
 
 def test_the_image_has_wheels_for_all_that_it_installs() -> None:

@@ -1,0 +1,82 @@
+"""The checks of the GPU kernels look at every operation, and see what is wrong in a single row."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench import gpu_checks
+from bench.gpu_checks import LIMITS, Check, check_groups, compare
+from bench.gpu_problems import Heads, expected_attention, make_problem
+from kernels import reference
+from kernels.reference_attention import ScoreRule
+from kernels.triton import operations
+
+
+def checks_with(monkeypatch: pytest.MonkeyPatch, **changes: Callable[..., Any]) -> Iterator[Check]:
+    """All checks of the plain operations in float32, some of which are others."""
+    plain = {name: getattr(reference, name) for name in operations.__all__}
+    monkeypatch.setattr(gpu_checks, "operations", SimpleNamespace(**plain | changes))
+    for _, group in check_groups("cpu", (torch.float32,)):
+        yield from group
+
+
+def failures(checks: Iterator[Check]) -> set[str]:
+    return {check.name for check in checks if not check.passed}
+
+
+def test_operations_that_are_right_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failures(checks_with(monkeypatch)) == set()
+
+
+@pytest.mark.parametrize("name", operations.__all__)
+def test_every_operation_is_checked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(name)
+
+    with pytest.raises(NotImplementedError, match=name):
+        failures(checks_with(monkeypatch, **{name: broken}))
+
+
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
+def test_a_residual_that_is_not_the_sum_is_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def lossy(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, _ = getattr(reference, name)(x, residual, *others)
+        return normed, residual
+
+    assert failures(checks_with(monkeypatch, **{name: lossy})) == {f"{name}, residual"}
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["keys", "values"])
+def test_a_slot_that_was_not_written_is_seen(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    def lossy(*arguments: torch.Tensor) -> torch.Tensor:
+        pool, slots = arguments[5:]
+        block, offset = divmod(int(slots[3]), pool.shape[3])
+        before = pool[part, block, :, offset].clone()
+        query = reference.rotary_and_cache(*arguments)
+        pool[part, block, :, offset] = before
+        return query
+
+    assert failures(checks_with(monkeypatch, rotary_and_cache=lossy)) == {"rotary_and_cache, pool"}
+
+
+def test_a_row_of_zeros_among_long_contexts_is_seen() -> None:
+    problem = make_problem(((1, 5000), (512, 600), (1, 4096)), Heads(4, 2, 32), torch.bfloat16, "cpu")
+    expected = expected_attention(problem, ScoreRule(0.1))
+    actual = expected.to(torch.bfloat16)
+    assert compare("attention", actual, expected).passed
+    actual[0] = 0
+    # Of all rows together it is less than what rounding may cost.
+    assert (actual - expected).norm() / expected.norm() < LIMITS[torch.bfloat16]
+    check = compare("attention", actual, expected)
+    assert check.error == 1
+    assert not check.passed
+
+
+def test_a_row_that_is_no_number_is_seen() -> None:
+    expected = torch.ones(3, 2, dtype=torch.float64)
+    actual = expected.float()
+    actual[1, 0] = torch.nan
+    assert not compare("norm", actual, expected).passed
