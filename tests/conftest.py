@@ -19,7 +19,7 @@ _WITH_ALL_PROCESSES = ("chaos", "e2e")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run side by side (`--dist loadgroup`), those that start a whole server take turns: each of them has
     the threads of its worker bound to the machine's processors."""
-    folder = Path(__file__).parent
+    folders = [Path(__file__).parent / name for name in _WITH_ALL_PROCESSES]
     for item in items:
-        if item.path.relative_to(folder).parts[0] in _WITH_ALL_PROCESSES:
+        if any(item.path.is_relative_to(folder) for folder in folders):
             item.add_marker(pytest.mark.xdist_group("whole server"))

@@ -1,14 +1,13 @@
 """kill -9 of each process under load: clients see a pause, never a lost, repeated or changed token."""
 
 import asyncio
-import os
-import signal
 
 import pytest
 
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.rpc.errors import Unavailable
-from tests.support.scheduler_process import until
+from tests.support.killing import kill
+from tests.support.outcomes import aborting
 from tests.support.serving import Served, serving
 
 NUM_STREAMS = 12
@@ -33,18 +32,6 @@ async def read_stream(client: AsyncClient, index: int, started: asyncio.Event) -
     return token_ids
 
 
-async def kill(served: Served, name: str) -> None:
-    """Kills the process and waits until its successor was started."""
-    process = served.server.process(name)
-    starts = process.starts
-    os.kill(process.pid, signal.SIGKILL)
-
-    async def started_again() -> bool:
-        return process.starts > starts
-
-    await until(started_again, timeout_s=30)
-
-
 async def run_streams(served: Served, started: asyncio.Event) -> list[list[int]]:
     return await asyncio.gather(*(read_stream(served.client, index, started) for index in range(NUM_STREAMS)))
 
@@ -63,10 +50,11 @@ async def test_streams_survive_the_loss_of_scheduler_and_worker(victims):
 
 async def test_a_lost_gateway_fails_its_streams_clearly_and_frees_their_blocks():
     async with serving(num_gpu_blocks=512, reconnect_grace=0.0) as served:
-        started = asyncio.Event()
-        streams = [asyncio.create_task(read_stream(served.client, i, started)) for i in range(NUM_STREAMS)]
-        await started.wait()
-        await kill(served, "gateway")
+        async with aborting(served, NUM_STREAMS):
+            started = asyncio.Event()
+            streams = [asyncio.create_task(read_stream(served.client, i, started)) for i in range(NUM_STREAMS)]
+            await started.wait()
+            await kill(served, "gateway")
         outcomes = await asyncio.gather(*streams, return_exceptions=True)
         assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
         await served.server.wait_ready()

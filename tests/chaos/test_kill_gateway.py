@@ -3,7 +3,8 @@
 import asyncio
 
 from quire.client import AsyncClient, TokenChunk
-from tests.chaos.test_kill import NUM_STREAMS, kill, options_of
+from tests.chaos.test_kill import NUM_STREAMS, options_of
+from tests.support.killing import kill
 from tests.support.serving import serving
 
 

@@ -24,7 +24,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from tests.support.beam_reference import BeamCase, BeamOptions, assert_found, make_beam_cases
 from tests.support.greedy import generate_greedily
 from tests.support.in_process import InProcessReplica, config_of, load_worker
-from tests.support.metrics import free_port, read_metric
+from tests.support.metrics import read_metric
 from tests.support.models import VOCAB_SIZE, make_shape
 from tests.support.serving import serving
 from worker_svc.settings import WorkerSettings
@@ -201,14 +201,11 @@ async def test_150_searches_through_all_services_equal_transformers_while_blocks
     reference = reference_of("llama-gqa-untied-32")
     # 60 blocks hold 960 tokens; the host has room for more than all searches at once.
     limits = {"num_gpu_blocks": 60, "swap_space": 1 << 24, "max_num_seqs": 128, "preemption_mode": "swap"}
-    port = free_port()
-    async with serving(
-        model=str(reference.directory), dtype="float32", scheduler_metrics_port=port, **limits
-    ) as served:
+    async with serving(model=str(reference.directory), dtype="float32", **limits) as served:
         answers = await asyncio.gather(
             *(served.client.generate(case.prompt, client_options(case.options)) for case in reference.cases)
         )
-        num_swap_outs = await read_metric(port, "quire_scheduler_swap_outs_total")
+        num_swap_outs = await read_metric(served.scheduler_metrics_port, "quire_scheduler_swap_outs_total")
     for case, answer in zip(reference.cases, answers, strict=True):
         assert_served(case, answer.sequences)
     ends = [each.finish_reason == FinishReason.STOP for answer in answers for each in answer.sequences]

@@ -7,6 +7,7 @@ import pytest_asyncio
 
 from quire.client import ChatMessage, FinishReason, GenerationOptions, RequestCompleted, SequenceFinished, TokenChunk
 from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument
+from tests.support.outcomes import aborting
 from tests.support.scheduler_process import until, wait_nothing_in_use
 from tests.support.serving import Served, serving
 
@@ -86,34 +87,34 @@ async def test_a_stop_string_ends_the_text_before_it(served: Served):
 
 async def test_a_client_that_leaves_frees_its_blocks(served: Served):
     options = GenerationOptions(temperature=0.0, max_tokens=900, ignore_eos=True)
-    streams = [served.client.generate_stream(f"Story {i}", options) for i in range(8)]
-    for stream in streams:
-        await anext(aiter(stream))
-    assert (await served.state()).gpu_pool.used_blocks > 0
-    for stream in streams:
-        await stream.close()
-    await wait_nothing_in_use(served.scheduler)
+    async with aborting(served, 8):
+        streams = [served.client.generate_stream(f"Story {i}", options) for i in range(8)]
+        for stream in streams:
+            await anext(aiter(stream))
+        assert (await served.state()).gpu_pool.used_blocks > 0
+        for stream in streams:
+            await stream.close()
 
 
 async def test_a_passed_deadline_frees_blocks(served: Served):
     options = GenerationOptions(temperature=0.0, max_tokens=900, ignore_eos=True)
-    with pytest.raises(DeadlineExceeded):
-        await served.client.generate("Once upon a time", options, timeout_s=0.2)
-    await wait_nothing_in_use(served.scheduler)
+    async with aborting(served, 1):
+        with pytest.raises(DeadlineExceeded):
+            await served.client.generate("Once upon a time", options, timeout_s=0.2)
 
 
 async def test_cancel_by_id_ends_the_other_call(served: Served):
     options = GenerationOptions(temperature=0.0, max_tokens=900, ignore_eos=True)
-    call = asyncio.create_task(served.client.generate("Once upon a time", options, request_id="to-be-cancelled"))
 
     async def running() -> bool:
         return (await served.state()).running_requests == 1
 
-    await until(running)
-    await served.client.cancel("to-be-cancelled")
-    with pytest.raises(Cancelled):
-        await call
-    await wait_nothing_in_use(served.scheduler)
+    async with aborting(served, 1):
+        call = asyncio.create_task(served.client.generate("Once upon a time", options, request_id="to-be-cancelled"))
+        await until(running)
+        await served.client.cancel("to-be-cancelled")
+        with pytest.raises(Cancelled):
+            await call
 
 
 async def test_bad_input_disturbs_no_other_stream(served: Served):

@@ -15,7 +15,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
 from quire.client import BeamSearch, ChatMessage, EarlyStopping, FinishReason, GenerationOptions
-from tests.support.scheduler_process import until
+from tests.support.outcomes import aborting
 from tests.support.serving import Served, serving
 
 MODEL = "quire-tiny"
@@ -254,17 +254,13 @@ async def test_a_full_queue_is_a_rate_limit():
 
 
 async def test_a_client_that_leaves_frees_its_blocks(served: Served, client: AsyncOpenAI):
-    stream = await client.completions.create(
-        model=MODEL, prompt=[STORY, "A"], max_tokens=900, n=2, stream=True, extra_body={"ignore_eos": True}
-    )
-    await anext(aiter(stream))
-    assert (await served.state()).gpu_pool.used_blocks
-    await stream.close()
-
-    async def nothing_is_used() -> bool:
-        return not (await served.state()).gpu_pool.used_blocks
-
-    await until(nothing_is_used)
+    async with aborting(served, 2):
+        stream = await client.completions.create(
+            model=MODEL, prompt=[STORY, "A"], max_tokens=900, n=2, stream=True, extra_body={"ignore_eos": True}
+        )
+        await anext(aiter(stream))
+        assert (await served.state()).gpu_pool.used_blocks
+        await stream.close()
 
 
 def readme_blocks(language: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The calls of the README run as they are written, against a server on its default ports."""
+"""The calls of the README run as they are written, but for the ports: the server has free ones."""
 
 import asyncio
 import os

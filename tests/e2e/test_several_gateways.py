@@ -12,6 +12,7 @@ from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.local import LocalServer, ServeSettings
 from quire.rpc.errors import Cancelled, NotFound
+from tests.support.outcomes import aborting
 from tests.support.processes import until_true
 from tests.support.serving import serving
 from tests.support.shared_port import clients_of_both
@@ -54,7 +55,10 @@ async def test_a_stream_is_cancelled_by_its_id_through_the_other_gateway():
         client, other = clients.values()
         with pytest.raises(NotFound):
             await other.cancel("story")
-        async with client.generate_stream(PROMPT, options_of(900), request_id="story") as stream:
+        async with (
+            aborting(served, 1),
+            client.generate_stream(PROMPT, options_of(900), request_id="story") as stream,
+        ):
             await anext(stream)
             await other.cancel("story")
             with pytest.raises(Cancelled):

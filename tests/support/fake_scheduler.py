@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,6 +184,15 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     def deliver(self, handle: int, hypotheses: Sequence[Hypothesis]) -> None:
         """Ends a live request with these sequences, of which nothing was said before."""
         self.send(delivery(handle, hypotheses, len(self.live.pop(handle).prompt)))
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """No request ends by itself in the block, so what is no longer live was aborted."""
+        self.emits.clear()
+        try:
+            yield
+        finally:
+            self.emits.set()
 
     def lose_worker(self) -> None:
         """Says that no step runs, and makes none."""

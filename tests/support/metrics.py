@@ -1,16 +1,7 @@
 """Reading a service's Prometheus metrics, as a scraper would."""
 
-import socket
-
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def read_metric(port: int, name: str) -> float:

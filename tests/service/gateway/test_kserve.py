@@ -191,19 +191,16 @@ async def test_an_error_is_the_status_of_a_stream_that_asks_for_it(gateway, sche
     )(timeout=20, metadata=[("triton_grpc_error", "true")])
     await call.write(make_request("hello", stream=True, sampling={"max_tokens": 500, "ignore_eos": True}))
     await call.read()
-    # From here on no request ends by itself.
-    scheduler.emits.clear()
-    await call.write(make_request("hello", stream=True, sampling={"temperature": -1}))
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await read_to_the_end(call)
-    assert refused.value.code().name == "INVALID_ARGUMENT"
-    await assert_all_aborted(gateway, scheduler)
+    with scheduler.standing_still():
+        await call.write(make_request("hello", stream=True, sampling={"temperature": -1}))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await read_to_the_end(call)
+        assert refused.value.code().name == "INVALID_ARGUMENT"
+        await wait_none_is_live(gateway, scheduler)
 
 
-async def assert_all_aborted(gateway, scheduler) -> None:
-    """Those that run at a scheduler that emits nothing any more."""
-    await scheduler.until(lambda: scheduler.aborted)
-    assert not scheduler.live
+async def wait_none_is_live(gateway, scheduler) -> None:
+    await scheduler.until(lambda: not scheduler.live)
     async with asyncio.timeout(10):
         await gateway.gateway._ledger.wait_until_empty()
 
@@ -216,9 +213,9 @@ async def test_leaving_a_stream_ends_its_requests(gateway, scheduler):
     )()
     await call.write(make_request("hello", stream=True, sampling={"max_tokens": 500, "ignore_eos": True}))
     await call.read()
-    scheduler.emits.clear()
-    call.cancel()
-    await assert_all_aborted(gateway, scheduler)
+    with scheduler.standing_still():
+        call.cancel()
+        await wait_none_is_live(gateway, scheduler)
 
 
 async def test_a_damaged_message_ends_the_stream_as_invalid(gateway):

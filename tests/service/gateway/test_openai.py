@@ -229,16 +229,17 @@ async def test_log_probabilities_of_a_chat(client, scheduler):
 async def test_what_is_wrong_is_named_and_nothing_runs_for_it(shared, path, fields, status, param, code, streaming):
     client, scheduler = shared
     good = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
-    response = await client.post(
-        path,
-        content=json.dumps(good | fields | {"stream": streaming}),
-        headers={"content-type": "application/json"},
-    )
+    with scheduler.standing_still():
+        response = await client.post(
+            path,
+            content=json.dumps(good | fields | {"stream": streaming}),
+            headers={"content-type": "application/json"},
+        )
+        await scheduler.until(lambda: not scheduler.live)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (status, param, code)
     assert error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"}
-    await scheduler.until(lambda: not scheduler.live)
     assert (await complete(client))["choices"][0]["text"]
 
 
