@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from worker_svc.decode_graphs import GraphRecorder
+from worker_svc.device.decode_graphs import GraphRecorder
+from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, block_bytes, pool_geometry
+from worker_svc.device.model_runner import LaunchedStep, ModelRunner
 from worker_svc.info import ModelGeometry, WorkerLimits
-from worker_svc.kv_pool import KvPool, PoolRequest, allocate_pool, block_bytes, pool_geometry
-from worker_svc.model_runner import LaunchedStep, ModelRunner
 from worker_svc.models.base import CausalLM
-from worker_svc.steps import (
+from worker_svc.protocol.steps import (
     AdmittedStep,
     AssignRow,
     Batch,

@@ -7,13 +7,13 @@ from quire.model_directory import ModelDirectory, resolve_model
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step_plan import StepPlan, StepResult
 from scheduler_svc.service.worker_convert import step_answer, step_message
-from worker_svc.answer_convert import result_message
-from worker_svc.convert import StepDecoder, step_of
-from worker_svc.device_loop import DeviceLoop
+from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.models.registry import load_model, resolve_dtype
+from worker_svc.protocol.answer_convert import result_message
+from worker_svc.protocol.convert import StepDecoder, step_of
+from worker_svc.protocol.steps import AdmittedStep
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
-from worker_svc.steps import AdmittedStep
 from worker_svc.worker import Worker
 
 

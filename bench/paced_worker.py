@@ -21,13 +21,13 @@ from quire.rpc.process import run_service
 from quire.rpc.server import RpcServer
 from quire.settings import load_settings
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from worker_svc.device_loop import DeviceLoop
+from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.sealed_blocks import SealInventory
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.sealed_blocks import SealInventory
-from worker_svc.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.protocol.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.protocol.steps import AdmittedStep, SealedBlocks, Step, StepOutput, StepTimings
 from worker_svc.settings import WorkerSettings
-from worker_svc.steps import AdmittedStep, SealedBlocks, Step, StepOutput, StepTimings
 from worker_svc.worker import Worker
 
 _MAX_MODEL_LEN = 32768

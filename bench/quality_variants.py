@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.model_input import AttentionMetadata, ModelInput
+from worker_svc.device.recorded_forward import make_forward
 from worker_svc.info import WorkerLimits
-from worker_svc.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.layers.quantization import Quantization
-from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.recorded_forward import make_forward
 
 _BLOCK_SIZE = 16
 

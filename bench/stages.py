@@ -22,11 +22,11 @@ from kernels.cpu.recording import RecordedCall
 from kernels.int8_cache import as_words
 from kernels.record import record
 from quire.settings import ConfigurationError
-from worker_svc.kv_pool import PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.recorded_forward import room_for
 from worker_svc.layers.quantization import Quantization
 from worker_svc.models.base import NativeCausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.recorded_forward import room_for
 
 _BLOCK_SIZE = 16
 _SUMMED_BYTES = 256 << 20

@@ -13,24 +13,24 @@ import grpc.aio
 
 from gateway.auth.authenticator import Authenticator, KeyRing, NoAuthenticator
 from gateway.auth.interceptor import AuthInterceptor
-from gateway.generation_servicer import GenerationServicer
-from gateway.generator import Generator
-from gateway.http import HttpServer, make_http_app
+from gateway.grpc_api.generation_servicer import GenerationServicer
+from gateway.grpc_api.model_servicer import ModelServicer
+from gateway.grpc_api.prefix_servicer import PrefixServicer
+from gateway.grpc_api.wire import add_service
+from gateway.http.server import HttpServer, make_http_app
 from gateway.kserve.servicer import KServeServicer
 from gateway.kserve.unserved import UnservedMethods
-from gateway.ledger import Ledger
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
-from gateway.model_servicer import ModelServicer
-from gateway.prefix_servicer import PrefixServicer
-from gateway.prefixes import Prefixes
-from gateway.replicas import Replicas
+from gateway.requests.generator import Generator
+from gateway.requests.ledger import Ledger
+from gateway.requests.prefixes import Prefixes
+from gateway.schedulers.replicas import Replicas
 from gateway.settings import GatewaySettings
 from gateway.slow_clients import SlowClientInterceptor
-from gateway.text_service import TextService
+from gateway.text.text_service import TextService
 from gateway.tls import GatewayTls
 from gateway.trace_headers import TraceInterceptor, TraceMiddleware
-from gateway.wire import add_service
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
 from quire.metrics_server import MetricsServer

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from gateway.events import Usage
-from gateway.live_request import LiveRequest
-from gateway.request_statistics import RequestStatistics
+from gateway.requests.events import Usage
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.request_statistics import RequestStatistics
 from quire.rpc.errors import QuireError
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from gateway.chat_template import ChatTemplate
-from gateway.request import ChatMessage, SamplingOptions
-from gateway.tokenizer import Tokenizer
-from gateway.validation import check_defaults
-from gateway.violations import Violations
+from gateway.requests.request import ChatMessage, SamplingOptions
+from gateway.requests.validation import check_defaults
+from gateway.requests.violations import Violations
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
 from quire.model_directory import ModelDirectory
 from quire.rpc.errors import FieldViolation, InvalidArgument
 from quire.settings import ConfigurationError

@@ -9,11 +9,11 @@ from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.telemetry import configure_logging
 from quire.tracing import Tracer, open_tracer
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from worker_svc.device_loop import DeviceLoop
+from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.hang_guard import end_when_hung
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.prefill_spans import PrefillSpans
-from worker_svc.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.protocol.prefill_spans import PrefillSpans
+from worker_svc.protocol.servicer import SERVICE_NAME, WorkerServicer
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
 

@@ -10,18 +10,18 @@ import torch
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.processors import num_processors
 from quire.settings import ConfigurationError
-from worker_svc.cuda_graphs import check_cuda_graphs, record_cuda_graphs
-from worker_svc.device_loop import DeviceLoop
+from worker_svc.device.cuda_graphs import check_cuda_graphs, record_cuda_graphs
+from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.lost_device import is_lost
+from worker_svc.device.model_runner import ModelRunner
+from worker_svc.device.profiling import memory_for_pool, warm_up
 from worker_svc.heap import release_freed_memory
 from worker_svc.info import ModelGeometry, WorkerInfo, WorkerLimits
-from worker_svc.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.layers.quantization import Quantization
-from worker_svc.lost_device import is_lost
-from worker_svc.model_runner import ModelRunner
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
-from worker_svc.parallel import meet
-from worker_svc.profiling import memory_for_pool, warm_up
+from worker_svc.parallel.meeting import meet
 from worker_svc.settings import WorkerSettings
 from worker_svc.thread_binding import bind_threads
 from worker_svc.worker import Worker

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.cpu.library import LibraryUnavailableError, find_open_mp
-from worker_svc.ranks import Ranks
+from worker_svc.parallel.ranks import Ranks
 
 # What users of OpenMP set to say the same themselves.
 _OWN_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")

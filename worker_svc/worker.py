@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from quire.rpc.errors import QuireError, Unavailable
-from worker_svc.convert import StepDecoder
-from worker_svc.device_loop import DeviceLoop, StepLane, StepRunner
+from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
 from worker_svc.info import WorkerInfo
-from worker_svc.row_ledger import RowLedger
-from worker_svc.session import Session, Sessions
-from worker_svc.steps import AdmittedStep, SealedBlocks, Step
+from worker_svc.protocol.convert import StepDecoder
+from worker_svc.protocol.row_ledger import RowLedger
+from worker_svc.protocol.session import Session, Sessions
+from worker_svc.protocol.steps import AdmittedStep, SealedBlocks, Step
 from worker_svc.superseded import SupersededError
 
 _NO_STEP = 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from gateway.violations import summary
+from gateway.requests.violations import summary
 from quire.rpc.errors import FieldViolation, QuireError
 
 

@@ -9,7 +9,7 @@ from gateway.kserve.field_names import renamed
 from gateway.kserve.tensor_convert import Tensor
 from gateway.openai.body import parse_body
 from gateway.openai.schemas import CompletionBody
-from gateway.violations import Violations, shortened
+from gateway.requests.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import QuireError
 

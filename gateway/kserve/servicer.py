@@ -8,17 +8,17 @@ from functools import partial
 import grpc.aio
 
 from gateway.auth.caller import current_caller
-from gateway.events import Chunk, Completed, Finished
-from gateway.generator import Generator
 from gateway.kserve.field_names import renamed
 from gateway.kserve.inference_convert import Inference, read_inference
 from gateway.kserve.model_convert import model_config, model_metadata, model_statistics
 from gateway.kserve.response_convert import MODEL_VERSION, Responder, error_response, in_stream
 from gateway.kserve.stream import answer_all
-from gateway.live_request import LiveRequest
 from gateway.openai.token_text import TokenTexts
-from gateway.validation import wrong_model
-from gateway.violations import shortened
+from gateway.requests.events import Chunk, Completed, Finished
+from gateway.requests.generator import Generator
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.validation import wrong_model
+from gateway.requests.violations import shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import NotFound, PermissionDenied, QuireError
 from quire.version import VERSION

@@ -7,7 +7,7 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
-from gateway.violations import shortened
+from gateway.requests.violations import shortened
 from quire.rpc.errors import Unimplemented
 
 _SHARED_MEMORY = "elements of tensors come and go in the messages"

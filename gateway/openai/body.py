@@ -10,7 +10,7 @@ from starlette.requests import Request
 from gateway.openai.errors import ErrorAnswer, HttpError
 from gateway.openai.schemas import UNION_TYPES, Body
 from gateway.openai.unsupported import check_supported
-from gateway.violations import shortened
+from gateway.requests.violations import shortened
 from quire.rpc.errors import InvalidArgument, invalid_field
 
 BodyType = TypeVar("BodyType", bound=Body)

@@ -7,8 +7,6 @@ from functools import partial
 from typing import Protocol
 
 from gateway.auth.caller import current_caller
-from gateway.generator import Generator
-from gateway.live_request import LiveRequest
 from gateway.openai.chat import ChatShaper
 from gateway.openai.completions import CompletionShaper
 from gateway.openai.errors import HttpError, error_answer
@@ -16,9 +14,11 @@ from gateway.openai.options import chat_options, completion_options, completion_
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.openai.shapes import Head, Shaper
 from gateway.openai.token_text import TokenTexts
-from gateway.request import Prompt, RequestOptions, TextPrompt, TokenPrompt
-from gateway.validation import check_model, check_prompt
-from gateway.violations import Violations
+from gateway.requests.generator import Generator
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.request import Prompt, RequestOptions, TextPrompt, TokenPrompt
+from gateway.requests.validation import check_model, check_prompt
+from gateway.requests.violations import Violations
 from quire.rpc.errors import QuireError
 
 # Each prompt is a request of its own; a body that fits otherwise could hold millions of them.

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from gateway.violations import summary
+from gateway.requests.violations import summary
 from quire.rpc.errors import FieldViolation, QuireError
 
 _logger = logging.getLogger(__name__)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.clean_up import TextPieces
-from gateway.events import Logprob, PositionLogprobs
 from gateway.openai.token_text import TokenTexts
+from gateway.requests.events import Logprob, PositionLogprobs
+from gateway.text.clean_up import TextPieces
 
 # JSON has no infinity, which is the log probability of what is excluded; this is what clients know for it.
 _LOWEST = -9999.0

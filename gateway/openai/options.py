@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody, Message
-from gateway.request import (
+from gateway.requests.request import (
     BeamSearchOptions,
     ChatMessage,
     ChatPrompt,

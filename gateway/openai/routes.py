@@ -9,15 +9,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from gateway.auth.caller import current_caller
-from gateway.generator import Generator
 from gateway.openai.body import BodyLimits, parse_body, read_body
 from gateway.openai.calls import ChatCall, CompletionCall
 from gateway.openai.errors import ErrorAnswer, HttpError, ParamNames, error_answer
 from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.openai.service import OpenAiService
 from gateway.openai.texts import TextEndpoints, text_param_name
-from gateway.text_service import TextService
-from gateway.validation import find_model
+from gateway.requests.generator import Generator
+from gateway.requests.validation import find_model
+from gateway.text.text_service import TextService
 from quire.rpc.errors import QuireError
 
 _CODES = {404: "path_not_found", 405: "method_not_allowed"}

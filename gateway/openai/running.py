@@ -5,11 +5,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-from gateway.events import Completed, Event, GeneratedSequence, Usage
-from gateway.generator import Generator
-from gateway.live_request import LiveRequest
 from gateway.openai.errors import HttpError, error_answer
-from gateway.request import RequestOptions
+from gateway.requests.events import Completed, Event, GeneratedSequence, Usage
+from gateway.requests.generator import Generator
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.request import RequestOptions
 from quire.rpc.errors import QuireError
 
 Result = tuple[list[GeneratedSequence], Usage]

@@ -8,12 +8,12 @@ from typing import Any
 
 from starlette.responses import Response
 
-from gateway.events import Completed, Usage
-from gateway.generator import Generator
 from gateway.openai.calls import Call
 from gateway.openai.responses import StreamedResponse, WholeResponse
 from gateway.openai.running import events, results, running
 from gateway.openai.token_text import TokenTexts
+from gateway.requests.events import Completed, Usage
+from gateway.requests.generator import Generator
 
 _HEADER_VALUE = re.compile(r"[!-~]+")
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gateway.events import Chunk, Finished, FinishReason, GeneratedSequence, Usage
 from gateway.openai.running import Result
-from gateway.request import Stopping
+from gateway.requests.events import Chunk, Finished, FinishReason, GeneratedSequence, Usage
+from gateway.requests.request import Stopping
 from quire.version import VERSION
 
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"

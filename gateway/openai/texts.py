@@ -4,8 +4,8 @@ from typing import Any
 
 from gateway.openai.options import chat_prompt
 from gateway.openai.schemas import DetokenizeBody, TokenizeBody
-from gateway.request import ChatPrompt, TextPrompt
-from gateway.text_service import TextService
+from gateway.requests.request import ChatPrompt, TextPrompt
+from gateway.text.text_service import TextService
 from quire.rpc.errors import invalid_field
 
 _PARAMS = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.openai.schemas import Body, ChatBody, GenerationBody, Message, TokenizeBody
-from gateway.violations import Violations
+from gateway.requests.violations import Violations
 
 _LABELS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 # Fields with the values that change nothing.

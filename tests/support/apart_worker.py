@@ -5,8 +5,8 @@ So are those of one model on several machines, or in containers of their own.
 
 import sys
 
-from worker_svc import shared_memory
 from worker_svc.__main__ import main
+from worker_svc.parallel import shared_memory
 
 
 def keep_apart() -> None:

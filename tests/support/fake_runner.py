@@ -9,8 +9,8 @@ import numpy as np
 
 from tests.support.fake_pool import BlockError, FakePool
 from tests.support.fake_rows import FakeRows
-from worker_svc.sealed_blocks import SealInventory
-from worker_svc.steps import (
+from worker_svc.device.sealed_blocks import SealInventory
+from worker_svc.protocol.steps import (
     AdmittedStep,
     Batch,
     Int32Array,

@@ -16,10 +16,10 @@ from quire.rpc.server import RpcServer
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from tests.support.fake_pool import BlockError
 from tests.support.fake_runner import FakeRunner, Switch
-from worker_svc.device_loop import DeviceLoop
+from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.servicer import HEARTBEAT_INTERVAL_S, SERVICE_NAME, WorkerServicer
+from worker_svc.protocol.servicer import HEARTBEAT_INTERVAL_S, SERVICE_NAME, WorkerServicer
 from worker_svc.worker import Worker
 
 _DEVICE_STOP_S = 10.0

@@ -19,10 +19,10 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step_plan import ClientEvents, StepPlan, StepResult, Usage
 from scheduler_svc.service.worker_convert import step_answer, step_message
-from worker_svc.answer_convert import result_message
-from worker_svc.convert import step_of
-from worker_svc.device_loop import DeviceLoop
+from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.models.registry import load_model
+from worker_svc.protocol.answer_convert import result_message
+from worker_svc.protocol.convert import step_of
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
 from worker_svc.worker import Worker

@@ -1,4 +1,4 @@
-"""How requests ended, as the scheduler counts it: what tells a request that was aborted from one that ran to its end."""
+"""How requests ended, as the scheduler counts it: it tells one that was aborted from one that ran to its end."""
 
 import contextlib
 from collections.abc import AsyncIterator

@@ -21,13 +21,13 @@ import torch
 
 from tests.support.apart_worker import keep_apart
 from tests.support.steps import make_step
-from worker_svc import parallel
-from worker_svc.device_loop import DeviceLoop, StepLane
-from worker_svc.parallel import Patience
-from worker_svc.ranks import Ranks
+from worker_svc.device.device_loop import DeviceLoop, StepLane
+from worker_svc.parallel import meeting as parallel
+from worker_svc.parallel.meeting import Patience
+from worker_svc.parallel.ranks import Ranks
+from worker_svc.parallel.shared_ranks import SharedMemoryRanks
+from worker_svc.protocol.steps import AdmittedStep, StepOutput, StepTimings
 from worker_svc.settings import WorkerSettings
-from worker_svc.shared_ranks import SharedMemoryRanks
-from worker_svc.steps import AdmittedStep, StepOutput, StepTimings
 from worker_svc.superseded import SupersededError
 
 VOCAB_SIZE = 5

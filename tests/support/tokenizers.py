@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 BOS, EOS = "<s>", "</s>"
 _TEXTS = ["the cat sat on the mat", "hello world, hello there", "naïve café 😀 and 👍🏽 again 😀😀", "你好世界"]

@@ -8,9 +8,9 @@ from pathlib import Path
 from quire.rpc.server import RpcServer
 from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from tests.support.tiny_causal_lm import TinyCausalLM
-from worker_svc.device_loop import DeviceLoop
+from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.protocol.servicer import SERVICE_NAME, WorkerServicer
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from worker_svc.layers.loadable import Loadable, Placement, frozen
 from worker_svc.layers.product import Product, make_product
-from worker_svc.ranks import Shard
+from worker_svc.parallel.ranks import Shard
 from worker_svc.weights import TensorReader, TensorSpec
 
 

@@ -12,7 +12,7 @@ from worker_svc.layers.activation import check_activation
 from worker_svc.layers.loadable import Loadable, Placement
 from worker_svc.layers.product import Product
 from worker_svc.layers.quantized_product import make_linear_product
-from worker_svc.ranks import Shard
+from worker_svc.parallel.ranks import Shard
 from worker_svc.weights import TensorReader, TensorSpec
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from worker_svc.layers.quantization import Quantization
-from worker_svc.ranks import ALONE, Ranks
+from worker_svc.parallel.ranks import ALONE, Ranks
 from worker_svc.weights import TensorReader, TensorSpec
 
 

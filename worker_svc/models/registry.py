@@ -18,7 +18,7 @@ from worker_svc.models.mistral import MistralForCausalLM
 from worker_svc.models.opt import OPTForCausalLM
 from worker_svc.models.qwen2 import Qwen2ForCausalLM
 from worker_svc.models.qwen3 import Qwen3ForCausalLM
-from worker_svc.ranks import ALONE, Ranks
+from worker_svc.parallel.ranks import ALONE, Ranks
 from worker_svc.weights import Checkpoint, Progress, TensorSpec
 
 FAMILIES: dict[str, type[NativeCausalLM]] = {

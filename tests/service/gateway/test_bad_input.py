@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import (

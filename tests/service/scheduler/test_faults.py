@@ -25,7 +25,7 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
-from worker_svc.steps import AdmittedStep, Step
+from worker_svc.protocol.steps import AdmittedStep, Step
 from worker_svc.worker import Worker
 
 

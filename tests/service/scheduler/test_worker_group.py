@@ -15,7 +15,7 @@ from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
 from tests.support.core_driver import make_config, make_request
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_server import running_worker
-from worker_svc.ranks import Ranks
+from worker_svc.parallel.ranks import Ranks
 
 
 class AgreeingRanks(Ranks):

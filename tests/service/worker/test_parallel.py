@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from quire.rpc.address import free_port
 from quire.settings import ConfigurationError
-from worker_svc import parallel
-from worker_svc.parallel import LEFT_BY_ANOTHER_RANK, Patience, meet, warn_if_exposed
+from worker_svc.parallel import meeting as parallel
+from worker_svc.parallel.meeting import LEFT_BY_ANOTHER_RANK, Patience, meet, warn_if_exposed
 from worker_svc.settings import WorkerSettings
 
 TIMEOUT_S = 60

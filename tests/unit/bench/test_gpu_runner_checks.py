@@ -10,7 +10,7 @@ import torch
 from bench.gpu_model import config_of, make_model
 from bench.gpu_runner_checks import Again, check_graphs, check_swaps
 from tests.support.cpu_kernels import without_packed_products
-from worker_svc import cache_ops
+from worker_svc.device import cache_ops
 from worker_svc.models.llama import LlamaForCausalLM
 
 SMALL = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.defaults import resolve_sampling
-from gateway.request import (
+from gateway.requests.defaults import resolve_sampling
+from gateway.requests.request import (
     BeamSearch,
     BeamSearchOptions,
     EarlyStopping,
@@ -16,7 +16,7 @@ from gateway.request import (
     StoppingOptions,
     TextPrompt,
 )
-from gateway.validation import check_request
+from gateway.requests.validation import check_request
 from quire.rpc.errors import InvalidArgument
 from tests.unit.gateway.test_validation import LIMITS
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.chat_prefix import common_prefix, encode_chat_prefix
 from gateway.model import ServedModel
-from gateway.request import ChatMessage
+from gateway.requests.request import ChatMessage
+from gateway.text.chat_prefix import common_prefix, encode_chat_prefix
 from quire.rpc.errors import InvalidArgument
 from tests.support.tokenizers import byte_level, write_model_directory
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gateway.chat_template import ChatTemplate
-from gateway.request import ChatMessage
+from gateway.requests.request import ChatMessage
+from gateway.text.chat_template import ChatTemplate
 from quire.rpc.errors import InvalidArgument
 from quire.settings import ConfigurationError
 

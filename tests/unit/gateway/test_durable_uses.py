@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from gateway.auth.account import Account, Limits
-from gateway.durable_uses import DurableUses
-from gateway.ledger import Ledger
-from gateway.request import GenerationRequest, Sampling, Stopping
-from gateway.scheduler_events import TokenRun
+from gateway.requests.durable_uses import DurableUses
+from gateway.requests.ledger import Ledger
+from gateway.requests.request import GenerationRequest, Sampling, Stopping
+from gateway.schedulers.scheduler_events import TokenRun
 from quire.rpc.errors import NotFound, QuireError, ResourceExhausted, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.tokenizers import byte_level, wrapped

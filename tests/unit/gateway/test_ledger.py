@@ -5,11 +5,18 @@ import asyncio
 import numpy as np
 import pytest
 
-from gateway.events import Chunk, Completed, Finished, FinishReason, Logprob, PositionLogprobs, Usage
-from gateway.ledger import Ledger
-from gateway.request import GenerationRequest, Sampling, Stopping
-from gateway.scheduler_events import EventBatch, PromptRun, RequestEnded, RequestFailed, SequenceEnded, TokenRun
-from gateway.sequence_stream import TokenGapError
+from gateway.requests.events import Chunk, Completed, Finished, FinishReason, Logprob, PositionLogprobs, Usage
+from gateway.requests.ledger import Ledger
+from gateway.requests.request import GenerationRequest, Sampling, Stopping
+from gateway.requests.sequence_stream import TokenGapError
+from gateway.schedulers.scheduler_events import (
+    EventBatch,
+    PromptRun,
+    RequestEnded,
+    RequestFailed,
+    SequenceEnded,
+    TokenRun,
+)
 from quire.rpc.errors import AlreadyExists, Cancelled, ResourceExhausted
 from tests.support.tokenizers import byte_level, wrapped
 

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gateway.backoff import Backoff
-from gateway.defaults import resolve_sampling
-from gateway.limits import limits_of
 from gateway.model import ServedModel
-from gateway.request import ChatMessage, SamplingOptions
-from gateway.scheduler_events import Welcome
+from gateway.requests.defaults import resolve_sampling
+from gateway.requests.limits import limits_of
+from gateway.requests.request import ChatMessage, SamplingOptions
+from gateway.schedulers.backoff import Backoff
+from gateway.schedulers.scheduler_events import Welcome
 from gateway.settings import GatewaySettings
 from quire.settings import ConfigurationError, load_settings
 from tests.support.tokenizers import byte_fallback, byte_level, wrapped, write_model_directory

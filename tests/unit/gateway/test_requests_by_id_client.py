@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gateway.requests_by_id_client import find_durable
+from gateway.schedulers.requests_by_id_client import find_durable
 from quire.rpc.errors import NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 

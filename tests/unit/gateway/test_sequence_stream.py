@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.events import FinishReason, Logprob, PositionLogprobs
-from gateway.sequence_stream import SequenceStream, TokenGapError
+from gateway.requests.events import FinishReason, Logprob, PositionLogprobs
+from gateway.requests.sequence_stream import SequenceStream, TokenGapError
 from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())

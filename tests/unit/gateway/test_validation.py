@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.limits import Limits, Pool
-from gateway.request import (
+from gateway.requests.limits import Limits, Pool
+from gateway.requests.request import (
     ChatMessage,
     ChatPrompt,
     OutputOptions,
@@ -20,7 +20,7 @@ from gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.validation import check_choice, check_request, resolve_max_tokens
+from gateway.requests.validation import check_choice, check_request, resolve_max_tokens
 from quire.rpc.errors import InvalidArgument
 
 LIMITS = Limits(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.wire import parse
+from gateway.grpc_api.wire import parse
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import InvalidArgument

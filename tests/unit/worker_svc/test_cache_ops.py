@@ -10,12 +10,12 @@ import torch
 from kernels import ops
 from tests.support.fake_streams import FakeDevice
 from tests.support.steps import int32, make_assign, make_changes, make_operations, make_step
-from worker_svc import cache_ops
-from worker_svc.cache_ops import BlockMoves
+from worker_svc.device import cache_ops
+from worker_svc.device.cache_ops import BlockMoves
+from worker_svc.device.kv_pool import KvPool
+from worker_svc.device.streams import IN_ORDER, Stream
 from worker_svc.info import PoolGeometry
-from worker_svc.kv_pool import KvPool
-from worker_svc.steps import AdmittedStep
-from worker_svc.streams import IN_ORDER, Stream
+from worker_svc.protocol.steps import AdmittedStep
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 10, 12
 Pairs = list[tuple[int, int]]

@@ -9,10 +9,17 @@ from quire.arrays import encode_float32, encode_int32
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from tests.support.worker_client import make_assign, make_batch
-from worker_svc.answer_convert import attached_message, info_message, result_message
-from worker_svc.convert import StepDecoder, epoch_of, step_of
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
-from worker_svc.steps import PromptLogprobs, RowCandidates, SealedBlocks, StepOutput, StepTimings, TokenLogprobs
+from worker_svc.protocol.answer_convert import attached_message, info_message, result_message
+from worker_svc.protocol.convert import StepDecoder, epoch_of, step_of
+from worker_svc.protocol.steps import (
+    PromptLogprobs,
+    RowCandidates,
+    SealedBlocks,
+    StepOutput,
+    StepTimings,
+    TokenLogprobs,
+)
 
 INFO = WorkerInfo(
     worker_generation=77,

@@ -10,12 +10,12 @@ import torch
 
 from tests.support.fake_cuda import FakeCuda
 from tests.support.tiny_causal_lm import TinyCausalLM
-from worker_svc.cuda_graphs import CudaGraphRecorder, record_cuda_graphs
+from worker_svc.device.cuda_graphs import CudaGraphRecorder, record_cuda_graphs
+from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.model_runner import ModelRunner
+from worker_svc.device.streams import IN_ORDER, Streams
 from worker_svc.info import WorkerLimits
-from worker_svc.kv_pool import PoolRequest, allocate_pool, pool_geometry
-from worker_svc.model_runner import ModelRunner
 from worker_svc.startup import model_geometry
-from worker_svc.streams import IN_ORDER, Streams
 
 GPU = torch.device("cuda", 0)
 

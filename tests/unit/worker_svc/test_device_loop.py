@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.processes import wait_true
 from tests.support.steps import int32, make_step
-from worker_svc.device_loop import DeviceLoop, StepLane
-from worker_svc.steps import AdmittedStep, StepOutput, StepTimings
+from worker_svc.device.device_loop import DeviceLoop, StepLane
+from worker_svc.protocol.steps import AdmittedStep, StepOutput, StepTimings
 from worker_svc.superseded import SupersededError
 
 TIMEOUT_S = 5.0
@@ -153,7 +153,7 @@ def test_a_step_that_is_superseded_is_dropped_without_an_error(
     assert isinstance(old.errors.get(timeout=TIMEOUT_S), SupersededError)
     assert list(runner.launched.queue) == [1, 3]
     assert failures == []
-    dropped = [record for record in caplog.records if record.name == "worker_svc.device_loop"]
+    dropped = [record for record in caplog.records if record.name == "worker_svc.device.device_loop"]
     assert [(record.levelno, record.exc_info) for record in dropped] == [(logging.INFO, None)]
 
 

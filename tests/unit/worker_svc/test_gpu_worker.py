@@ -10,13 +10,13 @@ from quire.settings import load_settings
 from tests.support.fake_cuda import FREE_BYTES, STEP_BYTES, TOTAL_BYTES
 from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_batch, make_changes, make_operations, make_step
-from worker_svc.device_loop import DeviceLoop
+from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.model_runner import ModelRunner
 from worker_svc.layers.loadable import Loadable, Placement
-from worker_svc.model_runner import ModelRunner
 from worker_svc.models.llama import LlamaForCausalLM
+from worker_svc.protocol.steps import AdmittedStep, Step, StepOutput
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
-from worker_svc.steps import AdmittedStep, Step, StepOutput
 from worker_svc.worker import Worker
 
 # Triton is published for some platforms only.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker_svc.graph_shapes import LARGEST_BATCH, GraphShape, GraphShapes
+from worker_svc.device.graph_shapes import LARGEST_BATCH, GraphShape, GraphShapes
 
 
 def test_row_counts_go_by_eights_up_to_the_most_rows() -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from worker_svc.inverse_cdf import CHUNK, inverse_cdf, padded_width
+from worker_svc.sampling.inverse_cdf import CHUNK, inverse_cdf, padded_width
 
 
 def make_weights(lines: np.ndarray) -> torch.Tensor:

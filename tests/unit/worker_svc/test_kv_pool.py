@@ -8,8 +8,8 @@ import torch
 from quire.settings import ConfigurationError
 from tests.support.steps import int32, make_operations, make_step
 from tests.support.tiny_causal_lm import TinyCausalLM
-from worker_svc.cache_ops import BlockMoves
-from worker_svc.kv_pool import (
+from worker_svc.device.cache_ops import BlockMoves
+from worker_svc.device.kv_pool import (
     KvPool,
     PoolRequest,
     allocate_pool,
@@ -18,8 +18,8 @@ from worker_svc.kv_pool import (
     num_host_blocks,
     pool_geometry,
 )
-from worker_svc.steps import AdmittedStep, CacheOperations
-from worker_svc.streams import IN_ORDER
+from worker_svc.device.streams import IN_ORDER
+from worker_svc.protocol.steps import AdmittedStep, CacheOperations
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from tests.support.sampling import make_columns, make_sampling
-from worker_svc.logprobs import gather_logprobs, logprobs_of, report_logprobs
+from worker_svc.sampling.logprobs import gather_logprobs, logprobs_of, report_logprobs
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [4.0, 1.0, 0.0, 2.0], [1.0, 0.0, 5.0, 2.0]])
 

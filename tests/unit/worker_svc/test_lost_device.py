@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker_svc.lost_device import is_lost
+from worker_svc.device.lost_device import is_lost
 
 
 @pytest.mark.parametrize("lost", [False, True])

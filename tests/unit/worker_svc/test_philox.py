@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from worker_svc.philox import philox4x32, uniform
+from worker_svc.sampling.philox import philox4x32, uniform
 
 # Random123's known answers for philox4x32-10: counter, key, output.
 KNOWN_ANSWERS = [

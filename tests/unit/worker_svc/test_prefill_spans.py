@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from quire.arrays import encode_int32
 from quire.worker.v1 import worker_pb2
 from tests.support.tracing import MemoryTraces
-from worker_svc.prefill_spans import PrefillSpans, StreamWatch
+from worker_svc.protocol.prefill_spans import PrefillSpans, StreamWatch
 
 SCHEDULER_SPAN = "b7ad6b7169203331"
 

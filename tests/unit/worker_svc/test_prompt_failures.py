@@ -1,5 +1,5 @@
 from tests.support.steps import make_assign, make_batch, make_changes, make_step
-from worker_svc.prompt_logprobs import PromptFailures
+from worker_svc.sampling.prompt_logprobs import PromptFailures
 
 
 def test_whoever_samples_from_a_failed_prompt_fails() -> None:

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from worker_svc.ranking import best_scores, best_tokens, best_tokens_by_key, most_likely
+from worker_svc.sampling.ranking import best_scores, best_tokens, best_tokens_by_key, most_likely
 
 BEST = pytest.mark.parametrize("best", [best_tokens, best_tokens_by_key])
 

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import save_file
 
 from quire.settings import ConfigurationError
-from worker_svc import distributed_ranks
-from worker_svc.distributed_ranks import DistributedRanks
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Loadable, Placement
-from worker_svc.parallel import backend_for
-from worker_svc.ranks import ALONE, Ranks, heads_of_rank
+from worker_svc.parallel import distributed_ranks
+from worker_svc.parallel.distributed_ranks import DistributedRanks
+from worker_svc.parallel.meeting import backend_for
+from worker_svc.parallel.ranks import ALONE, Ranks, heads_of_rank
 from worker_svc.settings import WorkerSettings
 from worker_svc.superseded import SupersededError
 from worker_svc.weights import Checkpoint

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kernels import exchange
-from worker_svc import shared_memory
-from worker_svc.shared_memory import share_memory
+from worker_svc.parallel import shared_memory
+from worker_svc.parallel.shared_memory import share_memory
 
 SIZE, TIMEOUT_S = 3, 30
 

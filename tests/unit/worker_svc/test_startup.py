@@ -7,7 +7,7 @@ from tests.support.graph_recorder import CallingRecorder
 from tests.support.in_process import load_worker
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
 from worker_svc import startup
-from worker_svc.device_loop import DeviceLoop
+from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import choose_device, make_worker, model_geometry
 

@@ -8,9 +8,9 @@ from quire.arrays import encode_int32
 from quire.rpc.errors import InvalidArgument, QuireError
 from quire.worker.v1 import worker_pb2
 from tests.support.worker_client import make_assign
-from worker_svc.convert import StepDecoder
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
-from worker_svc.row_ledger import RowLedger
+from worker_svc.protocol.convert import StepDecoder
+from worker_svc.protocol.row_ledger import RowLedger
 
 INFO = WorkerInfo(
     worker_generation=1,

@@ -11,16 +11,16 @@ import torch
 
 from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_batch, make_changes
-from worker_svc.batch import build_model_input, pad_batch
-from worker_svc.candidates import gather_candidates
-from worker_svc.graph_shapes import GraphShape
-from worker_svc.history import History
-from worker_svc.logit_rules import apply_logit_rules
-from worker_svc.logprobs import gather_logprobs
-from worker_svc.rows import Rows
-from worker_svc.sampler import draw
-from worker_svc.static_input import StaticInput
-from worker_svc.steps import LogitRules, SetTokens
+from worker_svc.device.batch import build_model_input, pad_batch
+from worker_svc.device.graph_shapes import GraphShape
+from worker_svc.device.rows import Rows
+from worker_svc.device.static_input import StaticInput
+from worker_svc.protocol.steps import LogitRules, SetTokens
+from worker_svc.sampling.candidates import gather_candidates
+from worker_svc.sampling.history import History
+from worker_svc.sampling.logit_rules import apply_logit_rules
+from worker_svc.sampling.logprobs import gather_logprobs
+from worker_svc.sampling.sampler import draw
 
 META = torch.device("meta")
 BLOCK_SIZE, NUM_COLUMNS, VOCAB = 16, 8, 1000

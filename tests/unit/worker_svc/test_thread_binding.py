@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from worker_svc.ranks import Ranks
+from worker_svc.parallel.ranks import Ranks
 from worker_svc.thread_binding import processors_for
 
 # In a process of its own: bound threads stay bound. Prints the processors of each thread of the team.
 _BIND = """
 import json, os, sys, threading
 import torch
-from worker_svc.ranks import Ranks
+from worker_svc.parallel.ranks import Ranks
 from worker_svc.thread_binding import bind_threads
 
 torch.set_num_threads(int(sys.argv[1]))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.support.fake_streams import FakeDevice
-from worker_svc import transfer
-from worker_svc.streams import IN_ORDER
-from worker_svc.transfer import HostCopy
+from worker_svc.device import transfer
+from worker_svc.device.streams import IN_ORDER
+from worker_svc.device.transfer import HostCopy
 
 
 def test_on_the_cpu_the_values_are_there_at_once() -> None:

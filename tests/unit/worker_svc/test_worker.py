@@ -9,7 +9,7 @@ import pytest
 from quire.rpc.errors import Unavailable
 from tests.support.fake_runner import FakeRunner
 from tests.support.fake_worker import FakeWorkerConfig
-from worker_svc.device_loop import DeviceLoop
+from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.superseded import SupersededError
 from worker_svc.worker import Worker
 

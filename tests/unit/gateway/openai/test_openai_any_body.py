@@ -5,12 +5,12 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.limits import Limits, Pool
 from gateway.openai.body import parse_body
 from gateway.openai.errors import error_answer
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody
-from gateway.validation import check_request
+from gateway.requests.limits import Limits, Pool
+from gateway.requests.validation import check_request
 from quire.rpc.errors import QuireError
 
 LIMITS = Limits(

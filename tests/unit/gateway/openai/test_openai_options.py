@@ -8,7 +8,14 @@ from gateway.openai.body import parse_body
 from gateway.openai.calls import MAX_PROMPTS, CompletionCall
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody
-from gateway.request import BeamSearchOptions, ChatMessage, EarlyStopping, OutputOptions, TextPrompt, TokenPrompt
+from gateway.requests.request import (
+    BeamSearchOptions,
+    ChatMessage,
+    EarlyStopping,
+    OutputOptions,
+    TextPrompt,
+    TokenPrompt,
+)
 from quire.rpc.errors import InvalidArgument
 
 

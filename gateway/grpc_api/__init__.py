@@ -1,0 +1,1 @@
+"""The gRPC front: quire.gateway.v1."""

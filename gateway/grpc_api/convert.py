@@ -1,0 +1,291 @@
+"""Public messages of quire.gateway.v1 to values and back.
+
+GenerateRequest and GenerateStreamRequest, ChatRequest and ChatStreamRequest have fields of the same names and meaning;
+so have the response types. They are treated alike.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from gateway.requests.events import (
+    Chunk,
+    Completed,
+    Event,
+    Finished,
+    FinishReason,
+    GeneratedSequence,
+    PositionLogprobs,
+    Usage,
+)
+from gateway.requests.limits import MAX_LOGIT_BIAS, Limits
+from gateway.requests.offsets import ClientOffset
+from gateway.requests.request import (
+    BeamSearchOptions,
+    ChatMessage,
+    ChatPrompt,
+    EarlyStopping,
+    OutputOptions,
+    Prompt,
+    RequestOptions,
+    SamplingOptions,
+    StoppingOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.schedulers.scheduler_events import Welcome
+from quire.common.v1 import common_pb2
+from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+
+GenerateMessage = generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest
+ChatRequestMessage = generation_pb2.ChatRequest | generation_pb2.ChatStreamRequest
+Response = TypeVar("Response", generation_pb2.GenerateResponse, generation_pb2.ChatResponse)
+StreamResponse = TypeVar(
+    "StreamResponse",
+    generation_pb2.GenerateStreamResponse,
+    generation_pb2.ChatStreamResponse,
+    generation_pb2.ResumeStreamResponse,
+)
+
+_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_EARLY_STOPPING = {
+    common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,
+    common_pb2.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
+    common_pb2.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
+    common_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
+
+
+def options_of_generate(message: GenerateMessage) -> RequestOptions:
+    """What the caller asked for, as it came: `validation` checks it. The prompt is None where there is none."""
+    prompt: Prompt | None = None
+    match message.WhichOneof("prompt"):
+        case "text":
+            prompt = TextPrompt(message.text)
+        case "token_ids":
+            prompt = TokenPrompt(tuple(message.token_ids.ids))
+    return _options(message, prompt)
+
+
+def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
+    """Likewise of a chat."""
+    return _options(message, chat_prompt(message.messages))
+
+
+def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOffset]:
+    """How much of each sequence the caller has already."""
+    return [
+        ClientOffset(each.sequence_index, each.offset, optional(each, "num_characters")) for each in message.offsets
+    ]
+
+
+def chat_prompt(messages: Sequence[generation_pb2.ChatMessage]) -> ChatPrompt:
+    return ChatPrompt(tuple(ChatMessage(message.role, message.content) for message in messages))
+
+
+def tokenize_input(message: generation_pb2.TokenizeRequest) -> TextPrompt | ChatPrompt | None:
+    """None where neither a text nor a chat is given."""
+    match message.WhichOneof("input"):
+        case "text":
+            return TextPrompt(message.text)
+        case "chat":
+            return chat_prompt(message.chat.messages)
+    return None
+
+
+def prefix_of(message: prefix_pb2.PinPrefixRequest) -> Prompt | None:
+    """None where no prefix is given."""
+    match message.WhichOneof("prefix"):
+        case "text":
+            return TextPrompt(message.text)
+        case "token_ids":
+            return TokenPrompt(tuple(message.token_ids.ids))
+        case "chat":
+            return chat_prompt(message.chat.messages)
+    return None
+
+
+def generated_response(
+    kind: type[Response],
+    request_id: str,
+    model: str,
+    sequences: Sequence[GeneratedSequence],
+    usage: Usage,
+    prompt_logprobs: Sequence[PositionLogprobs],
+) -> Response:
+    """The whole answer to a request that is over, as the message of the method that was called."""
+    return kind(
+        request_id=request_id,
+        model=model,
+        sequences=[_generated_sequence(sequence) for sequence in sequences],
+        usage=_usage_message(usage),
+        prompt_logprobs=[_logprobs_message(position) for position in prompt_logprobs],
+    )
+
+
+def stream_response(kind: type[StreamResponse], request_id: str, model: str, event: Event) -> StreamResponse:
+    """One event of a stream, as the message of the method that was called."""
+    match event:
+        case Chunk():
+            return kind(
+                chunk=generation_pb2.TokenChunk(
+                    sequence_index=event.sequence_index,
+                    offset=event.offset,
+                    token_ids=event.token_ids,
+                    text=event.text,
+                    logprobs=[_logprobs_message(position) for position in event.logprobs],
+                )
+            )
+        case Finished():
+            return kind(
+                finished=generation_pb2.SequenceFinished(
+                    sequence_index=event.sequence_index,
+                    num_tokens=event.num_tokens,
+                    finish_reason=_REASONS[event.reason],
+                    stop_string=event.stop_string,
+                    stop_token_id=event.stop_token_id,
+                    cumulative_logprob=event.cumulative_logprob,
+                )
+            )
+        case Completed():
+            return kind(
+                completed=generation_pb2.RequestCompleted(
+                    request_id=request_id,
+                    model=model,
+                    usage=_usage_message(event.usage),
+                    prompt_logprobs=[_logprobs_message(position) for position in event.prompt_logprobs],
+                )
+            )
+
+
+def optional(message: Any, field: str) -> Any:
+    """The value of an `optional` field, None where it is absent."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def limits_message(limits: Limits) -> model_pb2.Limits:
+    """What clients are told of the limits that their requests are checked against."""
+    return model_pb2.Limits(
+        max_message_bytes=limits.max_message_bytes,
+        max_prompt_tokens=limits.max_prompt_tokens,
+        max_n=limits.max_n,
+        max_logprobs=limits.max_logprobs,
+        max_stop_strings=limits.max_stop_strings,
+        max_stop_string_bytes=limits.max_stop_string_bytes,
+        max_chat_messages=limits.max_chat_messages,
+        max_logit_bias=MAX_LOGIT_BIAS,
+        max_stop_token_ids=limits.max_stop_token_ids,
+    )
+
+
+def replica_message(address: str, connected: bool, welcome: Welcome | None) -> model_pb2.Replica:
+    """A replica that was never reached has its address and nothing else."""
+    if welcome is None:
+        return model_pb2.Replica(scheduler_address=address, connected=connected)
+    return model_pb2.Replica(
+        scheduler_address=address,
+        connected=connected,
+        scheduler_epoch=welcome.scheduler_epoch,
+        block_size=welcome.block_size,
+        num_gpu_blocks=welcome.num_gpu_blocks,
+        num_host_blocks=welcome.num_host_blocks,
+        max_num_seqs=welcome.max_num_seqs,
+        max_num_batched_tokens=welcome.max_num_batched_tokens,
+    )
+
+
+def _options(message: GenerateMessage | ChatRequestMessage, prompt: Prompt | None) -> RequestOptions:
+    durable = isinstance(message, generation_pb2.GenerateStreamRequest | generation_pb2.ChatStreamRequest)
+    return RequestOptions(
+        prompt=prompt,
+        model=optional(message, "model"),
+        sampling=_sampling_options(message.sampling),
+        stopping=_stopping_options(message.stopping),
+        output=_output_options(message.output),
+        request_id=optional(message, "request_id"),
+        priority=optional(message, "priority"),
+        durable=durable and message.durable,
+    )
+
+
+def _sampling_options(message: common_pb2.SamplingParameters) -> SamplingOptions:
+    return SamplingOptions(
+        temperature=optional(message, "temperature"),
+        top_k=optional(message, "top_k"),
+        top_p=optional(message, "top_p"),
+        min_p=optional(message, "min_p"),
+        seed=optional(message, "seed"),
+        n=optional(message, "n"),
+        best_of=optional(message, "best_of"),
+        beam_search=_beam_search_options(message.beam_search) if message.HasField("beam_search") else None,
+        presence_penalty=optional(message, "presence_penalty"),
+        frequency_penalty=optional(message, "frequency_penalty"),
+        repetition_penalty=optional(message, "repetition_penalty"),
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(message.bad_words),
+    )
+
+
+def _beam_search_options(message: common_pb2.BeamSearchParameters) -> BeamSearchOptions:
+    return BeamSearchOptions(
+        beam_width=message.beam_width,
+        length_penalty=optional(message, "length_penalty"),
+        early_stopping=_EARLY_STOPPING.get(message.early_stopping, int(message.early_stopping)),
+    )
+
+
+def _stopping_options(message: common_pb2.StoppingParameters) -> StoppingOptions:
+    return StoppingOptions(
+        max_tokens=optional(message, "max_tokens"),
+        min_tokens=optional(message, "min_tokens"),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop_string=message.include_stop_string,
+    )
+
+
+def _output_options(message: common_pb2.OutputOptions) -> OutputOptions:
+    return OutputOptions(
+        logprobs=optional(message, "logprobs"),
+        prompt_logprobs=optional(message, "prompt_logprobs"),
+        include_special_tokens=message.include_special_tokens,
+    )
+
+
+def _generated_sequence(sequence: GeneratedSequence) -> generation_pb2.GeneratedSequence:
+    finished = sequence.finished
+    return generation_pb2.GeneratedSequence(
+        index=finished.sequence_index,
+        text=sequence.text,
+        token_ids=sequence.token_ids,
+        logprobs=[_logprobs_message(position) for position in sequence.logprobs],
+        finish_reason=_REASONS[finished.reason],
+        stop_string=finished.stop_string,
+        stop_token_id=finished.stop_token_id,
+        cumulative_logprob=finished.cumulative_logprob,
+    )
+
+
+def _logprobs_message(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
+    return common_pb2.PositionLogprobs(
+        chosen=common_pb2.Logprob(**position.chosen._asdict()),
+        top=[common_pb2.Logprob(**entry._asdict()) for entry in position.top],
+    )
+
+
+def _usage_message(usage: Usage) -> common_pb2.Usage:
+    return common_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        generated_tokens=usage.generated_tokens,
+        queue_ms=usage.queue_ms,
+        prefill_ms=usage.prefill_ms,
+        decode_ms=usage.decode_ms,
+        preemptions=usage.preemptions,
+    )

@@ -1,0 +1,108 @@
+"""quire.gateway.v1.GenerationService over the generator."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import TypeVar
+
+import grpc.aio
+
+from gateway.grpc_api import convert
+from gateway.requests.generator import Generator
+from gateway.requests.request import RequestOptions
+from gateway.text.text_service import TextService
+from quire.gateway.v1.generation_pb2 import (
+    CancelRequest,
+    CancelResponse,
+    ChatRequest,
+    ChatResponse,
+    ChatStreamRequest,
+    ChatStreamResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    GenerateRequest,
+    GenerateResponse,
+    GenerateStreamRequest,
+    GenerateStreamResponse,
+    ResumeStreamRequest,
+    ResumeStreamResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+
+REQUEST_ID_HEADER = "quire-request-id"
+Context = grpc.aio.ServicerContext
+Response = TypeVar("Response", GenerateResponse, ChatResponse)
+StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse)
+
+
+class GenerationServicer:
+    """See protos/quire/gateway/v1/generation.proto for what each method promises."""
+
+    def __init__(self, generator: Generator, texts: TextService) -> None:
+        self._generator = generator
+        self._texts = texts
+        self._model_name = generator.model.name
+
+    async def Generate(self, request: GenerateRequest, context: Context) -> GenerateResponse:
+        return await self._respond(GenerateResponse, convert.options_of_generate(request))
+
+    async def GenerateStream(
+        self, request: GenerateStreamRequest, context: Context
+    ) -> AsyncIterator[GenerateStreamResponse]:
+        async with aclosing(
+            self._stream(GenerateStreamResponse, convert.options_of_generate(request), context)
+        ) as responses:
+            async for response in responses:
+                yield response
+
+    async def Chat(self, request: ChatRequest, context: Context) -> ChatResponse:
+        return await self._respond(ChatResponse, convert.options_of_chat(request))
+
+    async def ChatStream(self, request: ChatStreamRequest, context: Context) -> AsyncIterator[ChatStreamResponse]:
+        async with aclosing(self._stream(ChatStreamResponse, convert.options_of_chat(request), context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def ResumeStream(self, request: ResumeStreamRequest, context: Context) -> AsyncIterator[ResumeStreamResponse]:
+        async with self._generator.resume(request.request_id, convert.client_offsets(request)) as live:
+            async for event in live.events():
+                yield convert.stream_response(ResumeStreamResponse, request.request_id, self._model_name, event)
+
+    async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
+        await self._generator.cancel(request.request_id)
+        return CancelResponse()
+
+    async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
+        tokenized = await self._texts.tokenize(
+            convert.optional(request, "model"),
+            convert.tokenize_input(request),
+            add_special_tokens=request.add_special_tokens or not request.HasField("add_special_tokens"),
+        )
+        return TokenizeResponse(
+            token_ids=tokenized.token_ids, tokens=tokenized.tokens, max_model_len=tokenized.max_model_len
+        )
+
+    async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+        text = await self._texts.detokenize(
+            convert.optional(request, "model"),
+            tuple(request.token_ids),
+            include_special_tokens=request.include_special_tokens,
+        )
+        return DetokenizeResponse(text=text)
+
+    async def _respond(self, kind: type[Response], options: RequestOptions) -> Response:
+        async with self._generator.run(options) as live:
+            sequences, usage = await live.result()
+            return convert.generated_response(
+                kind, live.request.request_id, self._model_name, sequences, usage, live.prompt_logprobs
+            )
+
+    async def _stream(
+        self, kind: type[StreamResponse], options: RequestOptions, context: Context
+    ) -> AsyncGenerator[StreamResponse, None]:
+        async with self._generator.run(options) as live:
+            request_id = live.request.request_id
+            if options.durable:
+                await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
+            async for event in live.events():
+                yield convert.stream_response(kind, request_id, self._model_name, event)

@@ -1,0 +1,1 @@
+"""The HTTP front: the server, its connections, and what is not of one API."""

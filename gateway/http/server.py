@@ -1,0 +1,147 @@
+"""The HTTP front: OpenAI's API, health, readiness, version and metrics."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from gateway.auth.authenticator import Authenticator
+from gateway.auth.http_middleware import AuthMiddleware
+from gateway.http.drain_middleware import DrainMiddleware
+from gateway.http.probes import make_probes_router
+from gateway.http.protocol import HttpLimits, LimitedProtocol
+from gateway.metrics import GatewayMetrics
+from gateway.openai.body import BodyLimits
+from gateway.openai.request_ids import RequestIdMiddleware
+from gateway.openai.routes import answer_errors, make_router
+from gateway.requests.generator import Generator
+from gateway.settings import GatewaySettings
+from quire.rpc.address import TcpAddress, check_bindable
+from quire.rpc.https import HttpsFiles
+from quire.rpc.tls import ServerTls
+from quire.version import VERSION
+
+_GRACE_S = 2
+_MAX_HEADER_BYTES = 64 * 1024
+
+
+def make_http_app(
+    generator: Generator,
+    metrics: GatewayMetrics,
+    authenticator: Authenticator,
+    settings: GatewaySettings,
+    *,
+    started_at_s: int,
+) -> FastAPI:
+    """The application. `started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
+    app = FastAPI(title="Quire", version=VERSION, openapi_url=None)
+    # The last one is the first to see a request.
+    app.add_middleware(
+        AuthMiddleware,
+        authenticator=authenticator,
+        on_refusal=metrics.count_refused_caller,
+        open_metrics=settings.open_metrics,
+    )
+    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(DrainMiddleware, is_draining=lambda: generator.is_draining)
+    answer_errors(app)
+    body_limits = BodyLimits(settings.max_message_bytes, settings.slow_sender_timeout)
+    app.include_router(make_router(generator, body_limits, started_at_s=started_at_s))
+    app.include_router(make_probes_router(generator, metrics))
+    return app
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application in the running event loop, on a socket that is bound at once."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        listener: socket.socket,
+        limits: HttpLimits,
+        on_refusal: Callable[[], None],
+        https: HttpsFiles | None,
+        handshake_timeout_s: float,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=LimitedProtocol,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=_GRACE_S,
+                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            )
+        )
+        self._listener = listener
+        self._limits = limits
+        self._on_refusal = on_refusal
+        self._https = https
+        self._handshake_timeout_s = handshake_timeout_s
+        self.address = str(TcpAddress(*listener.getsockname()[:2]))
+
+    @classmethod
+    def bind(
+        cls, app: FastAPI, settings: GatewaySettings, on_refusal: Callable[[], None], tls: ServerTls | None
+    ) -> "HttpServer":
+        """Listens where the settings say; `on_refusal` is told of each connection that is too many.
+
+        Raises:
+            ConfigurationError: it cannot listen there, or the files of `tls` are no good.
+        """
+        limits = HttpLimits(settings.max_connections, settings.slow_sender_timeout, settings.slow_reader_timeout)
+        https = None if tls is None else HttpsFiles(tls)
+        host, port = settings.http_host, settings.http_port
+        check_bindable(TcpAddress(host, port), reuse_port=settings.reuse_port)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=1024, reuse_port=settings.reuse_port)
+        return cls(app, listener, limits, on_refusal, https, settings.handshake_timeout)
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """In the place of uvicorn's, which knows neither a time for handshakes nor certificates that change."""
+        tls: dict[str, Any] = {}
+        if self._https is not None:
+            tls = {"ssl": self._https.context(), "ssl_handshake_timeout": self._handshake_timeout_s}
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(self._make_protocol, sock=each, backlog=self.config.backlog, **tls)
+            for each in sockets or []
+        ]
+        self.started = True
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        return LimitedProtocol(
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+            limits=self._limits,
+            on_refusal=self._on_refusal,
+        )
+
+    def close(self) -> None:
+        """Lets go of the socket of a server that never ran."""
+        self._listener.close()
+
+    def hand_over(self) -> None:
+        """Leaves the port to those who share it. What came by it is served on."""
+        for server in self.servers:
+            server.close()
+
+    def stop(self) -> None:
+        """`run_until_stopped` returns soon."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's business."""
+        yield

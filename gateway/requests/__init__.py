@@ -1,0 +1,1 @@
+"""Requests, whichever front they came by: what is asked and allowed, what runs, what its client still has to get."""

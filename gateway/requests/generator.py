@@ -1,0 +1,235 @@
+"""What both front ends call: a request from its options to its live entry."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+
+import numpy as np
+
+from gateway.auth.account import Use
+from gateway.auth.caller import Caller, current_caller
+from gateway.metrics import GatewayMetrics
+from gateway.model import ServedModel
+from gateway.requests.defaults import num_candidates, resolve_sampling
+from gateway.requests.durable_uses import DurableUses
+from gateway.requests.ledger import Ledger
+from gateway.requests.limits import Limits, limits_of
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.offsets import ClientOffset, check_offsets
+from gateway.requests.request import (
+    ChatPrompt,
+    GenerationRequest,
+    Prompt,
+    RequestOptions,
+    Stopping,
+    StoppingOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.requests.request_spans import RequestSpans
+from gateway.requests.request_statistics import RequestStatistics
+from gateway.requests.validation import check_choice, check_request, resolve_max_tokens
+from gateway.schedulers.replicas import Replicas
+from gateway.schedulers.requests_by_id_client import FoundRequest, cancel_by_id, find_durable, no_such_request
+from gateway.settings import GatewaySettings
+from gateway.text.bad_words import bad_token_sequences
+from quire.rpc.errors import Aborted, Cancelled, Unavailable
+from quire.tracing import TraceContext, Tracer
+
+
+class Generator:
+    """Validates, tokenizes, places and tracks requests."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        replicas: Replicas,
+        ledger: Ledger,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.model = model
+        self.replicas = replicas
+        self.is_draining = False
+        self._ledger = ledger
+        self._settings = settings
+        self._metrics = metrics
+        self._spans = RequestSpans(tracer, model.name)
+        self.durable_uses = DurableUses(replicas.clients, settings.connect_timeout, time.monotonic)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would run at once, as far as the gateway can know."""
+        return self.replicas.is_ready and not self.is_draining
+
+    @property
+    def statistics(self) -> RequestStatistics:
+        """Sums over all requests of this gateway that are over."""
+        return self._metrics.statistics
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Lets a call in; a drain waits while the context runs.
+
+        Raises:
+            Unavailable: this gateway drains. Not where it hands over: what comes then, came by a connection from before
+                its ports were closed, and is the last to do so.
+        """
+        if self.is_draining and not self._settings.hand_over:
+            raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
+        with self._ledger.arriving():
+            yield
+
+    async def limits(self) -> Limits:
+        """Raises Unavailable when no scheduler was reached yet."""
+        welcomes = await self.replicas.wait_until_known()
+        return limits_of(self._settings, welcomes, self.model.tokenizer.longest_token_bytes)
+
+    @asynccontextmanager
+    async def run(self, options: RequestOptions) -> AsyncIterator[LiveRequest]:
+        """A running request. Leaving the context before its end, by whatever way, aborts it.
+
+        Raises:
+            QuireError: it is refused; nothing was submitted.
+        """
+        with self._spans.generation(options) as span:
+            caller = current_caller()
+            with self.arriving():
+                caller.account.check()
+                live = self._open(await self._prepare(options, caller, span.context))
+            span.opened(live)
+            try:
+                admitted = caller.account.admitted(len(live.request.prompt_token_ids), lambda: live.num_computed_tokens)
+                with admitted as use, self._metrics.track(live), self._durable_read(caller, use, live):
+                    self.replicas.place(live)
+                    yield live
+            finally:
+                self.replicas.leave(live)
+                self._ledger.close(live)
+
+    @asynccontextmanager
+    async def resume(self, request_id: str, offsets: Sequence[ClientOffset]) -> AsyncIterator[LiveRequest]:
+        """A durable request, whoever submitted it, without what its client has. Leaving does not end it.
+
+        Raises:
+            NotFound: the caller's tenant has none of that id.
+            AlreadyExists: another request of that id, which is not durable, runs at this gateway.
+            InvalidArgument: an offset names what the request does not have.
+        """
+        with self._spans.resumption() as span:
+            caller = current_caller()
+            with self.arriving():
+                self.durable_uses.check_resumption(caller.account, caller.tenant, request_id)
+                await self.limits()
+                found = await find_durable(self.replicas.clients.values(), caller.tenant, request_id)
+                check_offsets(offsets, found.request)
+                # Once more: whoever reads it now is to lose it to nobody who is refused.
+                self.durable_uses.check_resumption(caller.account, caller.tenant, request_id)
+                self._take_from_earlier_call(caller.tenant, request_id)
+                live = self._open(found.request)
+            span.opened(live)
+            for offset in offsets:
+                live.skip(offset.sequence_index, offset.num_tokens, offset.num_characters)
+            try:
+                counted = self._metrics.track_resumed(live, found.state.num_generated_tokens)
+                with self.durable_uses.resumed(caller.account, live, _num_had(found, offsets)), counted:
+                    self.replicas.resume(live, found.client)
+                    yield live
+            finally:
+                self.replicas.leave(live)
+                self._ledger.close(live)
+
+    def _durable_read(self, caller: Caller, use: Use, live: LiveRequest) -> AbstractContextManager[None]:
+        return self.durable_uses.read(caller.account, use, live) if live.request.durable else nullcontext()
+
+    def _open(self, request: GenerationRequest) -> LiveRequest:
+        tokenizer = self.model.tokenizer
+        return self._ledger.open(
+            request, lambda: tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
+        )
+
+    def _take_from_earlier_call(self, tenant: str, request_id: str) -> None:
+        """A call of this gateway that reads the request ends; the scheduler tells those of other gateways. Another
+        request that has its id stays."""
+        earlier = self._ledger.get(tenant, request_id)
+        if earlier is not None and earlier.request.durable:
+            earlier.fail(Aborted(f'request "{request_id}" is read by another call now', reason="REQUEST_TAKEN_OVER"))
+            self.replicas.leave(earlier)
+            self._ledger.close(earlier)
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a running request of the caller's tenant; its own call ends with CANCELLED.
+
+        Raises:
+            NotFound: the tenant has none of that id; another tenant's makes no difference.
+        """
+        tenant = current_caller().tenant
+        live = self._ledger.get(tenant, request_id)
+        if live is None or live.request.durable:
+            await cancel_by_id(self.replicas.clients.values(), tenant, request_id)
+        if live is None:
+            return
+        if live.is_over and not live.request.durable:
+            raise no_such_request(request_id)
+        live.fail(Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
+        self.replicas.release(live)
+
+    async def _prepare(self, options: RequestOptions, caller: Caller, trace: TraceContext | None) -> GenerationRequest:
+        limits = await self.limits()
+        check_request(options, limits, caller.visible(self.model.name))
+        priority = caller.priority_of(options.priority)
+        if options.request_id is not None:
+            self._ledger.check_unused(caller.tenant, options.request_id)
+        field, token_ids = await self._encode(options.prompt)
+        best_of = num_candidates(options.sampling)
+        max_tokens = resolve_max_tokens(field, token_ids, options.stopping.max_tokens, best_of, limits)
+        bad_sequences = await bad_token_sequences(self.model.tokenizer, options.sampling.bad_words, limits.vocab_size)
+        sampling = resolve_sampling(options.sampling, self.model.sampling_defaults, bad_sequences)
+        stopping = self._resolve_stopping(options.stopping, max_tokens)
+        check_choice(sampling, stopping)
+        return GenerationRequest(
+            request_id=options.request_id or f"{self._settings.request_id_prefix}{secrets.token_hex(16)}",
+            tenant=caller.tenant,
+            prompt_token_ids=np.asarray(token_ids, dtype=np.int32),
+            sampling=sampling,
+            stopping=stopping,
+            logprobs=options.output.logprobs,
+            prompt_logprobs=options.output.prompt_logprobs,
+            include_special_tokens=options.output.include_special_tokens,
+            priority=priority,
+            ignore_eos=options.stopping.ignore_eos,
+            num_sequences=options.sampling.n or 1,
+            best_of=best_of,
+            durable=options.durable,
+            trace=trace,
+        )
+
+    def _resolve_stopping(self, asked: StoppingOptions, max_tokens: int) -> Stopping:
+        return Stopping(
+            max_tokens=max_tokens,
+            stop=tuple(asked.stop),
+            stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids)),
+            eos_token_ids=() if asked.ignore_eos else self.model.eos_token_ids,
+            min_tokens=asked.min_tokens or 0,
+            include_stop_string=asked.include_stop_string,
+        )
+
+    async def _encode(self, prompt: Prompt | None) -> tuple[str, Sequence[int]]:
+        """The name of the field that holds the prompt, and its token ids."""
+        match prompt:
+            case TextPrompt(text=text):
+                return "text", await self.model.tokenizer.encode(text, add_special_tokens=True)
+            case TokenPrompt(token_ids=token_ids):
+                return "token_ids.ids", token_ids
+            case ChatPrompt(messages=messages):
+                return "messages", await self.model.encode_chat(messages)
+        raise AssertionError("the validator lets no request without a prompt pass")
+
+
+def _num_had(found: FoundRequest, offsets: Sequence[ClientOffset]) -> float:
+    """Tokens that are not generated for whoever resumes a request: all of one that is over, else what it has."""
+    request = found.request
+    num_had = found.state.num_generated_tokens if found.state.is_over else sum(each.num_tokens for each in offsets)
+    return num_had * request.best_of / request.num_sequences

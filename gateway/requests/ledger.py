@@ -1,0 +1,181 @@
+"""All live requests of the gateway. Pure bookkeeping: it says what is to be sent, others send it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.request import GenerationRequest
+from gateway.requests.sequence_stream import SequenceStream
+from gateway.schedulers.scheduler_events import EventBatch
+from gateway.text.clean_up import TextPieces
+from quire.rpc.errors import AlreadyExists, FieldViolation, QuireError
+
+# Handles travel as int32.
+_END_OF_HANDLES = 2**31
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What remains to be done after a batch of events.
+
+    Attributes:
+        ended_here: Requests that the gateway ended (by a stop string) and the scheduler may still run. What they cost
+            is to be asked.
+        sequences_ended_here: Sequences of other requests that ended likewise while more of the request runs, each with
+            its index.
+        failed: Requests that the scheduler refused or failed.
+        unknown_handles: What the scheduler works at although nobody wants it (any more), for example because a client
+            left while the stream was broken.
+    """
+
+    ended_here: list[LiveRequest] = field(default_factory=list)
+    sequences_ended_here: list[tuple[LiveRequest, int]] = field(default_factory=list)
+    failed: list[tuple[LiveRequest, QuireError]] = field(default_factory=list)
+    unknown_handles: set[int] = field(default_factory=set)
+
+
+class Ledger:
+    """Finds live requests by tenant and id and by handle; a request is in it from `open` to `close`.
+
+    What was let in and is not open yet, or never will be, is counted too.
+    """
+
+    def __init__(self, *, max_chunk_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_chunk_tokens = max_chunk_tokens
+        self._clock = clock
+        # Tenants choose their ids without knowing of each other's.
+        self._by_id: dict[tuple[str, str], LiveRequest] = {}
+        self._by_handle: dict[int, LiveRequest] = {}
+        self._last_handle = 0
+        self._num_arriving = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, tenant: str, request_id: str) -> LiveRequest | None:
+        return self._by_id.get((tenant, request_id))
+
+    def check_unused(self, tenant: str, request_id: str) -> None:
+        """Raises AlreadyExists when a live request of the tenant has the id."""
+        if (tenant, request_id) in self._by_id:
+            description = f'"{request_id}" names a request that is running; ids must be unique among running requests'
+            violation = FieldViolation("request_id", description)
+            raise AlreadyExists(f"request_id {description}", reason="REQUEST_ID_IN_USE", violations=[violation])
+
+    def open(self, request: GenerationRequest, make_detokenizer: Callable[[], TextPieces]) -> LiveRequest:
+        """Enters a request. Raises AlreadyExists when a live request of its tenant has its id."""
+        self.check_unused(request.tenant, request.request_id)
+        stopping = request.stopping
+        streams = [
+            SequenceStream(
+                index,
+                make_detokenizer(),
+                stopping.stop,
+                stopping.ending_token_ids,
+                min_tokens=stopping.min_tokens,
+                include_stop_string=stopping.include_stop_string,
+            )
+            for index in range(request.num_sequences)
+        ]
+        live = LiveRequest(
+            request, self._next_handle(), streams, max_chunk_tokens=self._max_chunk_tokens, clock=self._clock
+        )
+        self._by_id[request.tenant, request.request_id] = live
+        self._by_handle[live.handle] = live
+        self._is_empty.clear()
+        return live
+
+    def close(self, live: LiveRequest) -> None:
+        """Forgets a request; events that still come for it are dropped. Idempotent."""
+        if self._by_handle.pop(live.handle, None) is not None:
+            del self._by_id[live.request.tenant, live.request.request_id]
+            self._look_whether_empty()
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """While the context runs, there is a call that was let in and may open a request yet."""
+        self._num_arriving += 1
+        self._is_empty.clear()
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
+            self._look_whether_empty()
+
+    async def wait_until_empty(self) -> None:
+        """Waits until no request is live, and none arrives."""
+        await self._is_empty.wait()
+
+    def of_replica(self, replica: str) -> list[LiveRequest]:
+        """The requests that a replica still works at."""
+        return [
+            live
+            for live in self._by_handle.values()
+            if live.replica == replica and not live.is_over and not live.awaits_usage
+        ]
+
+    def apply(self, replica: str, batch: EventBatch) -> Outcome:
+        """Applies what a replica says; events of requests that it does not have (any more) are dropped.
+
+        Raises:
+            TokenGapError: events are missing. Nothing wrong was forwarded; connecting again mends it.
+        """
+        outcome = Outcome()
+        touched: list[LiveRequest] = []
+        for prompt_run in batch.prompt_runs:
+            live = self._expected(replica, prompt_run.handle)
+            if live is not None:
+                live.accept_prompt(prompt_run)
+        for run in batch.runs:
+            live = self._expected(replica, run.handle)
+            if live is not None:
+                if live.accept(run):
+                    touched.append(live)
+                    outcome.sequences_ended_here.append((live, run.sequence_index))
+            elif not self._belongs_to(replica, run.handle):
+                outcome.unknown_handles.add(run.handle)
+        for end in batch.ended:
+            live = self._expected(replica, end.handle)
+            if live is not None:
+                live.end_sequence(end)
+                touched.append(live)
+        for completion in batch.completed:
+            live = self._expected(replica, completion.handle)
+            if live is not None:
+                live.complete(completion)
+        # A completion comes together with the last end; where there is none, none will come.
+        outcome.ended_here = [live for live in touched if live.ends_here()]
+        outcome.sequences_ended_here = [
+            (live, index) for live, index in outcome.sequences_ended_here if not live.is_over and not live.awaits_usage
+        ]
+        for failure in batch.failed:
+            live = self._expected(replica, failure.handle)
+            if live is not None:
+                outcome.failed.append((live, failure.error))
+        return outcome
+
+    def _expected(self, replica: str, handle: int) -> LiveRequest | None:
+        live = self._by_handle.get(handle)
+        return live if live is not None and live.replica == replica and not live.is_over else None
+
+    def _belongs_to(self, replica: str, handle: int) -> bool:
+        live = self._by_handle.get(handle)
+        return live is not None and live.replica == replica
+
+    def _look_whether_empty(self) -> None:
+        if not self._by_id and not self._num_arriving:
+            self._is_empty.set()
+
+    def _next_handle(self) -> int:
+        while True:
+            self._last_handle = (self._last_handle + 1) % _END_OF_HANDLES
+            if self._last_handle not in self._by_handle:
+                return self._last_handle

@@ -1,0 +1,99 @@
+"""What a request may ask for, here and now."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.schedulers.scheduler_events import Welcome
+from gateway.settings import GatewaySettings
+
+MAX_N = 128
+# Below it a logit that is divided by it may be more than single precision can hold.
+MIN_REPETITION_PENALTY = 1e-30
+MAX_REPETITION_PENALTY = 10
+MIN_SEED = -(2**63)
+MAX_SEED = 2**64 - 1
+# In characters; what OpenAI allows.
+MAX_NAME_LENGTH = 64
+MAX_LENGTH_PENALTY = 10
+MAX_BEAM_CANDIDATES = 2048
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_BYTES = 128
+MAX_TIME_TO_LIVE_MS = 24 * 60 * 60 * 1000
+# Texts that are no prompts may be counted too, whatever the model takes.
+MIN_TOKENIZE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The KV memory of one replica, in blocks of `block_size` tokens."""
+
+    num_blocks: int
+    block_size: int
+
+    def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
+        """The most tokens that so many sequences of one prompt can have each, if they run alone.
+
+        They share the full blocks of the prompt and nothing else, and the last token of each is never computed.
+        """
+        shared = prompt_tokens // self.block_size
+        own = (self.num_blocks - shared) // num_sequences
+        return (shared + own) * self.block_size + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The configured limits, narrowed by what the schedulers offer.
+
+    Attributes:
+        pools: Of the replicas, each of which may get the request.
+        vocab_size: Width of the logits; token ids are below it.
+        max_model_len: The most tokens of prompt and output together.
+        max_prompt_tokens: Always below max_model_len, so that at least one token can be generated.
+        max_prompt_bytes: What so many of the longest tokens spell, in UTF-8. A longer text cannot fit; it is refused
+            before the tokenizer spends time and memory on it.
+    """
+
+    pools: tuple[Pool, ...]
+    vocab_size: int
+    max_model_len: int
+    max_prompt_tokens: int
+    max_prompt_bytes: int
+    max_message_bytes: int
+    max_logprobs: int
+    max_stop_strings: int
+    max_stop_string_bytes: int
+    max_stop_token_ids: int
+    max_chat_messages: int
+    max_n: int
+
+    @property
+    def max_tokenize_bytes(self) -> int:
+        """The longest text that is tokenized for its own sake, in UTF-8."""
+        return max(self.max_prompt_bytes, MIN_TOKENIZE_BYTES)
+
+    def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
+        """The most tokens of prompt and output together that each sequence can have on every replica."""
+        return min(self.max_model_len, *(pool.longest_sequence(prompt_tokens, num_sequences) for pool in self.pools))
+
+
+def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_token_bytes: int) -> Limits:
+    """What holds on every replica, since each of them may get the request."""
+    max_model_len = min(welcome.max_model_len for welcome in welcomes)
+    longest_prompt = max_model_len - 1
+    if settings.max_prompt_tokens is not None:
+        longest_prompt = min(longest_prompt, settings.max_prompt_tokens)
+    return Limits(
+        pools=tuple(Pool(welcome.num_gpu_blocks, welcome.block_size) for welcome in welcomes),
+        vocab_size=min(welcome.vocab_size for welcome in welcomes),
+        max_model_len=max_model_len,
+        max_prompt_tokens=longest_prompt,
+        max_prompt_bytes=longest_prompt * longest_token_bytes,
+        max_message_bytes=settings.max_message_bytes,
+        max_logprobs=min(settings.max_logprobs, *(welcome.max_logprobs for welcome in welcomes)),
+        max_stop_strings=settings.max_stop_strings,
+        max_stop_string_bytes=settings.max_stop_string_bytes,
+        max_stop_token_ids=settings.max_stop_token_ids,
+        max_chat_messages=settings.max_chat_messages,
+        max_n=min(MAX_N, *(welcome.max_num_seqs for welcome in welcomes)),
+    )

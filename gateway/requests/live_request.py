@@ -1,0 +1,240 @@
+"""A request from its arrival to its end: what was asked, what came, what its client still has to get."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from gateway.requests.events import Chunk, Completed, Event, GeneratedSequence, PositionLogprobs, Usage
+from gateway.requests.request import GenerationRequest
+from gateway.requests.sequence_stream import SequenceStream, TokenGapError
+from gateway.schedulers.scheduler_events import PromptRun, RequestEnded, SequenceEnded, TokenRun
+from quire.rpc.errors import QuireError
+
+
+class LiveRequest:
+    """The ledger's entry of one request. Writers (the scheduler's events) never wait for the reader (the client).
+
+    Attributes:
+        request: What was asked; with `sequences` it is all that another scheduler needs to go on.
+        handle: What stands for the request on scheduler streams.
+        sequences: One stream per sequence.
+        replica: Address of the scheduler that has the request, None while it waits for one.
+        submissions: How often it was sent to a scheduler, those not counted that drained.
+        prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as they came.
+        is_over: Whether nothing more is expected from the scheduler.
+        awaits_usage: Whether all its sequences ended here, and the scheduler has yet to say what it cost.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        handle: int,
+        sequences: Sequence[SequenceStream],
+        *,
+        max_chunk_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.request = request
+        self.handle = handle
+        self.sequences = tuple(sequences)
+        self.replica: str | None = None
+        self.submissions = 0
+        self.awaits_usage = False
+        self.prompt_logprobs: list[PositionLogprobs] = []
+        self._max_chunk_tokens = max_chunk_tokens
+        self._clock = clock
+        self._arrived_at = clock()
+        self._first_token_at: float | None = None
+        self._last_token_at = self._arrived_at
+        self._usage: Usage | None = None
+        self._error: QuireError | None = None
+        self._news = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self._usage is not None or self._error is not None
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether all of it came, and it did not fail."""
+        return self._usage is not None
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it cost; None until all of it came."""
+        return self._usage
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(len(stream.token_ids) for stream in self.sequences)
+
+    @property
+    def num_computed_tokens(self) -> float:
+        """The tokens that were generated so far, with those of candidates that are not returned."""
+        return self.num_generated_tokens * self.request.best_of / self.request.num_sequences
+
+    @property
+    def most_computed_tokens(self) -> float:
+        """What `num_computed_tokens` is at the end at most."""
+        max_tokens = self.request.stopping.max_tokens
+        most = sum(max_tokens if stream.finished is None else len(stream.token_ids) for stream in self.sequences)
+        return most * self.request.best_of / self.request.num_sequences
+
+    @property
+    def seconds_to_first_token(self) -> float | None:
+        return None if self._first_token_at is None else self._first_token_at - self._arrived_at
+
+    @property
+    def seconds_since_news(self) -> float:
+        """Since its last token came, or since its arrival."""
+        return self._clock() - self._last_token_at
+
+    def accept(self, run: TokenRun) -> bool:
+        """Takes new tokens; returns whether a stop string ended the sequence with them.
+
+        Raises:
+            TokenGapError: tokens are missing.
+        """
+        stream = self._stream(run.sequence_index)
+        was_running = stream.finished is None
+        if stream.accept(run.offset, run.token_ids, run.logprobs):
+            self._last_token_at = self._clock()
+            if self._first_token_at is None:
+                self._first_token_at = self._last_token_at
+            self._news.set()
+        return was_running and stream.finished is not None
+
+    def accept_prompt(self, run: PromptRun) -> None:
+        """Takes log probabilities of prompt tokens; those that came before are dropped.
+
+        Raises:
+            TokenGapError: some are missing before them.
+        """
+        seen = len(self.prompt_logprobs) + 1 - run.first_position
+        if seen < 0:
+            raise TokenGapError(
+                f"request {self.request.request_id} has {len(self.prompt_logprobs)} prompt logprobs, "
+                f"an event starts at {run.first_position}"
+            )
+        self.prompt_logprobs += run.logprobs[seen:]
+
+    def end_sequence(self, end: SequenceEnded) -> None:
+        """Raises TokenGapError when tokens of the sequence are missing."""
+        stream = self._stream(end.sequence_index)
+        stream.end(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
+        self._news.set()
+
+    def complete(self, end: RequestEnded) -> None:
+        """Raises TokenGapError when a sequence has not ended."""
+        for stream in self.sequences:
+            if stream.finished is None:
+                raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
+        if end.usage is None:
+            self._usage = self._own_usage()
+        elif self.awaits_usage:
+            # The scheduler went on for a while.
+            self._usage = dataclasses.replace(end.usage, generated_tokens=self.num_generated_tokens)
+        else:
+            self._usage = end.usage
+        self._end()
+
+    def ends_here(self) -> bool:
+        """Whether all its sequences have ended and the scheduler is to be told so, which is said once.
+
+        So it is when a stop string ended the last of them here, while the end of the others was on its way.
+        """
+        if self.is_over or self.awaits_usage or not self._all_ended():
+            return False
+        self.awaits_usage = True
+        return True
+
+    def settle(self) -> None:
+        """Ends sequences that have all their tokens, and the request if it has all its sequences.
+
+        For when the scheduler that would have said so is gone: another one must not be asked to go on with them.
+        """
+        for stream in self.sequences:
+            stream.end_if_complete(self.request.stopping.max_tokens)
+        if not self.is_over and self._all_ended():
+            self._usage = self._own_usage()
+            self._end()
+
+    def skip(self, index: int, num_tokens: int, num_characters: int | None = None) -> None:
+        """The client has so much of a sequence already. To be called before anything is delivered."""
+        self.sequences[index].skip(num_tokens, num_characters)
+
+    def fail(self, error: QuireError) -> None:
+        """Ends the request by an error, which its reader gets. No effect when it is over."""
+        if not self.is_over:
+            self._error = error
+            self._end()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.
+
+        Sequences take turns, so that none waits for another one to end, however slow the reader is.
+
+        Raises:
+            QuireError: the request failed.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._error is not None:
+                raise self._error
+            for stream in self.sequences:
+                event = stream.take_chunk(self._max_chunk_tokens) or stream.take_finished()
+                if event is None:
+                    continue
+                # It may have more, when the others have had their turn.
+                self._news.set()
+                yield event
+                if self._error is not None:
+                    raise self._error
+            if self._usage is not None and not self._news.is_set():
+                yield Completed(self._usage, self.prompt_logprobs)
+                return
+
+    async def result(self) -> tuple[list[GeneratedSequence], Usage]:
+        """Waits for the end; all sequences, whole, and the usage. For a reader that did not use `events`.
+
+        Raises:
+            QuireError: the request failed.
+        """
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._usage is not None
+        return [_generated(stream) for stream in self.sequences], self._usage
+
+    def _all_ended(self) -> bool:
+        return all(stream.finished is not None for stream in self.sequences)
+
+    def _end(self) -> None:
+        self._news.set()
+        self._ended.set()
+
+    def _stream(self, index: int) -> SequenceStream:
+        if index >= len(self.sequences):
+            raise TokenGapError(f"request {self.request.request_id} has no sequence {index}")
+        return self.sequences[index]
+
+    def _own_usage(self) -> Usage:
+        """The usage of a request whose scheduler cannot say it any more; what only that one knows stays 0.
+
+        The time in the queue is counted as prefill.
+        """
+        first = self._first_token_at if self._first_token_at is not None else self._last_token_at
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            generated_tokens=self.num_generated_tokens,
+            prefill_ms=(first - self._arrived_at) * 1000,
+            decode_ms=(self._last_token_at - first) * 1000,
+        )
+
+
+def _generated(stream: SequenceStream) -> GeneratedSequence:
+    chunk = stream.take_chunk(len(stream.token_ids)) or Chunk(stream.index, 0, [], "", [])
+    assert stream.finished is not None
+    return GeneratedSequence(chunk.token_ids, chunk.text, chunk.logprobs, stream.finished)

@@ -1,0 +1,154 @@
+"""The gateway's span of each request: from its arrival in the generator to its last event.
+
+Names are those of OpenTelemetry's conventions for generative AI, and vLLM's where these have none. Neither prompt nor
+output is told, and of errors only their codes, since their texts may quote what the client sent.
+"""
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.request import ChatPrompt, GenerationRequest, RequestOptions
+from gateway.trace_headers import incoming_context
+from quire.rpc.errors import QuireError
+from quire.tracing import AttributeValue, Span, TraceContext, Tracer
+
+# The codes by which a gRPC server says that it is itself at fault, by OpenTelemetry's conventions.
+_OUR_FAULTS = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+
+
+class NoSpan:
+    """Stands for the span where nothing is traced, and does nothing."""
+
+    context: TraceContext | None = None
+
+    def opened(self, live: LiveRequest) -> None:
+        """The request was accepted."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class RequestSpan(NoSpan):
+    """Ends when the context is left, by what leaves it."""
+
+    def __init__(self, span: Span) -> None:
+        self.context = span.context
+        self._span = span
+        self._started_at = time.monotonic()
+        self._live: LiveRequest | None = None
+
+    def opened(self, live: LiveRequest) -> None:
+        self._live = live
+        if self._span.is_recording:
+            self._span.set(_asked(live.request))
+        if live.request.trace is not None and live.request.trace != self.context:
+            # A durable request goes on in the trace that it began in; this call belongs to its own.
+            self._span.link(live.request.trace)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._span.is_recording:
+            if self._live is not None:
+                self._span.set(_came_of(self._live))
+            self._span.set(
+                {"quire.outcome": _outcome(error), "gen_ai.latency.e2e": time.monotonic() - self._started_at}
+            )
+            self._tell_error(error)
+        self._span.end()
+
+    def _tell_error(self, error: BaseException | None) -> None:
+        if isinstance(error, QuireError):
+            self._span.set({"error.type": error.reason, "rpc.grpc.status_code": error.code.value[0]})
+            if error.code in _OUR_FAULTS:
+                self._span.fail(f"{error.code.name}: {error.reason}")
+        elif isinstance(error, Exception):
+            self._span.set({"error.type": type(error).__qualname__})
+            self._span.fail("UNEXPECTED")
+
+
+class RequestSpans:
+    """Starts the spans; without a tracer it makes nothing."""
+
+    def __init__(self, tracer: Tracer | None, model_name: str) -> None:
+        self._tracer = tracer
+        self._model_name = model_name
+        self._none = NoSpan()
+
+    def generation(self, options: RequestOptions) -> NoSpan:
+        """The span of a request that arrives now, in the trace of the call that runs."""
+        if self._tracer is None:
+            return self._none
+        return self._start(self._tracer, "chat" if isinstance(options.prompt, ChatPrompt) else "text_completion")
+
+    def resumption(self) -> NoSpan:
+        """The span of a call that goes on with a durable request."""
+        return self._none if self._tracer is None else self._start(self._tracer, "resume")
+
+    def _start(self, tracer: Tracer, operation: str) -> RequestSpan:
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "quire",
+            "gen_ai.request.model": self._model_name,
+        }
+        return RequestSpan(tracer.start(f"{operation} {self._model_name}", incoming_context(), attributes))
+
+
+def _asked(request: GenerationRequest) -> dict[str, AttributeValue]:
+    """The request with every default filled in, as far as it is nobody's secret."""
+    sampling, stopping = request.sampling, request.stopping
+    return {
+        "gen_ai.request.id": request.request_id,
+        "gen_ai.request.max_tokens": stopping.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.n": request.num_sequences,
+        "gen_ai.request.best_of": request.best_of,
+        "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+        "quire.tenant": request.tenant,
+        "quire.priority": request.priority,
+        "quire.durable": request.durable,
+    }
+
+
+def _came_of(live: LiveRequest) -> dict[str, AttributeValue]:
+    reasons = [stream.finished.reason.value for stream in live.sequences if stream.finished is not None]
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.usage.output_tokens": live.num_generated_tokens,
+        "quire.submissions": live.submissions,
+    }
+    if reasons:
+        attributes["gen_ai.response.finish_reasons"] = reasons
+    if live.seconds_to_first_token is not None:
+        attributes["gen_ai.latency.time_to_first_token"] = live.seconds_to_first_token
+    return attributes
+
+
+def _outcome(error: BaseException | None) -> str:
+    """As the metrics call it: completed, abandoned by its client, or the status that it ended with."""
+    if error is None:
+        return "completed"
+    if isinstance(error, QuireError):
+        return error.code.name.lower()
+    return "abandoned" if isinstance(error, (asyncio.CancelledError, GeneratorExit)) else "internal"

@@ -1,0 +1,297 @@
+"""The one validator, for every front end.
+
+It works on values, looks at all fields before it raises, and allocates nothing. Each violation names the field, its
+value and the limit.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from gateway.requests.beam_validation import check_beam_search
+from gateway.requests.limits import (
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_NAME_LENGTH,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MIN_REPETITION_PENALTY,
+    MIN_SEED,
+    Limits,
+)
+from gateway.requests.request import (
+    ChatPrompt,
+    OutputOptions,
+    Prompt,
+    RequestOptions,
+    Sampling,
+    SamplingOptions,
+    Stopping,
+    StoppingOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.requests.violations import Violations, shortened, shown, utf8_size
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
+
+_MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def check_model(model: str | None, served_model: str | None) -> None:
+    """Raises InvalidArgument when another model than the served one is asked to do something."""
+    if (violation := wrong_model(model, served_model)) is not None:
+        raise InvalidArgument(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
+
+
+def find_model(model: str, served_model: str | None) -> None:
+    """Raises NotFound when another model than the served one is looked up."""
+    if (violation := wrong_model(model, served_model)) is not None:
+        raise NotFound(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
+
+
+def wrong_model(model: str | None, served_model: str | None) -> FieldViolation | None:
+    """What is wrong with the name of a model; None where it is absent or right.
+
+    `served_model` is None for a caller who may use none, and is not told that there is one.
+    """
+    if served_model is None:
+        shown = "is absent" if model is None else f'is "{shortened(model)}"'
+        return FieldViolation("model", f"{shown}; no model is served here that this API key may use")
+    if model is None or model == served_model:
+        return None
+    return FieldViolation("model", f'is "{shortened(model)}"; the model served here is "{served_model}"')
+
+
+def check_request(request: RequestOptions, limits: Limits, served_model: str | None) -> None:
+    """Checks everything but the number of prompt tokens, which only the tokenizer knows.
+
+    `served_model` is None for a caller who may use none.
+
+    Raises:
+        InvalidArgument: the model is not served here, or fields are missing or out of range.
+        Unimplemented: a valid request for what this version does not do.
+    """
+    check_model(request.model, served_model)
+    violations = Violations()
+    check_prompt(violations, request.prompt, limits)
+    if request.sampling.beam_search is None:
+        _check_drawing(violations, request.sampling, request.stopping, limits)
+    else:
+        check_beam_search(violations, request.sampling.beam_search, request.sampling, request.stopping, limits)
+    _check_sampling(violations, request.sampling, limits)
+    _check_stopping(violations, request.stopping, limits)
+    _check_output(violations, request.output, limits)
+    if request.request_id is not None and not _REQUEST_ID.fullmatch(request.request_id):
+        shown = shortened(request.request_id)
+        violations.add("request_id", f'is "{shown}"; it must be 1 to 128 characters of [A-Za-z0-9._:-]')
+    violations.check_range("priority", request.priority, -100, 100)
+    violations.raise_if_any()
+
+
+def check_prompt(
+    violations: Violations,
+    prompt: Prompt | None,
+    limits: Limits,
+    *,
+    missing: FieldViolation = _MISSING_PROMPT,
+    chat_field: str = "messages",
+) -> None:
+    """Checks a prompt before it is tokenized. `missing` is what is wrong where there is none."""
+    match prompt:
+        case None:
+            violations.add(missing.field, missing.description)
+        case TextPrompt(text=""):
+            violations.add("text", "is empty; a prompt needs at least 1 token")
+        case TextPrompt(text=text):
+            violations.check_text("text", text)
+            violations.check_size("text", [text], limits.max_prompt_bytes)
+        case TokenPrompt(token_ids=token_ids):
+            if not token_ids:
+                violations.add("token_ids.ids", "is empty; a prompt needs at least 1 token")
+            elif len(token_ids) > limits.max_prompt_tokens:
+                violations.add(
+                    "token_ids.ids",
+                    f"has {len(token_ids):,} tokens; a prompt may have at most {limits.max_prompt_tokens:,}",
+                )
+            else:
+                violations.check_token_ids("token_ids.ids", token_ids, limits.vocab_size)
+        case ChatPrompt():
+            check_conversation(violations, prompt, limits, max_bytes=limits.max_prompt_bytes, field=chat_field)
+
+
+def check_conversation(
+    violations: Violations, prompt: ChatPrompt, limits: Limits, *, max_bytes: int, field: str = "messages"
+) -> None:
+    """Checks the messages, which are the request's field `field` and of at most `max_bytes` bytes in all.
+
+    Which roles there are only the template knows.
+    """
+    if not prompt.messages:
+        violations.add(field, "is empty; at least one message is needed")
+    if not violations.check_count(field, prompt.messages, limits.max_chat_messages):
+        return
+    for position, message in enumerate(prompt.messages):
+        if not message.role:
+            violations.add(f"{field}[{position}].role", 'is empty; it must be a role such as "user"')
+        violations.check_text(f"{field}[{position}].role", message.role)
+        violations.check_text(f"{field}[{position}].content", message.content)
+        if message.name is not None:
+            _check_name(violations, f"{field}[{position}].name", message.name)
+    texts = (text for message in prompt.messages for text in (message.role, message.content, message.name or ""))
+    violations.check_size(field, texts, max_bytes)
+
+
+def _check_name(violations: Violations, field: str, name: str) -> None:
+    if len(name) > MAX_NAME_LENGTH:
+        violations.add(field, f"has {len(name):,} characters; the most is {MAX_NAME_LENGTH}")
+    violations.check_text(field, name)
+
+
+def check_prompt_tokens(field: str, token_ids: Sequence[int], limits: Limits) -> None:
+    """Checks the tokens of a prompt that was given as `field`.
+
+    Raises:
+        InvalidArgument: the prompt is empty or too long, or the tokenizer knows more tokens than the model.
+    """
+    violations = Violations()
+    if not token_ids:
+        violations.add(field, "has no tokens; at least 1 is needed")
+    elif len(token_ids) > limits.max_prompt_tokens:
+        violations.add(field, f"has {len(token_ids):,} tokens; a prompt may have at most {limits.max_prompt_tokens:,}")
+    elif max(token_ids) >= limits.vocab_size:
+        violations.add(
+            field, f"has the token {max(token_ids)}; token ids of this model are below {limits.vocab_size:,}"
+        )
+    violations.raise_if_any()
+
+
+def resolve_max_tokens(
+    field: str, token_ids: Sequence[int], max_tokens: int | None, num_sequences: int, limits: Limits
+) -> int:
+    """The number of tokens to generate after a prompt, given as `field`: what is asked, or what is left for each of so
+    many sequences.
+
+    Raises:
+        InvalidArgument: as `check_prompt_tokens`, or the sum can never fit.
+    """
+    check_prompt_tokens(field, token_ids, limits)
+    prompt_tokens = len(token_ids)
+    if max_tokens is None:
+        # Where there is no room for one token of each, a scheduler says so, with its figures.
+        return max(limits.longest_sequence(prompt_tokens, num_sequences) - prompt_tokens, 1)
+    if prompt_tokens + max_tokens > limits.max_model_len:
+        violations = Violations()
+        violations.add(
+            "stopping.max_tokens",
+            f"is {max_tokens:,} after a prompt of {prompt_tokens:,} tokens, together {prompt_tokens + max_tokens:,}; "
+            f"a sequence can have at most {limits.max_model_len:,} tokens here",
+        )
+        violations.raise_if_any()
+    return max_tokens
+
+
+def check_choice(sampling: Sampling, stopping: Stopping) -> None:
+    """Some token can be chosen at every place, as far as that can be known beforehand.
+
+    Raises:
+        InvalidArgument: all allowed tokens are bad words, or end the sequence before min_tokens.
+    """
+    if not sampling.allowed_token_ids:
+        return
+    excluded = {sequence[0] for sequence in sampling.bad_token_sequences if len(sequence) == 1}
+    if stopping.min_tokens:
+        excluded |= stopping.ending_token_ids
+    if excluded.issuperset(sampling.allowed_token_ids):
+        violations = Violations()
+        violations.add(
+            "sampling.allowed_token_ids",
+            f"leaves nothing to choose: all of its {len(sampling.allowed_token_ids):,} tokens are bad words or end the "
+            f"sequence before min_tokens, which is {stopping.min_tokens:,}",
+        )
+        violations.raise_if_any()
+
+
+def check_defaults(violations: Violations, sampling: SamplingOptions) -> None:
+    """Checks what a model directory may say about sampling, which is bound as what a caller asks."""
+    _check_truncation(violations, sampling)
+    _check_repetition_penalty(violations, sampling)
+
+
+def _check_drawing(
+    violations: Violations, sampling: SamplingOptions, stopping: StoppingOptions, limits: Limits
+) -> None:
+    n = sampling.n or 1
+    best_of = sampling.best_of or n
+    _check_truncation(violations, sampling)
+    violations.check_range("sampling.n", sampling.n, 1, limits.max_n)
+    violations.check_range("sampling.best_of", sampling.best_of, n, limits.max_n)
+    if stopping.stop and best_of > n:
+        # The best have been chosen, as a whole, by the time their text is known.
+        violations.add(
+            "stopping.stop",
+            f"cannot be used where best_of, which is {shown(best_of)}, is above n, which is {shown(n)}; use "
+            "stop_token_ids",
+        )
+
+
+def _check_truncation(violations: Violations, sampling: SamplingOptions) -> None:
+    violations.check_range("sampling.temperature", sampling.temperature, 0, 100)
+    violations.check_range("sampling.top_k", sampling.top_k, 0, 2**32 - 1)
+    violations.check_range("sampling.top_p", sampling.top_p, 0, 1, above_low=True)
+    violations.check_range("sampling.min_p", sampling.min_p, 0, 1)
+
+
+def _check_repetition_penalty(violations: Violations, sampling: SamplingOptions) -> None:
+    violations.check_range(
+        "sampling.repetition_penalty", sampling.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    )
+
+
+def _check_sampling(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
+    """What has the same meaning whether tokens are drawn or searched for."""
+    violations.check_range("sampling.seed", sampling.seed, MIN_SEED, MAX_SEED)
+    violations.check_range("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
+    violations.check_range("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
+    _check_repetition_penalty(violations, sampling)
+    _check_logit_bias(violations, sampling.logit_bias, limits)
+    if violations.check_count("sampling.allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size):
+        violations.check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size)
+    if violations.check_count("sampling.bad_words", sampling.bad_words, MAX_BAD_WORDS):
+        _check_texts(violations, "sampling.bad_words", sampling.bad_words, MAX_BAD_WORD_BYTES)
+
+
+def _check_logit_bias(violations: Violations, logit_bias: Mapping[int, float], limits: Limits) -> None:
+    if not violations.check_count("sampling.logit_bias", logit_bias, MAX_LOGIT_BIAS):
+        return
+    for token_id, bias in logit_bias.items():
+        field = f"sampling.logit_bias[{token_id}]"
+        violations.check_range(field, bias, -100, 100)
+        if not 0 <= token_id < limits.vocab_size:
+            violations.add(field, f"is for token {token_id}; token ids of this model are below {limits.vocab_size:,}")
+
+
+def _check_stopping(violations: Violations, stopping: StoppingOptions, limits: Limits) -> None:
+    violations.check_range("stopping.max_tokens", stopping.max_tokens, 1, limits.max_model_len - 1)
+    highest = limits.max_model_len - 1 if stopping.max_tokens is None else stopping.max_tokens
+    violations.check_range("stopping.min_tokens", stopping.min_tokens, 0, highest)
+    if violations.check_count("stopping.stop", stopping.stop, limits.max_stop_strings):
+        _check_texts(violations, "stopping.stop", stopping.stop, limits.max_stop_string_bytes)
+    if violations.check_count("stopping.stop_token_ids", stopping.stop_token_ids, limits.max_stop_token_ids):
+        violations.check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, limits.vocab_size)
+
+
+def _check_output(violations: Violations, output: OutputOptions, limits: Limits) -> None:
+    violations.check_range("output.logprobs", output.logprobs, 0, limits.max_logprobs)
+    violations.check_range("output.prompt_logprobs", output.prompt_logprobs, 0, limits.max_logprobs)
+
+
+def _check_texts(violations: Violations, field: str, texts: Sequence[str], max_bytes: int) -> None:
+    for position, text in enumerate(texts):
+        num_bytes = utf8_size(text)
+        if not text:
+            violations.add(f"{field}[{position}]", "is empty; it needs at least 1 character")
+        elif num_bytes > max_bytes:
+            violations.add(f"{field}[{position}]", f"has {num_bytes:,} bytes; the most is {max_bytes:,}")
+        else:
+            violations.check_text(f"{field}[{position}]", text)

@@ -1,0 +1,277 @@
+"""Messages of quire.scheduler.v1 to values and back."""
+
+from collections.abc import Sequence
+
+from gateway.requests.events import FinishReason, Logprob, PositionLogprobs, Usage
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.request import BeamSearch, EarlyStopping, GenerationRequest
+from gateway.requests.sequence_stream import SequenceStream
+from gateway.schedulers.scheduler_events import (
+    EventBatch,
+    PromptRun,
+    RequestEnded,
+    RequestFailed,
+    SequenceEnded,
+    TokenRun,
+    Welcome,
+)
+from quire.arrays import decode_int32, encode_int32
+from quire.common.v1 import common_pb2
+from quire.rpc.errors import InvalidArgument, error_for_code
+from quire.scheduler.v1 import scheduler_pb2
+from quire.tracing import TraceContext
+
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+_EARLY_STOPPING = {
+    EarlyStopping.FALSE: common_pb2.EARLY_STOPPING_FALSE,
+    EarlyStopping.TRUE: common_pb2.EARLY_STOPPING_TRUE,
+    EarlyStopping.NEVER: common_pb2.EARLY_STOPPING_NEVER,
+}
+
+
+def hello_message(gateway_id: str, grace_period_ms: int) -> scheduler_pb2.ConnectRequest:
+    return scheduler_pb2.ConnectRequest(
+        hello=scheduler_pb2.Hello(gateway_id=gateway_id, grace_period_ms=grace_period_ms)
+    )
+
+
+def credit_message(num_messages: int) -> scheduler_pb2.ConnectRequest:
+    """So many messages of events more can be taken."""
+    return scheduler_pb2.ConnectRequest(credit=scheduler_pb2.Credit(messages=num_messages))
+
+
+def abort_message(handle: int, sequence_index: int | None, *, wants_usage: bool) -> scheduler_pb2.ConnectRequest:
+    """Without an index it ends the whole request."""
+    abort = scheduler_pb2.Abort(handle=handle, sequence_index=sequence_index, wants_usage=wants_usage)
+    return scheduler_pb2.ConnectRequest(abort=abort)
+
+
+def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
+    """The request with every default filled in, and with the tokens that the gateway has of it already."""
+    request = live.request
+    return scheduler_pb2.ConnectRequest(
+        submit=scheduler_pb2.Submit(
+            handle=live.handle,
+            request_id=request.request_id,
+            # Part of the prefix cache's keys, as it is for pins.
+            tenant=request.tenant,
+            priority=request.priority,
+            prompt_token_ids=encode_int32(request.prompt_token_ids),
+            sampling=_sampling_message(request),
+            stopping=_stopping_message(request),
+            output=_output_message(request),
+            eos_token_ids=request.stopping.eos_token_ids,
+            durable=_durable_message(live) if request.durable else None,
+            trace_context=None if request.trace is None else _trace_message(request.trace),
+            bad_token_sequences=[
+                common_pb2.TokenIds(ids=sequence) for sequence in request.sampling.bad_token_sequences
+            ],
+            emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
+        )
+    )
+
+
+def _sampling_message(request: GenerationRequest) -> common_pb2.SamplingParameters:
+    sampling = request.sampling
+    return common_pb2.SamplingParameters(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        n=request.num_sequences,
+        best_of=request.best_of,
+        beam_search=None if sampling.beam_search is None else _beam_search_message(sampling.beam_search),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+    )
+
+
+def _stopping_message(request: GenerationRequest) -> common_pb2.StoppingParameters:
+    """Stop strings are the gateway's own: the scheduler sees no text."""
+    stopping = request.stopping
+    return common_pb2.StoppingParameters(
+        max_tokens=stopping.max_tokens,
+        min_tokens=stopping.min_tokens,
+        stop_token_ids=stopping.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        include_stop_string=False,
+    )
+
+
+def _output_message(request: GenerationRequest) -> common_pb2.OutputOptions:
+    output = common_pb2.OutputOptions(include_special_tokens=request.include_special_tokens)
+    if request.logprobs is not None:
+        output.logprobs = request.logprobs
+    if request.prompt_logprobs is not None:
+        output.prompt_logprobs = request.prompt_logprobs
+    return output
+
+
+def _emitted_message(stream: SequenceStream) -> scheduler_pb2.EmittedSequence:
+    return scheduler_pb2.EmittedSequence(
+        sequence_index=stream.index, token_ids=encode_int32(stream.token_ids), finished=stream.finished is not None
+    )
+
+
+def resume_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
+    """Takes a durable request over, from its first token on."""
+    request = live.request
+    resume = scheduler_pb2.Resume(handle=live.handle, tenant=request.tenant, request_id=request.request_id)
+    return scheduler_pb2.ConnectRequest(resume=resume)
+
+
+def detach_message(handle: int) -> scheduler_pb2.ConnectRequest:
+    """Nobody reads the durable request any more."""
+    return scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=handle))
+
+
+def _durable_message(live: LiveRequest) -> scheduler_pb2.Durable:
+    stopping = live.request.stopping
+    return scheduler_pb2.Durable(
+        stop=stopping.stop, include_stop_string=stopping.include_stop_string, resubmitted=live.submissions > 1
+    )
+
+
+def _trace_message(trace: TraceContext) -> scheduler_pb2.TraceContext:
+    return scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate)
+
+
+def _beam_search_message(beam_search: BeamSearch) -> common_pb2.BeamSearchParameters:
+    return common_pb2.BeamSearchParameters(
+        beam_width=beam_search.width,
+        length_penalty=beam_search.length_penalty,
+        early_stopping=_EARLY_STOPPING[beam_search.early_stopping],
+    )
+
+
+def pin_message(token_ids: Sequence[int], time_to_live_ms: int, tenant: str) -> scheduler_pb2.PinPrefixRequest:
+    return scheduler_pb2.PinPrefixRequest(
+        tenant=tenant, token_ids=encode_int32(token_ids), time_to_live_ms=time_to_live_ms
+    )
+
+
+def unpin_message(pin_id: str, tenant: str) -> scheduler_pb2.UnpinPrefixRequest:
+    return scheduler_pb2.UnpinPrefixRequest(tenant=tenant, pin_id=pin_id)
+
+
+def welcome_from(message: scheduler_pb2.Welcome) -> Welcome:
+    return Welcome(
+        scheduler_epoch=message.scheduler_epoch,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        block_size=message.block_size,
+        num_gpu_blocks=message.num_gpu_blocks,
+        num_host_blocks=message.num_host_blocks,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        architecture=message.architecture,
+        dtype=message.dtype,
+        max_logprobs=message.max_logprobs,
+    )
+
+
+def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:
+    """Raises InvalidArgument when the message is malformed."""
+    return EventBatch(
+        runs=_token_runs(message),
+        ended=[_sequence_ended(end) for end in message.finished],
+        completed=[_request_ended(end) for end in message.completed],
+        failed=[_request_failed(failure) for failure in message.failed],
+        prompt_runs=[_prompt_run(entry) for entry in message.prompt_logprobs],
+    )
+
+
+def _token_runs(message: scheduler_pb2.TokenEvents) -> list[TokenRun]:
+    handles = decode_int32(message.handles, "handles", minimum=0).tolist()
+    indices = decode_int32(message.sequence_indices, "sequence_indices", minimum=0).tolist()
+    offsets = decode_int32(message.offsets, "offsets", minimum=0).tolist()
+    token_ids = decode_int32(message.token_ids, "token_ids", minimum=0).tolist()
+    if not len(handles) == len(indices) == len(offsets) == len(token_ids):
+        raise InvalidArgument(
+            f"columns differ in length: handles {len(handles)}, sequence_indices {len(indices)}, "
+            f"offsets {len(offsets)}, token_ids {len(token_ids)}"
+        )
+    logprobs = _logprobs_by_event(message, len(handles))
+    runs: list[TokenRun] = []
+    run: TokenRun | None = None
+    for event, (handle, index, offset, token_id) in enumerate(zip(handles, indices, offsets, token_ids, strict=True)):
+        if (
+            run is None
+            or run.handle != handle
+            or run.sequence_index != index
+            or run.offset + len(run.token_ids) != offset
+        ):
+            run = TokenRun(handle, index, offset, [])
+            runs.append(run)
+        run.token_ids.append(token_id)
+        if event in logprobs:
+            run.logprobs.append(logprobs[event])
+    for run in runs:
+        if len(run.logprobs) not in (0, len(run.token_ids)):
+            raise InvalidArgument(f"handle {run.handle}: {len(run.token_ids)} tokens, {len(run.logprobs)} logprobs")
+    return runs
+
+
+def _logprobs_by_event(message: scheduler_pb2.TokenEvents, num_events: int) -> dict[int, PositionLogprobs]:
+    found = {entry.event: _position_logprobs(entry.logprobs) for entry in message.logprobs}
+    if found and max(found) >= num_events:
+        raise InvalidArgument(f"logprobs.event is {max(found)}; there are {num_events} events")
+    return found
+
+
+def _prompt_run(message: scheduler_pb2.PromptLogprobs) -> PromptRun:
+    if not message.first_position:
+        raise InvalidArgument(f"prompt_logprobs.first_position is 0 for handle {message.handle}; it is 1 at least")
+    return PromptRun(message.handle, message.first_position, [_position_logprobs(each) for each in message.positions])
+
+
+def _position_logprobs(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
+    chosen = message.chosen
+    return PositionLogprobs(
+        Logprob(chosen.token_id, chosen.logprob, chosen.rank),
+        tuple(Logprob(entry.token_id, entry.logprob, entry.rank) for entry in message.top),
+    )
+
+
+def _sequence_ended(message: scheduler_pb2.SequenceEnd) -> SequenceEnded:
+    if message.reason not in _REASONS:
+        raise InvalidArgument(f"finished.reason is {message.reason} for handle {message.handle}")
+    return SequenceEnded(
+        handle=message.handle,
+        sequence_index=message.sequence_index,
+        num_tokens=message.num_tokens,
+        reason=_REASONS[message.reason],
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
+    )
+
+
+def _request_ended(message: scheduler_pb2.RequestEnd) -> RequestEnded:
+    return RequestEnded(message.handle, _usage(message.usage) if message.HasField("usage") else None)
+
+
+def _request_failed(message: scheduler_pb2.RequestFailure) -> RequestFailed:
+    retry_after_ms = message.retry_after_ms if message.HasField("retry_after_ms") else None
+    error = error_for_code(message.code, message.message, reason=message.reason or None, retry_after_ms=retry_after_ms)
+    return RequestFailed(message.handle, error)
+
+
+def _usage(message: common_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+        generated_tokens=message.generated_tokens,
+        queue_ms=message.queue_ms,
+        prefill_ms=message.prefill_ms,
+        decode_ms=message.decode_ms,
+        preemptions=message.preemptions,
+    )

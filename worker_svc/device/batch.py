@@ -1,0 +1,135 @@
+"""The flat batch of one step: what the model computes and which logits are sampled, without Python per token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker_svc.device.model_input import AttentionMetadata, ModelInput
+from worker_svc.device.rows import Rows
+from worker_svc.device.transfer import to_device
+from worker_svc.protocol.steps import Batch, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The new tokens of all rows one after the other: T tokens of R rows, as int64 arrays on the host."""
+
+    rows: NDArray[np.int64]
+    """[R]"""
+    row_of_token: NDArray[np.int64]
+    """[T]"""
+    positions: NDArray[np.int64]
+    """[T], index of each token in its sequence."""
+    query_start_loc: NDArray[np.int64]
+    """[R + 1]"""
+    seq_lens: NDArray[np.int64]
+    """[R]"""
+    max_query_len: int
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Layout":
+        rows, computed = batch.rows.astype(np.int64), batch.num_computed_tokens.astype(np.int64)
+        num_rows, max_query_len = len(rows), int(batch.num_new_tokens.max())
+        if max_query_len == 1:
+            # The usual step, decodes alone.
+            starts, seq_lens = np.arange(num_rows + 1), computed + 1
+            return cls(rows, rows, computed, starts, seq_lens, 1, int(seq_lens.max()))
+        new = batch.num_new_tokens.astype(np.int64)
+        starts, seq_lens = np.concatenate(((0,), np.cumsum(new))), computed + new
+        positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], new)
+        return cls(rows, np.repeat(rows, new), positions, starts, seq_lens, max_query_len, int(seq_lens.max()))
+
+
+def build_model_input(batch: Batch, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
+    """The new tokens of all rows one after the other, where they lie in the pool, and what they attend to."""
+    layout = Layout.of(batch)
+    if rows.token_ids.device.type == "cpu":
+        return input_on_host(layout, rows, kv_caches, block_size)
+    return input_on_device(layout, rows, kv_caches, block_size)
+
+
+def input_on_host(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
+    """`build_model_input` by numpy, whose operations on a few numbers take a fraction of what torch's do."""
+    tables, num_blocks = rows.block_tables.numpy(), -(-layout.max_seq_len // block_size)
+    blocks, offsets = np.divmod(layout.positions, block_size)
+    block_ids = tables[layout.row_of_token, blocks].astype(np.int64)
+    attention = AttentionMetadata(
+        slot_mapping=torch.from_numpy(block_ids * block_size + offsets),
+        block_tables=torch.from_numpy(tables[layout.rows, :num_blocks]),
+        query_start_loc=torch.from_numpy(layout.query_start_loc.astype(np.int32)),
+        seq_lens=torch.from_numpy(layout.seq_lens.astype(np.int32)),
+        max_query_len=layout.max_query_len,
+        max_seq_len=layout.max_seq_len,
+    )
+    token_ids = rows.token_ids.numpy()[layout.row_of_token, layout.positions].astype(np.int64)
+    return ModelInput(torch.from_numpy(token_ids), torch.from_numpy(layout.positions), attention, kv_caches)
+
+
+def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
+    """`build_model_input` in one transfer of a few numbers a token; token and block ids are gathered on the device."""
+    parts = (layout.row_of_token, layout.positions, layout.rows, layout.query_start_loc, layout.seq_lens)
+    packed = to_device(np.concatenate(parts), rows.token_ids.device)
+    token_rows, positions, batch_rows, query_start_loc, seq_lens = packed.split([len(part) for part in parts])
+    num_blocks = -(-layout.max_seq_len // block_size)
+    block_ids = rows.block_tables[token_rows, positions // block_size].long()
+    attention = AttentionMetadata(
+        slot_mapping=block_ids * block_size + positions % block_size,
+        block_tables=rows.block_tables[:, :num_blocks].index_select(0, batch_rows),
+        query_start_loc=query_start_loc.to(torch.int32),
+        seq_lens=seq_lens.to(torch.int32),
+        max_query_len=layout.max_query_len,
+        max_seq_len=layout.max_seq_len,
+    )
+    return ModelInput(rows.token_ids[token_rows, positions].long(), positions, attention, kv_caches)
+
+
+def pad_batch(batch: Batch, num_rows: int, padding_row: int) -> Batch:
+    """The batch with so many rows: those behind its own compute the first token of `padding_row`, and none samples."""
+    missing = num_rows - len(batch.rows)
+    ones = np.ones(missing, np.int32)
+    return Batch(
+        rows=np.concatenate((batch.rows, ones * padding_row)),
+        num_new_tokens=np.concatenate((batch.num_new_tokens, ones)),
+        num_computed_tokens=np.concatenate((batch.num_computed_tokens, ones * 0)),
+        samples=batch.samples,
+    )
+
+
+def samples_every_token(batch: Batch) -> bool:
+    """Whether each row has one token, and one row samples from it, in the order of the batch."""
+    return np.array_equal(batch.samples[:, 1], batch.rows) and int(batch.num_new_tokens.max()) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """Which logits are needed and who samples from them."""
+
+    rows: Int32Array
+    """[s], the rows that sample."""
+    positions: NDArray[np.int64]
+    """[s], index in each sampling row's sequence of the token that is drawn."""
+    logit_tokens: NDArray[np.int64]
+    """[l], index in the flat batch of the tokens whose logits are needed, each once."""
+    logit_of_row: NDArray[np.int64] | None
+    """[s], which of those logits each row samples from; None when it is one each in order."""
+
+
+def plan_samples(batch: Batch) -> SamplePlan:
+    """Logits that several rows sample from (the n samples of one prompt) are computed once."""
+    samplers, sources = batch.samples.T
+    ends = batch.num_computed_tokens.astype(np.int64) + batch.num_new_tokens
+    last_tokens = np.cumsum(batch.num_new_tokens, dtype=np.int64) - 1
+    if np.array_equal(sources, batch.rows):
+        # The usual step, in which no two rows sample from the same logits.
+        return SamplePlan(samplers, ends, last_tokens, None)
+    order = np.argsort(batch.rows)
+    places = order[np.searchsorted(batch.rows, sources, sorter=order)]
+    logit_tokens, logit_of_row = np.unique(last_tokens[places], return_inverse=True)
+    if len(logit_tokens) == len(places):
+        return SamplePlan(samplers, ends[places], last_tokens[places], None)
+    return SamplePlan(samplers, ends[places], logit_tokens, logit_of_row)

@@ -1,0 +1,86 @@
+"""Moves of whole blocks before a step: swap out, swap in, copy-on-write, in this order.
+
+Swaps have a stream of their own, beside the one that computes:
+
+* What leaves is read after all steps before; the step waits for that only where it writes to one of these blocks.
+* What comes is written after the steps that may still use its blocks. When blocks are freed, the next step says so: it
+  releases or forks a row, or copies a shared block. Only then may its predecessor use a block that is free.
+* What comes is there before the step computes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels import ops
+from worker_svc.device.kv_pool import KvPool
+from worker_svc.device.streams import Mark, Stream
+from worker_svc.protocol.steps import AdmittedStep, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """Blocks on their way to the host."""
+
+    blocks: Int32Array
+    done: Mark
+
+
+class BlockMoves:
+    """The moves of all steps, in the order of the steps. Used by the device thread alone."""
+
+    def __init__(self, pool: KvPool, compute: Stream, swaps: Stream) -> None:
+        self._pool = pool
+        self._compute = compute
+        self._swaps = swaps
+        # Oldest first; they end in this order.
+        self._saves: list[_Save] = []
+        # Behind all that may use blocks which are free when the next step is planned, unless that one frees some.
+        self._free_since = compute.mark()
+
+    def apply(self, admitted: AdmittedStep) -> None:
+        """Queues all moves of a step. What is queued to compute afterwards finds them done."""
+        operations = admitted.step.cache_operations
+        start, free_since = self._compute.mark(), self._free_since
+        if len(operations.swap_out):
+            self._swap_out(operations.swap_out, start)
+        if len(operations.swap_in):
+            self._swap_in(operations.swap_in, start if _frees_blocks(admitted) else free_since)
+        if self._saves:
+            self._wait_for_saves(admitted.written_blocks)
+        self._free_since = start
+        if len(operations.copy):
+            # On the host they can be looked at: blocks of which none is both read and written need no buffer.
+            ops.copy_blocks(self._pool.gpu, torch.from_numpy(operations.copy.astype(np.int64)))
+            # The source may be free by now.
+            self._free_since = self._compute.mark()
+
+    def _swap_out(self, pairs: Int32Array, start: Mark) -> None:
+        self._swaps.wait_for(start)
+        with self._swaps.used():
+            ops.swap_blocks(self._pool.gpu, self._pool.host, torch.from_numpy(pairs.astype(np.int64)))
+        self._saves.append(_Save(pairs[:, 0], self._swaps.mark()))
+
+    def _swap_in(self, pairs: Int32Array, start: Mark) -> None:
+        self._swaps.wait_for(start)
+        with self._swaps.used():
+            ops.swap_blocks(self._pool.host, self._pool.gpu, torch.from_numpy(pairs.astype(np.int64)))
+        self._compute.wait_for(self._swaps.mark())
+        # All that left before has arrived by then.
+        self._saves.clear()
+
+    def _wait_for_saves(self, written: Int32Array) -> None:
+        while self._saves and self._saves[0].done.is_passed():
+            del self._saves[0]
+        overwritten = [index for index, save in enumerate(self._saves) if np.isin(written, save.blocks).any()]
+        if overwritten:
+            last = overwritten[-1]
+            self._compute.wait_for(self._saves[last].done)
+            del self._saves[: last + 1]
+
+
+def _frees_blocks(admitted: AdmittedStep) -> bool:
+    """Whether blocks that the step before uses may be free since."""
+    changes = admitted.step.row_changes
+    return any(len(each) > 0 for each in (changes.release, changes.fork, admitted.step.cache_operations.copy))

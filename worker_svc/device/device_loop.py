@@ -1,0 +1,225 @@
+"""The threads that run steps, so that the event loop never waits for the device.
+
+One thread launches steps in the order in which they came. Where the device works asynchronously a second one waits for
+their outputs, so that a step can be launched while the one before it runs.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from worker_svc.leaving import leave_process
+from worker_svc.protocol.steps import AdmittedStep, StepOutput
+from worker_svc.superseded import SupersededError
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+
+class Launched(Protocol):
+    """A step whose work is queued on the device."""
+
+    def wait(self) -> StepOutput: ...
+
+
+class StepRunner(Protocol):
+    """What runs steps: `ModelRunner`, or a stand-in."""
+
+    @property
+    def is_asynchronous(self) -> bool: ...
+
+    def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> Launched: ...
+
+
+class StepLane:
+    """The steps of one session. When one of them fails, those behind it are dropped.
+
+    Attributes:
+        has_failed: no further step is launched.
+        has_ended: the failure was told, after the outputs of all steps before it.
+    """
+
+    def __init__(
+        self, on_output: Callable[[StepOutput], object], on_failure: Callable[[int, BaseException], object]
+    ) -> None:
+        """Both callbacks run in a device thread: `on_output` once a step, or `on_failure` once for the lane."""
+        self.on_output = on_output
+        self.on_failure = on_failure
+        self.has_failed = False
+        self.has_ended = False
+
+
+@dataclass(frozen=True, slots=True)
+class _StepJob:
+    lane: StepLane
+    admitted: AdmittedStep
+    queued_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _CallJob(Generic[T]):
+    function: Callable[[], T]
+    future: "Future[T]"
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.function()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+@dataclass(frozen=True, slots=True)
+class _NotLaunched:
+    """A step that could not be launched, which is told in its turn."""
+
+    error: Exception
+
+    def wait(self) -> StepOutput:
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    job: _StepJob
+    launched: Launched
+
+
+class DeviceLoop:
+    """Runs steps and calls one after the other, away from the event loop."""
+
+    def __init__(self, name: str = "device", leave: Callable[[str], object] = leave_process) -> None:
+        """`leave` ends the process, for another one to take its place."""
+        self._jobs: queue.SimpleQueue[_StepJob | _CallJob | None] = queue.SimpleQueue()
+        self._running: queue.SimpleQueue[_Running | _CallJob | None] = queue.SimpleQueue()
+        self._runner: StepRunner | None = None
+        self._is_lost: Callable[[], bool] = lambda: False
+        self._on_failure: Callable[[str], object] = lambda _: None
+        self._leave = leave
+        # Steps on the device, oldest first. Each call on it is one operation of the dict, so no lock is needed.
+        self._started_ns: dict[int, int] = {}
+        self._launcher = threading.Thread(target=self._launch_all, name=f"{name}-launch", daemon=True)
+        self._waiter = threading.Thread(target=self._wait_all, name=f"{name}-wait", daemon=True)
+
+    def start(self) -> None:
+        """Starts the threads."""
+        self._launcher.start()
+        self._waiter.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Lets what is queued finish, then ends the threads; False when the device did not let them go in time."""
+        self._jobs.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in (self._launcher, self._waiter):
+            thread.join(max(deadline - time.monotonic(), 0))
+        return not (self._launcher.is_alive() or self._waiter.is_alive())
+
+    def use(
+        self,
+        runner: StepRunner,
+        is_lost: Callable[[], bool] = lambda: False,
+        on_failure: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        """Names what runs steps; before the first `submit`.
+
+        Args:
+            is_lost: whether the device takes no more work of this process; asked after an error.
+            on_failure: is told of an error before that, and before the session is. Not of a step that is superseded.
+        """
+        self._runner = runner
+        self._is_lost = is_lost
+        self._on_failure = on_failure
+
+    def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
+        """Queues a step behind all that came before."""
+        self._jobs.put(_StepJob(lane, admitted, time.monotonic_ns()))
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Runs a function in the launching thread when all earlier steps are finished; not if cancelled by then."""
+        future: Future[T] = Future()
+        self._jobs.put(_CallJob(function, future))
+        return future
+
+    def busy_ms(self) -> int:
+        """How long the oldest unfinished step has been on the device; 0 when there is none."""
+        started = tuple(self._started_ns.values())
+        return max(time.monotonic_ns() - min(started), 0) // 1_000_000 if started else 0
+
+    def _launch_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, _CallJob):
+                self._call_in_turn(job)
+            elif not job.lane.has_failed:
+                self._launch(job)
+        self._running.put(None)
+
+    def _call_in_turn(self, job: _CallJob) -> None:
+        if not self._started_ns:
+            job.run()
+            return
+        passed: Future[None] = Future()
+        self._running.put(_CallJob(lambda: None, passed))
+        passed.result()
+        job.run()
+
+    def _launch(self, job: _StepJob) -> None:
+        assert self._runner is not None
+        now = time.monotonic_ns()
+        self._started_ns[id(job)] = now
+        try:
+            launched = self._runner.launch(job.admitted, (now - job.queued_ns) // 1000)
+        except Exception as error:
+            job.lane.has_failed = True
+            launched = _NotLaunched(error)
+        running = _Running(job, launched)
+        if self._runner.is_asynchronous:
+            self._running.put(running)
+        else:
+            self._finish(running)
+
+    def _wait_all(self) -> None:
+        while (running := self._running.get()) is not None:
+            if isinstance(running, _CallJob):
+                running.run()
+            else:
+                self._finish(running)
+
+    def _finish(self, running: _Running) -> None:
+        job = running.job
+        try:
+            output = running.launched.wait()
+        except SupersededError as error:
+            _logger.info("step %d is dropped: %s", job.admitted.step.step_id, error)
+            self._end(job, error)
+        except Exception as error:
+            self._judge(job, error)
+            self._end(job, error)
+        else:
+            del self._started_ns[id(job)]
+            if not job.lane.has_ended:
+                job.lane.on_output(output)
+
+    def _judge(self, job: _StepJob, error: Exception) -> None:
+        """Ends the process where it cannot go on after this."""
+        failed = f"step {job.admitted.step.step_id} failed on the device"
+        _logger.error(failed, exc_info=error)
+        self._on_failure(failed)
+        if self._is_lost():
+            # Told to the scheduler as a refusal, it would be blamed on one request after the other.
+            self._leave("the device takes no more work of this process")
+
+    def _end(self, job: _StepJob, error: Exception) -> None:
+        del self._started_ns[id(job)]
+        lane = job.lane
+        lane.has_failed = True
+        if not lane.has_ended:
+            lane.has_ended = True
+            lane.on_failure(job.admitted.step.step_id, error)

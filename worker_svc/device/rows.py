@@ -1,0 +1,85 @@
+"""The persistent batch: what the device keeps of each row between steps.
+
+A step carries only what changed. The tokens stay on the device, so that a row feeds on its own last sample without the
+scheduler having seen it. `RowLedger` has checked all that arrives here.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker_svc.device.transfer import to_device
+from worker_svc.protocol.steps import AssignRow, Int32Array, RowChanges, SetTokens
+from worker_svc.sampling.prompt_table import PromptColumns
+from worker_svc.sampling.sampling_table import SamplingColumns
+
+
+class Rows:
+    """Tokens, block tables, sampling parameters and prompts of all rows.
+
+    `token_ids` is [rows, max_model_len + 1] int32: the last place takes a token that is sampled after the last position
+    and never computed. `block_tables` is [rows, blocks of max_model_len] int32. What lies beyond a row's length means
+    nothing.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
+        self.token_ids = torch.zeros((num_rows, max_model_len + 1), dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
+        self.sampling = SamplingColumns.empty(num_rows)
+        self.prompts = PromptColumns.empty(num_rows)
+
+    def hold_padding(self, row: int, block: int) -> None:
+        """Makes a row, which no step names, one of a single token 0 in this block."""
+        self.token_ids[row] = 0
+        self.block_tables[row] = block
+
+    def apply(self, changes: RowChanges) -> None:
+        """Takes over the changes of one step. A released row needs nothing: who gets it next overwrites it."""
+        self._assign(changes.assign)
+        self._fork(changes.fork)
+        for reseed in changes.reseed:
+            self.sampling.seed[reseed.row] = reseed.seed
+        self._set_tokens(changes.set_tokens)
+        if len(changes.block_table_deltas):
+            rows, indices, block_ids = changes.block_table_deltas.T
+            self._scatter(self.block_tables, rows, indices, block_ids)
+
+    def append(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+        """Writes sampled tokens, each at a position of its row. All are [n] int64 on the device."""
+        self.token_ids[rows, positions] = token_ids.to(torch.int32)
+
+    def _assign(self, assigned: tuple[AssignRow, ...]) -> None:
+        if not assigned:
+            return
+        for each in assigned:
+            self.sampling.put(each.row, each.sampling)
+            self.prompts.put(each.row, each.num_prompt_tokens, each.sampling.prompt_logprobs)
+        zeros = [0] * len(assigned)
+        rows = [each.row for each in assigned]
+        self._write_runs(self.token_ids, rows, zeros, [each.token_ids for each in assigned])
+        self._write_runs(self.block_tables, rows, zeros, [each.block_table for each in assigned])
+
+    def _fork(self, pairs: Int32Array) -> None:
+        if not len(pairs):
+            return
+        self.sampling.copy_rows(pairs[:, 0], pairs[:, 1])
+        self.prompts.copy_rows(pairs[:, 0], pairs[:, 1])
+        parents, children = to_device(pairs.T.astype(np.int64), self.token_ids.device)
+        for tensor in (self.token_ids, self.block_tables):
+            tensor.index_copy_(0, children, tensor.index_select(0, parents))
+
+    def _set_tokens(self, changes: tuple[SetTokens, ...]) -> None:
+        if changes:
+            rows, starts = [each.row for each in changes], [each.position for each in changes]
+            self._write_runs(self.token_ids, rows, starts, [each.token_ids for each in changes])
+
+    def _write_runs(self, target: Tensor, rows: list[int], starts: list[int], runs: list[Int32Array]) -> None:
+        """Writes each run of values into its row from its start on, all in one scatter."""
+        lengths = np.array([len(run) for run in runs])
+        ends = np.cumsum(lengths)
+        columns = np.arange(ends[-1]) + np.repeat(np.array(starts) - (ends - lengths), lengths)
+        self._scatter(target, np.repeat(np.array(rows), lengths), columns, np.concatenate(runs))
+
+    def _scatter(self, target: Tensor, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
+        packed = to_device(np.stack((rows, columns, values)).astype(np.int64, copy=False), target.device)
+        target[packed[0], packed[1]] = packed[2].to(torch.int32)

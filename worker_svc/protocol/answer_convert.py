@@ -1,0 +1,118 @@
+"""What the worker answers, from values to messages."""
+
+from quire.arrays import encode_float32, encode_int32
+from quire.worker.v1 import worker_pb2
+from worker_svc.info import WorkerInfo
+from worker_svc.protocol.steps import PromptLogprobs, RowCandidates, SealedBlocks, StepOutput, TokenLogprobs
+
+RunResponse = worker_pb2.RunResponse
+
+_MAX_UINT32 = 0xFFFFFFFF
+
+
+def result_message(output: StepOutput) -> RunResponse:
+    """The answer to a step."""
+    timings = output.timings
+    result = worker_pb2.StepResult(
+        step_id=output.step_id,
+        rows=encode_int32(output.rows),
+        token_ids=encode_int32(output.token_ids),
+        logprobs=[_logprobs_message(each) for each in output.logprobs],
+        prompt_logprobs=[_prompt_logprobs_message(each) for each in output.prompt_logprobs],
+        candidates=[_candidates_message(each) for each in output.candidates],
+        failures=[
+            worker_pb2.RowFailure(
+                row=row,
+                reason=worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS,
+                detail="the logits hold NaN or +infinity, or nothing finite",
+            )
+            for row in output.failed_rows
+        ],
+        timings=worker_pb2.StepTimings(
+            queue_us=min(timings.queue_us, _MAX_UINT32),
+            cache_operations_us=min(timings.cache_operations_us, _MAX_UINT32),
+            model_us=min(timings.model_us, _MAX_UINT32),
+            sample_us=min(timings.sample_us, _MAX_UINT32),
+        ),
+    )
+    return RunResponse(result=result)
+
+
+def acknowledgement(output: StepOutput) -> RunResponse:
+    """The answer of a rank other than the first: it says the same, so it says no more than that it is done."""
+    return RunResponse(result=worker_pb2.StepResult(step_id=output.step_id))
+
+
+def attached_message(epoch: int, info: WorkerInfo, sealed: SealedBlocks) -> RunResponse:
+    """The answer to Attach."""
+    attached = worker_pb2.Attached(
+        scheduler_epoch=epoch,
+        info=info_message(info),
+        sealed_block_ids=encode_int32(sealed.block_ids),
+        sealed_hashes=sealed.hashes.tobytes(),
+    )
+    return RunResponse(attached=attached)
+
+
+def heartbeat_message(last_step_id: int, busy_ms: int) -> RunResponse:
+    """A sign of life, and of how long the device has been busy with one step."""
+    return RunResponse(heartbeat=worker_pb2.Heartbeat(last_step_id=last_step_id, busy_ms=busy_ms))
+
+
+def info_message(info: WorkerInfo) -> worker_pb2.WorkerInfo:
+    """What this worker is."""
+    pool, model, limits = info.pool, info.model, info.limits
+    return worker_pb2.WorkerInfo(
+        worker_generation=info.worker_generation,
+        rank=info.rank,
+        world_size=info.world_size,
+        pool=worker_pb2.KvPoolGeometry(
+            block_size=pool.block_size,
+            num_gpu_blocks=pool.num_gpu_blocks,
+            num_host_blocks=pool.num_host_blocks,
+            num_layers=pool.num_layers,
+            num_kv_heads=pool.num_kv_heads,
+            head_dim=pool.head_dim,
+            dtype=pool.dtype,
+            block_bytes=pool.block_bytes,
+        ),
+        model=worker_pb2.ModelGeometry(
+            architecture=model.architecture,
+            dtype=model.dtype,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            device=model.device,
+        ),
+        limits=worker_pb2.WorkerLimits(
+            max_num_rows=limits.max_num_rows,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_steps_in_flight=limits.max_steps_in_flight,
+            max_logprobs=limits.max_logprobs,
+        ),
+    )
+
+
+def _logprobs_message(logprobs: TokenLogprobs) -> worker_pb2.RowLogprobs:
+    return worker_pb2.RowLogprobs(
+        row=logprobs.row,
+        chosen_logprob=logprobs.chosen_logprob,
+        chosen_rank=logprobs.chosen_rank,
+        top_token_ids=encode_int32(logprobs.top_token_ids),
+        top_logprobs=encode_float32(logprobs.top_logprobs),
+    )
+
+
+def _prompt_logprobs_message(logprobs: PromptLogprobs) -> worker_pb2.RowPromptLogprobs:
+    return worker_pb2.RowPromptLogprobs(
+        row=logprobs.row,
+        first_position=logprobs.first_position,
+        positions=[_logprobs_message(each) for each in logprobs.positions],
+    )
+
+
+def _candidates_message(candidates: RowCandidates) -> worker_pb2.RowCandidates:
+    return worker_pb2.RowCandidates(
+        row=candidates.row,
+        token_ids=encode_int32(candidates.token_ids),
+        logprobs=encode_float32(candidates.logprobs),
+    )

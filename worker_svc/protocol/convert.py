@@ -1,0 +1,181 @@
+"""What the scheduler sends, from messages to values. With `sampling_convert`, `answer_convert` and the
+servicer the only place with `_pb2`.
+
+Whatever a StepRequest can get wrong by itself is refused here: lengths, ranges, contradictions within a list. What
+depends on the rows' present content is `RowLedger`'s to refuse. Neither changes anything before all is checked.
+"""
+
+import numpy as np
+
+from quire.arrays import decode_int32
+from quire.rpc.errors import FailedPrecondition, invalid_field
+from quire.worker.v1 import worker_pb2
+from worker_svc.device.sealed_blocks import HASH_BYTES
+from worker_svc.info import WorkerInfo
+from worker_svc.protocol.sampling_convert import SamplingDecoder
+from worker_svc.protocol.step_rules import check_batch, check_cache_operations, check_row_changes
+from worker_svc.protocol.steps import (
+    AssignRow,
+    Batch,
+    CacheOperations,
+    Int32Array,
+    ReseedRow,
+    RowChanges,
+    SealedBlocks,
+    SetTokens,
+    Step,
+    StepHeader,
+)
+
+RunRequest = worker_pb2.RunRequest
+StepRequest = worker_pb2.StepRequest
+
+
+def epoch_of(request: RunRequest) -> int:
+    """The epoch that the first message attaches. FailedPrecondition when it is not an Attach."""
+    if request.WhichOneof("message") != "attach":
+        raise FailedPrecondition("the first message of a step stream must be attach", reason="NOT_ATTACHED")
+    return request.attach.scheduler_epoch
+
+
+def step_of(request: RunRequest) -> StepRequest:
+    """The step of any later message.
+
+    Raises:
+        FailedPrecondition: it attaches again.
+        InvalidArgument: it holds nothing.
+    """
+    kind = request.WhichOneof("message")
+    if kind == "attach":
+        raise FailedPrecondition("this stream is attached; open another to attach again", reason="ALREADY_ATTACHED")
+    if kind is None:
+        raise invalid_field("message", "is missing; expected step")
+    return request.step
+
+
+def step_header(message: StepRequest) -> StepHeader:
+    """Whom a step is for, unchecked."""
+    return StepHeader(message.step_id, message.scheduler_epoch, message.worker_generation)
+
+
+class StepDecoder:
+    """Reads StepRequests for one worker, whose geometry and limits bound every number in them."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self._pool = info.pool
+        self._model = info.model
+        self._limits = info.limits
+        self._max_blocks = info.pool.blocks_for(info.model.max_model_len)
+        self._sampling = SamplingDecoder(info.model, info.limits)
+
+    def decode(self, message: StepRequest) -> Step:
+        """The step as values.
+
+        Raises:
+            InvalidArgument: a field is misshapen, out of range or contradicts another; it names field, value and limit.
+        """
+        operations = self._cache_operations(message.cache_operations)
+        changes = self._row_changes(message)
+        batch = self._batch(message.batch)
+        sealed = self._sealed(message.sealed_block_ids, message.sealed_hashes)
+        check_cache_operations(operations)
+        check_row_changes(changes)
+        check_batch(batch, self._model, self._limits)
+        return Step(message.step_id, message.scheduler_epoch, operations, changes, batch, sealed)
+
+    def _cache_operations(self, message: worker_pb2.CacheOperations) -> CacheOperations:
+        gpu, host = self._pool.num_gpu_blocks, self._pool.num_host_blocks
+        return CacheOperations(
+            swap_out=_pairs(message.swap_out, "cache_operations.swap_out", (gpu, host)),
+            swap_in=_pairs(message.swap_in, "cache_operations.swap_in", (host, gpu)),
+            copy=_pairs(message.copy, "cache_operations.copy", (gpu, gpu)),
+        )
+
+    def _row_changes(self, message: StepRequest) -> RowChanges:
+        rows = self._limits.max_num_rows
+        bounds = (rows, self._max_blocks, self._pool.num_gpu_blocks)
+        return RowChanges(
+            release=_ids(message.release, "release", rows),
+            assign=tuple(self._assign(each, f"assign[{i}]") for i, each in enumerate(message.assign)),
+            fork=_pairs(message.fork, "fork", (rows, rows)),
+            reseed=tuple(
+                ReseedRow(self._row(each.row, f"reseed[{i}].row"), each.seed) for i, each in enumerate(message.reseed)
+            ),
+            set_tokens=tuple(self._set_tokens(each, f"set_tokens[{i}]") for i, each in enumerate(message.set_tokens)),
+            block_table_deltas=_tuples(message.block_table_deltas, "block_table_deltas", bounds),
+        )
+
+    def _assign(self, message: worker_pb2.AssignRow, field: str) -> AssignRow:
+        token_ids = self._tokens(message.token_ids, f"{field}.token_ids", 0)
+        if not len(token_ids):
+            raise invalid_field(f"{field}.token_ids", "is empty; a sequence has at least 1 token")
+        if message.num_prompt_tokens > len(token_ids):
+            raise invalid_field(
+                f"{field}.num_prompt_tokens",
+                f"is {message.num_prompt_tokens}; the sequence has {len(token_ids)} tokens",
+            )
+        block_table = _ids(message.block_table, f"{field}.block_table", self._pool.num_gpu_blocks)
+        if len(block_table) > self._max_blocks:
+            raise invalid_field(
+                f"{field}.block_table", f"has {len(block_table)} blocks; a sequence has at most {self._max_blocks}"
+            )
+        row = self._row(message.row, f"{field}.row")
+        sampling = self._sampling.decode(message.sampling, f"{field}.sampling")
+        return AssignRow(row, token_ids, block_table, sampling, message.num_prompt_tokens)
+
+    def _set_tokens(self, message: worker_pb2.SetTokens, field: str) -> SetTokens:
+        row = self._row(message.row, f"{field}.row")
+        token_ids = self._tokens(message.token_ids, f"{field}.token_ids", message.position)
+        if not message.position + len(token_ids):
+            raise invalid_field(f"{field}.token_ids", "leaves the row empty; a sequence has at least 1 token")
+        return SetTokens(row, message.position, token_ids)
+
+    def _tokens(self, data: bytes, field: str, position: int) -> Int32Array:
+        token_ids = _ids(data, field, self._model.vocab_size)
+        if position + len(token_ids) > self._model.max_model_len:
+            raise invalid_field(
+                field,
+                f"ends at {position + len(token_ids)} tokens; a sequence has at most {self._model.max_model_len}",
+            )
+        return token_ids
+
+    def _batch(self, message: worker_pb2.Batch) -> Batch:
+        max_rows, max_tokens = self._limits.max_num_rows, self._model.max_model_len
+        rows = _ids(message.rows, "batch.rows", max_rows)
+        new = decode_int32(message.num_new_tokens, "batch.num_new_tokens", minimum=1, below=max_tokens + 1)
+        computed = _ids(message.num_computed_tokens, "batch.num_computed_tokens", max_tokens)
+        for field, array in (("batch.num_new_tokens", new), ("batch.num_computed_tokens", computed)):
+            if len(array) != len(rows):
+                raise invalid_field(field, f"has {len(array)} entries; batch.rows has {len(rows)}")
+        return Batch(rows, new, computed, _pairs(message.samples, "batch.samples", (max_rows, max_rows)))
+
+    def _sealed(self, block_ids: bytes, hashes: bytes) -> SealedBlocks:
+        blocks = _ids(block_ids, "sealed_block_ids", self._pool.num_gpu_blocks)
+        if len(hashes) != HASH_BYTES * len(blocks):
+            raise invalid_field(
+                "sealed_hashes", f"has {len(hashes)} bytes; {len(blocks)} blocks need {HASH_BYTES * len(blocks)}"
+            )
+        return SealedBlocks(blocks, np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES))
+
+    def _row(self, row: int, field: str) -> int:
+        if row >= self._limits.max_num_rows:
+            raise invalid_field(field, f"is {row}; rows are below {self._limits.max_num_rows}")
+        return row
+
+
+def _ids(data: bytes, field: str, below: int) -> Int32Array:
+    return decode_int32(data, field, minimum=0, below=below)
+
+
+def _pairs(data: bytes, field: str, below: tuple[int, int]) -> Int32Array:
+    return _tuples(data, field, below)
+
+
+def _tuples(data: bytes, field: str, below: tuple[int, ...]) -> Int32Array:
+    """[n, len(below)]; each column has a bound of its own."""
+    array = decode_int32(data, field, minimum=0, columns=len(below))
+    if len(array):
+        for column, (greatest, bound) in enumerate(zip(array.max(axis=0), below, strict=True)):
+            if greatest >= bound:
+                raise invalid_field(field, f"holds {greatest} in column {column}; values there must be below {bound}")
+    return array

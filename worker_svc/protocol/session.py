@@ -1,0 +1,154 @@
+"""Who may command the worker, and which step comes next. Pure: no clock, no I/O, no device.
+
+An epoch is one incarnation of the scheduler (or one attachment of it), a generation one incarnation of this worker.
+The scheduler may run ahead by `max_steps_in_flight` steps. Answers are remembered for as many steps, so that a step
+that is repeated because its answer was lost is answered again and not run again.
+"""
+
+import enum
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from quire.rpc.errors import FailedPrecondition
+from worker_svc.protocol.steps import StepHeader, StepOutput
+
+
+class Verdict(enum.Enum):
+    """What to do with a step that needs no stored answer."""
+
+    RUN = enum.auto()
+    """It is the next one."""
+    IN_FLIGHT = enum.auto()
+    """It runs already; its answer will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The step was answered already, with this."""
+
+    output: StepOutput
+
+
+class Session:
+    """The steps of one attachment."""
+
+    def __init__(self, epoch: int, worker_generation: int, max_steps_in_flight: int) -> None:
+        self.epoch = epoch
+        self.ended = False
+        self._worker_generation = worker_generation
+        self._max_steps_in_flight = max_steps_in_flight
+        self._last_started = 0
+        self._last_finished = 0
+        self._answers: OrderedDict[int, StepOutput] = OrderedDict()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that started and were not answered."""
+        return self._last_started - self._last_finished
+
+    @property
+    def last_finished_step_id(self) -> int:
+        """0 before the first step."""
+        return self._last_finished
+
+    def judge(self, header: StepHeader) -> Verdict | Replay:
+        """What to do with a step; changes nothing.
+
+        Raises:
+            FailedPrecondition: another epoch or generation, a gap, a step that is forgotten, or too many in flight.
+        """
+        self._check_addressee(header)
+        step_id, expected = header.step_id, self._last_started + 1
+        if step_id in self._answers:
+            return Replay(self._answers[step_id])
+        if self._last_finished < step_id <= self._last_started:
+            return Verdict.IN_FLIGHT
+        if step_id != expected:
+            raise FailedPrecondition(
+                f"step_id is {step_id}; the next step of this session is {expected}", reason="STEP_GAP"
+            )
+        if self.num_in_flight >= self._max_steps_in_flight:
+            raise FailedPrecondition(
+                f"step {step_id} came with {self.num_in_flight} steps unanswered; "
+                f"at most {self._max_steps_in_flight} may be",
+                reason="TOO_MANY_STEPS_IN_FLIGHT",
+            )
+        return Verdict.RUN
+
+    def start(self, step_id: int) -> None:
+        """The step was judged RUN, found valid, and is queued."""
+        assert step_id == self._last_started + 1
+        self._last_started = step_id
+
+    def finish(self, output: StepOutput) -> None:
+        """The oldest step in flight has its answer."""
+        assert output.step_id == self._last_finished + 1 <= self._last_started
+        self._last_finished = output.step_id
+        self._answers[output.step_id] = output
+        while len(self._answers) > self._max_steps_in_flight:
+            self._answers.popitem(last=False)
+
+    def end(self) -> None:
+        """No further step is taken. Idempotent."""
+        self.ended = True
+
+    def _check_addressee(self, header: StepHeader) -> None:
+        if self.ended:
+            raise FailedPrecondition(f"the session of epoch {self.epoch} has ended", reason="SESSION_ENDED")
+        if header.scheduler_epoch != self.epoch:
+            raise FailedPrecondition(
+                f"scheduler_epoch is {header.scheduler_epoch}; this session is of epoch {self.epoch}",
+                reason="WRONG_EPOCH",
+            )
+        if header.worker_generation != self._worker_generation:
+            raise FailedPrecondition(
+                f"worker_generation is {header.worker_generation}; this worker is {self._worker_generation}",
+                reason="WRONG_GENERATION",
+            )
+
+
+_VACANT_S = 30.0
+"""A lower epoch is let in once it was refused for so long while nobody was attached. Epochs come from a clock: where it
+has gone back, a scheduler that starts anew would otherwise be refused for as long as it went back."""
+
+
+class Sessions:
+    """All attachments in the life of a worker: at most one lives, and epochs do not fall while anybody is there."""
+
+    def __init__(self, worker_generation: int, max_steps_in_flight: int) -> None:
+        self._worker_generation = worker_generation
+        self._max_steps_in_flight = max_steps_in_flight
+        self._highest_epoch: int | None = None
+        self._vacant_since: float | None = None
+        self._current: Session | None = None
+
+    def attach(self, epoch: int, now: float) -> Session:
+        """A new session; the one before ends.
+
+        Args:
+            now: monotonic, in seconds.
+
+        Raises:
+            FailedPrecondition: a higher epoch was seen, or this very epoch is attached now.
+        """
+        highest = self._highest_epoch
+        if highest is not None and epoch < highest and not self._is_vacant(now):
+            raise FailedPrecondition(
+                f"scheduler_epoch is {epoch}; this worker has seen {highest}", reason="STALE_EPOCH"
+            )
+        if self._current is not None and not self._current.ended:
+            if epoch == highest:
+                raise FailedPrecondition(f"epoch {epoch} is attached already", reason="EPOCH_ATTACHED")
+            self._current.end()
+        self._highest_epoch, self._vacant_since = epoch, None
+        self._current = Session(epoch, self._worker_generation, self._max_steps_in_flight)
+        return self._current
+
+    def _is_vacant(self, now: float) -> bool:
+        """Whether nobody has been attached since a stale epoch was first refused, long enough ago."""
+        if self._current is not None and not self._current.ended:
+            self._vacant_since = None
+            return False
+        if self._vacant_since is None:
+            self._vacant_since = now
+        return now - self._vacant_since >= _VACANT_S

@@ -1,0 +1,152 @@
+"""Log probabilities of prompt tokens, for the rows that ask for them.
+
+The token at position p is judged by the logits of position p - 1, in the step that computes that position. Logits are
+made in pieces, so that a long prompt over a large vocabulary takes no more memory than a short one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker_svc.device.rows import Rows
+from worker_svc.device.transfer import to_device
+from worker_svc.models.base import CausalLM
+from worker_svc.protocol.steps import Batch, Int32Array, PromptLogprobs, Step, TokenLogprobs
+from worker_svc.sampling.logprobs import LogprobValues, logprobs_of
+
+PIECE = 256
+"""Positions whose logits are made at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """Which prompt tokens of a batch are judged: of each row `counts` consecutive ones."""
+
+    rows: Int32Array
+    """[r]"""
+    first_positions: NDArray[np.int64]
+    """[r], index into the sequence of the first token that is judged."""
+    counts: NDArray[np.int64]
+    """[r], at least 1 each."""
+    first_tokens: NDArray[np.int64]
+    """[r], index in the flat batch of the token before it."""
+
+    def spread(self, values: NDArray[np.generic]) -> np.ndarray:
+        """[r] -> one entry for each token that is judged."""
+        return np.repeat(values, self.counts)
+
+    def count_up(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers from each row's start on, one for each token that is judged."""
+        before = np.cumsum(self.counts) - self.counts
+        return np.arange(int(self.counts.sum())) + self.spread(starts - before)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """Log probabilities of all tokens of a plan, on the device."""
+
+    plan: PromptPlan
+    num_logprobs: NDArray[np.int64]
+    """[r], how many of the most likely tokens each row wants."""
+    values: LogprobValues
+
+
+def plan_prompt_logprobs(batch: Batch, rows: Rows) -> PromptPlan | None:
+    """What the batch's rows ask for; None when they ask for nothing."""
+    places = np.flatnonzero(rows.prompts.wants_logprobs[batch.rows])
+    if not len(places):
+        return None
+    picked = batch.rows[places]
+    starts = batch.num_computed_tokens[places].astype(np.int64)
+    new = batch.num_new_tokens[places].astype(np.int64)
+    counts = np.minimum(starts + new, rows.prompts.num_tokens[picked] - 1) - starts
+    first_tokens = np.cumsum(batch.num_new_tokens, dtype=np.int64)[places] - new
+    judged = counts > 0
+    if not judged.any():
+        return None
+    return PromptPlan(picked[judged], starts[judged] + 1, counts[judged], first_tokens[judged])
+
+
+def compute_prompt_logprobs(model: CausalLM, hidden: Tensor, plan: PromptPlan, rows: Rows) -> PromptResult:
+    """Log probabilities of the logits as they are: temperature, penalties and bias are for what is drawn.
+
+    Args:
+        model: Makes logits of hidden states.
+        hidden: [tokens of the batch, hidden].
+        plan: Which tokens are judged.
+        rows: Their tokens.
+    """
+    tokens, token_rows, positions = to_device(
+        np.stack((plan.count_up(plan.first_tokens), plan.spread(plan.rows), plan.count_up(plan.first_positions))),
+        hidden.device,
+    )
+    targets = rows.token_ids[token_rows, positions].long()
+    raw = np.zeros(len(targets), np.float32)
+    num_logprobs = rows.prompts.num_logprobs[plan.rows]
+    most = int(num_logprobs.max())
+    pieces = [
+        logprobs_of(model.logits(hidden[tokens[part]]), targets[part], raw[part], most)
+        for part in (slice(start, start + PIECE) for start in range(0, len(raw), PIECE))
+    ]
+    values = LogprobValues(*(torch.cat(each) for each in zip(*(piece.tensors() for piece in pieces), strict=True)))
+    return PromptResult(plan, num_logprobs, values)
+
+
+def report_prompt_logprobs(result: PromptResult, arrays: list[np.ndarray]) -> tuple[PromptLogprobs, ...]:
+    """What the rows asked for, from the values of `LogprobValues.tensors()`."""
+    chosen, ranks, token_ids, values = arrays
+    plan, reports, start = result.plan, [], 0
+    entries = zip(
+        plan.rows.tolist(), plan.first_positions.tolist(), plan.counts.tolist(), result.num_logprobs, strict=True
+    )
+    for row, first_position, count, width in entries:
+        places = range(start, start + count)
+        positions = tuple(
+            TokenLogprobs(
+                row,
+                float(chosen[place]),
+                int(ranks[place]),
+                token_ids[place, :width].astype(np.int32),
+                values[place, :width],
+            )
+            for place in places
+        )
+        reports.append(PromptLogprobs(row, first_position, positions))
+        start += count
+    return tuple(reports)
+
+
+def find_failed_rows(result: PromptResult, arrays: list[np.ndarray]) -> tuple[int, ...]:
+    """Rows with a token that was judged by logits which are not finite."""
+    chosen, *_ = arrays
+    # NaN or +infinity in the logits makes all their log probabilities NaN; nothing else makes one of them so.
+    return tuple(np.unique(result.plan.spread(result.plan.rows)[np.isnan(chosen)]).tolist())
+
+
+class PromptFailures:
+    """Rows whose prompt was judged by logits that are not finite, until another sequence has the row.
+
+    Such a row fails when it samples, since a scheduler hears of failures of rows that sample alone. Until then its
+    prompt's log probabilities are reported as they are: none reaches a client before the request ends.
+    """
+
+    def __init__(self) -> None:
+        self._rows: set[int] = set()
+
+    def take(self, step: Step, failed: Iterable[int]) -> NDArray[np.bool_]:
+        """Which samples of a step fail, [s] bool. To be told of all steps, in order.
+
+        Args:
+            failed: rows that are found in this step.
+        """
+        changes, samples = step.row_changes, step.batch.samples
+        if self._rows:
+            self._rows.difference_update((each.row for each in changes.assign), changes.fork[:, 1].tolist())
+        self._rows.update(failed)
+        if not self._rows:
+            return np.zeros(len(samples), np.bool_)
+        return np.isin(samples[:, 1], list(self._rows))
