@@ -7,7 +7,7 @@ import pytest
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.rpc.errors import Unavailable
 from tests.support.killing import kill
-from tests.support.outcomes import aborting
+from tests.support.scheduler_process import aborting
 from tests.support.serving import Served, serving
 
 NUM_STREAMS = 12
@@ -50,7 +50,7 @@ async def test_streams_survive_the_loss_of_scheduler_and_worker(victims):
 
 async def test_a_lost_gateway_fails_its_streams_clearly_and_frees_their_blocks():
     async with serving(num_gpu_blocks=512, reconnect_grace=0.0) as served:
-        async with aborting(served, NUM_STREAMS):
+        async with aborting(served.scheduler, 250):
             started = asyncio.Event()
             streams = [asyncio.create_task(read_stream(served.client, i, started)) for i in range(NUM_STREAMS)]
             await started.wait()

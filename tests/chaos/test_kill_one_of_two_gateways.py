@@ -6,8 +6,7 @@ from typing import Any
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.rpc.errors import Unavailable
 from tests.support.killing import kill
-from tests.support.outcomes import aborting
-from tests.support.scheduler_process import until
+from tests.support.scheduler_process import aborting, until
 from tests.support.serving import Served, serving
 from tests.support.shared_port import clients_of_both, gateway_id_of, names_by_id
 
@@ -104,7 +103,7 @@ async def test_durable_streams_of_the_lost_gateway_go_on_through_the_other():
 async def test_blocks_of_the_lost_gateway_are_free_while_the_other_serves_on():
     async with serving(reconnect_grace=0.0, **SETTINGS) as served, clients_of_both(served.server) as clients:
         assert await num_gateways(served) == 2
-        async with aborting(served, NUM_STREAMS):
+        async with aborting(served.scheduler, 900):
             lost = Load(clients["gateway-1"], max_tokens=900)
             await lost.wait_started()
             assert (await served.state()).gpu_pool.used_blocks > 0

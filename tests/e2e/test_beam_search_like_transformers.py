@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from quire.client import BeamSearch, FinishReason, GeneratedSequence, GenerationOptions
 from quire.client import EarlyStopping as ClientEarlyStopping
+from quire.rpc.address import free_port
 from scheduler_svc.core import sequence as core
 from scheduler_svc.core.beam import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
@@ -201,11 +202,14 @@ async def test_150_searches_through_all_services_equal_transformers_while_blocks
     reference = reference_of("llama-gqa-untied-32")
     # 60 blocks hold 960 tokens; the host has room for more than all searches at once.
     limits = {"num_gpu_blocks": 60, "swap_space": 1 << 24, "max_num_seqs": 128, "preemption_mode": "swap"}
-    async with serving(model=str(reference.directory), dtype="float32", **limits) as served:
+    port = free_port()
+    async with serving(
+        model=str(reference.directory), dtype="float32", scheduler_metrics_port=port, **limits
+    ) as served:
         answers = await asyncio.gather(
             *(served.client.generate(case.prompt, client_options(case.options)) for case in reference.cases)
         )
-        num_swap_outs = await read_metric(served.scheduler_metrics_port, "quire_scheduler_swap_outs_total")
+        num_swap_outs = await read_metric(port, "quire_scheduler_swap_outs_total")
     for case, answer in zip(reference.cases, answers, strict=True):
         assert_served(case, answer.sequences)
     ends = [each.finish_reason == FinishReason.STOP for answer in answers for each in answer.sequences]

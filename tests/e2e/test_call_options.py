@@ -9,7 +9,7 @@ from quire.client import GenerationOptions
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import DeadlineExceeded
-from tests.support.outcomes import aborting
+from tests.support.scheduler_process import aborting
 from tests.support.serving import Served, serving
 
 LONG = GenerationOptions(temperature=0.0, max_tokens=1000, ignore_eos=True, n=8)
@@ -34,7 +34,7 @@ async def expire(served: Served, *, streams: bool) -> None:
 async def test_a_passed_deadline_ends_the_request_and_frees_its_blocks(streams: bool) -> None:
     # Each step of a large pool of rows takes long enough that the deadline passes in the middle.
     async with serving(num_gpu_blocks=600, dtype="float32", num_threads=1) as served:
-        async with aborting(served, 1):
+        async with aborting(served.scheduler, 1000):
             await expire(served, streams=streams)
         answer = await served.client.generate("hello", GenerationOptions(max_tokens=3, ignore_eos=True))
         assert len(answer.sequences[0].token_ids) == 3

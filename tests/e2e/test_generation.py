@@ -7,8 +7,7 @@ import pytest_asyncio
 
 from quire.client import ChatMessage, FinishReason, GenerationOptions, RequestCompleted, SequenceFinished, TokenChunk
 from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument
-from tests.support.outcomes import aborting
-from tests.support.scheduler_process import until, wait_nothing_in_use
+from tests.support.scheduler_process import aborting, until, wait_nothing_in_use
 from tests.support.serving import Served, serving
 
 SAMPLED = GenerationOptions(temperature=1.0, top_p=0.95, seed=11, max_tokens=40)
@@ -87,7 +86,7 @@ async def test_a_stop_string_ends_the_text_before_it(served: Served):
 
 async def test_a_client_that_leaves_frees_its_blocks(served: Served):
     options = GenerationOptions(temperature=0.0, max_tokens=900, ignore_eos=True)
-    async with aborting(served, 8):
+    async with aborting(served.scheduler, 900):
         streams = [served.client.generate_stream(f"Story {i}", options) for i in range(8)]
         for stream in streams:
             await anext(aiter(stream))
@@ -98,7 +97,7 @@ async def test_a_client_that_leaves_frees_its_blocks(served: Served):
 
 async def test_a_passed_deadline_frees_blocks(served: Served):
     options = GenerationOptions(temperature=0.0, max_tokens=900, ignore_eos=True)
-    async with aborting(served, 1):
+    async with aborting(served.scheduler, 900):
         with pytest.raises(DeadlineExceeded):
             await served.client.generate("Once upon a time", options, timeout_s=0.2)
 
@@ -109,7 +108,7 @@ async def test_cancel_by_id_ends_the_other_call(served: Served):
     async def running() -> bool:
         return (await served.state()).running_requests == 1
 
-    async with aborting(served, 1):
+    async with aborting(served.scheduler, 900):
         call = asyncio.create_task(served.client.generate("Once upon a time", options, request_id="to-be-cancelled"))
         await until(running)
         await served.client.cancel("to-be-cancelled")

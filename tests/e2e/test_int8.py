@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quire.client import AsyncClient, Generation, GenerationOptions
+from quire.rpc.address import free_port
 from tests.e2e.test_mixed_batch import ASKS
 from tests.support.metrics import read_metric
 from tests.support.serving import serving
@@ -53,9 +54,11 @@ async def test_requests_over_an_int8_pool_get_together_what_they_get_alone() -> 
     async with serving(**flags) as served:
         alone = {index: ids_of(await ask.of(served.client)) for index, ask in enumerate(SMALL)}
     order = random.Random(1).sample(range(len(SMALL)), len(SMALL))
-    async with serving(**flags, max_num_seqs=64, num_gpu_blocks=36, preemption_mode="auto") as served:
+    port = free_port()
+    async with serving(
+        **flags, max_num_seqs=64, num_gpu_blocks=36, preemption_mode="auto", scheduler_metrics_port=port
+    ) as served:
         together = await ask_all(served.client, order)
-        port = served.scheduler_metrics_port
         preemptions = await read_metric(port, "quire_scheduler_preemptions_total")
         swap_outs = await read_metric(port, "quire_scheduler_swap_outs_total")
     assert together == alone

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from quire.client import AsyncClient, BeamSearch, EarlyStopping, Generation, GenerationOptions
+from quire.rpc.address import free_port
 from tests.support.metrics import read_metric
 from tests.support.serving import serving
 
@@ -87,11 +88,11 @@ async def ask_all(client: AsyncClient, order: Sequence[int]) -> dict[int, Genera
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 async def test_all_at_once_give_what_each_gives_alone(policy: str, alone: list[Generation]) -> None:
     order = random.Random(policy).sample(range(len(ASKS)), len(ASKS))
+    port = free_port()
     # 60 blocks hold 960 tokens; all sequences come to about nine times as many.
-    settings = {"num_gpu_blocks": 60, "policy": policy, "preemption_mode": "auto"}
+    settings = {"num_gpu_blocks": 60, "policy": policy, "preemption_mode": "auto", "scheduler_metrics_port": port}
     async with serving(dtype="float32", max_num_seqs=64, **settings) as served:
         answers = await ask_all(served.client, order)
-        port = served.scheduler_metrics_port
         preemptions = await read_metric(port, "quire_scheduler_preemptions_total")
         swap_outs = await read_metric(port, "quire_scheduler_swap_outs_total")
     for index in order:

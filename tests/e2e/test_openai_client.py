@@ -15,7 +15,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
 from quire.client import BeamSearch, ChatMessage, EarlyStopping, FinishReason, GenerationOptions
-from tests.support.outcomes import aborting
+from tests.support.scheduler_process import aborting
 from tests.support.serving import Served, serving
 
 MODEL = "quire-tiny"
@@ -254,7 +254,7 @@ async def test_a_full_queue_is_a_rate_limit():
 
 
 async def test_a_client_that_leaves_frees_its_blocks(served: Served, client: AsyncOpenAI):
-    async with aborting(served, 2):
+    async with aborting(served.scheduler, 900):
         stream = await client.completions.create(
             model=MODEL, prompt=[STORY, "A"], max_tokens=900, n=2, stream=True, extra_body={"ignore_eos": True}
         )

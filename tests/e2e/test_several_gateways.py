@@ -12,8 +12,8 @@ from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.local import LocalServer, ServeSettings
 from quire.rpc.errors import Cancelled, NotFound
-from tests.support.outcomes import aborting
 from tests.support.processes import until_true
+from tests.support.scheduler_process import aborting
 from tests.support.serving import serving
 from tests.support.shared_port import clients_of_both
 
@@ -56,7 +56,7 @@ async def test_a_stream_is_cancelled_by_its_id_through_the_other_gateway():
         with pytest.raises(NotFound):
             await other.cancel("story")
         async with (
-            aborting(served, 1),
+            aborting(served.scheduler, 900),
             client.generate_stream(PROMPT, options_of(900), request_id="story") as stream,
         ):
             await anext(stream)

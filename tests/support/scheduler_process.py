@@ -59,24 +59,23 @@ async def wait_nothing_in_use(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> 
     """Says nothing of what ended the requests: they end by themselves, too, unless the worker stands still."""
 
     async def free() -> bool:
-        return not _in_use(await state_of(stub))
+        state = await state_of(stub)
+        live = state.running_requests + state.waiting_requests + state.swapped_requests
+        return not (live or state.gpu_pool.used_blocks or state.host_pool.used_blocks)
 
     await until(free)
 
 
-async def assert_nothing_in_use(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
-    """At this moment."""
-    assert not _in_use(await state_of(stub))
+@contextlib.asynccontextmanager
+async def aborting(stub: scheduler_pb2_grpc.SchedulerServiceStub, max_tokens: int) -> AsyncIterator[None]:
+    """Checks that whatever begins in the block is aborted and frees its blocks; nothing else may run.
 
-
-def _in_use(state: scheduler_pb2.GetStateResponse) -> dict[str, int]:
-    """What live requests hold, by its name."""
-    counts = {
-        "requests": state.running_requests + state.waiting_requests + state.swapped_requests,
-        "gpu blocks": state.gpu_pool.used_blocks,
-        "host blocks": state.host_pool.used_blocks,
-    }
-    return {name: count for name, count in counts.items() if count}
+    All of it may have `max_tokens` tokens, and so would take as many steps to end by itself.
+    """
+    before = (await state_of(stub)).steps
+    yield
+    await wait_nothing_in_use(stub)
+    assert (await state_of(stub)).steps - before < max_tokens, "a request ran to its end"
 
 
 def make_submit(
