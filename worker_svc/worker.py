@@ -81,7 +81,8 @@ class Worker:
             self._agree(epoch, _NO_STEP)
             return self.runner.sealed_blocks()
 
-        settled = asyncio.wrap_future(self._device_loop.call(take_inventory))
+        inventory = self._device_loop.call(take_inventory)
+        settled = asyncio.wrap_future(inventory)
         try:
             while not settled.done():
                 await asyncio.wait([settled], timeout=others_come_s)
@@ -89,7 +90,8 @@ class Worker:
                     raise self._others_missing(epoch, others_come_s)
             return settled.result()
         finally:
-            settled.cancel()
+            # At once: the future of the loop would tell it on in the loop's next turn.
+            inventory.cancel()
 
     def _others_missing(self, epoch: int, others_come_s: float) -> Unavailable:
         return Unavailable(

@@ -95,7 +95,7 @@ async def test_a_server_says_what_transformers_says(family: str, model_impl: str
     prompts = make_prompts(seed=2)
     expected = generate_greedily(model, prompts, MAX_TOKENS)
     options = GenerationOptions(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    settings = {"dtype": "float32", "num_gpu_blocks": 24, "max_num_seqs": 16, "max_num_batched_tokens": 100}
+    settings = {"dtype": "float32", "num_gpu_blocks": 14, "max_num_seqs": 16, "max_num_batched_tokens": 100}
     async with serving(model=str(tmp_path), model_impl=model_impl, **settings) as served:
         generations = await asyncio.gather(*(served.client.generate(prompt, options) for prompt in prompts))
         assert [list(generation.sequences[0].token_ids) for generation in generations] == expected
