@@ -5,6 +5,8 @@ lines; a call returns when all have made it. What it returns is bitwise the same
 others waiting without end: whoever started them has to see to that.
 """
 
+import functools
+
 import torch
 
 from kernels.checks import FLOATING, check_device, check_dtype, check_shape
@@ -21,6 +23,7 @@ def can_exchange() -> bool:
     return isinstance(implementation_for(_CPU), CpuKernels)
 
 
+@functools.cache
 def shared_bytes(size: int) -> int:
     """Bytes of memory that a group of `size` processes shares. Small tensors touch little of it.
 

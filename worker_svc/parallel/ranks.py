@@ -24,7 +24,7 @@ class Shard:
 
 
 class Ranks:
-    """One rank alone. `worker_svc.parallel.meeting` has the one that talks to others.
+    """One rank alone. `DistributedRanks` and `SharedMemoryRanks` beside it talk to others.
 
     Every rank gets the same steps and draws the same tokens: what the operations return is bitwise the same on all.
 
