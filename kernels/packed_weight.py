@@ -31,10 +31,14 @@ class PackedWeight:
     out_features: int
     """Of the weight. Where it is gated, the product has half as many."""
     in_features: int
+    padded_in: int
+    """Inputs that the product multiplies: zeros are added to a token."""
     gated: bool
     """The first half of the outputs are gates: the product is `silu(gate) * up`."""
 
     rounding: Rounding
+    short: bool = False
+    """The same numbers are stored in fewer bits."""
 
     @property
     def width(self) -> int:

@@ -117,9 +117,11 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def pack_weight(weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight:
     out_features, in_features = weight.shape
     if rounding is Rounding.NONE:
-        return PackedWeight(weight, None, weight.dtype, out_features, in_features, gated, rounding)
+        return PackedWeight(weight, None, weight.dtype, out_features, in_features, in_features, gated, rounding)
     lines = quantize(weight)
-    return PackedWeight(lines.codes, lines.scales.squeeze(-1), weight.dtype, out_features, in_features, gated, rounding)
+    return PackedWeight(
+        lines.codes, lines.scales.squeeze(-1), weight.dtype, out_features, in_features, in_features, gated, rounding
+    )
 
 
 def product(

@@ -106,11 +106,23 @@ struct PackArgs {
   int64_t word_bytes;  // of what a word of a token is multiplied with: 4, 2 or 1
 };
 
+// Packed weights of bfloat16 to short exponents (short_weight.h).
+struct ShortenArgs {
+  void* shortened;          // [panels] short ones, then room for most_exceptions
+  const void* packed;       // [panels, numbers]
+  int64_t* num_exceptions;  // of the weight; where there are more than fit, what is in `shortened` is of no use
+  int64_t threads;
+  int64_t panels;
+  int64_t numbers;          // of a panel
+  int64_t most_exceptions;
+};
+
 // What a product multiplies, which says, with the type of the numbers, what its weight is packed as.
 enum Multiplied : int64_t {
   kNumbers = 0,       // numbers by numbers
   kCodes = 1,         // numbers by int8 codes
   kCodesByCodes = 2,  // int8 codes by int8 codes: sums are whole numbers
+  kShortNumbers = 3,  // numbers by numbers with short exponents, bfloat16 both
 };
 
 // Lines of numbers to int8 codes, each with its scale, as kernels/int8.py has it.
@@ -250,8 +262,8 @@ QUIRE_API const char* quire_isas();
 QUIRE_API quire::Context* quire_open(const char* isa, const quire::OpenMp* openmp);
 QUIRE_API void quire_close(quire::Context* context);
 // The sizes of AttentionArgs, NormArgs, SiluArgs, RotaryArgs, PackArgs, QuantizeArgs, ProductArgs, RecordedOperation,
-// RunArgs, AllReduceArgs and AllGatherArgs: a library that was built from another api.h is told by them.
-QUIRE_API void quire_argument_sizes(int64_t sizes[11]);
+// RunArgs, AllReduceArgs, AllGatherArgs and ShortenArgs: a library that was built from another api.h is told by them.
+QUIRE_API void quire_argument_sizes(int64_t sizes[12]);
 // Bytes of memory that a group of so many processes takes.
 QUIRE_API int64_t quire_group_bytes(int64_t size, int64_t slot_bytes);
 
@@ -262,6 +274,7 @@ QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire:
 // rotary, reshape_and_cache, or both at once.
 QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args);
 QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args);
+QUIRE_API int32_t quire_shorten_weight(const quire::Context* context, const quire::ShortenArgs* args);
 QUIRE_API int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args);
 QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);
 // Return when all processes of the group have called them.

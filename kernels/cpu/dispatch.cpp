@@ -157,7 +157,7 @@ quire::Context* quire_open(const char* name, const quire::OpenMp* openmp) {
 
 void quire_close(quire::Context* context) { delete context; }
 
-void quire_argument_sizes(int64_t sizes[11]) {
+void quire_argument_sizes(int64_t sizes[12]) {
   sizes[0] = sizeof(quire::AttentionArgs);
   sizes[1] = sizeof(quire::NormArgs);
   sizes[2] = sizeof(quire::SiluArgs);
@@ -169,6 +169,7 @@ void quire_argument_sizes(int64_t sizes[11]) {
   sizes[8] = sizeof(quire::RunArgs);
   sizes[9] = sizeof(quire::AllReduceArgs);
   sizes[10] = sizeof(quire::AllGatherArgs);
+  sizes[11] = sizeof(quire::ShortenArgs);
 }
 
 int64_t quire_group_bytes(int64_t size, int64_t slot_bytes) { return quire::group_bytes(size, slot_bytes); }

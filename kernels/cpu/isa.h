@@ -100,8 +100,9 @@ struct IsaKernels {
   ByDtype<void (*)(const QuantizeArgs&, int64_t begin, int64_t end)> quantize;
   // n elements of `count` parts, at most kMostRanks, summed to `to`, which may be one of the parts.
   ByDtype<void (*)(void* to, const void* const* parts, int64_t count, int64_t n)> sum;
-  // Panels begin to end, for all tokens. Numbers by codes need scratch memory for one panel of numbers.
+  // Panels begin to end, for all tokens.
   void (*product)(const ProductArgs&, int64_t begin, int64_t end, std::byte* scratch);
+  int64_t (*product_scratch)(const ProductArgs&);  // bytes
 };
 
 struct Context {

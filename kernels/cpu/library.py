@@ -26,6 +26,7 @@ RECORDED_OPERATION = struct.Struct("3q")
 RUN_ARGS = struct.Struct("5q")
 ALL_REDUCE_ARGS = struct.Struct("9q")
 ALL_GATHER_ARGS = struct.Struct("11q")
+SHORTEN_ARGS = struct.Struct("7q")
 _ARGS = (
     ATTENTION_ARGS,
     NORM_ARGS,
@@ -38,6 +39,7 @@ _ARGS = (
     RUN_ARGS,
     ALL_REDUCE_ARGS,
     ALL_GATHER_ARGS,
+    SHORTEN_ARGS,
 )
 
 _OPEN_MP = struct.Struct("3q")
@@ -84,6 +86,7 @@ class Operations(Protocol):
     quantize: Operation
     product: Operation
     pack_weight: Operation
+    shorten_weight: Operation
     all_reduce: Operation
     all_gather: Operation
 
@@ -120,6 +123,7 @@ class Library:
         self.silu_and_mul = _operation(library, "quire_silu_and_mul")
         self.rotary = _operation(library, "quire_rotary")
         self.pack_weight = _operation(library, "quire_pack_weight")
+        self.shorten_weight = _operation(library, "quire_shorten_weight")
         self.quantize = _operation(library, "quire_quantize")
         self.product = _operation(library, "quire_product")
         self.all_reduce = _operation(library, "quire_all_reduce")

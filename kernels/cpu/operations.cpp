@@ -118,11 +118,10 @@ Status Operations::add_quantize(const QuantizeArgs& args) {
 Status Operations::add_product(const ProductArgs& args) {
   const auto kernel = context_.kernels.product;
   const int64_t elements = args.in_features * kPanel * (1 + args.num_tokens / 16);
-  const int64_t panel_bytes = args.in_features * kPanel * static_cast<int64_t>(sizeof(uint16_t));
   return add(
       args.num_tokens > 0 ? num_panels(args) : 0, grain(kWorthReading, elements),
       [=](int64_t begin, int64_t end, std::byte* scratch) { kernel(args, begin, end, scratch); },
-      args.multiplied == kCodes ? panel_bytes : 0);
+      context_.kernels.product_scratch(args));
 }
 
 Status Operations::add_all_reduce(const AllReduceArgs& args) {

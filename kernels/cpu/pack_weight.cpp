@@ -4,13 +4,12 @@
 // are what a word of a token is multiplied with: a float, two shorter numbers, or four codes where tokens are codes. Where
 // numbers are stored as codes, a word here has 1 or 2 bytes instead of 4. So a line of a tile is what a vector multiplies
 // by one word of a token, a tile is what a matrix unit loads, and a thread reads its panels from end to end without a jump.
-#include <sys/mman.h>
-
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 
 #include "api.h"
+#include "huge_pages.h"
 #include "isa.h"
 #include "threads.h"
 
@@ -42,15 +41,6 @@ void pack_block(const PackArgs& args, Word* block, int64_t panel, int64_t begin,
     Word* tile = block + column / kTile * kTile * kWordsOfBlock + column % kTile;
     for (int64_t word = 0; word < kWordsOfBlock; ++word) tile[word * kTile] = words[word];
   }
-}
-
-// Asks for pages of 2 MB while none is touched yet: a product jumps between threads' panels, and a page each 4 kB costs.
-void want_huge_pages(void* memory, int64_t bytes) {
-  constexpr uintptr_t kHuge = 1 << 21;
-  const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) & ~(kHuge - 1);
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(kHuge - 1);
-  // Where the system refuses, small pages do.
-  if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 }
 
 template <class Word>

@@ -39,13 +39,14 @@ inline void multiply_loaded() {
   }
 }
 
-// Some blocks of a panel, and what to ask for meanwhile: `share` bytes with each block, from `ahead` on, `step` bytes further
-// each time.
+// Some blocks of a panel, and what to ask for meanwhile: `lines` with each block, from `ahead` on, `step` bytes further each
+// time.
+template <_mm_hint kHint, class Lines>
 struct Stretch {
   int64_t first;
   int64_t count;
   const char* ahead;
-  int64_t share;
+  Lines lines;
   int64_t step;
 };
 
@@ -77,12 +78,11 @@ inline void store_sums(Sum* sums) {
 }
 
 // Up to 32 tokens by a stretch of a panel, on tiles whose lines are set; adds to the sums after the first stretch.
-template <class Kind, bool kTwo, _mm_hint kHint>
-void multiply_tiles(const ProductArgs& args, const typename Kind::Weight* panel, int64_t token, const Stretch& stretch,
+template <class Kind, bool kTwo, class AnyBlocks, _mm_hint kHint, class Lines>
+void multiply_tiles(const ProductArgs& args, AnyBlocks& blocks, int64_t token, const Stretch<kHint, Lines>& stretch,
                     typename Kind::Sum* sums) {
   const int64_t bytes = args.x_stride * static_cast<int64_t>(sizeof(typename Kind::X));
   const auto *x = x_of<Kind>(args, token), *second = x + kTile * args.x_stride;
-  Blocks<Kind> blocks(panel + stretch.first * kBlock<Kind>, stretch.count);
   if (stretch.first == 0)
     clear_sums();
   else
@@ -90,8 +90,7 @@ void multiply_tiles(const ProductArgs& args, const typename Kind::Weight* panel,
   const char* ahead = stretch.ahead;
   const int64_t end = (stretch.first + stretch.count) * kLines<Kind>;
   for (int64_t k = stretch.first * kLines<Kind>; k < end; k += kLines<Kind>, ahead += stretch.step) {
-    fetch<kHint>(ahead, stretch.share);
-    const char* block = static_cast<const char*>(blocks.next());
+    const char* block = static_cast<const char*>(blocks.next(Ahead<kHint, Lines>{ahead, stretch.lines}));
     _tile_loadd(6, block, 64);
     _tile_loadd(7, block + kBlockBytes / 2, 64);
     _tile_loadd(4, x + k, bytes);
@@ -101,50 +100,180 @@ void multiply_tiles(const ProductArgs& args, const typename Kind::Weight* panel,
   store_sums<kTwo>(sums);
 }
 
-// Of a panel, and as much of 32 tokens beside them: half of the first cache.
-constexpr int64_t kBlocksAtOnce = 8;
+// Of a panel, and as much of 32 tokens beside them: half of the first cache, or a quarter where tokens pass by a few times only.
+constexpr int64_t kMostBlocks = 8;
+inline int64_t blocks_at_once(int64_t passes) { return passes > 4 ? kMostBlocks : kMostBlocks / 2; }
+
+// The stretches of panels, one after the other, for tokens that pass by each of them several times.
+template <class Kind, bool = kIsMade<Kind>>
+class Stretches {
+ public:
+  Stretches(const ProductArgs& args, int64_t panel, int64_t, int64_t) : next_(bytes_of<Kind>(args, panel)) {}
+
+  // The next one, of so many blocks, and then one of so many.
+  void start(int64_t count, int64_t) {
+    now_ = next_;
+    next_ += count * block_bytes<Kind>();
+  }
+  StoredBlocks<Kind> blocks() { return StoredBlocks<Kind>(now_); }
+
+ private:
+  const char *now_ = nullptr, *next_;
+};
+
+// Each is made while the one before it is multiplied: the matrix unit leaves the processor time.
+template <class Kind>
+class Stretches<Kind, true> {
+ public:
+  Stretches(const ProductArgs& args, int64_t panel, int64_t count, int64_t passes)
+      : maker_(args, panel), parts_at_once_((kParts + passes - 1) / passes) {
+    want(count);
+  }
+
+  void start(int64_t, int64_t count_after) {
+    make(parts_left_);
+    now_ = numbers_[turn_];
+    turn_ ^= 1;
+    want(count_after);
+  }
+
+  class Blocks {
+   public:
+    explicit Blocks(Stretches& stretches) : stretches_(stretches), block_(stretches.now_) {}
+
+    template <class AnyAhead>
+    const void* next(const AnyAhead& ahead) {
+      ahead.fetch_all();
+      stretches_.make(stretches_.parts_at_once_);
+      const void* block = block_;
+      block_ += kNumbersOfBlock;
+      return block;
+    }
+
+   private:
+    Stretches& stretches_;
+    const typename Kind::X* block_;
+  };
+
+  Blocks blocks() { return Blocks(*this); }
+
+ private:
+  static constexpr int64_t kParts = kNumbersOfBlock / kMadeAtOnce;
+
+  void want(int64_t blocks) {
+    parts_left_ = blocks * kParts;
+    to_ = numbers_[turn_];
+  }
+
+  void make(int64_t parts) {
+    for (; parts > 0 && parts_left_ > 0; --parts) {
+      if (parts_left_ % kParts == 0) maker_.start_block();
+      maker_.make(to_);
+      to_ += kMadeAtOnce;
+      if (--parts_left_ % kParts == 0) maker_.end_block(to_ - kNumbersOfBlock);
+    }
+  }
+
+  alignas(64) typename Kind::X numbers_[2][kMostBlocks * kNumbersOfBlock];
+  typename Kind::Maker maker_;
+  const int64_t parts_at_once_;
+  int64_t parts_left_ = 0;
+  typename Kind::X *now_ = nullptr, *to_ = nullptr;
+  int turn_ = 0;
+};
 
 class MatrixMultiplier {
  public:
-  // Up to so many tokens codes are made floating anew for every 32 of them: it costs less than to write them down.
-  static constexpr int64_t kTokensOfCodes = 2 * kPanel;
-
-  // Tokens begin to end by one panel, whose weights are `weights`; `next` are the bytes in memory that come after it.
-  //
-  // Where many tokens pass by, they do so for each stretch of the panel that stays in the first cache.
   template <class Kind>
-  void multiply(const ProductArgs& args, int64_t panel, const typename Kind::Weight* weights, Bytes next,
-                int64_t begin, int64_t end) {
-    alignas(64) typename Kind::Sum sums[kMostTokens * kPanel];
-    const int64_t passes = padded(end - begin, kPanel) / kPanel, blocks = args.in_features / kLines<Kind>;
-    const int64_t share = padded(next.count / (passes * blocks), kCacheLine), step = next.count / blocks;
-    const int64_t most = passes > 2 ? kBlocksAtOnce : blocks;
-    for (int64_t first = 0; first < blocks; first += most) {
-      const int64_t count = blocks - first < most ? blocks - first : most;
-      for (int64_t pass = 0; pass < passes; ++pass) {
-        const char* ahead = passes == 1 ? next.start - next.count + kAhead : next.start + pass * share;
-        const int64_t token = begin + pass * kPanel;
-        auto* of_pass = sums + pass * kPanel * kPanel;
-        multiply_lines<Kind>(args, weights, token, end, {first, count, ahead + first * step, share, step}, passes == 1,
-                             of_pass);
-        // Now, while they are in the first cache.
-        if (first + count == blocks) finish(args, panel, token, end - token < kPanel ? end - token : kPanel, of_pass);
+  static int64_t scratch_bytes(const ProductArgs&) {
+    return 0;
+  }
+
+  // Tokens begin to end by some panels.
+  template <class Kind>
+  void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end, std::byte*) {
+    const int64_t passes = padded(end - begin, kPanel) / kPanel;
+    if (passes == 1)
+      multiply_once<Kind>(args, first_panel, last_panel, begin, end);
+    else if (passes == 2)
+      multiply_twice<Kind>(args, first_panel, last_panel, begin, end);
+    else
+      multiply_by_stretches<Kind>(args, first_panel, last_panel, begin, end, passes);
+  }
+
+ private:
+  // Up to 32 tokens: as fast as the weights come, which are asked for a bit ahead.
+  template <class Kind>
+  void multiply_once(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end) {
+    constexpr int64_t kStep = block_bytes<Kind>(), kShare = kStep / kCacheLine;
+    alignas(64) typename Kind::Sum sums[kPanel * kPanel];
+    const int64_t blocks = args.in_features / kLines<Kind>;
+    Blocks<Kind> all(args, first_panel, (last_panel - first_panel) * blocks);
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      const char* ahead = bytes_of<Kind>(args, panel) + kAhead<Kind>;
+      multiply_lines<Kind>(args, all, begin, end - begin,
+                           Stretch<kCache<Kind>, Constant<kShare>>{0, blocks, ahead, {}, kStep}, sums);
+      finish(args, panel, begin, end - begin, sums);
+    }
+  }
+
+  // Up to 64: each half of them asks for half of the next panel.
+  template <class Kind>
+  void multiply_twice(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end) {
+    constexpr int64_t kStep = block_bytes<Kind>(), kShare = kStep / 2 / kCacheLine;
+    alignas(64) typename Kind::Sum sums[kPanel * kPanel];
+    const int64_t blocks = args.in_features / kLines<Kind>;
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      const char* ahead = bytes_of<Kind>(args, panel + 1);
+      for (int64_t token = begin; token < end; token += kPanel, ahead += kShare * kCacheLine) {
+        const int64_t tokens = end - token < kPanel ? end - token : kPanel;
+        Blocks<Kind> all(args, panel, blocks);
+        multiply_lines<Kind>(args, all, token, tokens, Stretch<_MM_HINT_T1, Constant<kShare>>{0, blocks, ahead, {}, kStep},
+                             sums);
+        finish(args, panel, token, tokens, sums);
       }
     }
   }
 
- private:
-  // Tokens from `token` on, 32 of them at most.
+  // More: they pass by each stretch of a panel that stays in the first cache, made numbers once.
   template <class Kind>
-  void multiply_lines(const ProductArgs& args, const typename Kind::Weight* weights, int64_t token, int64_t end,
-                      const Stretch& stretch, bool once, typename Kind::Sum* sums) {
-    const int64_t lines = end - token < kPanel ? end - token : kPanel;
-    const bool two = lines > kTile;
-    if (lines != lines_set_) unit_.set_lines(two ? kTile : lines, two ? lines - kTile : kTile);
-    lines_set_ = lines;
-    const auto multiply = once ? two ? multiply_tiles<Kind, true, _MM_HINT_T0> : multiply_tiles<Kind, false, _MM_HINT_T0>
-                               : two ? multiply_tiles<Kind, true, _MM_HINT_T1> : multiply_tiles<Kind, false, _MM_HINT_T1>;
-    multiply(args, weights, token, stretch, sums);
+  void multiply_by_stretches(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
+                             int64_t passes) {
+    alignas(64) typename Kind::Sum sums[kMostTokens * kPanel];
+    const int64_t blocks = args.in_features / kLines<Kind>, most = blocks_at_once(passes);
+    constexpr int64_t kStep = block_bytes<Kind>();
+    const int64_t share = padded(kStep / passes, kCacheLine) / kCacheLine;
+    auto count_at = [&](int64_t first) { return blocks - first < most ? blocks - first : most; };
+    Stretches<Kind> stretches(args, first_panel, count_at(0), passes);
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      for (int64_t first = 0; first < blocks; first += most) {
+        const bool last = first + most >= blocks;
+        stretches.start(count_at(first), !last ? count_at(first + most) : panel + 1 < last_panel ? count_at(0) : 0);
+        for (int64_t pass = 0; pass < passes; ++pass) {
+          const char* ahead = bytes_of<Kind>(args, panel + 1) + pass * share * kCacheLine + first * kStep;
+          const int64_t token = begin + pass * kPanel, tokens = end - token < kPanel ? end - token : kPanel;
+          auto* of_pass = sums + pass * kPanel * kPanel;
+          auto some = stretches.blocks();
+          multiply_lines<Kind>(args, some, token, tokens,
+                               Stretch<_MM_HINT_T1, int64_t>{first, count_at(first), ahead, share, kStep}, of_pass);
+          // Now, while they are in the first cache.
+          if (last) finish(args, panel, token, tokens, of_pass);
+        }
+      }
+    }
+  }
+
+  // `count` tokens from `token` on, 32 of them at most.
+  template <class Kind, class AnyBlocks, class AnyStretch>
+  void multiply_lines(const ProductArgs& args, AnyBlocks& blocks, int64_t token, int64_t count, const AnyStretch& stretch,
+                      typename Kind::Sum* sums) {
+    const bool two = count > kTile;
+    if (count != lines_set_) unit_.set_lines(two ? kTile : count, two ? count - kTile : kTile);
+    lines_set_ = count;
+    if (two)
+      multiply_tiles<Kind, true>(args, blocks, token, stretch, sums);
+    else
+      multiply_tiles<Kind, false>(args, blocks, token, stretch, sums);
   }
 
   MatrixUnit unit_;

@@ -39,6 +39,8 @@ struct Lanes<Pairs<BF16>> {
 
 template <>
 struct Lanes<PairsByCodes<BF16>> : Lanes<Pairs<BF16>> {};
+template <>
+struct Lanes<PairsOfShort> : Lanes<Pairs<BF16>> {};
 
 template <>
 struct Lanes<CodesByCodes> {
@@ -59,20 +61,18 @@ inline int32_t word(const void* words, int64_t at) {
   return bits;
 }
 
-// One panel for kTokens tokens from `token` on.
-template <class Kind, int kTokens>
-void multiply_panel(const ProductArgs& args, int64_t panel, const typename Kind::Weight* weights_of_panel, int64_t token) {
+// One panel for kTokens tokens from `token` on; `ahead` is what to ask for, as fast as its blocks go by.
+template <class Kind, int kTokens, class AnyBlocks>
+void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, const char* ahead, int64_t token) {
   using Sum = typename Kind::Sum;
   using Words = typename Lanes<Kind>::Words;
   // A word of what is multiplied: an element where that is floating on its way, else 32 bits.
   using Word = std::conditional_t<std::is_same_v<typename Kind::X, float>, typename Kind::Weight, int32_t>;
-  constexpr int64_t kBytes = kBlock<Kind> * sizeof(typename Kind::Weight);
+  constexpr int64_t kBytes = block_bytes<Kind>();
   const auto* x = x_of<Kind>(args, token);
-  Blocks<Kind> blocks(weights_of_panel, args.in_features / kLines<Kind>);
-  const char* ahead = reinterpret_cast<const char*>(weights_of_panel) + kAhead;
   Words sums[kTokens][kVectors] = {}, off[kVectors] = {};
   for (int64_t k = 0; k < args.in_features; k += kLines<Kind>, ahead += kBytes) {
-    const Word* block = static_cast<const Word*>(blocks.next());
+    const Word* block = static_cast<const Word*>(blocks.next(Ahead<kCache<Kind>, Constant<kBytes / kCacheLine>>{ahead, {}}));
     for (int64_t at = 0; at < kWordsOfBlock; ++at) {
       Words weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
@@ -80,7 +80,6 @@ void multiply_panel(const ProductArgs& args, int64_t panel, const typename Kind:
         weights[i] = Lanes<Kind>::load(block + tile + at * kTile + column % kTile);
         if constexpr (kIsOff<Sum>) off[i] = add_codes(off[i], weights[i], set1_whole(kCodeOffset));
       }
-      fetch<_MM_HINT_T0>(ahead + at * (kBytes / kWordsOfBlock), kBytes / kWordsOfBlock);
       for (int t = 0; t < kTokens; ++t) {
         const Words of_token = Lanes<Kind>::of_token(word(x + t * args.x_stride + k, at));
         for (int i = 0; i < kVectors; ++i) sums[t][i] = Lanes<Kind>::add(sums[t][i], weights[i], of_token);
@@ -98,19 +97,53 @@ constexpr int kTokensOfRegisters = kSums / kVectors;
 
 class VectorMultiplier {
  public:
-  // For more tokens codes are made floating once.
-  static constexpr int64_t kTokensOfCodes = kTokensOfRegisters;
-
-  // Tokens begin to end by one panel, whose weights are `weights`.
   template <class Kind>
-  void multiply(const ProductArgs& args, int64_t panel, const typename Kind::Weight* weights, Bytes, int64_t begin,
-                int64_t end) {
-    int64_t token = begin;
-    for (; token + kTokensOfRegisters <= end; token += kTokensOfRegisters) multiply_panel<Kind, kTokensOfRegisters>(args, panel, weights, token);
+  static int64_t scratch_bytes(const ProductArgs& args) {
+    const bool once = kIsMade<Kind> && args.num_tokens > kTokensOfRegisters;
+    return once ? args.in_features * kPanel * static_cast<int64_t>(sizeof(typename Kind::X)) : 0;
+  }
+
+  // Tokens begin to end by some panels. Where they are more than registers hold sums of, weights that are to be made
+  // numbers are so once, in `scratch`.
+  template <class Kind>
+  void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
+                std::byte* scratch) {
+    const int64_t blocks = args.in_features / kLines<Kind>;
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      const char* ahead = bytes_of<Kind>(args, panel) + kAhead<Kind>;
+      if constexpr (kIsMade<Kind>) {
+        if (end - begin > kTokensOfRegisters) {
+          using X = typename Kind::X;
+          make_panel<Kind>(args, panel, reinterpret_cast<X*>(scratch));
+          multiply_tokens<Pairs<X>>(args, panel, [=] { return StoredBlocks<Pairs<X>>(scratch); }, ahead, begin, end);
+          continue;
+        }
+      }
+      multiply_tokens<Kind>(args, panel, [&, panel] { return Blocks<Kind>(args, panel, blocks); }, ahead, begin, end);
+    }
+  }
+
+ private:
+  template <class Kind>
+  static void make_panel(const ProductArgs& args, int64_t panel, typename Kind::X* numbers) {
+    typename Kind::Maker maker(args, panel);
+    for (int64_t k = 0; k < args.in_features; k += kLines<Kind>, numbers += kNumbersOfBlock) {
+      maker.start_block();
+      for (int64_t i = 0; i < kNumbersOfBlock; i += kMadeAtOnce) maker.make(numbers + i);
+      maker.end_block(numbers);
+    }
+  }
+
+  // By one panel, whose blocks blocks() gives.
+  template <class Kind, class Function>
+  static void multiply_tokens(const ProductArgs& args, int64_t panel, Function blocks, const char* ahead, int64_t token,
+                              int64_t end) {
+    for (; token + kTokensOfRegisters <= end; token += kTokensOfRegisters)
+      multiply_panel<Kind, kTokensOfRegisters>(args, panel, blocks(), ahead, token);
     if constexpr (kTokensOfRegisters > 4)
-      for (; token + 4 <= end; token += 4) multiply_panel<Kind, 4>(args, panel, weights, token);
-    for (; token + 2 <= end; token += 2) multiply_panel<Kind, 2>(args, panel, weights, token);
-    for (; token < end; ++token) multiply_panel<Kind, 1>(args, panel, weights, token);
+      for (; token + 4 <= end; token += 4) multiply_panel<Kind, 4>(args, panel, blocks(), ahead, token);
+    for (; token + 2 <= end; token += 2) multiply_panel<Kind, 2>(args, panel, blocks(), ahead, token);
+    for (; token < end; ++token) multiply_panel<Kind, 1>(args, panel, blocks(), ahead, token);
   }
 };
 

@@ -128,7 +128,7 @@ class _NotingLibrary:
         self.product = noting(OperationKind.PRODUCT)
         self.all_reduce = noting(OperationKind.ALL_REDUCE)
         self.all_gather = noting(OperationKind.ALL_GATHER)
-        self.pack_weight = _refuse_to_pack
+        self.pack_weight = self.shorten_weight = _refuse_to_pack
 
 
 def _refuse_to_pack(context: int, arguments: bytes) -> int:

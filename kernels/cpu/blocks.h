@@ -1,0 +1,253 @@
+// What products multiply, and the blocks of a panel (pack_weight.cpp) as they do so. Included by product.cpp alone.
+#pragma once
+
+#include <type_traits>
+
+#include "isa.h"
+#include "short_weight.h"
+#include "vec.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int64_t kCacheLine = 64;
+// Bytes that a token brings to a block.
+constexpr int64_t kLineBytes = kWordsOfBlock * 4;
+// Numbers of a block, where they have 16 bits, and those that are made at once of what a weight is stored as.
+constexpr int64_t kNumbersOfBlock = kPanel * kPanel;
+constexpr int64_t kMadeAtOnce = ShortGroup::kNumbers;
+
+template <int64_t kValue>
+using Constant = std::integral_constant<int64_t, kValue>;
+
+// Codes as numbers, in which they are exact; `count` is a multiple of 32.
+template <class Number>
+inline void make_floating(Number* to, const int8_t* codes, int64_t count) {
+  for (int64_t i = 0; i < count; i += 32) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<Number, BF16>) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(load(codes + i + 16).v, load(codes + i).v);
+      _mm512_storeu_si512(to + i, reinterpret_cast<__m512i>(both));
+      continue;
+    }
+#endif
+    for (int64_t j = i; j < i + 32; j += kWidth) store(to + j, load(codes + j));
+  }
+}
+
+// The numbers of panels of codes, one after the other.
+template <class Number>
+class Floating {
+ public:
+  static constexpr int64_t kHeadBytes = 0, kBlockBytes = kNumbersOfBlock;
+
+  Floating(const ProductArgs& args, int64_t panel)
+      : codes_(static_cast<const int8_t*>(args.weight) + panel * args.in_features * kPanel) {}
+
+  void start_block() {}
+  void make(Number* numbers) {
+    make_floating(numbers, codes_, kMadeAtOnce);
+    codes_ += kMadeAtOnce;
+  }
+  void end_block(Number*) {}
+
+ private:
+  const int8_t* codes_;
+};
+
+// The numbers of panels of short ones.
+class Long {
+ public:
+  static constexpr int64_t kHeadBytes = sizeof(ShortHead);
+  static constexpr int64_t kBlockBytes = kNumbersOfBlock / ShortGroup::kNumbers * sizeof(ShortGroup);
+
+  Long(const ProductArgs& args, int64_t panel) : numbers_(args.in_features * kPanel) {
+    const std::byte* panels = static_cast<const std::byte*>(args.weight);
+    const int64_t bytes = short_panel_bytes(numbers_);
+    at_ = panels + panel * bytes;
+    exceptions_ = reinterpret_cast<const ShortException*>(panels + num_panels(args) * bytes);
+  }
+
+  void start_block() {
+    if (start_ == end_) start_panel();
+  }
+
+  void make(BF16* numbers) {
+    make_long(numbers, *reinterpret_cast<const ShortGroup*>(at_), upper_bytes_);
+    at_ += sizeof(ShortGroup);
+  }
+
+  void end_block(BF16* block) {
+    for (; exception_ != last_exception_ && exception_->number < start_ + kNumbersOfBlock; ++exception_)
+      block[exception_->number - start_].bits = exception_->bits;
+    start_ += kNumbersOfBlock;
+  }
+
+ private:
+  void start_panel() {
+    const auto& head = *reinterpret_cast<const ShortHead*>(at_);
+    upper_bytes_ = upper_bytes(head);
+    exception_ = exceptions_ + head.first_exception;
+    last_exception_ = exception_ + head.num_exceptions;
+    _mm_prefetch(last_exception_, _MM_HINT_T0);  // where those of the next panel are
+    start_ = 0;
+    end_ = numbers_;
+    at_ += kHeadBytes;
+  }
+
+  const int64_t numbers_;  // of a panel
+  const std::byte* at_;
+  const ShortException *exceptions_, *exception_ = nullptr, *last_exception_ = nullptr;
+  ByteVector upper_bytes_;
+  int64_t start_ = 0, end_ = 0;  // of the block and of the panel
+};
+
+// What is multiplied: elements of a token, elements of the weight in memory, and the sums of their products. A token's
+// elements are words, or pairs or fours of them are. A Maker makes of a weight what is multiplied, where that is not the same.
+template <class Number>
+struct Pairs {
+  using X = Number;
+  using Weight = Number;
+  using Sum = float;
+  using Maker = void;
+};
+
+template <class Number>
+struct PairsByCodes {
+  using X = Number;
+  using Weight = int8_t;
+  using Sum = float;
+  using Maker = Floating<Number>;
+};
+
+struct PairsOfShort {
+  using X = BF16;
+  using Weight = std::byte;
+  using Sum = float;
+  using Maker = Long;
+};
+
+// Floats, or codes that become floats on their way.
+template <class Stored>
+struct Floats {
+  using X = float;
+  using Weight = Stored;
+  using Sum = float;
+  using Maker = void;
+};
+
+struct CodesByCodes {
+  using X = int8_t;
+  using Weight = int8_t;
+  using Sum = int32_t;
+  using Maker = void;
+};
+
+template <class Kind>
+constexpr bool kIsMade = !std::is_void_v<typename Kind::Maker>;
+
+// Lines of a block.
+template <class Kind>
+constexpr int64_t kLines = kLineBytes / sizeof(typename Kind::X);
+
+// Bytes in memory that come before a panel's blocks, and those of a block.
+template <class Kind>
+constexpr int64_t head_bytes() {
+  if constexpr (kIsMade<Kind>)
+    return Kind::Maker::kHeadBytes;
+  else
+    return 0;
+}
+
+template <class Kind>
+constexpr int64_t block_bytes() {
+  if constexpr (kIsMade<Kind>)
+    return Kind::Maker::kBlockBytes;
+  else
+    return kLines<Kind> * kPanel * sizeof(typename Kind::Weight);
+}
+
+template <class Kind>
+inline int64_t panel_bytes(const ProductArgs& args) {
+  return head_bytes<Kind>() + args.in_features / kLines<Kind> * block_bytes<Kind>();
+}
+
+template <class Kind>
+inline const char* bytes_of(const ProductArgs& args, int64_t panel) {
+  return static_cast<const char*>(args.weight) + panel * panel_bytes<Kind>(args);
+}
+
+// Memory that is asked for while a block is made or multiplied: so many cache lines, a constant where they are known.
+template <_mm_hint kHint, class Lines = int64_t>
+struct Ahead {
+  const char* start;
+  Lines lines;
+
+  void fetch(int64_t begin, int64_t end) const {
+    for (int64_t i = begin; i < end; ++i) _mm_prefetch(start + i * kCacheLine, kHint);
+  }
+  void fetch_all() const { fetch(0, lines); }
+  void fetch_part(int64_t part, int64_t parts) const { fetch(part * lines / parts, (part + 1) * lines / parts); }
+};
+
+// Blocks as they lie in memory, of panel after panel.
+template <class Kind>
+class StoredBlocks {
+ public:
+  StoredBlocks(const ProductArgs& args, int64_t panel, int64_t) : StoredBlocks(bytes_of<Kind>(args, panel)) {}
+  explicit StoredBlocks(const void* block) : block_(static_cast<const char*>(block)) {}
+
+  template <class AnyAhead>
+  const void* next(const AnyAhead& ahead) {
+    ahead.fetch_all();
+    const void* block = block_;
+    block_ += block_bytes<Kind>();
+    return block;
+  }
+
+ private:
+  const char* block_;
+};
+
+// The same, `count` of them, made. One is made ahead of its use, while the one before it is multiplied. What is asked for
+// meanwhile is so bit by bit: a processor that waits until memory takes more requests does nothing else.
+template <class Kind>
+class MadeBlocks {
+ public:
+  MadeBlocks(const ProductArgs& args, int64_t panel, int64_t count) : maker_(args, panel), left_(count) {
+    make_next(Ahead<_MM_HINT_T0, Constant<0>>{nullptr, {}});
+  }
+
+  template <class AnyAhead>
+  const void* next(const AnyAhead& ahead) {
+    const void* block = blocks_[turn_ ^ 1];
+    make_next(ahead);
+    return block;
+  }
+
+ private:
+  template <class AnyAhead>
+  void make_next(const AnyAhead& ahead) {
+    typename Kind::X* block = blocks_[turn_];
+    turn_ ^= 1;
+    if (left_-- <= 0) return;
+    constexpr int64_t kParts = kNumbersOfBlock / kMadeAtOnce;
+    maker_.start_block();
+    for (int64_t part = 0; part < kParts; ++part) {
+      maker_.make(block + part * kMadeAtOnce);
+      ahead.fetch_part(part, kParts);
+    }
+    maker_.end_block(block);
+  }
+
+  alignas(64) typename Kind::X blocks_[2][kNumbersOfBlock];
+  typename Kind::Maker maker_;
+  int64_t left_;
+  int turn_ = 0;
+};
+
+template <class Kind>
+using Blocks = std::conditional_t<kIsMade<Kind>, MadeBlocks<Kind>, StoredBlocks<Kind>>;
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA
