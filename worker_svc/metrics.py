@@ -23,9 +23,11 @@ class WorkerMetrics:
         self._sessions = Counter("quire_worker_sessions", "Schedulers that attached", registry=self.registry)
         self._blocks = Gauge("quire_worker_kv_blocks", "Blocks of the KV pool", ("where",), registry=self.registry)
         self._busy = Gauge("quire_worker_device_busy_seconds", "Time in the current step", registry=self.registry)
-        self._stages = Histogram(
+        stages = Histogram(
             "quire_worker_step_seconds", "Time of a step", ("stage",), buckets=_STEP_SECONDS, registry=self.registry
         )
+        self._queue, self._cache_operations = stages.labels("queue"), stages.labels("cache_operations")
+        self._model, self._sample = stages.labels("model"), stages.labels("sample")
 
     def describe(self, info: WorkerInfo, busy_ms: Callable[[], int]) -> None:
         """Names the facts that do not come with steps."""
@@ -44,10 +46,10 @@ class WorkerMetrics:
         self._tokens.inc(output.num_computed_tokens)
         self._sampled.inc(len(output.rows) - len(output.failed_rows))
         self._row_failures.inc(len(output.failed_rows))
-        self._stages.labels("queue").observe(timings.queue_us / 1e6)
-        self._stages.labels("cache_operations").observe(timings.cache_operations_us / 1e6)
-        self._stages.labels("model").observe(timings.model_us / 1e6)
-        self._stages.labels("sample").observe(timings.sample_us / 1e6)
+        self._queue.observe(timings.queue_us / 1e6)
+        self._cache_operations.observe(timings.cache_operations_us / 1e6)
+        self._model.observe(timings.model_us / 1e6)
+        self._sample.observe(timings.sample_us / 1e6)
 
     def step_failed(self) -> None:
         """A step failed on the device."""

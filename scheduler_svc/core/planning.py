@@ -81,7 +81,10 @@ def _append_blocks(batch: Batch, rows: np.ndarray) -> None:
 
 def _num_copies(batch: Batch) -> int:
     """Blocks that the decoding rows copy before they write: all writers of a shared block but its last holder."""
-    writers = Counter(batch.tail(row)[1] for row in batch.rows.sharing_tail().tolist())
+    sharing = batch.rows.sharing_tail().tolist()
+    if not sharing:
+        return 0
+    writers = Counter(batch.tail(row)[1] for row in sharing)
     return sum(min(count, batch.blocks.pool.ref_count(block) - 1) for block, count in writers.items())
 
 

@@ -46,6 +46,8 @@ class StepTrace:
 
     def answered(self, step_id: int, worker_us: tuple[int, int, int, int], received: float) -> None:
         """`worker_us` are the microseconds of queue, cache operations, model and sample."""
+        if self._file is None:
+            return
         start = received - sum(worker_us) / 1e6
         for name, duration_us in zip(_WORKER_STAGES, worker_us, strict=True):
             end = start + duration_us / 1e6
@@ -66,6 +68,8 @@ class StepTrace:
             self._file = None
 
     def _span(self, name: str, track: int, step_id: int, start: float, end: float, **details: int) -> None:
+        if self._file is None:
+            return
         self._write(
             {
                 "name": name,

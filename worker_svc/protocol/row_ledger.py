@@ -40,12 +40,19 @@ class RowLedger:
         Raises:
             InvalidArgument: the step contradicts what the rows hold. Nothing was changed.
         """
-        with self._unchanged_on_error(step.row_changes):
-            self._change_rows(step.row_changes)
-            written = self._check_batch(step.batch)
-            self._check_samples(step.batch)
+        if step.row_changes.are_none:
+            written = self._check(step.batch)
+        else:
+            with self._unchanged_on_error(step.row_changes):
+                self._change_rows(step.row_changes)
+                written = self._check(step.batch)
         samplers = step.batch.samples[:, 0]
         self._num_tokens[samplers[self._draws[samplers]]] += 1
+        return written
+
+    def _check(self, batch: Batch) -> Int32Array:
+        written = self._check_batch(batch)
+        self._check_samples(batch)
         return written
 
     @contextmanager
@@ -139,6 +146,8 @@ class RowLedger:
 
     def _written_blocks(self, rows: Int32Array, starts: Int32Array, ends: NDArray[np.int64]) -> Int32Array:
         first, last = starts // self._block_size, (ends - 1) // self._block_size
+        if np.array_equal(first, last):
+            return self._tables[rows, first]
         counts = last - first + 1
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return self._tables[np.repeat(rows, counts), np.repeat(first, counts) + offsets]

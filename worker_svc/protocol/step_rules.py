@@ -20,7 +20,8 @@ def check_row_changes(changes: RowChanges) -> None:
     check_distinct(changes.release, "release", "row")
     check_distinct(changes.fork[:, 1], "fork", "child row")
     for field, named in (("assign", changes.assign), ("reseed", changes.reseed), ("set_tokens", changes.set_tokens)):
-        check_distinct(np.array([each.row for each in named], dtype=np.int32), field, "row")
+        if named:
+            check_distinct(np.array([each.row for each in named], dtype=np.int32), field, "row")
     _check_distinct_places(changes.block_table_deltas)
 
 
@@ -40,7 +41,9 @@ def check_batch(batch: Batch, model: ModelGeometry, limits: WorkerLimits) -> Non
             f"takes row {batch.rows[worst]} to {ends[worst]} tokens; a sequence has at most {model.max_model_len}",
         )
     check_distinct(batch.samples[:, 0], "batch.samples", "row", "as the one that samples")
-    if (worst := first_true(~np.isin(batch.samples[:, 1], batch.rows))) is not None:
+    is_in_batch = np.zeros(limits.max_num_rows, dtype=bool)
+    is_in_batch[batch.rows] = True
+    if (worst := first_true(~is_in_batch[batch.samples[:, 1]])) is not None:
         raise invalid_field("batch.samples", f"draws from row {batch.samples[worst, 1]}, which is not in batch.rows")
 
 
@@ -54,8 +57,10 @@ def check_distinct(values: Int32Array, field: str, noun: str, role: str = "") ->
 
 
 def _check_distinct_places(deltas: Int32Array) -> None:
+    if len(deltas) < 2:
+        return
     places = np.sort((deltas[:, 0].astype(np.int64) << 32) + deltas[:, 1])
-    if len(places) > 1 and (worst := first_true(places[1:] == places[:-1])) is not None:
+    if (worst := first_true(places[1:] == places[:-1])) is not None:
         row, index = divmod(int(places[worst]), 1 << 32)
         raise invalid_field("block_table_deltas", f"sets block {index} of row {row} twice")
 

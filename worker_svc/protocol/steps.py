@@ -134,6 +134,12 @@ class RowChanges:
     block_table_deltas: Int32Array
     """Triples (row, logical index, block id)."""
 
+    @property
+    def are_none(self) -> bool:
+        """As in most steps: rows only take their next tokens."""
+        lists = (self.release, self.assign, self.fork, self.reseed, self.set_tokens, self.block_table_deltas)
+        return not any(map(len, lists))
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
