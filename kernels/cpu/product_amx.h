@@ -195,8 +195,6 @@ class MatrixMultiplier {
     const int64_t passes = padded(end - begin, kPanel) / kPanel;
     if (passes == 1)
       multiply_once<Kind>(args, first_panel, last_panel, begin, end);
-    else if (passes == 2)
-      multiply_twice<Kind>(args, first_panel, last_panel, begin, end);
     else
       multiply_by_stretches<Kind>(args, first_panel, last_panel, begin, end, passes);
   }
@@ -217,25 +215,7 @@ class MatrixMultiplier {
     }
   }
 
-  // Up to 64: each half of them asks for half of the next panel.
-  template <class Kind>
-  void multiply_twice(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end) {
-    constexpr int64_t kStep = block_bytes<Kind>(), kShare = kStep / 2 / kCacheLine;
-    alignas(64) typename Kind::Sum sums[kPanel * kPanel];
-    const int64_t blocks = args.in_features / kLines<Kind>;
-    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      const char* ahead = bytes_of<Kind>(args, panel + 1);
-      for (int64_t token = begin; token < end; token += kPanel, ahead += kShare * kCacheLine) {
-        const int64_t tokens = end - token < kPanel ? end - token : kPanel;
-        Blocks<Kind> all(args, panel, blocks);
-        multiply_lines<Kind>(args, all, token, tokens, Stretch<_MM_HINT_T1, Constant<kShare>>{0, blocks, ahead, {}, kStep},
-                             sums);
-        finish(args, panel, token, tokens, sums);
-      }
-    }
-  }
-
-  // More: they pass by each stretch of a panel that stays in the first cache, made numbers once.
+  // More: they pass by each stretch of a panel that stays in the first cache, made numbers once, and ask for the next panel.
   template <class Kind>
   void multiply_by_stretches(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
                              int64_t passes) {
