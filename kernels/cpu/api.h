@@ -106,7 +106,7 @@ struct PackArgs {
   int64_t word_bytes;  // of what a word of a token is multiplied with: 4, 2 or 1
 };
 
-// Packed weights of bfloat16 to short exponents (short_weight.h).
+// Packed weights of bfloat16 to 12 bits a number (short_weight.h).
 struct ShortenArgs {
   void* shortened;          // [panels] short ones, then room for most_exceptions
   const void* packed;       // [panels, numbers]
@@ -122,7 +122,7 @@ enum Multiplied : int64_t {
   kNumbers = 0,       // numbers by numbers
   kCodes = 1,         // numbers by int8 codes
   kCodesByCodes = 2,  // int8 codes by int8 codes: sums are whole numbers
-  kShortNumbers = 3,  // numbers by numbers with short exponents, bfloat16 both
+  kShortNumbers = 3,  // numbers by numbers in 12 bits, bfloat16 both
 };
 
 // Lines of numbers to int8 codes, each with its scale, as kernels/int8.py has it.

@@ -45,6 +45,7 @@ inline constexpr int64_t short_panel_bytes(int64_t numbers) {
 
 }  // namespace quire
 
+// All instruction sets read what any of them packed, though not all pack weights so (products.py).
 #if defined(QUIRE_ISA)
 #include "vec.h"
 

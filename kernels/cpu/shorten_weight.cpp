@@ -1,4 +1,4 @@
-// Packed weights of bfloat16 to short exponents (short_weight.h).
+// Packed weights of bfloat16 to 12 bits a number (short_weight.h).
 #include <algorithm>
 #include <array>
 #include <atomic>

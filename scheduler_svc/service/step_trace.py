@@ -46,8 +46,6 @@ class StepTrace:
 
     def answered(self, step_id: int, worker_us: tuple[int, int, int, int], received: float) -> None:
         """`worker_us` are the microseconds of queue, cache operations, model and sample."""
-        if self._file is None:
-            return
         start = received - sum(worker_us) / 1e6
         for name, duration_us in zip(_WORKER_STAGES, worker_us, strict=True):
             end = start + duration_us / 1e6
