@@ -23,9 +23,13 @@ from worker_svc.protocol.steps import (
 )
 
 
+_NUM_SPECIAL_TOKENS = 16
+"""No less than the embedded model has, so that a seed drawn by chance never ends a sequence early."""
+
+
 def token_at(seed: int, position: int, vocab_size: int = 1000) -> int:
-    """The token that a sequence with this seed has at this position."""
-    return (seed * 7919 + position * 104_729 + 13) % vocab_size
+    """The token that a sequence with this seed has at this position; none that ends a sequence."""
+    return _NUM_SPECIAL_TOKENS + (seed * 7919 + position * 104_729 + 13) % (vocab_size - _NUM_SPECIAL_TOKENS)
 
 
 _STRIDE = 37

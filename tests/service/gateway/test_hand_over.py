@@ -110,8 +110,10 @@ async def test_clients_of_both_kinds_go_on_at_the_other_gateway(tmp_path):
 
         async def call_grpc(index: int) -> None:
             async with own_stub(two.first.gateway.grpc_address) as stub:
+                request = generation_pb2.GenerateRequest(text="x")
+                request.stopping.max_tokens = 4
                 while True:
-                    await stub.Generate(generation_pb2.GenerateRequest(text="x"), timeout=10)
+                    await stub.Generate(request, timeout=10)
                     counts[index] += 1
                     await asyncio.sleep(0.01)
 
