@@ -16,11 +16,13 @@ import torch
 
 from bench.models import write_model
 from bench.report import Series, write_results
+from kernels import ops
 from kernels.cpu.library import OperationKind
 from kernels.cpu.products import ProductShape
 from kernels.cpu.recording import RecordedCall
-from kernels.int8_cache import as_words
+from kernels.operation_checks import dtype_written_to
 from kernels.record import record
+from kernels.short_cache import SHORT_DTYPE, tile_bytes
 from quire.settings import ConfigurationError
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.recorded_forward import room_for
@@ -113,7 +115,9 @@ def floors(batch: int, stages: Sequence[Stage], rate: float) -> dict[str, Any]:
 
 
 class Passes:
-    """A model's layers, recorded over a pool in which `num_rows` sequences of `context` tokens lie."""
+    """A model's layers, recorded over a pool in which `num_rows` sequences of `context` tokens lie, or up to a block
+    less: as in service one in so many has just filled a block.
+    """
 
     def __init__(self, model: NativeCausalLM, num_rows: int, context: int, dtype: torch.dtype) -> None:
         blocks = -(-context // _BLOCK_SIZE)
@@ -121,26 +125,33 @@ class Passes:
         geometry = pool_geometry(model, request, None)
         pool = allocate_pool(geometry, torch.device("cpu"), dtype)
         for layer in pool.gpu:
-            if dtype == torch.int8:
-                # Codes and scales of any value take the same time, unless they are no normal numbers: halves.
-                as_words(layer).fill_(0.5)
-            else:
-                layer.normal_()
+            _fill_pool(layer, model.head_dim)
         self._room = room_for(pool, blocks * _BLOCK_SIZE, num_tokens=num_rows, num_rows=num_rows)
-        self._fill(num_rows, context, blocks)
+        self._lengths = context - (torch.arange(num_rows) + _BLOCK_SIZE // 2) % _BLOCK_SIZE
+        self._fill(num_rows, blocks)
         hidden = model.embed(self._room)
         self.recording = record(num_rows, lambda: _ignore(model.run_layers(hidden, self._room)))
-        self.kv_bytes = geometry.block_bytes * context // _BLOCK_SIZE
+        self._block_bytes = geometry.block_bytes
+        full = _BLOCK_SIZE * model.head_dim * dtype.itemsize
+        is_short = pool.gpu[0].dtype == SHORT_DTYPE
+        self._share_of_full = tile_bytes(_BLOCK_SIZE, model.head_dim) / full if is_short else 1.0
 
-    def _fill(self, num_rows: int, context: int, blocks: int) -> None:
-        room, attention = self._room, self._room.attention
+    def kv_bytes(self, num_rows: int) -> int:
+        """What attention of the first rows reads."""
+        lengths = self._lengths[:num_rows]
+        blocks = (lengths // _BLOCK_SIZE * self._share_of_full + lengths % _BLOCK_SIZE / _BLOCK_SIZE).sum()
+        return round(float(blocks) * self._block_bytes)
+
+    def _fill(self, num_rows: int, blocks: int) -> None:
+        room, attention, last = self._room, self._room.attention, self._lengths - 1
         tables = torch.randperm(num_rows * blocks).view(num_rows, blocks)
         room.token_ids.zero_()
-        room.positions.fill_(context - 1)
+        room.positions.copy_(last)
         attention.block_tables.copy_(tables)
-        attention.slot_mapping.copy_(tables[:, -1] * _BLOCK_SIZE + (context - 1) % _BLOCK_SIZE)
+        last_blocks = tables[torch.arange(num_rows), last // _BLOCK_SIZE]
+        attention.slot_mapping.copy_(last_blocks * _BLOCK_SIZE + last % _BLOCK_SIZE)
         attention.query_start_loc.copy_(torch.arange(num_rows + 1))
-        attention.seq_lens.fill_(context)
+        attention.seq_lens.copy_(self._lengths)
 
 
 def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], float]:
@@ -151,7 +162,7 @@ def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], float]:
         name = _name(call)
         if name not in parts:
             parts[name] = passes.recording.part(lambda each, name=name: _name(each) == name)
-            read_bytes[name] = batch * passes.kv_bytes if call.kind is OperationKind.PAGED_ATTENTION else 0
+            read_bytes[name] = passes.kv_bytes(batch) if call.kind is OperationKind.PAGED_ATTENTION else 0
         if call.kind is OperationKind.PRODUCT:
             read_bytes[name] += ProductShape.of(call.arguments).weight_bytes
     read_bytes["all layers"] = sum(read_bytes.values())
@@ -177,6 +188,15 @@ def _seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
+
+
+def _fill_pool(layer: torch.Tensor, head_dim: int) -> None:
+    """Writes all blocks as a model would, so that they are kept as they are in its service."""
+    _, num_blocks, num_heads, block_size, _ = layer.shape
+    shape = num_blocks * block_size, num_heads, head_dim
+    dtype = dtype_written_to(layer) or torch.bfloat16
+    key, value = (torch.randn(shape).to(dtype) for _ in range(2))
+    ops.reshape_and_cache(key, value, layer, torch.arange(shape[0]))
 
 
 def _ignore(_: torch.Tensor) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.short_cache import SHORT_DTYPE, can_be_short
+
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,10 +38,15 @@ def check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> Non
 
 
 def check_kv_cache(kv_cache: torch.Tensor) -> None:
-    """A layer's KV pool: contiguous [2, num_blocks, num_kv_heads, block_size, head_dim], or lines of int8."""
+    """A layer's KV pool: contiguous [2, num_blocks, num_kv_heads, block_size, head_dim], or lines of int8, or int16."""
     if kv_cache.dim() != 5 or kv_cache.size(0) != 2:
         check_shape("kv_cache", kv_cache, (2, None, None, None, None))
-    check_dtype("kv_cache", kv_cache, (*FLOATING, torch.int8))
+    check_dtype("kv_cache", kv_cache, (*FLOATING, torch.int8, SHORT_DTYPE))
+    if kv_cache.dtype == SHORT_DTYPE and not can_be_short(kv_cache.size(3), kv_cache.size(4)):
+        raise ValueError(
+            f"kv_cache is of {SHORT_DTYPE} with tiles of {kv_cache.size(3)} times {kv_cache.size(4)} numbers; expected "
+            "head sizes from 16 on, and a multiple of 128 numbers up to 65536"
+        )
     if not kv_cache.is_contiguous():
         raise ValueError("kv_cache is not contiguous")
 

@@ -155,8 +155,8 @@ def fastest_for(device: torch.device) -> Implementation:
         return reference
 
 
-def knows_int8_pools(implementation: Implementation) -> bool:
-    """Whether it reads and writes pools of int8 by itself."""
+def knows_all_pools(implementation: Implementation) -> bool:
+    """Whether it reads and writes pools of int8 and of short blocks by itself."""
     return isinstance(implementation, CpuKernels)
 
 

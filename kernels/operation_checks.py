@@ -4,6 +4,7 @@ import torch
 
 from kernels import int8_cache
 from kernels.checks import FLOATING, check_device, check_dtype, check_kv_cache, check_shape
+from kernels.short_cache import SHORT_DTYPE
 
 
 def check_attention(
@@ -27,7 +28,7 @@ def check_attention(
     check_shape("query_start_loc", query_start_loc, (num_rows + 1,))
     check_shape("seq_lens", seq_lens, (num_rows,))
     device = kv_cache.device
-    check_dtype("query", query, _dtypes_for(kv_cache))
+    check_dtype("query", query, dtype_written_to(kv_cache) or FLOATING)
     check_device("query", query, device)
     for name, tensor in (
         ("block_tables", block_tables),
@@ -69,7 +70,7 @@ def check_write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, 
     head_dim = key.shape[-1] if key.dim() == 3 and _fits(key, kv_cache) else _most_head_dim(kv_cache)
     expected, dtypes, device = (
         (slot_mapping.numel(), kv_cache.shape[2], head_dim),
-        _dtypes_for(kv_cache),
+        dtype_written_to(kv_cache) or FLOATING,
         kv_cache.device,
     )
     for name, tensor in (("key", key), ("value", value)):
@@ -108,6 +109,8 @@ def _most_head_dim(kv_cache: torch.Tensor) -> int:
     return int8_cache.most_head_dim(width) if kv_cache.dtype == torch.int8 else width
 
 
-def _dtypes_for(kv_cache: torch.Tensor) -> torch.dtype | tuple[torch.dtype, ...]:
-    """Dtypes of what is written to the pool, and of queries."""
-    return FLOATING if kv_cache.dtype == torch.int8 else kv_cache.dtype
+def dtype_written_to(kv_cache: torch.Tensor) -> torch.dtype | None:
+    """The dtype of keys and values that go into a pool, and of queries; None where any floating one does."""
+    if kv_cache.dtype == torch.int8:
+        return None
+    return torch.bfloat16 if kv_cache.dtype == SHORT_DTYPE else kv_cache.dtype

@@ -3,7 +3,7 @@
 Words: T tokens of one flat batch, R rows (sequences) in it, H heads, D head size, B block size. A slot is
 `block_id * B + offset`. The KV pool of a layer is `[2, num_blocks, Hkv, B, D]`, keys first: the tile of one block and
 head is contiguous. A pool of int8 has lines of `int8_cache.line_bytes(D)` instead of D; keys, values and queries are
-floating, rounded on the way in.
+floating, rounded on the way in. One of int16 (`short_cache`) is for those of bfloat16, bit for bit.
 
 All operations raise ValueError when shapes, dtypes or devices do not fit together. The content of index tensors (block
 ids, slots, positions) is the caller's duty: reading it would stall a GPU. On the CPU one that is out of range raises
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels import host_copy, int8_cache, reference
+from kernels import host_copy, int8_cache, reference, short_cache
 from kernels.checks import (
     FLOATING,
     check_blocks_of,
@@ -24,7 +24,13 @@ from kernels.checks import (
     check_pairs,
     check_shape,
 )
-from kernels.choice import block_moves_for, implementation_for, knows_int8_pools, packed_products_for
+from kernels.choice import (
+    Implementation,
+    block_moves_for,
+    implementation_for,
+    knows_all_pools,
+    packed_products_for,
+)
 from kernels.operation_checks import (
     check_attention,
     check_extent,
@@ -42,13 +48,15 @@ def reshape_and_cache(
     """Writes the keys and values of new tokens into their slots of `kv_cache`, in place.
 
     Args:
-        key, value: [T, Hkv, D], of the dtype of `kv_cache`; of one floating dtype where that is int8.
+        key, value: [T, Hkv, D], of the dtype of `kv_cache`; of one floating dtype where that is int8, of bfloat16 where
+            it is int16.
         kv_cache: [2, num_blocks, Hkv, B, D].
-        slot_mapping: [T] int64, all different.
+        slot_mapping: [T] int64, all different. In a pool of int16 slots of one block follow each other and rise.
     """
     check_write(key, value, kv_cache, slot_mapping)
     implementation = implementation_for(kv_cache.device)
-    if kv_cache.dtype == torch.int8 and not knows_int8_pools(implementation):
+    kv_cache = _as_known(kv_cache, implementation)
+    if kv_cache.dtype == torch.int8 and not knows_all_pools(implementation):
         key, value, kv_cache = _as_lines(key, value, kv_cache)
     implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
 
@@ -98,7 +106,8 @@ def paged_attention(
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap is {soft_cap}; expected more than 0")
     implementation = implementation_for(kv_cache.device)
-    if kv_cache.dtype == torch.int8 and not knows_int8_pools(implementation):
+    kv_cache = _as_known(kv_cache, implementation)
+    if kv_cache.dtype == torch.int8 and not knows_all_pools(implementation):
         kv_cache, block_tables = int8_cache.floating_blocks(kv_cache, block_tables, seq_lens, query)
     return implementation.paged_attention(
         query,
@@ -231,7 +240,8 @@ def rotary_and_cache(
     check_write(key, value, kv_cache, slot_mapping)
     check_dtype("query", query, key.dtype)
     implementation = implementation_for(kv_cache.device)
-    if kv_cache.dtype == torch.int8 and not knows_int8_pools(implementation):
+    kv_cache = _as_known(kv_cache, implementation)
+    if kv_cache.dtype == torch.int8 and not knows_all_pools(implementation):
         query, key = implementation.rotary(query, key, positions, cos_sin_cache)
         key, value, kv_cache = _as_lines(key, value, kv_cache)
         implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
@@ -300,6 +310,20 @@ def product(
         raise ValueError(f"output_dtype is {output_dtype}; expected {dtype} or torch.float32")
     products = packed_products_for(device, dtype, weight.rounding) or reference
     return products.product(x, weight, bias, activation, output_dtype or dtype)
+
+
+def pool_dtype(device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int) -> torch.dtype:
+    """What keys and values of this dtype are best kept in on such a device: the dtype, or int16 for bfloat16."""
+    if dtype != torch.bfloat16 or device.type != "cpu" or not short_cache.can_be_short(block_size, head_dim):
+        return dtype
+    return short_cache.SHORT_DTYPE if knows_all_pools(implementation_for(device)) else dtype
+
+
+def _as_known(kv_cache: torch.Tensor, implementation: Implementation) -> torch.Tensor:
+    """The pool as the implementation knows it: what it writes itself is never short."""
+    if kv_cache.dtype != short_cache.SHORT_DTYPE or knows_all_pools(implementation):
+        return kv_cache
+    return short_cache.as_numbers(kv_cache)
 
 
 def _as_lines(

@@ -53,6 +53,7 @@ struct AttentionArgs {
   int64_t table_stride;
   int64_t table_width;
   int64_t quantized_line;  // bytes of a line of int8 codes and their scale, where the pool holds such; else 0
+  int64_t short_blocks;    // whether blocks of the pool may be short ones (short_block.h)
   int64_t sliding_window;  // tokens that one sees, itself included; the longest context where there is no window
   double scale;
   double soft_cap;  // 0 where scores are not capped
@@ -176,6 +177,7 @@ struct CacheSlots {
   int64_t num_blocks;
   int64_t block_size;
   int64_t quantized_line;  // as in AttentionArgs
+  int64_t short_blocks;
 };
 
 struct RotaryArgs {

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kernels.short_cache import SHORT_DTYPE
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The enum Dtype."""
 NO_HEADS = (0, 0, 0, 0, 0, 0, 0)
-NO_CACHE = (0, 0, 0, 0, 0)
+NO_CACHE = (0, 0, 0, 0, 0, 0)
 
 Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 """Makes a contiguous tensor of this shape, whatever is in it."""
@@ -47,15 +49,15 @@ def heads_of(source: torch.Tensor, target: torch.Tensor | None) -> tuple[int, in
     )
 
 
-def cache_slots(kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[int, int, int, int, int]:
+def cache_slots(kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[int, int, int, int, int, int]:
     """The struct CacheSlots."""
     _, num_blocks, _, block_size, _ = kv_cache.shape
-    return kv_cache.data_ptr(), slot_mapping.data_ptr(), num_blocks, block_size, quantized_line_of(kv_cache)
+    return kv_cache.data_ptr(), slot_mapping.data_ptr(), num_blocks, block_size, *storage_of(kv_cache)
 
 
-def quantized_line_of(kv_cache: torch.Tensor) -> int:
-    """Bytes of a line of a pool of int8, else 0."""
-    return kv_cache.shape[4] if kv_cache.dtype == torch.int8 else 0
+def storage_of(kv_cache: torch.Tensor) -> tuple[int, int]:
+    """Bytes of a line of a pool of int8, else 0; and whether a pool has short blocks."""
+    return (kv_cache.shape[4] if kv_cache.dtype == torch.int8 else 0), int(kv_cache.dtype == SHORT_DTYPE)
 
 
 _ERRORS: dict[int, tuple[type[Exception], str]] = {

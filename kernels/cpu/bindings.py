@@ -16,7 +16,7 @@ from kernels.cpu.arguments import (
     dense,
     empty,
     heads_of,
-    quantized_line_of,
+    storage_of,
 )
 from kernels.cpu.exchange import CpuExchange
 from kernels.cpu.library import ATTENTION_ARGS, NORM_ARGS, ROTARY_ARGS, SILU_ARGS, Operation, Operations
@@ -88,7 +88,7 @@ class CpuKernels:
             head_stride,
             block_tables.stride(0),
             block_tables.shape[1],
-            quantized_line_of(kv_cache),
+            *storage_of(kv_cache),
             max_seq_len if scores.sliding_window is None else scores.sliding_window,
             scores.scale,
             0.0 if scores.soft_cap is None else scores.soft_cap,
@@ -210,7 +210,7 @@ class CpuKernels:
     def _rotary(
         self,
         heads: Sequence[int],
-        cache: tuple[int, int, int, int, int],
+        cache: tuple[int, int, int, int, int, int],
         positions: torch.Tensor | None,
         cos_sin_cache: torch.Tensor | None,
         key: torch.Tensor,

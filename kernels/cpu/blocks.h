@@ -86,7 +86,7 @@ class Long {
  private:
   void start_panel() {
     const auto& head = *reinterpret_cast<const ShortHead*>(at_);
-    upper_bytes_ = upper_bytes(head);
+    upper_bytes_ = load_table(head.upper);
     exception_ = exceptions_ + head.first_exception;
     last_exception_ = exception_ + head.num_exceptions;
     _mm_prefetch(last_exception_, _MM_HINT_T0);  // where those of the next panel are

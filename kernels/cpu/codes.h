@@ -28,11 +28,11 @@ void make_floating(const AttentionArgs& args, const Span<int8_t, kCapacity>& cod
   const int64_t bytes = args.quantized_line, values = value_offset<int8_t>(args), half = kCapacity * args.head_dim;
   for (int t = 0; t < codes.count; ++t) {
     T* to = memory + t * args.head_dim;
-    make_floating(to, codes.keys[t], args.head_dim, bytes);
-    make_floating(to + half, codes.keys[t] + values, args.head_dim, bytes);
+    make_floating(to, codes.lines[t], args.head_dim, bytes);
+    make_floating(to + half, codes.lines[t] + values, args.head_dim, bytes);
   }
   span.count = codes.count;
-  for (int t = 0; t < kCapacity; ++t) span.keys[t] = memory + (t < codes.count ? t : codes.count - 1) * args.head_dim;
+  for (int t = 0; t < kCapacity; ++t) span.lines[t] = memory + (t < codes.count ? t : codes.count - 1) * args.head_dim;
 }
 
 // Rounds n numbers to codes as kernels/int8.py does, and returns their scale. Where it is 0, or NaN since a number is not

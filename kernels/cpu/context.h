@@ -14,11 +14,11 @@ inline int64_t line_size(const AttentionArgs& args) {
   return std::is_same_v<T, int8_t> ? args.quantized_line : args.head_dim;
 }
 
-// Where the keys of some tokens of one row and head are; the values lie `value_offset` elements behind.
+// Where some tokens of one row and head are in memory: in a pool their keys, `value_offset` elements behind which are their values.
 template <class T, int kCapacity>
 struct Span {
   int count = 0;
-  const T* keys[kCapacity];
+  const T* lines[kCapacity];
 
   // The next tokens from `token` up to `end`, at most kCapacity. Places after the last repeat it: reading them is safe.
   void fill(const AttentionArgs& args, int64_t row, int64_t head, int64_t token, int64_t end) {
@@ -29,9 +29,9 @@ struct Span {
     for (const int64_t total = end - token < kCapacity ? end - token : kCapacity; count < total; ++column, offset = 0) {
       const T* key = static_cast<const T*>(args.kv_cache) + (table[column] * args.num_kv_heads + head) * tile;
       key += offset * line;
-      for (; count < total && offset < args.block_size; ++offset, key += line) keys[count++] = key;
+      for (; count < total && offset < args.block_size; ++offset, key += line) lines[count++] = key;
     }
-    for (int i = count; i < kCapacity; ++i) keys[i] = keys[count - 1];
+    for (int i = count; i < kCapacity; ++i) lines[i] = lines[count - 1];
   }
 };
 

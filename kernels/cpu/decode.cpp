@@ -2,6 +2,7 @@
 // head, while those of the next span or head are on their way from memory. The tiles of one block lie side by side, so the
 // heads of a unit take turns at every span: memory is read in long stretches, wherever the blocks are.
 #include "group.h"
+#include "short_span.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -73,10 +74,55 @@ void decode_from(const AttentionArgs& args, const Unit& unit, std::byte* scratch
   finish<T>(args, unit, heads, token, first_head);
 }
 
+using Pieces = ShortSpan<kSpan>;
+
+// One key/value head of the unit on one span, through numbers made in `memory`; `next` is where its keys are to be asked for.
+void attend_short(const AttentionArgs& args, const Unit& unit, const Group<BF16>& heads, const ShortPlace<kSpan>& place,
+                  const ShortPlace<kSpan>& next, BF16* memory, int64_t distance) {
+  const int64_t group_size = args.num_heads / args.num_kv_heads;
+  Group<BF16> group = heads.part((place.head - unit.head_begin) * group_size, group_size);
+  Span<BF16, kSpan> tokens;
+  const Place<BF16> made{&tokens, 0, 0};
+  LinesAhead next_keys(next), next_values(next.of_values());
+  make_numbers(place, next_keys, memory, tokens);
+  multiply_keys(group, made, next_keys);
+  weigh_heads(args, group, place.head * group_size, tokens.count, distance);
+  next_keys.fetch_all();
+  make_numbers(place.of_values(), next_values, memory, tokens);
+  add_weighted_values(group, made, next_values);
+  next_values.fetch_all();
+}
+
+// From a pool that has short blocks.
+void decode_short(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
+  Arena arena(scratch);
+  Group<BF16> heads(args, unit.head_end - unit.head_begin, arena);
+  BF16* memory = arena.take<BF16>(Pieces::room(args));
+  const int64_t token = args.query_start_loc[unit.row], position = args.seq_lens[unit.row] - 1;
+  const int64_t first_head = unit.head_begin * (args.num_heads / args.num_kv_heads);
+  heads.template start<BF16>(args, token, first_head, begins_row(args, unit, position));
+  Pieces spans[2];
+  spans[0].fill(args, unit.row, unit.begin, unit.end);
+  for (int64_t at = unit.begin, turn = 0; at < unit.end; at += kSpan, turn ^= 1) {
+    Pieces &span = spans[turn], &next = spans[turn ^ 1];
+    span.look(args);
+    next.fill(args, unit.row, at + kSpan, unit.end);
+    for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
+      const ShortPlace<kSpan> place{&args, &span, head, false};
+      const bool is_last = head + 1 == unit.head_end;
+      attend_short(args, unit, heads, place, {&args, is_last ? &next : &span, is_last ? unit.head_begin : head + 1, false}, memory,
+                   at - position);
+    }
+  }
+  finish<BF16>(args, unit, heads, token, first_head);
+}
+
 template <class T>
 void decode(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
   if (args.quantized_line > 0)
     decode_from<T, int8_t>(args, unit, scratch);
+  else if (std::is_same_v<T, BF16> && args.short_blocks)
+    decode_short(args, unit, scratch);
   else
     decode_from<T, T>(args, unit, scratch);
 }
@@ -85,6 +131,7 @@ template <class Stored>
 int64_t scratch_from(const AttentionArgs& args) {
   Arena arena(nullptr);
   Group<Stored> heads(args, args.num_kv_heads, arena);
+  arena.take<BF16>(args.short_blocks ? Pieces::room(args) : 0);
   return arena.used();
 }
 

@@ -23,8 +23,10 @@ struct Place {
   int64_t values;
 
   int count() const { return span->count; }
-  const T* key(int t) const { return span->keys[t] + offset; }
+  const T* key(int t) const { return span->lines[t] + offset; }
   const T* value(int t) const { return key(t) + values; }
+  void fetch_key(int t, int64_t elements) const { prefetch(key(t), elements); }
+  void fetch_value(int t, int64_t d, int64_t elements) const { prefetch(value(t) + d, elements); }
 };
 
 // The scales of the codes of one head in a span; 0 where there is no token. Pools of numbers have none.
@@ -117,15 +119,15 @@ inline void multiply(const Group<T>& group, int64_t h, const Place<T>& place, in
 
 // Adds the weighted values of a span to dimensions d to d + kVectors * kWidth - 1 of kHeads heads, of which the first ones
 // fetch the next place.
-template <class T, int kHeads, int kVectors>
-inline void add_values(Group<T>& group, int64_t h, int64_t d, const Place<T>& place, const Place<T>& next) {
+template <class T, int kHeads, int kVectors, class Next>
+inline void add_values(Group<T>& group, int64_t h, int64_t d, const Place<T>& place, Next& next) {
   float* sums = group.sums + h * group.stride + d;
   const float* weights = group.weights + h * kSpan;
   Vec totals[kHeads][kVectors];
   for (int k = 0; k < kHeads; ++k)
     for (int i = 0; i < kVectors; ++i) totals[k][i] = load(sums + k * group.stride + i * kWidth);
   for (int t = 0; t < place.count(); ++t) {
-    if (h == 0) prefetch(next.value(t) + d, kVectors * kWidth);
+    if (h == 0) next.fetch_value(t, d, kVectors * kWidth);
     const T* value = place.value(t) + d;
     Vec values[kVectors];
     for (int i = 0; i < kVectors; ++i) values[i] = load(value + i * kWidth);
@@ -159,10 +161,10 @@ inline void for_heads(int64_t heads, Function function) {
   for (; h < heads; ++h) function.template operator()<1>(h);
 }
 
-template <class T>
-void multiply_keys(Group<T>& group, const Place<T>& place, const Place<T>& next) {
+template <class T, class Next>
+void multiply_keys(Group<T>& group, const Place<T>& place, Next& next) {
   for (int t = 0; t < place.count(); t += kTokensAtOnce) {
-    for (int i = t; i < t + kTokensAtOnce; ++i) prefetch(next.key(i), group.line);
+    for (int i = t; i < t + kTokensAtOnce; ++i) next.fetch_key(i, group.line);
     for_heads<kSums / kTokensAtOnce>(group.heads, [&]<int kHeads>(int64_t h) { multiply<T, kHeads>(group, h, place, t); });
   }
 }
@@ -200,8 +202,8 @@ void weigh_heads(const AttentionArgs& args, Group<T>& group, int64_t first_head,
   }
 }
 
-template <class T>
-void add_weighted_values(Group<T>& group, const Place<T>& place, const Place<T>& next) {
+template <class T, class Next>
+void add_weighted_values(Group<T>& group, const Place<T>& place, Next& next) {
   for_heads<4>(group.heads, [&]<int kHeads>(int64_t h) {
     constexpr int kVectors = kSums / kHeads < 4 ? kSums / kHeads : 4;
     int64_t d = 0;

@@ -15,10 +15,10 @@ LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 
 # Fields of 8 bytes each: q is an address or a whole number, d a double. The structs of api.h, in the order of
 # `quire_argument_sizes`.
-ATTENTION_ARGS = struct.Struct("23q2d")
+ATTENTION_ARGS = struct.Struct("24q2d")
 NORM_ARGS = struct.Struct("13qd")
 SILU_ARGS = struct.Struct("7q")
-ROTARY_ARGS = struct.Struct("33q")
+ROTARY_ARGS = struct.Struct("34q")
 PACK_ARGS = struct.Struct("8q")
 QUANTIZE_ARGS = struct.Struct("9q")
 PRODUCT_ARGS = struct.Struct("16q")
@@ -57,7 +57,7 @@ class OperationKind(Enum):
     RMS_NORM = (1, NORM_ARGS, 7)
     LAYER_NORM = (2, NORM_ARGS, 7)
     SILU_AND_MUL = (3, SILU_ARGS, 4)
-    ROTARY = (4, ROTARY_ARGS, 31)
+    ROTARY = (4, ROTARY_ARGS, 32)
     PRODUCT = (5, PRODUCT_ARGS, 11)
     QUANTIZE = (6, QUANTIZE_ARGS, 5)
     ALL_REDUCE = (7, ALL_REDUCE_ARGS, 7)

@@ -30,7 +30,7 @@ void pack_keys(Matrix packed, const Span<T, kKeyTile>& tokens, int64_t head_dim)
     for (int64_t at = 0; at < words; at += kWidth) {
       Vec lines[kWidth];
       for (int i = 0; i < kWidth; ++i)
-        lines[i] = n + i < tokens.count ? load_words(tokens.keys[n + i], at, head_dim) : zero();
+        lines[i] = n + i < tokens.count ? load_words(tokens.lines[n + i], at, head_dim) : zero();
       transpose(lines);
       for (int i = 0; i < kWidth; ++i) store(packed.line(at + i) + n, lines[i]);
     }
@@ -39,20 +39,20 @@ void pack_keys(Matrix packed, const Span<T, kKeyTile>& tokens, int64_t head_dim)
 
 // kWidth words of line `n` of the packed values, in dimensions d to d + kWidth - 1.
 template <class T>
-inline Vec load_values(const Span<T, kKeyTile>& tokens, int64_t n, int64_t d, int lanes, int64_t offset) {
+inline Vec load_values(const Span<T, kKeyTile>& tokens, int64_t n, int64_t d, int lanes) {
   if (n >= tokens.count) return zero();
-  const T* value = tokens.keys[n] + offset + d;
+  const T* value = tokens.lines[n] + d;
   return lanes == kWidth ? load(value) : load(value, lanes);
 }
 
 template <class T>
-inline Vec value_words(const Span<T, kKeyTile>& tokens, int64_t n, int64_t d, int lanes, int64_t offset) {
+inline Vec value_words(const Span<T, kKeyTile>& tokens, int64_t n, int64_t d, int lanes) {
   if constexpr (Words<T>::kPair == 1) {
-    return load_values(tokens, n, d, lanes, offset);
+    return load_values(tokens, n, d, lanes);
 #if defined(__AVX512BF16__)
   } else {
-    const __m512i even = _mm512_castps_si512(load_values(tokens, 2 * n, d, lanes, offset).v);
-    const __m512i odd = _mm512_castps_si512(load_values(tokens, 2 * n + 1, d, lanes, offset).v);
+    const __m512i even = _mm512_castps_si512(load_values(tokens, 2 * n, d, lanes).v);
+    const __m512i odd = _mm512_castps_si512(load_values(tokens, 2 * n + 1, d, lanes).v);
     return {_mm512_castsi512_ps(_mm512_or_si512(odd, _mm512_srli_epi32(even, 16)))};
 #endif
   }
@@ -60,11 +60,11 @@ inline Vec value_words(const Span<T, kKeyTile>& tokens, int64_t n, int64_t d, in
 
 // packed [words of kKeyTile tokens, D padded].
 template <class T>
-void pack_values(Matrix packed, const Span<T, kKeyTile>& tokens, int64_t head_dim, int64_t offset) {
+void pack_values(Matrix packed, const Span<T, kKeyTile>& tokens, int64_t head_dim) {
   for (int64_t n = 0; n < kKeyTile / Words<T>::kPair; ++n) {
     for (int64_t d = 0; d < head_dim; d += kWidth) {
       const int lanes = static_cast<int>(head_dim - d < kWidth ? head_dim - d : kWidth);
-      store(packed.line(n) + d, value_words(tokens, n, d, lanes, offset));
+      store(packed.line(n) + d, value_words(tokens, n, d, lanes));
     }
   }
 }

@@ -4,9 +4,15 @@
 #include "isa.h"
 #include "pack.h"
 #include "scores.h"
+#include "short_span.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
+
+int64_t made_room(const AttentionArgs& args) {
+  if (args.short_blocks) return 2 * ShortSpan<kKeyTile>::room(args);
+  return args.quantized_line > 0 ? 2 * kKeyTile * args.head_dim : 0;
+}
 
 // Scratch memory of one thread. Lines are (token, head) of the tile, heads running fastest.
 template <class T>
@@ -25,7 +31,7 @@ struct Tile {
   float* values;     // [kKeyTile words, stride]
   float* most;       // [lines]
   Softmax* softmax;  // [lines]
-  T* floating;       // [2, kKeyTile, D] of codes
+  T* made;           // numbers of codes, [2, kKeyTile, D], or of short blocks: made_room(args)
 
   Tile(const AttentionArgs& args, Arena& arena)
       : tokens(query_tokens(args)),
@@ -40,7 +46,7 @@ struct Tile {
     values = arena.take<float>(kKeyTile * stride);
     most = arena.take<float>(lines);
     softmax = arena.take<Softmax>(lines);
-    floating = arena.take<T>(args.quantized_line > 0 ? 2 * kKeyTile * args.head_dim : 0);
+    made = arena.take<T>(made_room(args));
   }
 
   Matrix query_words() const { return {reinterpret_cast<float*>(query), stride / Words<T>::kPair}; }
@@ -114,28 +120,50 @@ void weigh_lines(Tile<T>& tile, const Work<T>& work, int64_t at, int64_t count) 
   }
 }
 
-// The next keys from position `at` on. Returns how far behind them their values lie.
+// Keys and values of some tokens.
 template <class T>
-int64_t read(const Tile<T>& tile, const Work<T>& work, int64_t at, int64_t end, Span<T, kKeyTile>& tokens) {
-  if (work.args.quantized_line == 0) {
-    tokens.fill(work.args, work.row, work.kv_head, at, end);
-    return value_offset<T>(work.args);
+struct Context {
+  Span<T, kKeyTile> keys, values;
+};
+
+// The next ones from position `at` on.
+template <class T>
+void read(const Tile<T>& tile, const Work<T>& work, int64_t at, int64_t end, Context<T>& context) {
+  const AttentionArgs& args = work.args;
+  if constexpr (std::is_same_v<T, BF16>) {
+    if (args.short_blocks) {
+      ShortSpan<kKeyTile> span;
+      span.fill(args, work.row, at, end);
+      span.look(args);
+      const ShortPlace<kKeyTile> place{&args, &span, work.kv_head, false};
+      NothingAhead nothing;
+      make_numbers(place, nothing, tile.made, context.keys);
+      make_numbers(place.of_values(), nothing, tile.made + ShortSpan<kKeyTile>::room(args), context.values);
+      return;
+    }
   }
-  Span<int8_t, kKeyTile> codes;
-  codes.fill(work.args, work.row, work.kv_head, at, end);
-  make_floating(work.args, codes, tile.floating, tokens);
-  return kKeyTile * work.args.head_dim;
+  int64_t values = value_offset<T>(args);
+  if (args.quantized_line == 0) {
+    context.keys.fill(args, work.row, work.kv_head, at, end);
+  } else {
+    Span<int8_t, kKeyTile> codes;
+    codes.fill(args, work.row, work.kv_head, at, end);
+    make_floating(args, codes, tile.made, context.keys);
+    values = kKeyTile * args.head_dim;
+  }
+  context.values.count = context.keys.count;
+  for (int t = 0; t < kKeyTile; ++t) context.values.lines[t] = context.keys.lines[t] + values;
 }
 
 template <class T>
-void attend(Tile<T>& tile, const Work<T>& work, const Span<T, kKeyTile>& tokens, int64_t value_offset, int64_t at) {
+void attend(Tile<T>& tile, const Work<T>& work, const Context<T>& context, int64_t at) {
   const int64_t lines = padded(work.num_tokens * tile.group, kLinesAtOnce), head_dim = work.args.head_dim;
   const Matrix keys{tile.keys, kKeyTile}, values{tile.values, tile.stride};
   const int64_t words = padded(head_dim, 16 * Words<T>::kPair) / Words<T>::kPair;
-  pack_keys(keys, tokens, head_dim);
+  pack_keys(keys, context.keys, head_dim);
   multiply<T>({tile.scores, kKeyTile}, tile.query_words(), keys, lines, kKeyTile, words, false);
-  weigh_lines(tile, work, at, tokens.count);
-  pack_values(values, tokens, head_dim, value_offset);
+  weigh_lines(tile, work, at, context.keys.count);
+  pack_values(values, context.values, head_dim);
   multiply<T>({tile.sums, tile.stride}, tile.weight_words(), values, lines, tile.stride, kKeyTile / Words<T>::kPair,
               true);
 }
@@ -148,10 +176,10 @@ void prefill(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
   const Work<T> work(args, unit);
   start(tile, work);
   const int64_t end = work.first_position + work.num_tokens;
-  Span<T, kKeyTile> tokens;
+  Context<T> context;
   for (int64_t at = work.window_begin(work.first_position); at < end; at += kKeyTile) {
-    const int64_t value_offset = read(tile, work, at, end, tokens);
-    attend(tile, work, tokens, value_offset, at);
+    read(tile, work, at, end, context);
+    attend(tile, work, context, at);
   }
   for (int64_t line = 0; line < work.num_tokens * tile.group; ++line) {
     T* output = output_of<T>(args, work.first_token + line / tile.group, work.kv_head * tile.group + line % tile.group);

@@ -1,6 +1,7 @@
 // Rotation of queries and keys by their positions, and the write of keys and values into the pool.
 #include "codes.h"
 #include "isa.h"
+#include "shorten_block.h"
 #include "vec.h"
 
 namespace quire::QUIRE_ISA {
@@ -72,8 +73,47 @@ inline void write_codes(const RotaryArgs& args, int64_t token, int64_t head, con
   quantize_line(line + lines_of_keys(args) * bytes, source_of<T>(args.value, token, head), dims, bytes);
 }
 
+// Tokens of a batch that lie in one block of a pool that has short ones (short_block.h), and follow each other.
+class Run {
+ public:
+  // The first run that begins at `token` or after it.
+  Run(const RotaryArgs& args, int64_t token) : args_(args), begin_(token) {
+    while (begin_ < args.num_tokens && begin_ > 0 && block_of(begin_ - 1) == block_of(begin_)) ++begin_;
+    end_ = begin_ < args.num_tokens ? begin_ + 1 : begin_;
+    while (end_ < args.num_tokens && block_of(end_) == block_of(begin_)) ++end_;
+  }
+
+  int64_t begin() const { return begin_; }
+  int64_t end() const { return end_; }
+
+  // To be called before any of its tokens is written: its block can take them.
+  void open() const {
+    if (offset_of(begin_) == 0) return;
+    lengthen(keys(), heads(), numbers());
+    lengthen(values(), heads(), numbers());
+  }
+
+  // To be called when they are: if the block is full it becomes short.
+  void close() const {
+    if (offset_of(end_ - 1) != args_.cache.block_size - 1) return;
+    shorten(keys(), heads(), numbers());
+    shorten(values(), heads(), numbers());
+  }
+
+ private:
+  int64_t block_of(int64_t token) const { return args_.cache.slot_mapping[token] / args_.cache.block_size; }
+  int64_t offset_of(int64_t token) const { return args_.cache.slot_mapping[token] % args_.cache.block_size; }
+  int64_t heads() const { return args_.key.count; }
+  int64_t numbers() const { return args_.cache.block_size * args_.head_dim; }
+  BF16* keys() const { return static_cast<BF16*>(args_.cache.kv_cache) + block_of(begin_) * heads() * numbers(); }
+  BF16* values() const { return keys() + args_.cache.num_blocks * heads() * numbers(); }
+
+  const RotaryArgs& args_;
+  int64_t begin_, end_;
+};
+
 template <class T>
-void rotary(const RotaryArgs& args, int64_t begin, int64_t end) {
+void rotate_tokens(const RotaryArgs& args, int64_t begin, int64_t end) {
   const int64_t dims = args.head_dim;
   const bool caches = args.cache.kv_cache != nullptr;
   const auto write_head = args.cache.quantized_line > 0 ? write_codes<T> : write<T>;
@@ -87,6 +127,20 @@ void rotary(const RotaryArgs& args, int64_t begin, int64_t end) {
       else
         rotate(source_of<T>(args.key, token, head), target_of<T>(args.key, token, head), cos_sin, dims);
     }
+  }
+}
+
+// Tokens of a block belong together where blocks become short: who has the first of a run does all of it.
+template <class T>
+void rotary(const RotaryArgs& args, int64_t begin, int64_t end) {
+  if (!args.cache.short_blocks) return rotate_tokens<T>(args, begin, end);
+  for (int64_t token = begin;;) {
+    const Run run(args, token);
+    if (run.begin() >= end) return;
+    run.open();
+    rotate_tokens<T>(args, run.begin(), run.end());
+    run.close();
+    token = run.end();
   }
 }
 

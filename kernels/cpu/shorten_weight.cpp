@@ -34,9 +34,9 @@ class Panel {
     for (int64_t i = 0; i < count_; ++i) ++counts[upper_of(numbers_[i])];
     std::array<uint8_t, 256> bytes;
     std::iota(bytes.begin(), bytes.end(), 0);
-    std::partial_sort(bytes.begin(), bytes.begin() + ShortHead::kPlaces, bytes.end(),
+    std::partial_sort(bytes.begin(), bytes.begin() + kShortPlaces, bytes.end(),
                       [&](int a, int b) { return counts[a] != counts[b] ? counts[a] > counts[b] : a < b; });
-    std::copy_n(bytes.begin(), ShortHead::kPlaces, head_->upper);
+    std::copy_n(bytes.begin(), kShortPlaces, head_->upper);
     head_->num_exceptions = count_;
     for (const uint8_t byte : head_->upper) head_->num_exceptions -= counts[byte];
   }
@@ -45,7 +45,7 @@ class Panel {
   void write(ShortException* exceptions) const {
     std::array<uint8_t, 256> places;
     places.fill(kNoPlace);
-    for (int i = 0; i < ShortHead::kPlaces; ++i) places[head_->upper[i]] = static_cast<uint8_t>(i);
+    for (int i = 0; i < kShortPlaces; ++i) places[head_->upper[i]] = static_cast<uint8_t>(i);
     ShortException* exception = exceptions + head_->first_exception;
     ShortGroup* group = reinterpret_cast<ShortGroup*>(head_ + 1);
     for (int64_t i = 0; i < count_; i += ShortGroup::kNumbers, ++group) {

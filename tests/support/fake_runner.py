@@ -22,7 +22,6 @@ from worker_svc.protocol.steps import (
     TokenLogprobs,
 )
 
-
 _NUM_SPECIAL_TOKENS = 16
 """No less than the embedded model has, so that a seed drawn by chance never ends a sequence early."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import ops
+from kernels.huge_pages import want_huge_pages
 from kernels.int8_cache import line_bytes
 from quire.settings import ConfigurationError
 from worker_svc.info import PoolGeometry
@@ -138,15 +140,17 @@ def allocate_pool(
     Memory of the host that is not pinned is taken by the system only as blocks are swapped out.
 
     Args:
+        dtype: of keys and values; what they are kept in is for the kernels to say.
         with_padding: with a block more on the device, for rows that pad a batch.
 
     Raises:
         ConfigurationError: the memory is not there.
     """
+    dtype = ops.pool_dtype(device, dtype, geometry.block_size, geometry.head_dim)
     gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks + with_padding, dtype)
     host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks, dtype))
     try:
-        gpu = tuple(torch.zeros(gpu_shape, dtype=dtype, device=device) for _ in range(geometry.num_layers))
+        gpu = tuple(_zeros(gpu_shape, dtype, device) for _ in range(geometry.num_layers))
         pinned = device.type == "cuda" and geometry.num_host_blocks > 0
         # One allocation for all layers: torch rounds each pinned one up to a power of two.
         host = torch.empty(host_shape, dtype=dtype, pin_memory=pinned).unbind(0)
@@ -157,6 +161,13 @@ def allocate_pool(
             f"on the host take {total} bytes"
         ) from error
     return KvPool(geometry, gpu, host, geometry.num_gpu_blocks if with_padding else None)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    layer = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        want_huge_pages(layer)
+    return layer.zero_()
 
 
 def _layer_shape(geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from kernels import ops
+from kernels.operation_checks import dtype_written_to
 from quire.settings import ConfigurationError
 from worker_svc.device.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.transformers_attention import AttentionCall
@@ -113,10 +114,10 @@ class _PagedLayer:
         self._sinks = _numbers(shape.sinks, device)
 
     def __call__(self, call: AttentionCall, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        if self._shape.needs_exact_keys and not kv_cache.is_floating_point():
+        if self._shape.needs_exact_keys and kv_cache.dtype == torch.int8:
             raise ConfigurationError("--kv-cache-dtype is int8, which is too coarse for this model's keys; use auto")
-        # Models may rotate in float32; the pool has one dtype, and one of int8 takes any one.
-        dtype = kv_cache.dtype if kv_cache.is_floating_point() else call.value.dtype
+        # Models may rotate in float32, the pool takes one dtype; where that is int8, any one.
+        dtype = dtype_written_to(kv_cache) or call.value.dtype
         query, key, value = (self._lines(tensor, dtype) for tensor in (call.query, call.key, call.value))
         if self._repeats > 1:
             key, value = (tensor.repeat_interleave(self._repeats, dim=1) for tensor in (key, value))
