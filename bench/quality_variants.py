@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from bench.pool import fill_pool
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.model_input import AttentionMetadata, ModelInput
 from worker_svc.device.recorded_forward import make_forward
@@ -52,6 +53,7 @@ class PagedModel:
         geometry = pool_geometry(self._model, request, None)
         self.bytes_of_token = geometry.block_bytes / _BLOCK_SIZE
         self._pool = allocate_pool(geometry, torch.device("cpu"), dtype)
+        fill_pool(self._pool.gpu, self._model.head_dim)
         # The runner's own way to the hidden states; whole texts are longer than its steps and go by the model.
         self._limits = WorkerLimits(num_rows, num_rows, max_steps_in_flight=1, max_logprobs=0)
         self._forward = make_forward(self._model, self._pool, num_tokens, self._limits)

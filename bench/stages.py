@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from bench.models import write_model
+from bench.pool import fill_pool
 from bench.report import Series, write_results
-from kernels import ops
 from kernels.cpu.library import OperationKind
 from kernels.cpu.products import ProductShape
 from kernels.cpu.recording import RecordedCall
-from kernels.operation_checks import dtype_written_to
 from kernels.record import record
 from kernels.short_cache import SHORT_DTYPE, tile_bytes
 from quire.settings import ConfigurationError
@@ -124,8 +123,7 @@ class Passes:
         request = PoolRequest(_BLOCK_SIZE, num_rows * blocks, None, 0, num_rows * blocks, dtype)
         geometry = pool_geometry(model, request, None)
         pool = allocate_pool(geometry, torch.device("cpu"), dtype)
-        for layer in pool.gpu:
-            _fill_pool(layer, model.head_dim)
+        fill_pool(pool.gpu, model.head_dim)
         self._room = room_for(pool, blocks * _BLOCK_SIZE, num_tokens=num_rows, num_rows=num_rows)
         self._lengths = context - (torch.arange(num_rows) + _BLOCK_SIZE // 2) % _BLOCK_SIZE
         self._fill(num_rows, blocks)
@@ -188,15 +186,6 @@ def _seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-def _fill_pool(layer: torch.Tensor, head_dim: int) -> None:
-    """Writes all blocks as a model would, so that they are kept as they are in its service."""
-    _, num_blocks, num_heads, block_size, _ = layer.shape
-    shape = num_blocks * block_size, num_heads, head_dim
-    dtype = dtype_written_to(layer) or torch.bfloat16
-    key, value = (torch.randn(shape).to(dtype) for _ in range(2))
-    ops.reshape_and_cache(key, value, layer, torch.arange(shape[0]))
 
 
 def _ignore(_: torch.Tensor) -> None:

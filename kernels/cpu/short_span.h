@@ -91,9 +91,9 @@ class LinesAhead {
     }
   }
 
-  // As of a Place, for as many elements of any token.
-  void fetch_key(int, int64_t elements) { fetch((elements + 63) / 64); }
-  void fetch_value(int, int64_t, int64_t elements) { fetch((elements + 63) / 64); }
+  // As of a Place, for as many elements of any token; of a short tile the rest is asked for while numbers are made.
+  void fetch_key(int, int64_t elements) { fetch_elements(elements); }
+  void fetch_value(int, int64_t, int64_t elements) { fetch_elements(elements); }
 
   void fetch_all() {
     do {
@@ -102,9 +102,15 @@ class LinesAhead {
   }
 
  private:
+  void fetch_elements(int64_t elements) {
+    constexpr int64_t kBytes = kCacheLine, kNumbers = kCacheLine / sizeof(BF16);
+    fetch(is_short_ ? (elements + kBytes - 1) / kBytes : (elements + kNumbers - 1) / kNumbers);
+  }
+
   bool next_piece() {
     if (piece_ >= place_.span->num_pieces) return false;
-    if (place_.is_short(piece_)) {
+    is_short_ = place_.is_short(piece_);
+    if (is_short_) {
       line_ = reinterpret_cast<const char*>(&place_.tile(piece_));
       end_ = line_ + short_tile_bytes(place_.numbers());
     } else {
@@ -118,6 +124,7 @@ class LinesAhead {
   const ShortPlace<kCapacity> place_;
   const char *line_ = nullptr, *end_ = nullptr;
   int piece_ = 0;
+  bool is_short_ = false;
 };
 
 struct NothingAhead {
