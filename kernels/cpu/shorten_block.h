@@ -36,10 +36,11 @@ inline int64_t find_exceptions(const BF16* numbers, int64_t count, int greatest,
   for_words(numbers, count, [&](int64_t i, ByteVector words) {
     const ByteVector sizes = words & fill_words(0x7fff);
     uint32_t lanes = lanes_outside(sizes, static_cast<int16_t>(least << 8), static_cast<int16_t>(greatest << 8 | 0xff));
-    for (; lanes != 0; lanes &= lanes - 1, ++found) {
+    for (; lanes != 0 && found < kMostExceptions; lanes &= lanes - 1, ++found) {
       const int64_t number = i + __builtin_ctz(lanes);
-      if (found < kMostExceptions) exceptions[found] = {static_cast<uint16_t>(number), numbers[number].bits};
+      exceptions[found] = {static_cast<uint16_t>(number), numbers[number].bits};
     }
+    found += __builtin_popcount(lanes);
   });
   return found;
 }
