@@ -10,6 +10,7 @@ The tokens of a block are to be written in order, and of a full block none again
 import torch
 
 SHORT_DTYPE = torch.int16
+# ShortGroup::kNumbers, the size of ShortTile, and what its mark and the numbers of its exceptions allow.
 _NUMBERS_OF_GROUP = 128
 _HEAD_BYTES = 64
 _LEAST_HEAD_DIM = 16
