@@ -19,14 +19,14 @@ class AttentionWork : public Work {
  public:
   AttentionWork(const IsaKernels& kernels, const AttentionArgs& args, std::shared_ptr<const SharedPlan> shared)
       : Work(shared->plan.num_units(), shared->plan.elements < kWorthThreads ? shared->plan.num_units() : 1, 1,
-             scratch_of(kernels, args, shared->plan)),
+             scratch_of(kernels, args, shared->plan), 0),
         kernels_(kernels),
         args_(args),
         shared_(std::move(shared)) {}
 
  private:
-  void run(int64_t begin, int64_t end, std::byte* scratch) const override {
-    for (int64_t index = begin; index < end; ++index) do_unit(index, scratch);
+  void run(int64_t begin, int64_t end, const Scratch& scratch) const override {
+    for (int64_t index = begin; index < end; ++index) do_unit(index, scratch.own);
   }
 
   void do_unit(int64_t index, std::byte* scratch) const {

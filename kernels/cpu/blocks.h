@@ -190,6 +190,12 @@ struct Ahead {
   void fetch_part(int64_t part, int64_t parts) const { fetch(part * lines / parts, (part + 1) * lines / parts); }
 };
 
+// The same, block after block.
+template <_mm_hint kHint, class Lines>
+struct Going : Ahead<kHint, Lines> {
+  void go_on() { this->start += this->lines * kCacheLine; }
+};
+
 // Blocks as they lie in memory, of panel after panel.
 template <class Kind>
 class StoredBlocks {
@@ -209,27 +215,18 @@ class StoredBlocks {
   const char* block_;
 };
 
-// The same, `count` of them, made. One is made ahead of its use, while the one before it is multiplied. What is asked for
-// meanwhile is so bit by bit: a processor that waits until memory takes more requests does nothing else.
+constexpr Ahead<_MM_HINT_T0, Constant<0>> kNothingAhead{nullptr, {}};
+
+// Makes `count` blocks, of panel after panel. What is asked for meanwhile is so bit by bit: a processor that waits until memory
+// takes more requests does nothing else.
 template <class Kind>
-class MadeBlocks {
+class BlockMaker {
  public:
-  MadeBlocks(const ProductArgs& args, int64_t panel, int64_t count) : maker_(args, panel), left_(count) {
-    make_next(Ahead<_MM_HINT_T0, Constant<0>>{nullptr, {}});
-  }
+  BlockMaker(const ProductArgs& args, int64_t panel, int64_t count) : maker_(args, panel), left_(count) {}
 
+  // The next one, if there is one.
   template <class AnyAhead>
-  const void* next(const AnyAhead& ahead) {
-    const void* block = blocks_[turn_ ^ 1];
-    make_next(ahead);
-    return block;
-  }
-
- private:
-  template <class AnyAhead>
-  void make_next(const AnyAhead& ahead) {
-    typename Kind::X* block = blocks_[turn_];
-    turn_ ^= 1;
+  void make(typename Kind::X* block, const AnyAhead& ahead) {
     if (left_-- <= 0) return;
     constexpr int64_t kParts = kNumbersOfBlock / kMadeAtOnce;
     maker_.start_block();
@@ -240,10 +237,53 @@ class MadeBlocks {
     maker_.end_block(block);
   }
 
-  alignas(64) typename Kind::X blocks_[2][kNumbersOfBlock];
+ private:
   typename Kind::Maker maker_;
   int64_t left_;
+};
+
+// Blocks that are made one ahead of their use, while the one before it is multiplied.
+template <class Kind>
+class MadeBlocks {
+ public:
+  MadeBlocks(const ProductArgs& args, int64_t panel, int64_t count) : maker_(args, panel, count) {
+    maker_.make(blocks_[0], kNothingAhead);
+  }
+
+  template <class AnyAhead>
+  const void* next(const AnyAhead& ahead) {
+    const void* block = blocks_[turn_];
+    turn_ ^= 1;
+    maker_.make(blocks_[turn_], ahead);
+    return block;
+  }
+
+ private:
+  alignas(64) typename Kind::X blocks_[2][kNumbersOfBlock];
+  BlockMaker<Kind> maker_;
   int turn_ = 0;
+};
+
+// The same, which all stay in `memory`.
+template <class Kind>
+class KeptBlocks {
+ public:
+  KeptBlocks(const ProductArgs& args, int64_t panel, int64_t count, typename Kind::X* memory)
+      : maker_(args, panel, count), next_(memory) {
+    maker_.make(next_, kNothingAhead);
+  }
+
+  template <class AnyAhead>
+  const void* next(const AnyAhead& ahead) {
+    const void* block = next_;
+    next_ += kNumbersOfBlock;
+    maker_.make(next_, ahead);
+    return block;
+  }
+
+ private:
+  BlockMaker<Kind> maker_;
+  typename Kind::X* next_;
 };
 
 template <class Kind>

@@ -100,9 +100,12 @@ struct IsaKernels {
   ByDtype<void (*)(const QuantizeArgs&, int64_t begin, int64_t end)> quantize;
   // n elements of `count` parts, at most kMostRanks, summed to `to`, which may be one of the parts.
   ByDtype<void (*)(void* to, const void* const* parts, int64_t count, int64_t n)> sum;
-  // Panels begin to end, for all tokens.
-  void (*product)(const ProductArgs&, int64_t begin, int64_t end, std::byte* scratch);
+  // Panels begin to end, for all tokens, packed where they are to be.
+  void (*product)(const ProductArgs&, int64_t begin, int64_t end, std::byte* scratch, const std::byte* packed);
   int64_t (*product_scratch)(const ProductArgs&);  // bytes
+  // Blocks begin to end of all tokens, in the order in which they are multiplied.
+  void (*pack_tokens)(const ProductArgs&, int64_t begin, int64_t end, std::byte* packed);
+  int64_t (*packed_bytes)(const ProductArgs&);  // 0: they are multiplied as they are
 };
 
 struct Context {

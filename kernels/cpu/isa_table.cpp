@@ -14,13 +14,15 @@ extern const decltype(IsaKernels::silu_and_mul) silu_and_mul_kernels;
 extern const decltype(IsaKernels::rotary) rotary_kernels;
 extern const decltype(IsaKernels::quantize) quantize_kernels;
 extern const decltype(IsaKernels::sum) sum_kernels;
-void product(const ProductArgs& args, int64_t begin, int64_t end, std::byte* scratch);
+void product(const ProductArgs& args, int64_t begin, int64_t end, std::byte* scratch, const std::byte* packed);
 int64_t product_scratch(const ProductArgs& args);
+void pack_tokens(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed);
+int64_t packed_bytes(const ProductArgs& args);
 
 IsaKernels kernels() {
   return {decode_scratch, prefill_scratch,   decode_kernels,       prefill_kernels, merge_kernels,
           rms_norm_kernels, layer_norm_kernels, silu_and_mul_kernels, rotary_kernels,
-          quantize_kernels, sum_kernels, product, product_scratch};
+          quantize_kernels, sum_kernels, product, product_scratch, pack_tokens, packed_bytes};
 }
 
 }  // namespace quire::QUIRE_ISA

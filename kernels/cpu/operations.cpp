@@ -26,11 +26,11 @@ int64_t grain(int64_t worth, int64_t elements_of_unit) { return 1 + worth / std:
 template <class Function>
 class FunctionWork : public Work {
  public:
-  FunctionWork(int64_t units, int64_t grain, int64_t scratch_bytes, Function function)
-      : Work(units, grain, std::numeric_limits<int64_t>::max(), scratch_bytes), function_(std::move(function)) {}
+  FunctionWork(int64_t units, int64_t grain, int64_t own_bytes, int64_t shared_bytes, Function function)
+      : Work(units, grain, std::numeric_limits<int64_t>::max(), own_bytes, shared_bytes), function_(std::move(function)) {}
 
  private:
-  void run(int64_t begin, int64_t end, std::byte* scratch) const override { function_(begin, end, scratch); }
+  void run(int64_t begin, int64_t end, const Scratch& scratch) const override { function_(begin, end, scratch); }
 
   const Function function_;
 };
@@ -49,8 +49,9 @@ Status check_tokens(const RotaryArgs& args) {
 }  // namespace
 
 template <class Function>
-Status Operations::add(int64_t units, int64_t grain, Function function, int64_t scratch_bytes) {
-  works_.push_back(std::make_unique<FunctionWork<Function>>(units, grain, scratch_bytes, std::move(function)));
+Status Operations::add(int64_t units, int64_t grain, Function function, int64_t own_bytes, int64_t shared_bytes) {
+  works_.push_back(
+      std::make_unique<FunctionWork<Function>>(units, grain, own_bytes, shared_bytes, std::move(function)));
   return kOk;
 }
 
@@ -61,7 +62,7 @@ void Operations::add_round(const Group& group, int64_t units, int64_t bytes, Giv
   const int64_t width = (units + stripes - 1) / stripes;
   // Threads take units in order, so no stripe is awaited of others before all of this process's are told or being
   // copied: no two processes wait for each other.
-  add(2 * stripes, 2, [=](int64_t begin, int64_t end, std::byte*) {
+  add(2 * stripes, 2, [=](int64_t begin, int64_t end, const Scratch&) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t stripe = i % stripes, first = std::min(stripe * width, units), last = std::min(first + width, units);
       if (i < stripes) {
@@ -88,18 +89,18 @@ Status Operations::add_paged_attention(const AttentionArgs& args) {
 Status Operations::add_rms_norm(const NormArgs& args) {
   const auto kernel = context_.kernels.rms_norm.of[args.dtype];
   return add(args.rows, grain(kWorthThreads, args.hidden),
-             [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
 }
 
 Status Operations::add_layer_norm(const NormArgs& args) {
   const auto kernel = context_.kernels.layer_norm.of[args.dtype];
   return add(args.rows, grain(kWorthThreads, args.hidden),
-             [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
 }
 
 Status Operations::add_silu_and_mul(const SiluArgs& args) {
   const auto kernel = context_.kernels.silu_and_mul.of[args.dtype];
-  return add(args.rows, grain(kWorthThreads, args.n), [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
+  return add(args.rows, grain(kWorthThreads, args.n), [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
 }
 
 Status Operations::add_rotary(const RotaryArgs& args) {
@@ -107,21 +108,29 @@ Status Operations::add_rotary(const RotaryArgs& args) {
   const auto kernel = context_.kernels.rotary.of[args.dtype];
   const int64_t elements = (args.query.count + 2 * args.key.count) * args.head_dim;
   return add(args.num_tokens, grain(kWorthThreads, elements),
-             [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
 }
 
 Status Operations::add_quantize(const QuantizeArgs& args) {
   const auto kernel = context_.kernels.quantize.of[args.dtype];
-  return add(args.rows, grain(kWorthThreads, args.n), [=](int64_t begin, int64_t end, std::byte*) { kernel(args, begin, end); });
+  return add(args.rows, grain(kWorthThreads, args.n), [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
 }
 
 Status Operations::add_product(const ProductArgs& args) {
   const auto kernel = context_.kernels.product;
   const int64_t elements = args.in_features * kPanel * (1 + args.num_tokens / 16);
+  const int64_t packed_bytes = context_.kernels.packed_bytes(args);
+  if (packed_bytes > 0) {
+    const auto pack = context_.kernels.pack_tokens;
+    const int64_t words_of_block = args.num_tokens * kWordsOfBlock;
+    add(
+        packed_bytes / words_of_block / sizeof(int32_t), grain(kWorthThreads, words_of_block),
+        [=](int64_t begin, int64_t end, const Scratch& scratch) { pack(args, begin, end, scratch.shared); }, 0, packed_bytes);
+  }
   return add(
       args.num_tokens > 0 ? num_panels(args) : 0, grain(kWorthReading, elements),
-      [=](int64_t begin, int64_t end, std::byte* scratch) { kernel(args, begin, end, scratch); },
-      context_.kernels.product_scratch(args));
+      [=](int64_t begin, int64_t end, const Scratch& scratch) { kernel(args, begin, end, scratch.own, scratch.shared); },
+      context_.kernels.product_scratch(args), packed_bytes);
 }
 
 Status Operations::add_all_reduce(const AllReduceArgs& args) {

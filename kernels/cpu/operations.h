@@ -33,7 +33,7 @@ class Operations {
  private:
   // Function(begin, end, scratch) does these units.
   template <class Function>
-  Status add(int64_t units, int64_t grain, Function function, int64_t scratch_bytes = 0);
+  Status add(int64_t units, int64_t grain, Function function, int64_t own_bytes = 0, int64_t shared_bytes = 0);
 
   // A round through the group's slots: give(begin, end, to) copies these units of this process's part to its slot, and
   // take(begin, end, round) reads them from the slots of all.

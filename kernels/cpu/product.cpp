@@ -63,22 +63,25 @@ using Multiplier = VectorMultiplier;
 
 // As many tokens at once as fit the second cache.
 template <class Kind>
-void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, std::byte* scratch) {
+void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, std::byte* scratch, const std::byte* packed) {
   Multiplier<Kind> multiplier;
   const int64_t step = tokens_at_once<Kind>(args);
   for (int64_t begin = 0; begin < args.num_tokens; begin += step) {
     const int64_t end = begin + step < args.num_tokens ? begin + step : args.num_tokens;
-    multiplier.template multiply<Kind>(args, first_panel, last_panel, begin, end, scratch);
+    multiplier.template multiply<Kind>(args, first_panel, last_panel, begin, end, scratch, packed);
   }
 }
 
 struct Product {
-  void (*multiply)(const ProductArgs&, int64_t first_panel, int64_t last_panel, std::byte*);
-  int64_t (*scratch_bytes)(const ProductArgs&);
+  decltype(IsaKernels::product) multiply;
+  decltype(IsaKernels::product_scratch) scratch_bytes;
+  decltype(IsaKernels::pack_tokens) pack;
+  decltype(IsaKernels::packed_bytes) packed_bytes;
 };
 
 template <class Kind>
-constexpr Product kProduct = {multiply<Kind>, Multiplier<Kind>::template scratch_bytes<Kind>};
+constexpr Product kProduct = {multiply<Kind>, Multiplier<Kind>::template scratch_bytes<Kind>,
+                              Multiplier<Kind>::template pack<Kind>, Multiplier<Kind>::template packed_bytes<Kind>};
 
 const Product& product_for(const ProductArgs& args) {
   if (args.multiplied == kCodesByCodes) return kProduct<CodesByCodes>;
@@ -93,10 +96,16 @@ const Product& product_for(const ProductArgs& args) {
 
 }  // namespace
 
-void product(const ProductArgs& args, int64_t begin, int64_t end, std::byte* scratch) {
-  product_for(args).multiply(args, begin, end, scratch);
+void product(const ProductArgs& args, int64_t begin, int64_t end, std::byte* scratch, const std::byte* packed) {
+  product_for(args).multiply(args, begin, end, scratch, packed);
 }
 
 int64_t product_scratch(const ProductArgs& args) { return product_for(args).scratch_bytes(args); }
+
+void pack_tokens(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
+  product_for(args).pack(args, begin, end, packed);
+}
+
+int64_t packed_bytes(const ProductArgs& args) { return product_for(args).packed_bytes(args); }
 
 }  // namespace quire::QUIRE_ISA

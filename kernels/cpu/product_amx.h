@@ -189,9 +189,18 @@ class MatrixMultiplier {
     return 0;
   }
 
+  // Tokens are multiplied as they are.
+  template <class Kind>
+  static int64_t packed_bytes(const ProductArgs&) {
+    return 0;
+  }
+  template <class Kind>
+  static void pack(const ProductArgs&, int64_t, int64_t, std::byte*) {}
+
   // Tokens begin to end by some panels.
   template <class Kind>
-  void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end, std::byte*) {
+  void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end, std::byte*,
+                const std::byte*) {
     const int64_t passes = padded(end - begin, kPanel) / kPanel;
     if (passes == 1)
       multiply_once<Kind>(args, first_panel, last_panel, begin, end);

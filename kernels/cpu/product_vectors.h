@@ -61,18 +61,57 @@ inline int32_t word(const void* words, int64_t at) {
   return bits;
 }
 
-// One panel for kTokens tokens from `token` on; `ahead` is what to ask for, as fast as its blocks go by.
-template <class Kind, int kTokens, class AnyBlocks>
-void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, const char* ahead, int64_t token) {
+// Tokens whose sums are in registers while a panel passes by, and the most of them. Where they are more than a few their words
+// are packed: those of a group lie side by side, so that lines of all lengths are read alike.
+constexpr int64_t kMostOfGroup = kWidth == 16 ? 12 : kSums / kVectors;
+constexpr bool kPacksTokens = kMostOfGroup > 4;
+
+// Tokens begin to end in groups of nearly the same size.
+struct Groups {
+  int64_t begin, end;
+
+  int64_t count() const { return (end - begin + kMostOfGroup - 1) / kMostOfGroup; }
+  int64_t first_of(int64_t group) const { return begin + (end - begin) * group / count(); }
+};
+
+// Words of a line of x.
+template <class Kind>
+inline int64_t num_words(const ProductArgs& args) {
+  return args.in_features / kLines<Kind> * kWordsOfBlock;
+}
+
+// A group's words as they are multiplied: word k of token t is at k * word_stride + t * token_stride.
+template <int kTokens>
+struct PackedWords {
+  static constexpr int64_t kWordStride = kTokens, kTokenStride = 1;
+  const void* words;
+
+  int32_t operator()(int64_t k, int t) const { return word(words, k * kTokens + t); }
+};
+
+struct LinesOfWords {
+  const char* lines;
+  int64_t bytes;  // from one to the next
+
+  int32_t operator()(int64_t k, int t) const { return word(lines + t * bytes, k); }
+};
+
+template <class Kind>
+inline LinesOfWords lines_of(const ProductArgs& args, int64_t token) {
+  return {reinterpret_cast<const char*>(x_of<Kind>(args, token)), args.x_stride * static_cast<int64_t>(sizeof(typename Kind::X))};
+}
+
+// One panel for kTokens tokens from `token` on; `ahead` is what to ask for while its blocks go by.
+template <class Kind, int kTokens, class AnyBlocks, class AnyWords, class AnyAhead>
+void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, AnyWords words, AnyAhead ahead, int64_t token) {
   using Sum = typename Kind::Sum;
   using Words = typename Lanes<Kind>::Words;
   // A word of what is multiplied: an element where that is floating on its way, else 32 bits.
   using Word = std::conditional_t<std::is_same_v<typename Kind::X, float>, typename Kind::Weight, int32_t>;
-  constexpr int64_t kBytes = block_bytes<Kind>();
-  const auto* x = x_of<Kind>(args, token);
   Words sums[kTokens][kVectors] = {}, off[kVectors] = {};
-  for (int64_t k = 0; k < args.in_features; k += kLines<Kind>, ahead += kBytes) {
-    const Word* block = static_cast<const Word*>(blocks.next(Ahead<kCache<Kind>, Constant<kBytes / kCacheLine>>{ahead, {}}));
+  for (int64_t k = 0, end = num_words<Kind>(args); k < end; k += kWordsOfBlock) {
+    const Word* block = static_cast<const Word*>(blocks.next(ahead));
+    ahead.go_on();
     for (int64_t at = 0; at < kWordsOfBlock; ++at) {
       Words weights[kVectors];
       for (int i = 0; i < kVectors; ++i) {
@@ -81,7 +120,7 @@ void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, co
         if constexpr (kIsOff<Sum>) off[i] = add_codes(off[i], weights[i], set1_whole(kCodeOffset));
       }
       for (int t = 0; t < kTokens; ++t) {
-        const Words of_token = Lanes<Kind>::of_token(word(x + t * args.x_stride + k, at));
+        const Words of_token = Lanes<Kind>::of_token(words(k + at, t));
         for (int i = 0; i < kVectors; ++i) sums[t][i] = Lanes<Kind>::add(sums[t][i], weights[i], of_token);
       }
     }
@@ -92,58 +131,118 @@ void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, co
   finish(args, panel, token, kTokens, lines[0]);
 }
 
-// As many tokens at once as there are registers for their sums.
-constexpr int kTokensOfRegisters = kSums / kVectors;
+// function.operator()<count>() for a count of 1 to kMost.
+template <int kMost, class Function>
+inline void with_count(int64_t count, Function function) {
+  if constexpr (kMost > 1) {
+    if (count < kMost) return with_count<kMost - 1>(count, function);
+  }
+  function.template operator()<kMost>();
+}
 
 class VectorMultiplier {
  public:
   template <class Kind>
   static int64_t scratch_bytes(const ProductArgs& args) {
-    const bool once = kIsMade<Kind> && args.num_tokens > kTokensOfRegisters;
+    const bool once = kIsMade<Kind> && args.num_tokens > kMostOfGroup;
     return once ? args.in_features * kPanel * static_cast<int64_t>(sizeof(typename Kind::X)) : 0;
   }
 
-  // Tokens begin to end by some panels. Where they are more than registers hold sums of, weights that are to be made
-  // numbers are so once, in `scratch`.
+  template <class Kind>
+  static int64_t packed_bytes(const ProductArgs& args) {
+    return kPacksTokens && args.num_tokens > 1 ? args.num_tokens * num_words<Kind>(args) * 4 : 0;
+  }
+
+  // Blocks begin to end of the lines of all tokens.
+  template <class Kind>
+  static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
+    const int64_t step = tokens_at_once<Kind>(args);
+    for (int64_t token = 0; token < args.num_tokens; token += step) {
+      const Groups groups{token, token + step < args.num_tokens ? token + step : args.num_tokens};
+      for (int64_t group = 0; group < groups.count(); ++group)
+        pack_group<Kind>(args, groups.first_of(group), groups.first_of(group + 1), begin, end, reinterpret_cast<float*>(packed));
+    }
+  }
+
+  // Tokens begin to end by some panels.
   template <class Kind>
   void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
-                std::byte* scratch) {
-    const int64_t blocks = args.in_features / kLines<Kind>;
+                std::byte* scratch, const std::byte* packed) {
+    const Groups groups{begin, end};
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      const char* ahead = bytes_of<Kind>(args, panel) + kAhead<Kind>;
-      if constexpr (kIsMade<Kind>) {
-        if (end - begin > kTokensOfRegisters) {
-          using X = typename Kind::X;
-          make_panel<Kind>(args, panel, reinterpret_cast<X*>(scratch));
-          multiply_tokens<Pairs<X>>(args, panel, [=] { return StoredBlocks<Pairs<X>>(scratch); }, ahead, begin, end);
-          continue;
-        }
-      }
-      multiply_tokens<Kind>(args, panel, [&, panel] { return Blocks<Kind>(args, panel, blocks); }, ahead, begin, end);
+      if (groups.count() > 1)
+        multiply_groups<Kind>(args, panel, panel + 1 < last_panel, groups, scratch, packed);
+      else
+        multiply_group<Kind>(args, panel, Blocks<Kind>(args, panel, num_blocks<Kind>(args)), own_ahead<Kind>(args, panel), begin,
+                             end, packed);
     }
   }
 
  private:
   template <class Kind>
-  static void make_panel(const ProductArgs& args, int64_t panel, typename Kind::X* numbers) {
-    typename Kind::Maker maker(args, panel);
-    for (int64_t k = 0; k < args.in_features; k += kLines<Kind>, numbers += kNumbersOfBlock) {
-      maker.start_block();
-      for (int64_t i = 0; i < kNumbersOfBlock; i += kMadeAtOnce) maker.make(numbers + i);
-      maker.end_block(numbers);
+  static int64_t num_blocks(const ProductArgs& args) {
+    return args.in_features / kLines<Kind>;
+  }
+
+  // What comes next of the panel itself.
+  template <class Kind>
+  static auto own_ahead(const ProductArgs& args, int64_t panel) {
+    constexpr int64_t kBytesAhead = 1 << 13;
+    using Lines = Constant<block_bytes<Kind>() / kCacheLine>;
+    return Going<_MM_HINT_T1, Lines>{{bytes_of<Kind>(args, panel) + kBytesAhead, {}}};
+  }
+
+  // The first group reads a panel from memory, where weights that are to be made numbers are so once, in `scratch`. While the
+  // others pass by it they ask for the next one.
+  template <class Kind>
+  static void multiply_groups(const ProductArgs& args, int64_t panel, bool has_next, const Groups& groups, std::byte* scratch,
+                              const std::byte* packed) {
+    const int64_t blocks = num_blocks<Kind>(args), others = groups.count() - 1;
+    const int64_t share = has_next ? (block_bytes<Kind>() / kCacheLine + others - 1) / others : 0;
+    auto multiply = [&]<class Multiplied>(int64_t group, const auto& all, const auto& ahead) {
+      multiply_group<Multiplied>(args, panel, all, ahead, groups.first_of(group), groups.first_of(group + 1), packed);
+    };
+    auto multiply_others = [&]<class Multiplied>(const StoredBlocks<Multiplied>& all) {
+      const char* next = bytes_of<Kind>(args, panel + 1);
+      for (int64_t group = 1; group <= others; ++group, next += share * blocks * kCacheLine)
+        multiply.template operator()<Multiplied>(group, all, Going<_MM_HINT_T1, int64_t>{{next, share}});
+    };
+    if constexpr (kIsMade<Kind>) {
+      auto* numbers = reinterpret_cast<typename Kind::X*>(scratch);
+      multiply.template operator()<Kind>(0, KeptBlocks<Kind>(args, panel, blocks, numbers), own_ahead<Kind>(args, panel));
+      multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers));
+    } else {
+      const StoredBlocks<Kind> all(args, panel, blocks);
+      multiply.template operator()<Kind>(0, all, own_ahead<Kind>(args, panel));
+      multiply_others(all);
     }
   }
 
-  // By one panel, whose blocks blocks() gives.
-  template <class Kind, class Function>
-  static void multiply_tokens(const ProductArgs& args, int64_t panel, Function blocks, const char* ahead, int64_t token,
-                              int64_t end) {
-    for (; token + kTokensOfRegisters <= end; token += kTokensOfRegisters)
-      multiply_panel<Kind, kTokensOfRegisters>(args, panel, blocks(), ahead, token);
-    if constexpr (kTokensOfRegisters > 4)
-      for (; token + 4 <= end; token += 4) multiply_panel<Kind, 4>(args, panel, blocks(), ahead, token);
-    for (; token + 2 <= end; token += 2) multiply_panel<Kind, 2>(args, panel, blocks(), ahead, token);
-    for (; token < end; ++token) multiply_panel<Kind, 1>(args, panel, blocks(), ahead, token);
+  // A group by one panel.
+  template <class Kind, class AnyBlocks, class AnyAhead>
+  static void multiply_group(const ProductArgs& args, int64_t panel, const AnyBlocks& blocks, const AnyAhead& ahead, int64_t first,
+                             int64_t last, const std::byte* packed) {
+    with_count<kMostOfGroup>(last - first, [&]<int kTokens>() {
+      if constexpr (kPacksTokens && kTokens > 1)
+        multiply_panel<Kind, kTokens>(args, panel, blocks, PackedWords<kTokens>{packed + first * num_words<Kind>(args) * 4}, ahead,
+                                      first);
+      else
+        multiply_panel<Kind, kTokens>(args, panel, blocks, lines_of<Kind>(args, first), ahead, first);
+    });
+  }
+
+  // Tokens first to last - 1, which are a group.
+  template <class Kind>
+  static void pack_group(const ProductArgs& args, int64_t first, int64_t last, int64_t begin, int64_t end, float* packed) {
+    const int count = static_cast<int>(last - first);
+    float* to = packed + first * num_words<Kind>(args) + begin * kWordsOfBlock * count;
+    for (int64_t k = begin * kWordsOfBlock; k < end * kWordsOfBlock; k += kWidth) {
+      Vec lines[kWidth];
+      for (int t = 0; t < kWidth; ++t)
+        lines[t] = t < count ? load(reinterpret_cast<const float*>(x_of<Kind>(args, first + t)) + k) : zero();
+      transpose(lines);
+      for (int i = 0; i < kWidth; ++i, to += count) store(to, lines[i], count);
+    }
   }
 };
 

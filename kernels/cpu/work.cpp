@@ -40,30 +40,35 @@ class Barrier {
 struct Free {
   void operator()(std::byte* memory) const { std::free(memory); }
 };
-using Scratch = std::unique_ptr<std::byte, Free>;
+using Memory = std::unique_ptr<std::byte, Free>;
 
-Scratch allocate(int64_t bytes) {
-  Scratch scratch(bytes > 0 ? static_cast<std::byte*>(std::aligned_alloc(64, bytes)) : nullptr);
-  if (bytes > 0 && scratch == nullptr) throw std::bad_alloc();
-  return scratch;
+Memory allocate(int64_t bytes) {
+  Memory memory(bytes > 0 ? static_cast<std::byte*>(std::aligned_alloc(64, bytes)) : nullptr);
+  if (bytes > 0 && memory == nullptr) throw std::bad_alloc();
+  return memory;
 }
+
+int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
 void run_in_turn(const OpenMp& openmp, const Works& works, int64_t threads) {
   auto pays = [](const std::unique_ptr<Work>& work) { return work->pays_for_threads(); };
   if (std::none_of(works.begin(), works.end(), pays)) threads = 1;
-  int64_t bytes = 0;
-  for (const auto& work : works) bytes = std::max(bytes, (work->scratch_bytes + 63) / 64 * 64);
-  const Scratch scratch = allocate(bytes * threads);
+  int64_t own = 0, shared = 0;
+  for (const auto& work : works) {
+    own = std::max(own, whole_lines(work->own_bytes));
+    shared = std::max(shared, whole_lines(work->shared_bytes));
+  }
+  const Memory memory = allocate(shared + own * threads);
   Barrier barrier;
   run_on_threads(openmp, threads, [&] {
     // The runtime may have given fewer than were asked for.
     const int64_t team = threads > 1 ? openmp.num_threads() : 1;
-    std::byte* own = bytes > 0 && team > 1 ? scratch.get() + bytes * openmp.thread_num() : scratch.get();
+    const Scratch scratch{memory.get() + shared + (team > 1 ? own * openmp.thread_num() : 0), memory.get()};
     for (size_t i = 0; i < works.size(); ++i) {
       if (i > 0 && team > 1) barrier.meet(team);
-      works[i]->take_part(team, own);
+      works[i]->take_part(team, scratch);
     }
   });
 }

@@ -12,12 +12,22 @@
 
 namespace quire {
 
+// Memory that works may use as they run.
+struct Scratch {
+  std::byte* own;     // of the thread
+  std::byte* shared;  // of all threads: what one work leaves there, the next one finds
+};
+
 class Work {
  public:
   // `grain`: units below which a second thread takes longer to come than it saves. `most`: to be taken at once, if that
-  // is not fewer. `scratch_bytes`: memory that each thread needs for itself.
-  Work(int64_t units, int64_t grain, int64_t most, int64_t scratch_bytes)
-      : scratch_bytes(scratch_bytes), units_(units), grain_(std::max<int64_t>(grain, 1)), most_(most) {}
+  // is not fewer. `own_bytes`: memory that each thread needs for itself; `shared_bytes`: that all need together.
+  Work(int64_t units, int64_t grain, int64_t most, int64_t own_bytes, int64_t shared_bytes)
+      : own_bytes(own_bytes),
+        shared_bytes(shared_bytes),
+        units_(units),
+        grain_(std::max<int64_t>(grain, 1)),
+        most_(most) {}
   virtual ~Work() = default;
   Work(const Work&) = delete;
   Work& operator=(const Work&) = delete;
@@ -25,16 +35,16 @@ class Work {
   bool pays_for_threads() const { return units_ >= 2 * grain_; }
 
   // Does units until none is left. To be called once by every thread of `threads`.
-  void take_part(int64_t threads, std::byte* scratch) {
+  void take_part(int64_t threads, const Scratch& scratch) {
     const int64_t share = std::max(grain_, std::min(most_, units_ / (kTurns * threads)));
     for (int64_t begin; (begin = next_.fetch_add(share, std::memory_order_relaxed)) < units_;)
       run(begin, std::min(begin + share, units_), scratch);
   }
 
-  const int64_t scratch_bytes;
+  const int64_t own_bytes, shared_bytes;
 
  protected:
-  virtual void run(int64_t begin, int64_t end, std::byte* scratch) const = 0;
+  virtual void run(int64_t begin, int64_t end, const Scratch& scratch) const = 0;
 
  private:
   // How often a thread comes back for more. It evens out that one of them has lost its core for a while.
