@@ -43,13 +43,6 @@ inline int64_t value_offset(const AttentionArgs& args) {
 inline constexpr int kCacheLine = 64;
 
 template <class T>
-inline void prefetch(const T* from, int64_t elements) {
-  const char* line = reinterpret_cast<const char*>(from);
-  const char* end = reinterpret_cast<const char*>(from + elements);
-  for (; line < end; line += kCacheLine) _mm_prefetch(line, _MM_HINT_T0);
-}
-
-template <class T>
 inline const T* query_of(const AttentionArgs& args, int64_t token, int64_t head) {
   return static_cast<const T*>(args.query) + token * args.query_token_stride + head * args.query_head_stride;
 }

@@ -1,8 +1,8 @@
-// Attention of one new token a row, straight from the pool: each key and value is read once for all query heads of its
-// head, while those of the next span or head are on their way from memory. The tiles of one block lie side by side, so the
-// heads of a unit take turns at every span: memory is read in long stretches, wherever the blocks are.
+// Attention of one new token a row, straight from the pool: each key and value is read once for all query heads of its head,
+// while what comes next is on its way from memory. The tiles of one block lie side by side, so all heads of a unit take turns at
+// every block: memory is read in long stretches, wherever the blocks are. Short blocks (short_block.h) are made numbers in the
+// first cache.
 #include "group.h"
-#include "short_span.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -23,121 +23,97 @@ void finish(const AttentionArgs& args, const Unit& unit, const Group<Stored>& gr
   }
 }
 
-// One key/value head of the unit, number i of it, on one span; `distance` is that of its first token.
-template <class Stored>
-void attend(const AttentionArgs& args, const Unit& unit, const Group<Stored>& heads, int64_t i,
-            const Place<Stored>& place, const Place<Stored>& next, int64_t distance) {
-  const int64_t group_size = args.num_heads / args.num_kv_heads;
-  Group<Stored> group = heads.part(i * group_size, group_size);
-  const Scales<Stored> scales(place, group.line);
-  multiply_keys(group, place, next);
-  scale_tokens(group, scales.keys);
-  weigh_heads(args, group, (unit.head_begin + i) * group_size, place.count(), distance);
-  scale_tokens(group, scales.values);
-  add_weighted_values(group, place, next);
-}
-
-// All heads of the unit on one span.
-template <class Stored>
-void attend(const AttentionArgs& args, const Unit& unit, const Group<Stored>& heads, const Span<Stored, kSpan>& span,
-            const Span<Stored, kSpan>& next_span, int64_t distance) {
-  const int64_t tile = args.block_size * heads.line, values = value_offset<Stored>(args);
-  const int64_t num_kv_heads = unit.head_end - unit.head_begin;
-  for (int64_t i = 0; i < num_kv_heads; ++i) {
-    const Place<Stored> place{&span, i * tile, values};
-    const Place<Stored> next =
-        i + 1 < num_kv_heads ? Place<Stored>{&span, (i + 1) * tile, values} : Place<Stored>{&next_span, 0, values};
-    attend(args, unit, heads, i, place, next, distance);
-  }
-}
-
 // Whether the unit has the first token that is seen: of all units of a row and head, one takes the sink in.
 bool begins_row(const AttentionArgs& args, const Unit& unit, int64_t position) {
   return unit.begin == 0 || unit.begin == position + 1 - args.sliding_window;
 }
 
-// From a pool of Stored: T, or int8_t for codes.
-template <class T, class Stored>
-void decode_from(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
-  Arena arena(scratch);
-  Group<Stored> heads(args, unit.head_end - unit.head_begin, arena);
-  const int64_t token = args.query_start_loc[unit.row], position = args.seq_lens[unit.row] - 1;
-  const int64_t first_head = unit.head_begin * (args.num_heads / args.num_kv_heads);
-  heads.template start<T>(args, token, first_head, begins_row(args, unit, position));
-  Span<Stored, kSpan> span, next;
-  next.fill(args, unit.row, unit.head_begin, unit.begin, unit.end);
-  for (int64_t at = unit.begin; at < unit.end; at += kSpan) {
-    span = next;
-    if (at + kSpan < unit.end) next.fill(args, unit.row, unit.head_begin, at + kSpan, unit.end);
-    attend(args, unit, heads, span, next, at - position);
+// The key/value heads of a unit, over a pool of Stored.
+template <class Stored>
+class UnitHeads {
+ public:
+  UnitHeads(const AttentionArgs& args, const Unit& unit, Arena& arena)
+      : args_(args),
+        unit_(unit),
+        group_size_(args.num_heads / args.num_kv_heads),
+        heads_(args, unit.head_end - unit.head_begin, arena),
+        memory_(arena.take<Stored>(args.short_blocks ? made_numbers<kSpan>(args) : 0)) {}
+
+  static int64_t scratch_bytes(const AttentionArgs& args) {
+    Arena arena(nullptr);
+    const Unit all{0, 0, static_cast<int32_t>(args.num_kv_heads), 0, 0, nullptr};
+    UnitHeads heads(args, all, arena);
+    return arena.used();
   }
-  finish<T>(args, unit, heads, token, first_head);
-}
 
-using Pieces = ShortSpan<kSpan>;
+  // With queries of Element, to an output of the same.
+  template <class Element>
+  void attend() {
+    const int64_t token = args_.query_start_loc[unit_.row], position = args_.seq_lens[unit_.row] - 1;
+    const int64_t first_head = unit_.head_begin * group_size_;
+    heads_.template start<Element>(args_, token, first_head, begins_row(args_, unit_, position));
+    UnitAhead<Stored> ahead(args_, unit_);
+    for (int64_t at = unit_.begin; at < unit_.end; at += kSpan) {
+      Pieces<Stored, kSpan> span;
+      span.fill(args_, unit_.row, at, unit_.end);
+      span.look(args_);
+      for_parts(span, false, ahead, [&](Group<Stored>& group, const Stored* keys, int count, int column, LinesAhead& lines) {
+        multiply_keys(group, keys, count, column, lines);
+        scale_tokens(group, keys, count, column);
+      });
+      weigh_heads(args_, heads_, first_head, span.count, at - position);
+      for_parts(span, true, ahead, [&](Group<Stored>& group, const Stored* values, int count, int column, LinesAhead& lines) {
+        scale_tokens(group, values, count, column);
+        add_weighted_values(group, values, count, column, lines);
+      });
+    }
+    finish<Element>(args_, unit_, heads_, token, first_head);
+  }
 
-// One key/value head of the unit on one span, through numbers made in `memory`; `next` is where its keys are to be asked for.
-void attend_short(const AttentionArgs& args, const Unit& unit, const Group<BF16>& heads, const ShortPlace<kSpan>& place,
-                  const ShortPlace<kSpan>& next, BF16* memory, int64_t distance) {
-  const int64_t group_size = args.num_heads / args.num_kv_heads;
-  Group<BF16> group = heads.part((place.head - unit.head_begin) * group_size, group_size);
-  Span<BF16, kSpan> tokens;
-  const Place<BF16> made{&tokens, 0, 0};
-  LinesAhead next_keys(next), next_values(next.of_values());
-  make_numbers(place, next_keys, memory, tokens);
-  multiply_keys(group, made, next_keys);
-  weigh_heads(args, group, place.head * group_size, tokens.count, distance);
-  next_keys.fetch_all();
-  make_numbers(place.of_values(), next_values, memory, tokens);
-  add_weighted_values(group, made, next_values);
-  next_values.fetch_all();
-}
-
-// From a pool that has short blocks.
-void decode_short(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
-  Arena arena(scratch);
-  Group<BF16> heads(args, unit.head_end - unit.head_begin, arena);
-  BF16* memory = arena.take<BF16>(Pieces::room(args));
-  const int64_t token = args.query_start_loc[unit.row], position = args.seq_lens[unit.row] - 1;
-  const int64_t first_head = unit.head_begin * (args.num_heads / args.num_kv_heads);
-  heads.template start<BF16>(args, token, first_head, begins_row(args, unit, position));
-  Pieces spans[2];
-  spans[0].fill(args, unit.row, unit.begin, unit.end);
-  for (int64_t at = unit.begin, turn = 0; at < unit.end; at += kSpan, turn ^= 1) {
-    Pieces &span = spans[turn], &next = spans[turn ^ 1];
-    span.look(args);
-    next.fill(args, unit.row, at + kSpan, unit.end);
-    for (int64_t head = unit.head_begin; head < unit.head_end; ++head) {
-      const ShortPlace<kSpan> place{&args, &span, head, false};
-      const bool is_last = head + 1 == unit.head_end;
-      attend_short(args, unit, heads, place, {&args, is_last ? &next : &span, is_last ? unit.head_begin : head + 1, false}, memory,
-                   at - position);
+ private:
+  // Calls function(group, tokens, count, column, ahead) for the keys or values of each block and head, as memory has them.
+  template <class Function>
+  void for_parts(const Pieces<Stored, kSpan>& span, bool values, UnitAhead<Stored>& ahead, Function function) {
+    for (int i = 0, column = 0; i < span.num_pieces; column += span.pieces[i++].count) {
+      for (int64_t head = unit_.head_begin; head < unit_.head_end; ++head) {
+        const Part<Stored> part(args_, span.pieces[i], head, values);
+        Group<Stored> group = heads_.part((head - unit_.head_begin) * group_size_, group_size_);
+        LinesAhead lines = ahead.next();
+        const Stored* tokens = tokens_of(part, lines);
+        function(group, tokens, part.count(), column, lines);
+        lines.fetch_all();
+      }
     }
   }
-  finish<BF16>(args, unit, heads, token, first_head);
-}
 
+  const Stored* tokens_of(const Part<Stored>& part, LinesAhead& ahead) {
+    if constexpr (std::is_same_v<Stored, BF16>) {
+      BF16* made = memory_;
+      if (part.is_short()) return make_tokens(part, ahead, made);
+    }
+    return part.tokens();
+  }
+
+  const AttentionArgs& args_;
+  const Unit& unit_;
+  const int64_t group_size_;
+  Group<Stored> heads_;
+  Stored* memory_;
+};
+
+// The pool has T, or int8_t for codes.
 template <class T>
 void decode(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
+  Arena arena(scratch);
   if (args.quantized_line > 0)
-    decode_from<T, int8_t>(args, unit, scratch);
-  else if (std::is_same_v<T, BF16> && args.short_blocks)
-    decode_short(args, unit, scratch);
+    UnitHeads<int8_t>(args, unit, arena).template attend<T>();
   else
-    decode_from<T, T>(args, unit, scratch);
-}
-
-template <class Stored>
-int64_t scratch_from(const AttentionArgs& args) {
-  Arena arena(nullptr);
-  Group<Stored> heads(args, args.num_kv_heads, arena);
-  arena.take<BF16>(args.short_blocks ? Pieces::room(args) : 0);
-  return arena.used();
+    UnitHeads<T>(args, unit, arena).template attend<T>();
 }
 
 template <class T>
 int64_t scratch_of(const AttentionArgs& args) {
-  return args.quantized_line > 0 ? scratch_from<int8_t>(args) : scratch_from<T>(args);
+  return args.quantized_line > 0 ? UnitHeads<int8_t>::scratch_bytes(args) : UnitHeads<T>::scratch_bytes(args);
 }
 
 // The states of one head: that of the first chunk takes the others in, which lie `stride` floats apart. Returns the sum.

@@ -5,6 +5,7 @@
 #include "context.h"
 #include "dot.h"
 #include "isa.h"
+#include "pieces.h"
 #include "scores.h"
 
 namespace quire::QUIRE_ISA {
@@ -14,39 +15,52 @@ namespace {
 constexpr int kSpan = 32;
 constexpr int kTokensAtOnce = 4;
 
-// A span of one head, all kSpan tokens of which can be read: its keys lie `offset` elements after those that the span
-// names, its values `values` elements after its keys.
-template <class T>
-struct Place {
-  const Span<T, kSpan>* span;
-  int64_t offset;
-  int64_t values;
+// Scores of a head in a span, with room for what is read and written at once behind the last.
+constexpr int kScores = kSpan + kWidth;
 
-  int count() const { return span->count; }
-  const T* key(int t) const { return span->lines[t] + offset; }
-  const T* value(int t) const { return key(t) + values; }
-  void fetch_key(int t, int64_t elements) const { prefetch(key(t), elements); }
-  void fetch_value(int t, int64_t d, int64_t elements) const { prefetch(value(t) + d, elements); }
-};
-
-// The scales of the codes of one head in a span; 0 where there is no token. Pools of numbers have none.
-template <class T>
-struct Scales {
-  static constexpr const float *keys = nullptr, *values = nullptr;
-
-  Scales(const Place<T>&, int64_t) {}
-};
-
-template <>
-struct Scales<int8_t> {
-  float keys[kSpan] = {}, values[kSpan] = {};
-
-  Scales(const Place<int8_t>& place, int64_t line) {
-    for (int t = 0; t < place.count(); ++t) {
-      keys[t] = scale_of(place.key(t), line);
-      values[t] = scale_of(place.value(t), line);
+// The memory that a unit reads, in the order in which it does so: span after span the keys of all its heads, block by block, then
+// the values. While a part is read, one some way ahead of it is asked for.
+template <class Stored>
+class UnitAhead {
+ public:
+  // Asks for the first parts.
+  UnitAhead(const AttentionArgs& args, const Unit& unit) : args_(args), unit_(unit), token_(unit.begin) {
+    pieces_.fill(args, unit.row, token_, unit.end);
+    for (int64_t bytes = 0; bytes < kBytesAhead && token_ < unit_.end;) {
+      LinesAhead part = next();
+      bytes += part.end - part.next;
+      part.fetch_all();
     }
   }
+
+  // What to ask for while the next part is read.
+  LinesAhead next() {
+    if (token_ >= unit_.end) return {};
+    const Part<Stored> part(args_, pieces_.pieces[piece_], unit_.head_begin + head_, values_);
+    const char* start = part.memory();
+    go_on();
+    return {start, start + part.bytes()};
+  }
+
+ private:
+  static constexpr int64_t kBytesAhead = 1 << 13;
+
+  void go_on() {
+    if (++head_ < unit_.head_end - unit_.head_begin) return;
+    head_ = 0;
+    if (++piece_ < pieces_.num_pieces) return;
+    piece_ = 0;
+    values_ = !values_;
+    if (!values_) pieces_.fill(args_, unit_.row, token_ += kSpan, unit_.end);
+  }
+
+  const AttentionArgs& args_;
+  const Unit& unit_;
+  int64_t token_;
+  Pieces<Stored, kSpan> pieces_;
+  bool values_ = false;
+  int piece_ = 0;
+  int64_t head_ = 0;
 };
 
 // The query heads of some key/value heads, over a pool of T: scratch memory of one thread.
@@ -58,7 +72,7 @@ struct Group {
   int64_t stride;
   typename Dot<T>::Query* query;  // [heads, stride], zeros after the head
   float* sums;                    // [heads, stride]
-  float* weights;                 // [heads, kSpan]
+  float* weights;                 // [heads, kScores]
   float* most;                    // [heads]
   Softmax* softmax;               // [heads]
 
@@ -69,7 +83,7 @@ struct Group {
         stride(padded(head_dim)) {
     query = arena.take<typename Dot<T>::Query>(heads * stride);
     sums = arena.take<float>(heads * stride);
-    weights = arena.take<float>(heads * kSpan);
+    weights = arena.take<float>(heads * kScores);
     most = arena.take<float>(heads);
     softmax = arena.take<Softmax>(heads);
   }
@@ -91,22 +105,22 @@ struct Group {
     group.heads = count;
     group.query += first * stride;
     group.sums += first * stride;
-    group.weights += first * kSpan;
+    group.weights += first * kScores;
     group.most += first;
     group.softmax += first;
     return group;
   }
 };
 
-// Products of heads h to h + kHeads - 1 with the keys of four tokens, to column t of the weights.
+// Products of heads h to h + kHeads - 1 with four keys, to column `column` of the weights and those after it.
 template <class T, int kHeads>
-inline void multiply(const Group<T>& group, int64_t h, const Place<T>& place, int t) {
+inline void multiply(const Group<T>& group, int64_t h, const T* const (&tokens)[kTokensAtOnce], int column) {
   constexpr int kStep = Dot<T>::kStep;
   const typename Dot<T>::Query* query = group.query + h * group.stride;
   Vec products[kHeads][kTokensAtOnce] = {};
   auto add = [&](int64_t d, auto... count) {
     typename Dot<T>::Operand keys[kTokensAtOnce];
-    for (int i = 0; i < kTokensAtOnce; ++i) keys[i] = Dot<T>::operand(place.key(t + i) + d, count...);
+    for (int i = 0; i < kTokensAtOnce; ++i) keys[i] = Dot<T>::operand(tokens[i] + d, count...);
     for (int k = 0; k < kHeads; ++k)
       for (int i = 0; i < kTokensAtOnce; ++i)
         products[k][i] = Dot<T>::add(products[k][i], keys[i], query + k * group.stride + d);
@@ -114,26 +128,26 @@ inline void multiply(const Group<T>& group, int64_t h, const Place<T>& place, in
   int64_t d = 0;
   for (; d + kStep <= group.head_dim; d += kStep) add(d);
   if (d < group.head_dim) add(d, static_cast<int>(group.head_dim - d));
-  for (int k = 0; k < kHeads; ++k) reduce_add4(products[k], group.weights + (h + k) * kSpan + t);
+  for (int k = 0; k < kHeads; ++k) reduce_add4(products[k], group.weights + (h + k) * kScores + column);
 }
 
-// Adds the weighted values of a span to dimensions d to d + kVectors * kWidth - 1 of kHeads heads, of which the first ones
-// fetch the next place.
-template <class T, int kHeads, int kVectors, class Next>
-inline void add_values(Group<T>& group, int64_t h, int64_t d, const Place<T>& place, Next& next) {
+// Adds the values of `count` tokens, times the weights from column `column` on, to dimensions d to d + kVectors * kWidth - 1 of
+// kHeads heads.
+template <class T, int kHeads, int kVectors>
+inline void add_values(Group<T>& group, int64_t h, int64_t d, const T* value, int count, int column, LinesAhead& ahead) {
   float* sums = group.sums + h * group.stride + d;
-  const float* weights = group.weights + h * kSpan;
+  const float* weights = group.weights + h * kScores + column;
   Vec totals[kHeads][kVectors];
   for (int k = 0; k < kHeads; ++k)
     for (int i = 0; i < kVectors; ++i) totals[k][i] = load(sums + k * group.stride + i * kWidth);
-  for (int t = 0; t < place.count(); ++t) {
-    if (h == 0) next.fetch_value(t, d, kVectors * kWidth);
-    const T* value = place.value(t) + d;
+  value += d;
+  for (int t = 0; t < count; ++t, value += group.line) {
+    ahead.fetch(num_lines(kVectors * kWidth * sizeof(T)));
     Vec values[kVectors];
     for (int i = 0; i < kVectors; ++i) values[i] = load(value + i * kWidth);
     for (int k = 0; k < kHeads; ++k)
       for (int i = 0; i < kVectors; ++i)
-        totals[k][i] = fma(set1(weights[k * kSpan + t]), values[i], totals[k][i]);
+        totals[k][i] = fma(set1(weights[k * kScores + t]), values[i], totals[k][i]);
   }
   for (int k = 0; k < kHeads; ++k)
     for (int i = 0; i < kVectors; ++i) store(sums + k * group.stride + i * kWidth, totals[k][i]);
@@ -141,13 +155,12 @@ inline void add_values(Group<T>& group, int64_t h, int64_t d, const Place<T>& pl
 
 // The same for the last dimensions, fewer than a vector.
 template <class T>
-inline void add_last_values(Group<T>& group, int64_t h, int64_t d, const Place<T>& place) {
+inline void add_last_values(Group<T>& group, int64_t h, int64_t d, const T* value, int count, int column) {
   float* sums = group.sums + h * group.stride + d;
   Vec total = load(sums);
-  for (int t = 0; t < place.count(); ++t) {
-    const Vec value = load(place.value(t) + d, static_cast<int>(group.head_dim - d));
-    total = fma(set1(group.weights[h * kSpan + t]), value, total);
-  }
+  value += d;
+  for (int t = 0; t < count; ++t, value += group.line)
+    total = fma(set1(group.weights[h * kScores + column + t]), load(value, static_cast<int>(group.head_dim - d)), total);
   store(sums, total);
 }
 
@@ -161,25 +174,31 @@ inline void for_heads(int64_t heads, Function function) {
   for (; h < heads; ++h) function.template operator()<1>(h);
 }
 
-template <class T, class Next>
-void multiply_keys(Group<T>& group, const Place<T>& place, Next& next) {
-  for (int t = 0; t < place.count(); t += kTokensAtOnce) {
-    for (int i = t; i < t + kTokensAtOnce; ++i) next.fetch_key(i, group.line);
-    for_heads<kSums / kTokensAtOnce>(group.heads, [&]<int kHeads>(int64_t h) { multiply<T, kHeads>(group, h, place, t); });
+// Keys of `count` tokens, one after the other.
+template <class T>
+void multiply_keys(Group<T>& group, const T* keys, int count, int column, LinesAhead& ahead) {
+  for (int t = 0; t < count; t += kTokensAtOnce) {
+    ahead.fetch(num_lines(kTokensAtOnce * group.line * sizeof(T)));
+    const T* tokens[kTokensAtOnce];
+    for (int i = 0; i < kTokensAtOnce; ++i) tokens[i] = keys + (t + i < count ? t + i : count - 1) * group.line;
+    for_heads<kSums / kTokensAtOnce>(group.heads,
+                                     [&]<int kHeads>(int64_t h) { multiply<T, kHeads>(group, h, tokens, column + t); });
   }
 }
 
 // What is by token in the weights times what codes of that token stand for.
-inline void scale_tokens(const Group<int8_t>& group, const float* scales) {
+inline void scale_tokens(const Group<int8_t>& group, const int8_t* tokens, int count, int column) {
+  float scales[kScores];
+  for (int t = 0; t < kScores; ++t) scales[t] = t < count ? scale_of(tokens + t * group.line, group.line) : 1.0f;
   for (int64_t h = 0; h < group.heads; ++h) {
-    float* weights = group.weights + h * kSpan;
-    for (int t = 0; t < kSpan; t += kWidth) store(weights + t, load(weights + t) * load(scales + t));
+    float* weights = group.weights + h * kScores + column;
+    for (int t = 0; t < count; t += kWidth) store(weights + t, load(weights + t) * load(scales + t));
   }
 }
 
 // Pools of numbers have no scales.
 template <class T>
-inline void scale_tokens(const Group<T>&, const float*) {}
+inline void scale_tokens(const Group<T>&, const T*, int, int) {}
 
 template <class T>
 void scale_sums(Group<T>& group, int64_t h, float factor) {
@@ -191,26 +210,27 @@ void scale_sums(Group<T>& group, int64_t h, float factor) {
 template <class T>
 void weigh_heads(const AttentionArgs& args, Group<T>& group, int64_t first_head, int count, int64_t distance) {
   for (int64_t h = 0; h < group.heads; ++h)
-    group.most[h] = score(group.weights + h * kSpan, kSpan, 0, count, ScoreRule(args, first_head + h), distance);
+    group.most[h] = score(group.weights + h * kScores, kSpan, 0, count, ScoreRule(args, first_head + h), distance);
   for (int64_t h = 0; h < group.heads; ++h) {
     const float factor = group.softmax[h].raise(group.most[h]);
     if (factor != 1.0f) scale_sums(group, h, factor);
   }
   for (int64_t h = 0; h < group.heads; ++h) {
-    float* weights = group.weights + h * kSpan;
+    float* weights = group.weights + h * kScores;
     group.softmax[h].sum += weigh(weights, weights, kSpan, group.softmax[h].base());
   }
 }
 
-template <class T, class Next>
-void add_weighted_values(Group<T>& group, const Place<T>& place, Next& next) {
+// Values of `count` tokens, one after the other.
+template <class T>
+void add_weighted_values(Group<T>& group, const T* values, int count, int column, LinesAhead& ahead) {
   for_heads<4>(group.heads, [&]<int kHeads>(int64_t h) {
     constexpr int kVectors = kSums / kHeads < 4 ? kSums / kHeads : 4;
     int64_t d = 0;
     for (; d + kVectors * kWidth <= group.head_dim; d += kVectors * kWidth)
-      add_values<T, kHeads, kVectors>(group, h, d, place, next);
-    for (; d + kWidth <= group.head_dim; d += kWidth) add_values<T, kHeads, 1>(group, h, d, place, next);
-    for (int64_t k = h; d < group.head_dim && k < h + kHeads; ++k) add_last_values(group, k, d, place);
+      add_values<T, kHeads, kVectors>(group, h, d, values, count, column, ahead);
+    for (; d + kWidth <= group.head_dim; d += kWidth) add_values<T, kHeads, 1>(group, h, d, values, count, column, ahead);
+    for (int64_t k = h; d < group.head_dim && k < h + kHeads; ++k) add_last_values(group, k, d, values, count, column);
   });
 }
 

@@ -4,13 +4,13 @@
 #include "isa.h"
 #include "pack.h"
 #include "scores.h"
-#include "short_span.h"
+#include "pieces.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
 int64_t made_room(const AttentionArgs& args) {
-  if (args.short_blocks) return 2 * ShortSpan<kKeyTile>::room(args);
+  if (args.short_blocks) return 2 * made_numbers<kKeyTile>(args);
   return args.quantized_line > 0 ? 2 * kKeyTile * args.head_dim : 0;
 }
 
@@ -126,19 +126,30 @@ struct Context {
   Span<T, kKeyTile> keys, values;
 };
 
+// Keys or values of the pieces' tokens, those of short blocks made in `memory`.
+void read_short(const AttentionArgs& args, const Pieces<BF16, kKeyTile>& pieces, int64_t head, bool values, BF16* memory,
+                Span<BF16, kKeyTile>& tokens) {
+  LinesAhead nothing;
+  tokens.count = 0;
+  for (int i = 0; i < pieces.num_pieces; ++i) {
+    const Part<BF16> part(args, pieces.pieces[i], head, values);
+    const BF16* token = part.is_short() ? make_tokens(part, nothing, memory) : part.tokens();
+    for (int t = 0; t < part.count(); ++t, token += args.head_dim) tokens.lines[tokens.count++] = token;
+  }
+  for (int t = tokens.count; t < kKeyTile; ++t) tokens.lines[t] = tokens.lines[tokens.count - 1];
+}
+
 // The next ones from position `at` on.
 template <class T>
 void read(const Tile<T>& tile, const Work<T>& work, int64_t at, int64_t end, Context<T>& context) {
   const AttentionArgs& args = work.args;
   if constexpr (std::is_same_v<T, BF16>) {
     if (args.short_blocks) {
-      ShortSpan<kKeyTile> span;
-      span.fill(args, work.row, at, end);
-      span.look(args);
-      const ShortPlace<kKeyTile> place{&args, &span, work.kv_head, false};
-      NothingAhead nothing;
-      make_numbers(place, nothing, tile.made, context.keys);
-      make_numbers(place.of_values(), nothing, tile.made + ShortSpan<kKeyTile>::room(args), context.values);
+      Pieces<BF16, kKeyTile> pieces;
+      pieces.fill(args, work.row, at, end);
+      pieces.look(args);
+      read_short(args, pieces, work.kv_head, false, tile.made, context.keys);
+      read_short(args, pieces, work.kv_head, true, tile.made + made_numbers<kKeyTile>(args), context.values);
       return;
     }
   }

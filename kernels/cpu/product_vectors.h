@@ -47,19 +47,25 @@ struct Lanes<CodesByCodes> {
   using Words = Whole;
 
   static Whole load(const void* words) { return load_whole(words); }
-  static Whole of_token(int32_t word) { return set1_whole(word ^ kCodeOffset); }
+  static Whole of_token(int32_t word) { return set1_whole(word); }
   static Whole add(Whole sum, Whole weights, Whole of_token) { return add_codes(sum, weights, of_token); }
 };
 
-// What sums are too much by where the processor multiplies with codes that are offset.
-template <class Sum>
-constexpr bool kIsOff = std::is_same_v<Sum, int32_t> && kCodeOffset != 0;
+// Where the processor multiplies with codes that are offset, those of tokens are: sums are too much by what the weights give with
+// the offset alone.
+template <class Kind>
+constexpr int32_t kOffset = std::is_same_v<typename Kind::Sum, int32_t> ? kCodeOffset : 0;
+template <class Kind>
+constexpr bool kIsOff = kOffset<Kind> != 0;
 
 inline int32_t word(const void* words, int64_t at) {
   int32_t bits;
   std::memcpy(&bits, static_cast<const char*>(words) + at * sizeof(bits), sizeof(bits));
   return bits;
 }
+
+// What comes next is asked for in the second cache: more requests can be on their way there.
+constexpr _mm_hint kAheadHint = _MM_HINT_T1;
 
 // Tokens whose sums are in registers while a panel passes by, and the most of them. Where they are more than a few their words
 // are packed: those of a group lie side by side, so that lines of all lengths are read alike.
@@ -74,41 +80,54 @@ struct Groups {
   int64_t first_of(int64_t group) const { return begin + (end - begin) * group / count(); }
 };
 
+constexpr int64_t kBytesOfWord = 4;
+
 // Words of a line of x.
 template <class Kind>
 inline int64_t num_words(const ProductArgs& args) {
   return args.in_features / kLines<Kind> * kWordsOfBlock;
 }
 
-// A group's words as they are multiplied: word k of token t is at k * word_stride + t * token_stride.
+// kWidth words of a token, as they are multiplied.
+template <class Kind>
+inline Vec words_of(const ProductArgs& args, int64_t token, int64_t first) {
+  const Vec words = load(reinterpret_cast<const float*>(x_of<Kind>(args, token)) + first);
+  return kIsOff<Kind> ? exclusive_or(words, kOffset<Kind>) : words;
+}
+
+// Words of a group, of all its tokens one after the other.
 template <int kTokens>
 struct PackedWords {
-  static constexpr int64_t kWordStride = kTokens, kTokenStride = 1;
   const void* words;
 
   int32_t operator()(int64_t k, int t) const { return word(words, k * kTokens + t); }
 };
 
-struct LinesOfWords {
-  const char* lines;
-  int64_t bytes;  // from one to the next
+// The same of tokens that are not packed.
+template <class Kind>
+class LinesOfWords {
+ public:
+  LinesOfWords(const ProductArgs& args, int64_t token)
+      : lines_(reinterpret_cast<const char*>(x_of<Kind>(args, token))),
+        bytes_(args.x_stride * static_cast<int64_t>(sizeof(typename Kind::X))) {}
 
-  int32_t operator()(int64_t k, int t) const { return word(lines + t * bytes, k); }
+  int32_t operator()(int64_t k, int t) const { return word(lines_ + t * bytes_, k) ^ kOffset<Kind>; }
+
+ private:
+  const char* lines_;
+  int64_t bytes_;  // from one to the next
 };
 
-template <class Kind>
-inline LinesOfWords lines_of(const ProductArgs& args, int64_t token) {
-  return {reinterpret_cast<const char*>(x_of<Kind>(args, token)), args.x_stride * static_cast<int64_t>(sizeof(typename Kind::X))};
-}
-
-// One panel for kTokens tokens from `token` on; `ahead` is what to ask for while its blocks go by.
-template <class Kind, int kTokens, class AnyBlocks, class AnyWords, class AnyAhead>
-void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, AnyWords words, AnyAhead ahead, int64_t token) {
+// One panel for kTokens tokens from `token` on; `ahead` is what to ask for while its blocks go by. What sums are off by, in
+// `off`, the first group finds out for all.
+template <class Kind, int kTokens, bool kIsFirst, class AnyBlocks, class AnyWords, class AnyAhead>
+void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, AnyWords words, AnyAhead ahead, int64_t token,
+                    typename Lanes<Kind>::Words (&off)[kVectors]) {
   using Sum = typename Kind::Sum;
   using Words = typename Lanes<Kind>::Words;
   // A word of what is multiplied: an element where that is floating on its way, else 32 bits.
   using Word = std::conditional_t<std::is_same_v<typename Kind::X, float>, typename Kind::Weight, int32_t>;
-  Words sums[kTokens][kVectors] = {}, off[kVectors] = {};
+  Words sums[kTokens][kVectors] = {}, found[kVectors] = {};
   for (int64_t k = 0, end = num_words<Kind>(args); k < end; k += kWordsOfBlock) {
     const Word* block = static_cast<const Word*>(blocks.next(ahead));
     ahead.go_on();
@@ -117,7 +136,7 @@ void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, An
       for (int i = 0; i < kVectors; ++i) {
         const int64_t column = i * kWidth, tile = column / kTile * kTile * kWordsOfBlock;
         weights[i] = Lanes<Kind>::load(block + tile + at * kTile + column % kTile);
-        if constexpr (kIsOff<Sum>) off[i] = add_codes(off[i], weights[i], set1_whole(kCodeOffset));
+        if constexpr (kIsOff<Kind> && kIsFirst) found[i] = add_codes(found[i], weights[i], set1_whole(kCodeOffset));
       }
       for (int t = 0; t < kTokens; ++t) {
         const Words of_token = Lanes<Kind>::of_token(words(k + at, t));
@@ -125,9 +144,12 @@ void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, An
       }
     }
   }
+  if constexpr (kIsOff<Kind> && kIsFirst) {
+    for (int i = 0; i < kVectors; ++i) off[i] = found[i];
+  }
   alignas(64) Sum lines[kTokens][kPanel];
   for (int t = 0; t < kTokens; ++t)
-    for (int i = 0; i < kVectors; ++i) store(lines[t] + i * kWidth, kIsOff<Sum> ? sums[t][i] - off[i] : sums[t][i]);
+    for (int i = 0; i < kVectors; ++i) store(lines[t] + i * kWidth, kIsOff<Kind> ? sums[t][i] - off[i] : sums[t][i]);
   finish(args, panel, token, kTokens, lines[0]);
 }
 
@@ -140,6 +162,70 @@ inline void with_count(int64_t count, Function function) {
   function.template operator()<kMost>();
 }
 
+// The groups of tokens that pass by one panel.
+template <class Kind>
+class Passes {
+ public:
+  Passes(const ProductArgs& args, int64_t panel, const Groups& groups, const std::byte* packed)
+      : args_(args), panel_(panel), groups_(groups), packed_(packed), blocks_(args.in_features / kLines<Kind>) {}
+
+  // The first group reads the panel from memory, and where it is to be made numbers leaves them in `scratch` for the others, which
+  // ask for the next panel meanwhile.
+  void multiply(bool has_next, std::byte* scratch) {
+    const int64_t others = groups_.count() - 1;
+    if (others == 0) {
+      multiply_first(Blocks<Kind>(args_, panel_, blocks_));
+    } else if constexpr (kIsMade<Kind>) {
+      auto* numbers = reinterpret_cast<typename Kind::X*>(scratch);
+      multiply_first(KeptBlocks<Kind>(args_, panel_, blocks_, numbers));
+      multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers), others, has_next);
+    } else {
+      const StoredBlocks<Kind> all(args_, panel_, blocks_);
+      multiply_first(all);
+      multiply_others(all, others, has_next);
+    }
+  }
+
+ private:
+  static constexpr int64_t kLinesOfBlock = block_bytes<Kind>() / kCacheLine;
+
+  template <class AnyBlocks>
+  void multiply_first(const AnyBlocks& blocks) {
+    constexpr int64_t kBytesAhead = 1 << 13;
+    multiply_group<Kind, true>(0, blocks,
+                               Going<kAheadHint, Constant<kLinesOfBlock>>{{bytes_of<Kind>(args_, panel_) + kBytesAhead, {}}});
+  }
+
+  template <class Multiplied>
+  void multiply_others(const StoredBlocks<Multiplied>& blocks, int64_t others, bool has_next) {
+    const int64_t share = has_next ? (kLinesOfBlock + others - 1) / others : 0;
+    const char* next = bytes_of<Kind>(args_, panel_ + 1);
+    for (int64_t group = 1; group <= others; ++group, next += share * blocks_ * kCacheLine)
+      multiply_group<Multiplied, false>(group, blocks, Going<kAheadHint, int64_t>{{next, share}});
+  }
+
+  template <class Multiplied, bool kIsFirst, class AnyBlocks, class AnyAhead>
+  void multiply_group(int64_t group, const AnyBlocks& blocks, const AnyAhead& ahead) {
+    const int64_t first = groups_.first_of(group);
+    with_count<kMostOfGroup>(groups_.first_of(group + 1) - first, [&]<int kTokens>() {
+      auto multiply = [&](const auto& words) {
+        multiply_panel<Multiplied, kTokens, kIsFirst || !kIsOff<Kind>>(args_, panel_, blocks, words, ahead, first, off_);
+      };
+      if constexpr (kPacksTokens && kTokens > 1)
+        multiply(PackedWords<kTokens>{packed_ + first * num_words<Kind>(args_) * kBytesOfWord});
+      else
+        multiply(LinesOfWords<Kind>(args_, first));
+    });
+  }
+
+  const ProductArgs& args_;
+  const int64_t panel_;
+  const Groups groups_;
+  const std::byte* packed_;
+  const int64_t blocks_;
+  typename Lanes<Kind>::Words off_[kVectors];
+};
+
 class VectorMultiplier {
  public:
   template <class Kind>
@@ -150,7 +236,7 @@ class VectorMultiplier {
 
   template <class Kind>
   static int64_t packed_bytes(const ProductArgs& args) {
-    return kPacksTokens && args.num_tokens > 1 ? args.num_tokens * num_words<Kind>(args) * 4 : 0;
+    return kPacksTokens && args.num_tokens > 1 ? args.num_tokens * num_words<Kind>(args) * kBytesOfWord : 0;
   }
 
   // Blocks begin to end of the lines of all tokens.
@@ -169,68 +255,11 @@ class VectorMultiplier {
   void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
                 std::byte* scratch, const std::byte* packed) {
     const Groups groups{begin, end};
-    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      if (groups.count() > 1)
-        multiply_groups<Kind>(args, panel, panel + 1 < last_panel, groups, scratch, packed);
-      else
-        multiply_group<Kind>(args, panel, Blocks<Kind>(args, panel, num_blocks<Kind>(args)), own_ahead<Kind>(args, panel), begin,
-                             end, packed);
-    }
+    for (int64_t panel = first_panel; panel < last_panel; ++panel)
+      Passes<Kind>(args, panel, groups, packed).multiply(panel + 1 < last_panel, scratch);
   }
 
  private:
-  template <class Kind>
-  static int64_t num_blocks(const ProductArgs& args) {
-    return args.in_features / kLines<Kind>;
-  }
-
-  // What comes next of the panel itself.
-  template <class Kind>
-  static auto own_ahead(const ProductArgs& args, int64_t panel) {
-    constexpr int64_t kBytesAhead = 1 << 13;
-    using Lines = Constant<block_bytes<Kind>() / kCacheLine>;
-    return Going<_MM_HINT_T1, Lines>{{bytes_of<Kind>(args, panel) + kBytesAhead, {}}};
-  }
-
-  // The first group reads a panel from memory, where weights that are to be made numbers are so once, in `scratch`. While the
-  // others pass by it they ask for the next one.
-  template <class Kind>
-  static void multiply_groups(const ProductArgs& args, int64_t panel, bool has_next, const Groups& groups, std::byte* scratch,
-                              const std::byte* packed) {
-    const int64_t blocks = num_blocks<Kind>(args), others = groups.count() - 1;
-    const int64_t share = has_next ? (block_bytes<Kind>() / kCacheLine + others - 1) / others : 0;
-    auto multiply = [&]<class Multiplied>(int64_t group, const auto& all, const auto& ahead) {
-      multiply_group<Multiplied>(args, panel, all, ahead, groups.first_of(group), groups.first_of(group + 1), packed);
-    };
-    auto multiply_others = [&]<class Multiplied>(const StoredBlocks<Multiplied>& all) {
-      const char* next = bytes_of<Kind>(args, panel + 1);
-      for (int64_t group = 1; group <= others; ++group, next += share * blocks * kCacheLine)
-        multiply.template operator()<Multiplied>(group, all, Going<_MM_HINT_T1, int64_t>{{next, share}});
-    };
-    if constexpr (kIsMade<Kind>) {
-      auto* numbers = reinterpret_cast<typename Kind::X*>(scratch);
-      multiply.template operator()<Kind>(0, KeptBlocks<Kind>(args, panel, blocks, numbers), own_ahead<Kind>(args, panel));
-      multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers));
-    } else {
-      const StoredBlocks<Kind> all(args, panel, blocks);
-      multiply.template operator()<Kind>(0, all, own_ahead<Kind>(args, panel));
-      multiply_others(all);
-    }
-  }
-
-  // A group by one panel.
-  template <class Kind, class AnyBlocks, class AnyAhead>
-  static void multiply_group(const ProductArgs& args, int64_t panel, const AnyBlocks& blocks, const AnyAhead& ahead, int64_t first,
-                             int64_t last, const std::byte* packed) {
-    with_count<kMostOfGroup>(last - first, [&]<int kTokens>() {
-      if constexpr (kPacksTokens && kTokens > 1)
-        multiply_panel<Kind, kTokens>(args, panel, blocks, PackedWords<kTokens>{packed + first * num_words<Kind>(args) * 4}, ahead,
-                                      first);
-      else
-        multiply_panel<Kind, kTokens>(args, panel, blocks, lines_of<Kind>(args, first), ahead, first);
-    });
-  }
-
   // Tokens first to last - 1, which are a group.
   template <class Kind>
   static void pack_group(const ProductArgs& args, int64_t first, int64_t last, int64_t begin, int64_t end, float* packed) {
@@ -239,7 +268,7 @@ class VectorMultiplier {
     for (int64_t k = begin * kWordsOfBlock; k < end * kWordsOfBlock; k += kWidth) {
       Vec lines[kWidth];
       for (int t = 0; t < kWidth; ++t)
-        lines[t] = t < count ? load(reinterpret_cast<const float*>(x_of<Kind>(args, first + t)) + k) : zero();
+        lines[t] = t < count ? words_of<Kind>(args, first + t, k) : zero();
       transpose(lines);
       for (int i = 0; i < kWidth; ++i, to += count) store(to, lines[i], count);
     }

@@ -25,6 +25,10 @@ inline Vec second_of_pairs(Vec x) {
   return {_mm256_and_ps(x.v, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
 }
 
+inline Vec exclusive_or(Vec x, int32_t bits) {
+  return {_mm256_xor_ps(x.v, _mm256_castsi256_ps(_mm256_set1_epi32(bits)))};
+}
+
 inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
 inline Vec load(const BF16* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline Vec load(const F16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }

@@ -27,6 +27,10 @@ inline Vec second_of_pairs(Vec x) {
   return {_mm512_and_ps(x.v, _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
 }
 
+inline Vec exclusive_or(Vec x, int32_t bits) {
+  return {_mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(bits)))};
+}
+
 inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Vec load(const BF16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Vec load(const F16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
