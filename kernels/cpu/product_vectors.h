@@ -148,8 +148,13 @@ void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, An
     for (int i = 0; i < kVectors; ++i) off[i] = found[i];
   }
   alignas(64) Sum lines[kTokens][kPanel];
-  for (int t = 0; t < kTokens; ++t)
-    for (int i = 0; i < kVectors; ++i) store(lines[t] + i * kWidth, kIsOff<Kind> ? sums[t][i] - off[i] : sums[t][i]);
+#pragma GCC unroll 16  // all, so that no sum has to have a place in memory
+  for (int t = 0; t < kTokens; ++t) {
+    for (int i = 0; i < kVectors; ++i) {
+      if constexpr (kIsOff<Kind>) sums[t][i] = sums[t][i] - off[i];
+      store(lines[t] + i * kWidth, sums[t][i]);
+    }
+  }
   finish(args, panel, token, kTokens, lines[0]);
 }
 

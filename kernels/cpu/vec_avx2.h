@@ -47,22 +47,27 @@ inline Vec load(const T* p, int n) {
 
 // kWidth whole numbers of 32 bits, or words of four codes.
 struct Whole {
-  __m256i v;
+  // Not what intrinsics take: sums would be stored after each of them.
+  using Words = int32_t __attribute__((vector_size(32)));
+  Words v;
 };
 
-inline Whole load_whole(const void* p) { return {_mm256_loadu_si256(static_cast<const __m256i*>(p))}; }
-inline Whole set1_whole(int32_t x) { return {_mm256_set1_epi32(x)}; }
-inline void store(int32_t* p, Whole x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.v); }
-inline Vec load(const int32_t* p) { return {_mm256_cvtepi32_ps(load_whole(p).v)}; }
-inline Whole operator-(Whole a, Whole b) { return {_mm256_sub_epi32(a.v, b.v)}; }
+inline __m256i bits_of(Whole x) { return reinterpret_cast<__m256i>(x.v); }
+inline Whole whole(__m256i bits) { return {reinterpret_cast<Whole::Words>(bits)}; }
+
+inline Whole load_whole(const void* p) { return whole(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+inline Whole set1_whole(int32_t x) { return whole(_mm256_set1_epi32(x)); }
+inline void store(int32_t* p, Whole x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits_of(x)); }
+inline Vec load(const int32_t* p) { return {_mm256_cvtepi32_ps(bits_of(load_whole(p)))}; }
+inline Whole operator-(Whole a, Whole b) { return {a.v - b.v}; }
 
 // Adds the products of the four codes of each word. Those of `b` are to be given xor kCodeOffset.
 inline constexpr int32_t kCodeOffset = 0;
-inline __m256i even_codes(Whole x) { return _mm256_srai_epi16(_mm256_slli_epi16(x.v, 8), 8); }
-inline __m256i odd_codes(Whole x) { return _mm256_srai_epi16(x.v, 8); }
+inline __m256i even_codes(Whole x) { return _mm256_srai_epi16(_mm256_slli_epi16(bits_of(x), 8), 8); }
+inline __m256i odd_codes(Whole x) { return _mm256_srai_epi16(bits_of(x), 8); }
 inline Whole add_codes(Whole sum, Whole a, Whole b) {
   const __m256i even = _mm256_madd_epi16(even_codes(a), even_codes(b)), odd = _mm256_madd_epi16(odd_codes(a), odd_codes(b));
-  return {_mm256_add_epi32(sum.v, _mm256_add_epi32(even, odd))};
+  return whole(_mm256_add_epi32(bits_of(sum), _mm256_add_epi32(even, odd)));
 }
 
 inline __m128i narrow_bf16(Vec x) {

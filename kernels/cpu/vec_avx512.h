@@ -49,26 +49,31 @@ inline Vec load(const int8_t* p, int n) {
 
 // kWidth whole numbers of 32 bits, or words of four codes.
 struct Whole {
-  __m512i v;
+  // Not what intrinsics take: sums would be stored after each of them.
+  using Words = int32_t __attribute__((vector_size(64)));
+  Words v;
 };
 
-inline Whole load_whole(const void* p) { return {_mm512_loadu_si512(p)}; }
-inline Whole set1_whole(int32_t x) { return {_mm512_set1_epi32(x)}; }
-inline void store(int32_t* p, Whole x) { _mm512_storeu_si512(p, x.v); }
+inline __m512i bits_of(Whole x) { return reinterpret_cast<__m512i>(x.v); }
+inline Whole whole(__m512i bits) { return {reinterpret_cast<Whole::Words>(bits)}; }
+
+inline Whole load_whole(const void* p) { return whole(_mm512_loadu_si512(p)); }
+inline Whole set1_whole(int32_t x) { return whole(_mm512_set1_epi32(x)); }
+inline void store(int32_t* p, Whole x) { _mm512_storeu_si512(p, bits_of(x)); }
 inline Vec load(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
-inline Whole operator-(Whole a, Whole b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline Whole operator-(Whole a, Whole b) { return {a.v - b.v}; }
 
 // Adds the products of the four codes of each word. Those of `b` are to be given xor kCodeOffset.
 #if defined(__AVX512VNNI__)
 inline constexpr int32_t kCodeOffset = static_cast<int32_t>(0x80808080u);  // makes them unsigned, 128 more than they are
-inline Whole add_codes(Whole sum, Whole a, Whole b) { return {_mm512_dpbusd_epi32(sum.v, b.v, a.v)}; }
+inline Whole add_codes(Whole sum, Whole a, Whole b) { return whole(_mm512_dpbusd_epi32(bits_of(sum), bits_of(b), bits_of(a))); }
 #else
 inline constexpr int32_t kCodeOffset = 0;
-inline __m512i even_codes(Whole x) { return _mm512_srai_epi16(_mm512_slli_epi16(x.v, 8), 8); }
-inline __m512i odd_codes(Whole x) { return _mm512_srai_epi16(x.v, 8); }
+inline __m512i even_codes(Whole x) { return _mm512_srai_epi16(_mm512_slli_epi16(bits_of(x), 8), 8); }
+inline __m512i odd_codes(Whole x) { return _mm512_srai_epi16(bits_of(x), 8); }
 inline Whole add_codes(Whole sum, Whole a, Whole b) {
   const __m512i even = _mm512_madd_epi16(even_codes(a), even_codes(b)), odd = _mm512_madd_epi16(odd_codes(a), odd_codes(b));
-  return {_mm512_add_epi32(sum.v, _mm512_add_epi32(even, odd))};
+  return whole(_mm512_add_epi32(bits_of(sum), _mm512_add_epi32(even, odd)));
 }
 #endif
 

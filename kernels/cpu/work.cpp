@@ -23,15 +23,17 @@ class Barrier {
       turn_.notify_all();
       return;
     }
-    for (int i = 0; i < kSpins; ++i) {
+    const uint64_t begin = __rdtsc();
+    do {
       if (turn_.load(std::memory_order_acquire) != turn) return;
       _mm_pause();
-    }
+    } while (__rdtsc() - begin < kTicks);
     turn_.wait(turn, std::memory_order_acquire);
   }
 
  private:
-  static constexpr int kSpins = 2000;  // about a tenth of a millisecond
+  // Of the time stamp counter: about a tenth of a millisecond. A pause is of another length on each processor.
+  static constexpr uint64_t kTicks = 250'000;
 
   alignas(64) std::atomic<int64_t> arrived_{0};
   alignas(64) std::atomic<uint32_t> turn_{0};
