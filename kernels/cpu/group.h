@@ -37,9 +37,9 @@ class UnitAhead {
   LinesAhead next() {
     if (token_ >= unit_.end) return {};
     const Part<Stored> part(args_, pieces_.pieces[piece_], unit_.head_begin + head_, values_);
-    const char* start = part.memory();
+    const LinesAhead lines{part.begin(), part.end()};
     go_on();
-    return {start, start + part.bytes()};
+    return lines;
   }
 
  private:

@@ -22,7 +22,7 @@ struct Pieces {
   int num_pieces = 0;
   Piece<Stored> pieces[kCapacity];
 
-  // The next ones from `token` up to `end`, at most kCapacity. Which blocks are short is a guess until `look`.
+  // The next ones from `token` up to `end`, at most kCapacity. Which blocks are short is a guess until `look`: those that are full.
   void fill(const AttentionArgs& args, int64_t row, int64_t token, int64_t end) {
     const int32_t* table = args.block_tables + row * args.table_stride;
     const int64_t block = args.num_kv_heads * args.block_size * line_size<Stored>(args);
@@ -31,7 +31,7 @@ struct Pieces {
     count = left > 0 ? static_cast<int>(left) : 0;
     for (num_pieces = 0; left > 0; ++column, first = 0) {
       const int64_t tokens = args.block_size - first < left ? args.block_size - first : left;
-      const bool is_full = args.short_blocks && tokens == args.block_size;
+      const bool is_full = args.short_blocks && (column + 1) * args.block_size <= args.seq_lens[row];
       pieces[num_pieces++] = {static_cast<const Stored*>(args.kv_cache) + table[column] * block, static_cast<int>(first),
                               static_cast<int>(tokens), is_full, is_full};
       left -= tokens;
@@ -57,11 +57,14 @@ class Part {
 
   int count() const { return piece_->count; }
   bool is_short() const { return values_ ? piece_->short_values : piece_->short_keys; }
-  int64_t head_dim() const { return args_->head_dim; }
-  int64_t first_number() const { return piece_->first * args_->head_dim; }
-  int64_t tile_numbers() const { return args_->block_size * args_->head_dim; }
 
-  // If it is short: all of the block's tokens.
+  // If it is short: the tile, which has all of the block's tokens, and where in it the part's numbers are.
+  int64_t tile_numbers() const { return args_->block_size * args_->head_dim; }
+  int64_t first_number() const { return piece_->first * args_->head_dim; }
+  int64_t first_group() const { return first_number() / ShortGroup::kNumbers; }
+  int64_t last_group() const {
+    return (first_number() + piece_->count * args_->head_dim + ShortGroup::kNumbers - 1) / ShortGroup::kNumbers;
+  }
   const ShortTile& tile() const {
     return *reinterpret_cast<const ShortTile*>(reinterpret_cast<const std::byte*>(block()) +
                                                head_ * short_tile_bytes(tile_numbers()));
@@ -72,16 +75,19 @@ class Part {
     return block() + (head_ * args_->block_size + piece_->first) * line_size<Stored>(*args_);
   }
 
-  // What is read of it.
-  const char* memory() const {
-    return is_short() ? reinterpret_cast<const char*>(&tile()) : reinterpret_cast<const char*>(tokens());
+  // The memory that is read of it: of a short tile the head with the first of its tokens, what is behind its numbers with the last.
+  const char* begin() const {
+    if (!is_short()) return reinterpret_cast<const char*>(tokens());
+    return piece_->first == 0 ? tile_memory() : reinterpret_cast<const char*>(tile().groups() + first_group());
   }
-  int64_t bytes() const {
-    if (is_short()) return short_tile_bytes(tile_numbers());
-    return piece_->count * line_size<Stored>(*args_) * static_cast<int64_t>(sizeof(Stored));
+  const char* end() const {
+    if (!is_short()) return begin() + piece_->count * line_size<Stored>(*args_) * static_cast<int64_t>(sizeof(Stored));
+    if (piece_->first + piece_->count == args_->block_size) return tile_memory() + short_tile_bytes(tile_numbers());
+    return reinterpret_cast<const char*>(tile().groups() + last_group());
   }
 
  private:
+  const char* tile_memory() const { return reinterpret_cast<const char*>(&tile()); }
   const Stored* block() const { return piece_->keys + (values_ ? value_offset<Stored>(*args_) : 0); }
 
   const AttentionArgs* args_;
@@ -114,8 +120,7 @@ struct LinesAhead {
 // Numbers of a short part, made in memory from `to` on, which is moved behind them. Returns its first token.
 inline const BF16* make_tokens(const Part<BF16>& part, LinesAhead& ahead, BF16*& to) {
   constexpr int64_t kNumbers = ShortGroup::kNumbers;
-  const int64_t first_number = part.first_number(), last_number = first_number + part.count() * part.head_dim();
-  const int64_t first = first_number / kNumbers, last = (last_number + kNumbers - 1) / kNumbers, start = first * kNumbers;
+  const int64_t first = part.first_group(), last = part.last_group(), start = first * kNumbers;
   const ShortTile& tile = part.tile();
   const ByteVector table = load_table(tile.upper);
   BF16* const made = to;
@@ -126,7 +131,7 @@ inline const BF16* make_tokens(const Part<BF16>& part, LinesAhead& ahead, BF16*&
   for_exceptions(tile, part.tile_numbers(), [&](TileException exception) {
     if (exception.number >= start && exception.number < last * kNumbers) made[exception.number - start].bits = exception.bits;
   });
-  return made + first_number - start;
+  return made + part.first_number() - start;
 }
 
 // Numbers that the tokens of Pieces may need memory for when they are made.
