@@ -100,7 +100,8 @@ Status Operations::add_layer_norm(const NormArgs& args) {
 
 Status Operations::add_silu_and_mul(const SiluArgs& args) {
   const auto kernel = context_.kernels.silu_and_mul.of[args.dtype];
-  return add(args.rows, grain(kWorthThreads, args.n), [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+  return add(args.rows, grain(kWorthThreads, args.n),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
 }
 
 Status Operations::add_rotary(const RotaryArgs& args) {
@@ -113,7 +114,8 @@ Status Operations::add_rotary(const RotaryArgs& args) {
 
 Status Operations::add_quantize(const QuantizeArgs& args) {
   const auto kernel = context_.kernels.quantize.of[args.dtype];
-  return add(args.rows, grain(kWorthThreads, args.n), [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+  return add(args.rows, grain(kWorthThreads, args.n),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
 }
 
 Status Operations::add_product(const ProductArgs& args) {

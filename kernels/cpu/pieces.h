@@ -100,20 +100,13 @@ constexpr int64_t num_lines(int64_t bytes) { return (bytes + kCacheLine - 1) / k
 
 // Memory to ask for, bit by bit: a processor that waits until memory takes more requests does nothing else.
 struct LinesAhead {
-#if defined(__AMX_BF16__)
-  static constexpr _mm_hint kHint = _MM_HINT_T0;
-#else
-  // More requests can be on their way to the second cache than to the first.
-  static constexpr _mm_hint kHint = _MM_HINT_T1;
-#endif
-
   const char *next = nullptr, *end = nullptr;
 
   void fetch(int64_t lines) {
-    for (; lines > 0 && next < end; --lines, next += kCacheLine) _mm_prefetch(next, kHint);
+    for (; lines > 0 && next < end; --lines, next += kCacheLine) _mm_prefetch(next, kAheadHint);
   }
   void fetch_all() {
-    for (; next < end; next += kCacheLine) _mm_prefetch(next, kHint);
+    for (; next < end; next += kCacheLine) _mm_prefetch(next, kAheadHint);
   }
 };
 

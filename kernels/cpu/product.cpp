@@ -19,13 +19,6 @@ constexpr int64_t kTile = kPanel / 2;
 // Bytes of a block as it is multiplied.
 constexpr int64_t kBlockBytes = kPanel * kWordsOfBlock * 4;
 
-// How far ahead of its use a weight is asked for, in bytes, and into which cache: into the second where time goes by between
-// what is asked for and the making of numbers.
-template <class Kind>
-constexpr int64_t kAhead = kIsMade<Kind> ? 1 << 12 : 1 << 13;
-template <class Kind>
-constexpr _mm_hint kCache = kIsMade<Kind> ? _MM_HINT_T1 : _MM_HINT_T0;
-
 template <class Kind>
 inline const typename Kind::X* x_of(const ProductArgs& args, int64_t token) {
   return static_cast<const typename Kind::X*>(args.x) + token * args.x_stride;

@@ -4,6 +4,13 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+// How far ahead of its use a weight is asked for, in bytes, and into which cache: into the second where time goes by between
+// what is asked for and the making of numbers.
+template <class Kind>
+constexpr int64_t kAhead = kIsMade<Kind> ? 1 << 12 : 1 << 13;
+template <class Kind>
+constexpr _mm_hint kCache = kIsMade<Kind> ? _MM_HINT_T1 : _MM_HINT_T0;
+
 // For float16, of which compilers may not know yet.
 #define QUIRE_TILE_DPFP16PS(sums, lines, columns) asm volatile("tdpfp16ps %tmm" #columns ", %tmm" #lines ", %tmm" #sums)
 

@@ -64,9 +64,6 @@ inline int32_t word(const void* words, int64_t at) {
   return bits;
 }
 
-// What comes next is asked for in the second cache: more requests can be on their way there.
-constexpr _mm_hint kAheadHint = _MM_HINT_T1;
-
 // Tokens whose sums are in registers while a panel passes by, and the most of them. Where they are more than a few their words
 // are packed: those of a group lie side by side, so that lines of all lengths are read alike.
 constexpr int64_t kMostOfGroup = kWidth == 16 ? 12 : kSums / kVectors;

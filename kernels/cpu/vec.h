@@ -30,6 +30,13 @@ struct F16 {
 
 namespace quire::QUIRE_ISA {
 
+// Where what is read next is asked for. More requests can be on their way to the second cache than to the first.
+#if defined(__AMX_BF16__)
+inline constexpr _mm_hint kAheadHint = _MM_HINT_T0;
+#else
+inline constexpr _mm_hint kAheadHint = _MM_HINT_T1;
+#endif
+
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
