@@ -74,6 +74,7 @@ class Batch:
 
     def commit(self, step_id: int) -> StepPlan:
         """The step that was put together. It counts as done, which it is once its result comes."""
+        self.draft.sealed = self.blocks.still_sealed(self.draft.sealed)
         plan = self.draft.finish(step_id)
         self.draft = StepDraft(self._token_budget)
         self.rows.num_computed[plan.rows] += plan.num_new_tokens

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_svc.core.block import BlockHash, BlockId
@@ -110,6 +111,10 @@ class BlockManager:
         hashes = sequence.prefix_hashes.first(end, sequence.token_ids)
         pairs = zip(sequence.block_table[first:end], hashes[first:], strict=True)
         return [(block, content) for block, content in pairs if self.pool.seal(block, content)]
+
+    def still_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> list[tuple[BlockId, BlockHash]]:
+        """Those of `sealed` that were not let go of and handed out anew since, to be filled with something else."""
+        return [(block, content) for block, content in sealed if self.pool.hash_of(block) == content]
 
     def free(self, sequence: Sequence) -> None:
         """Takes all blocks of a sequence back."""

@@ -10,9 +10,11 @@ import numpy as np
 
 from scheduler_svc.core import invariants
 from scheduler_svc.core.beam import BeamParameters, BeamSearch, Candidates
+from scheduler_svc.core.block import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.prefix_cache import PrefixHashes
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import ClientEvents, StepPlan, StepResult, Usage
@@ -134,6 +136,8 @@ class FakeDevice:
     """The most likely tokens after these, and how many."""
     num_computed: int = 0
     """Tokens computed so far, over all rows."""
+    seals: dict[int, BlockHash] = field(default_factory=dict)
+    """What a scheduler that comes later would adopt: block -> the hash that it is sealed under."""
 
     def run(self, plan: StepPlan) -> StepResult:
         self._move(plan.swap_out, self.slots, self.host_slots)
@@ -164,6 +168,7 @@ class FakeDevice:
         for row, num_new, num_computed in batch:
             self._compute(self.rows[row], num_new, num_computed)
         self._check_distinct_writes(plan)
+        self.seals.update(plan.sealed)
         candidates = {
             row: self.candidates(self.rows[row].tokens, count)
             for row, _ in plan.samples.tolist()
@@ -181,6 +186,8 @@ class FakeDevice:
         assert len(set(pairs[:, 1].tolist())) == len(pairs), "a block is written twice"
         moved = [(to, self._block(source, block)) for block, to in pairs.tolist()]
         for block, content in moved:
+            if target is self.slots:
+                self.seals.pop(block, None)
             for offset in range(self.block_size):
                 target.pop(block * self.block_size + offset, None)
             target.update({block * self.block_size + offset: held for offset, held in content.items()})
@@ -208,7 +215,16 @@ class FakeDevice:
             assert self.slots[self._slot(row, position)] == context, "the context is not the row's own"
         for position in range(num_computed, num_computed + num_new):
             assert position < len(row.tokens), "a token was computed before it was known"
+            self.seals.pop(self._slot(row, position) // self.block_size, None)
             self.slots[self._slot(row, position)] = tuple(row.tokens[: position + 1])
+
+    def check_seals(self, plan: StepPlan, tenants: set[str]) -> None:
+        """That each block which a step sealed holds what its hash stands for, for one of these tenants."""
+        for block, content in plan.sealed:
+            tokens = self.slots.get((block + 1) * self.block_size - 1, ())
+            hashes = [PrefixHashes(tenant, self.block_size) for tenant in tenants]
+            true = [each.first(len(tokens) // self.block_size, tokens)[-1:] for each in hashes]
+            assert [content] in true, f"block {block} is sealed under the hash of other tokens"
 
     def _sample(self, row: int) -> int:
         state = self.rows[row]
@@ -240,6 +256,7 @@ class Driver:
         self.usage: dict[int, Usage] = {}
         self.clock = 0.0
         self._is_dead = False
+        self._tenants: set[str] = set()
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request, self.clock)
@@ -256,9 +273,15 @@ class Driver:
         plan = self.scheduler.schedule(self.clock)
         if plan is not None:
             self._is_dead |= None not in self.results and self._is_deadly(plan)
-            self.results.append(None if self._is_dead or self._is_refused(plan) else self.device.run(plan))
+            self.results.append(None if self._is_dead or self._is_refused(plan) else self._run(plan))
         self.check()
         return plan
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self._tenants |= {group.request.tenant for group in self.scheduler.running}
+        result = self.device.run(plan)
+        self.device.check_seals(plan, self._tenants)
+        return result
 
     def deliver(self) -> dict[ClientId, ClientEvents]:
         """Applies the oldest result that was kept back."""

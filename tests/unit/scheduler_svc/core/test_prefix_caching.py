@@ -124,6 +124,23 @@ def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
     assert successor.usage[2].cached_tokens == 12
 
 
+def test_a_block_that_goes_to_another_before_its_seal_was_announced_is_never_announced():
+    driver = Driver(make_config(num_blocks=4))
+    # Its prompt is sealed by the result that ends it, and the blocks go to the second request at once.
+    for handle, prompt in ((1, PROMPT), (2, [*reversed(PROMPT)])):
+        driver.submit(make_request(handle, prompt=prompt, max_tokens=1))
+    driver.plan()
+    driver.deliver()
+    assert driver.finished == {1}
+    assert driver.scheduler.blocks.pool.num_cached == 3
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.assign[0].block_table == (3, 2, 1, 0)
+    assert plan.sealed == ()
+    driver.run_until_idle()
+    assert driver.finished == {1, 2}
+
+
 def test_the_pool_hands_out_unsealed_blocks_first_then_the_least_recently_freed_deepest_first():
     pool = BlockPool(6)
     old, new, plain = pool.allocate(2), pool.allocate(2), pool.allocate(1)
