@@ -42,7 +42,7 @@ serve: setup ## serve a model on this machine
 
 # As many at once as there are cores, but for those that tests/conftest.py keeps apart.
 test: setup triton-client ## run all tests, or those that ARGS says
-	$(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n auto --dist loadgroup)
+	$(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n auto --no-loadscope-reorder)
 
 triton-client: $(TRITON_CLIENT_INSTALLED) ## install the client of Triton that tests call the server with
 
