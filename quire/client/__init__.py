@@ -16,6 +16,7 @@ from quire.client.retries import RetryPolicy
 from quire.client.sync_client import Client, Stream
 from quire.client.tls import ClientTls
 from quire.client.types import (
+    AnyChatMessage,
     BeamSearch,
     ChatMessage,
     EarlyStopping,
@@ -40,6 +41,7 @@ from quire.client.types import (
 from quire.rpc.errors import QuireError
 
 __all__ = [
+    "AnyChatMessage",
     "AsyncClient",
     "AsyncStream",
     "BeamSearch",

@@ -17,7 +17,7 @@ from quire.client.retries import Attempts, RetryPolicy
 from quire.client.timing import CallTime
 from quire.client.tls import ClientTls
 from quire.client.types import (
-    ChatMessage,
+    AnyChatMessage,
     Generation,
     GenerationOptions,
     Model,
@@ -110,7 +110,7 @@ class AsyncClient:
         api_key: What the gateway knows the caller by, where it asks for one. Without TLS everyone between can read it.
         tls: Whom to believe, where the gateway speaks TLS; without it nothing is encrypted. ConfigurationError when its
             files cannot be read, and when gateways on several hosts come without its `server_name`.
-        retry: When to call again after a refusal, and what; None never does.
+        retry: When to call again after a refusal, and what; None never does, but for durable streams that were lost.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class AsyncClient:
 
     async def chat(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[AnyChatMessage],
         options: GenerationOptions | None = None,
         *,
         model: str | None = None,
@@ -182,7 +182,7 @@ class AsyncClient:
 
     def chat_stream(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[AnyChatMessage],
         options: GenerationOptions | None = None,
         *,
         model: str | None = None,
@@ -202,7 +202,7 @@ class AsyncClient:
 
     async def tokenize(
         self,
-        text_or_messages: str | Sequence[ChatMessage],
+        text_or_messages: str | Sequence[AnyChatMessage],
         *,
         add_special_tokens: bool | None = None,
         model: str | None = None,
@@ -226,7 +226,7 @@ class AsyncClient:
 
     async def pin_prefix(
         self,
-        prefix: str | Sequence[int] | Sequence[ChatMessage],
+        prefix: str | Sequence[int] | Sequence[AnyChatMessage],
         *,
         time_to_live_ms: int | None = None,
         model: str | None = None,

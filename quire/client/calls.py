@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar, Unpack
 from quire.client import convert
 from quire.client.connection import Stubs
 from quire.client.convert import GenerationFields
+from quire.client.fields import put
 from quire.client.types import (
-    ChatMessage,
+    AnyChatMessage,
     Generation,
     GenerationOptions,
     Model,
@@ -57,7 +58,7 @@ def generate(
 
 
 def chat(
-    messages: Sequence[ChatMessage], options: GenerationOptions | None, **fields: Unpack[GenerationFields]
+    messages: Sequence[AnyChatMessage], options: GenerationOptions | None, **fields: Unpack[GenerationFields]
 ) -> Unary[Generation]:
     request = convert.to_chat_request(generation_pb2.ChatRequest(), messages, options, **fields)
     return Unary(lambda stubs: stubs.generation.Chat, request, convert.from_generate_response, is_idempotent=False)
@@ -71,7 +72,7 @@ def generate_stream(
 
 
 def chat_stream(
-    messages: Sequence[ChatMessage], options: GenerationOptions | None, **fields: Unpack[GenerationFields]
+    messages: Sequence[AnyChatMessage], options: GenerationOptions | None, **fields: Unpack[GenerationFields]
 ) -> Streaming:
     request = convert.to_chat_request(generation_pb2.ChatStreamRequest(), messages, options, **fields)
     return Streaming(lambda stubs: stubs.generation.ChatStream, request)
@@ -79,12 +80,12 @@ def chat_stream(
 
 def cancel(request_id: str) -> Unary[None]:
     request = generation_pb2.CancelRequest()
-    convert.fill(request, request_id=request_id)
+    put(request, "request_id", request_id)
     return Unary(lambda stubs: stubs.generation.Cancel, request, _nothing)
 
 
 def tokenize(
-    text_or_messages: str | Sequence[ChatMessage], *, add_special_tokens: bool | None, model: str | None
+    text_or_messages: str | Sequence[AnyChatMessage], *, add_special_tokens: bool | None, model: str | None
 ) -> Unary[Tokenization]:
     request = convert.to_tokenize_request(text_or_messages, add_special_tokens=add_special_tokens, model=model)
     return Unary(lambda stubs: stubs.generation.Tokenize, request, convert.from_tokenize_response)
@@ -96,7 +97,7 @@ def detokenize(token_ids: Sequence[int], *, include_special_tokens: bool | None,
 
 
 def pin_prefix(
-    prefix: str | Sequence[int] | Sequence[ChatMessage], *, time_to_live_ms: int | None, model: str | None
+    prefix: str | Sequence[int] | Sequence[AnyChatMessage], *, time_to_live_ms: int | None, model: str | None
 ) -> Unary[PinnedPrefix]:
     request = convert.to_pin_request(prefix, time_to_live_ms=time_to_live_ms, model=model)
     return Unary(lambda stubs: stubs.prefixes.PinPrefix, request, convert.from_pin_response)
@@ -112,7 +113,7 @@ def list_models() -> Unary[tuple[Model, ...]]:
 
 def get_model(name: str) -> Unary[Model]:
     request = model_pb2.GetModelRequest()
-    convert.fill(request, model=name)
+    put(request, "model", name)
     return Unary(lambda stubs: stubs.models.GetModel, request, lambda response: convert.from_model(response.model))
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
-
+from quire.client.fields import fill, put
 from quire.client.types import (
+    AnyChatMessage,
+    BeamSearch,
     ChatMessage,
     EarlyStopping,
     FinishReason,
@@ -69,12 +69,6 @@ _SAMPLING_FIELDS = (
     "allowed_token_ids",
     "bad_words",
 )
-_INTEGERS = {
-    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
-    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
-    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
-    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
-}
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_string")
 _OUTPUT_FIELDS = ("logprobs", "prompt_logprobs", "include_special_tokens")
 
@@ -89,13 +83,12 @@ def to_generate_request(
 
     Raises:
         InvalidArgument: a value does not fit its field, for example a negative token id.
-        TypeError: the prompt is neither text nor token ids.
+        TypeError: the prompt is neither text nor token ids, or the options are no GenerationOptions.
     """
     if isinstance(prompt, str):
         fill(message, text=prompt)
-    elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-        raise TypeError(f"prompt is {type(prompt).__name__}; expected str, or a sequence of token ids")
     else:
+        _check_is_sequence("prompt", prompt, "a str or a sequence of token ids")
         message.token_ids.SetInParent()
         fill(message.token_ids, ids=prompt)
     fill(message, **fields)
@@ -105,26 +98,33 @@ def to_generate_request(
 
 def to_chat_request(
     message: ChatMessageT,
-    messages: Sequence[ChatMessage],
+    messages: Sequence[AnyChatMessage],
     options: GenerationOptions | None,
     **fields: Unpack[GenerationFields],
 ) -> ChatMessageT:
-    """Fills `message`, a new request of either kind, and returns it; raises as `to_generate_request`."""
-    _add_messages(message, messages)
+    """Fills `message`, a new request of either kind, and returns it.
+
+    Raises:
+        InvalidArgument: a value does not fit its field.
+        TypeError: the messages are no messages, or the options no GenerationOptions.
+    """
+    _check_is_sequence("messages", messages, "a sequence of ChatMessage")
+    _add_messages(message, "messages", messages)
     fill(message, **fields)
     _fill_options(message, options)
     return message
 
 
 def to_tokenize_request(
-    text_or_messages: str | Sequence[ChatMessage], *, add_special_tokens: bool | None, model: str | None
+    text_or_messages: str | Sequence[AnyChatMessage], *, add_special_tokens: bool | None, model: str | None
 ) -> generation_pb2.TokenizeRequest:
     request = generation_pb2.TokenizeRequest()
     if isinstance(text_or_messages, str):
         fill(request, text=text_or_messages)
     else:
+        _check_is_sequence("text_or_messages", text_or_messages, "a str or a sequence of ChatMessage")
         request.chat.SetInParent()
-        _add_messages(request.chat, text_or_messages)
+        _add_messages(request.chat, "text_or_messages", text_or_messages)
     fill(request, model=model, add_special_tokens=add_special_tokens)
     return request
 
@@ -133,80 +133,89 @@ def to_detokenize_request(
     token_ids: Sequence[int], *, include_special_tokens: bool | None, model: str | None
 ) -> generation_pb2.DetokenizeRequest:
     request = generation_pb2.DetokenizeRequest()
-    fill(request, token_ids=token_ids, include_special_tokens=include_special_tokens, model=model)
+    put(request, "token_ids", token_ids)
+    fill(request, include_special_tokens=include_special_tokens, model=model)
     return request
 
 
 def to_pin_request(
-    prefix: str | Sequence[int] | Sequence[ChatMessage], *, time_to_live_ms: int | None, model: str | None
+    prefix: str | Sequence[int] | Sequence[AnyChatMessage], *, time_to_live_ms: int | None, model: str | None
 ) -> prefix_pb2.PinPrefixRequest:
     """Raises as `to_generate_request`."""
     request = prefix_pb2.PinPrefixRequest()
     if isinstance(prefix, str):
         fill(request, text=prefix)
-    elif isinstance(prefix, bytes) or not isinstance(prefix, Sequence):
-        raise TypeError(f"prefix is {type(prefix).__name__}; expected str, or a sequence of token ids or of messages")
-    elif prefix and all(isinstance(entry, ChatMessage) for entry in prefix):
-        _add_messages(request.chat, cast(Sequence[ChatMessage], prefix))
     else:
-        request.token_ids.SetInParent()
-        fill(request.token_ids, ids=prefix)
+        _check_is_sequence("prefix", prefix, "a str, a sequence of token ids or a sequence of ChatMessage")
+        _add_ids_or_messages(request, list(prefix))
     fill(request, time_to_live_ms=time_to_live_ms, model=model)
     return request
 
 
 def to_unpin_request(pin_id: str) -> prefix_pb2.UnpinPrefixRequest:
     request = prefix_pb2.UnpinPrefixRequest()
-    fill(request, pin_id=pin_id)
+    put(request, "pin_id", pin_id)
     return request
 
 
-def fill(message: Message, **values: Any) -> None:
-    """Sets the fields that are not None; InvalidArgument naming the field where a value does not fit."""
-    for name, value in values.items():
-        if value is None:
-            continue
-        try:
-            if isinstance(value, Mapping):
-                getattr(message, name).update(value)
-            elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
-                getattr(message, name).extend(value)
-            else:
-                setattr(message, name, value)
-        except (ValueError, TypeError) as error:
-            description = f"is {value!r:.80}, which its field cannot hold: {_integer_range(message, name) or error}"
-            raise invalid_field(name, description) from error
+def _check_is_sequence(name: str, value: object, limit: str) -> None:
+    """TypeError where a value is not one of several entries."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} is {value!r:.80}; it must be {limit}")
 
 
-def _integer_range(message: Message, name: str) -> str | None:
-    """What a field of whole numbers holds; None for other fields."""
-    field = message.DESCRIPTOR.fields_by_name[name]
-    if field.cpp_type not in _INTEGERS:
-        return None
-    low, high = _INTEGERS[field.cpp_type]
-    return f"it takes whole numbers in [{low:,}, {high:,}]"
+def _add_ids_or_messages(request: prefix_pb2.PinPrefixRequest, entries: list[int | AnyChatMessage]) -> None:
+    if entries and all(isinstance(entry, ChatMessage | Mapping) for entry in entries):
+        _add_messages(request.chat, "prefix", cast(list[AnyChatMessage], entries))
+    else:
+        request.token_ids.SetInParent()
+        fill(request.token_ids, ids=entries)
 
 
-def _add_messages(message: Any, messages: Iterable[ChatMessage]) -> None:
-    for entry in messages:
-        fill(message.messages.add(), role=entry.role, content=entry.content)
+def _add_messages(message: Any, name: str, messages: Iterable[AnyChatMessage]) -> None:
+    """`name` is what the caller knows the messages by."""
+    for index, entry in enumerate(messages):
+        path = f"{name}[{index}]"
+        given = _chat_message(path, entry)
+        added = message.messages.add()
+        put(added, "role", given.role, f"{path}.role")
+        put(added, "content", given.content, f"{path}.content")
+
+
+def _chat_message(path: str, entry: AnyChatMessage) -> ChatMessage:
+    if isinstance(entry, ChatMessage):
+        return entry
+    if isinstance(entry, Mapping) and set(entry) == {"role", "content"}:
+        return ChatMessage(entry["role"], entry["content"])
+    limit = 'a ChatMessage, or a mapping of "role" and "content" alone'
+    raise TypeError(f"{path} is {entry!r:.80}; it must be {limit}")
 
 
 def _fill_options(message: Any, options: GenerationOptions | None) -> None:
     if options is None:
         return
+    if not isinstance(options, GenerationOptions):
+        raise TypeError(f"options is {options!r:.80}; it must be a GenerationOptions")
     fill(message.sampling, **{name: getattr(options, name) for name in _SAMPLING_FIELDS})
     fill(message.stopping, **{name: getattr(options, name) for name in _STOPPING_FIELDS})
     fill(message.output, **{name: getattr(options, name) for name in _OUTPUT_FIELDS})
-    beam = options.beam_search
-    if beam is not None:
-        early_stopping = None if beam.early_stopping is None else _EARLY_STOPPING[beam.early_stopping]
-        fill(
-            message.sampling.beam_search,
-            beam_width=beam.beam_width,
-            length_penalty=beam.length_penalty,
-            early_stopping=early_stopping,
-        )
+    if options.beam_search is not None:
+        _fill_beam_search(message.sampling.beam_search, options.beam_search)
+
+
+def _fill_beam_search(message: common_pb2.BeamSearchParameters, beam: BeamSearch) -> None:
+    if not isinstance(beam, BeamSearch):
+        raise invalid_field("beam_search", f"is {beam!r:.80}; it must be a BeamSearch")
+    early_stopping = None if beam.early_stopping is None else _early_stopping(beam.early_stopping)
+    fill(message, beam_width=beam.beam_width, length_penalty=beam.length_penalty, early_stopping=early_stopping)
+
+
+def _early_stopping(value: EarlyStopping) -> common_pb2.EarlyStopping:
+    try:
+        return _EARLY_STOPPING[EarlyStopping(value)]
+    except ValueError as error:
+        limit = f"one of EarlyStopping: {', '.join(EarlyStopping)}"
+        raise invalid_field("early_stopping", f"is {value!r:.80}; it must be {limit}") from error
 
 
 def from_generate_response(

@@ -109,22 +109,29 @@ class Resumption:
 
     def delay_after(self, error: QuireError) -> float:
         if isinstance(error, ResourceExhausted):
-            return self.attempts.delay_after(error)
+            # The request most likely runs, so that a refusal to read it on is part of the loss.
+            is_of_loss = self._lost_at is not None and error.retry_after_ms is not None
+            delay_s = self._delay_of_loss(error) if is_of_loss else None
+            return self.attempts.delay_after(error) if delay_s is None else delay_s
         self._is_submitted = isinstance(error, Unavailable)
         # A request that broke on its way in is not known to anyone.
         was_never_in = isinstance(error, NotFound) and not self._sequences and self._lost_at is not None
         if not (self._is_submitted or was_never_in):
             raise error from None
-        return self._delay_of_loss(error)
+        delay_s = self._delay_of_loss(error)
+        if delay_s is None:
+            raise error from None
+        return delay_s
 
-    def _delay_of_loss(self, error: QuireError) -> float:
+    def _delay_of_loss(self, error: QuireError) -> float | None:
+        """Seconds to wait, at least as long as the gateway says; None where the stream has been lost for too long."""
         time = self.attempts.time
         now = time.clock()
         self._lost_at = now if self._lost_at is None else self._lost_at
-        delay_s = self._delay_s if error.retry_after_ms is None else error.retry_after_ms / 1000
+        delay_s = max(self._delay_s, (error.retry_after_ms or 0) / 1000)
         self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
         if now + delay_s > self._lost_at + _GIVE_UP_AFTER_S or not time.allows(delay_s):
-            raise error from None
+            return None
         return delay_s
 
     def call(self) -> Any:

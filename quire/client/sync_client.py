@@ -17,7 +17,7 @@ from quire.client.retries import Attempts, RetryPolicy
 from quire.client.timing import CallTime
 from quire.client.tls import ClientTls
 from quire.client.types import (
-    ChatMessage,
+    AnyChatMessage,
     Generation,
     GenerationOptions,
     Model,
@@ -104,7 +104,7 @@ class Client:
         api_key: What the gateway knows the caller by, where it asks for one. Without TLS everyone between can read it.
         tls: Whom to believe, where the gateway speaks TLS; without it nothing is encrypted. ConfigurationError when its
             files cannot be read, and when gateways on several hosts come without its `server_name`.
-        retry: When to call again after a refusal, and what; None never does.
+        retry: When to call again after a refusal, and what; None never does, but for durable streams that were lost.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Client:
 
     def chat(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[AnyChatMessage],
         options: GenerationOptions | None = None,
         *,
         model: str | None = None,
@@ -176,7 +176,7 @@ class Client:
 
     def chat_stream(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[AnyChatMessage],
         options: GenerationOptions | None = None,
         *,
         model: str | None = None,
@@ -196,7 +196,7 @@ class Client:
 
     def tokenize(
         self,
-        text_or_messages: str | Sequence[ChatMessage],
+        text_or_messages: str | Sequence[AnyChatMessage],
         *,
         add_special_tokens: bool | None = None,
         model: str | None = None,
@@ -220,7 +220,7 @@ class Client:
 
     def pin_prefix(
         self,
-        prefix: str | Sequence[int] | Sequence[ChatMessage],
+        prefix: str | Sequence[int] | Sequence[AnyChatMessage],
         *,
         time_to_live_ms: int | None = None,
         model: str | None = None,

@@ -36,7 +36,8 @@ class BeamSearch:
 class GenerationOptions:
     """How to continue a prompt. None leaves the choice to the model's defaults.
 
-    The first block is quire.common.v1.SamplingParameters, the second StoppingParameters, the third OutputOptions.
+    The first block is quire.common.v1.SamplingParameters, the second StoppingParameters, the third OutputOptions. One
+    str for `bad_words` or `stop` is one text.
     """
 
     temperature: float | None = None
@@ -52,11 +53,11 @@ class GenerationOptions:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] = ()
-    bad_words: Sequence[str] = ()
+    bad_words: str | Sequence[str] = ()
 
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     include_stop_string: bool | None = None
@@ -72,6 +73,10 @@ class ChatMessage:
 
     role: str
     content: str
+
+
+AnyChatMessage = ChatMessage | Mapping[str, str]
+"""One message of a conversation; a mapping has its "role" and its "content", and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

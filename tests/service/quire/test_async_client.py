@@ -26,6 +26,7 @@ async def client(generation: FakeGeneration) -> AsyncIterator[AsyncClient]:
 async def test_all_unary_methods_answer(client: AsyncClient) -> None:
     assert (await client.generate("hi")).text == "hi!"
     assert (await client.chat([ChatMessage("user", "hello")])).text == "hello!"
+    assert (await client.chat([{"role": "user", "content": "hello"}])).text == "hello!"
     assert (await client.tokenize("hi")).token_ids == (104, 105)
     assert await client.detokenize([104, 105]) == "hi"
     (model,) = await client.list_models()

@@ -48,8 +48,7 @@ def test_token_ids_are_a_prompt_too(client: Client) -> None:
 
 @pytest.mark.parametrize("prompt", [5, None, b"text"])
 def test_what_is_no_prompt_is_a_type_error(client: Client, prompt: Any) -> None:
-    expected = f"^prompt is {type(prompt).__name__}; expected str, or a sequence of token ids$"
-    with pytest.raises(TypeError, match=expected):
+    with pytest.raises(TypeError, match=f"^prompt is {prompt!r}; it must be a str or a sequence of token ids$"):
         client.generate(prompt)
 
 
@@ -122,6 +121,16 @@ def test_chat_sends_the_messages(client: Client, gateway: FakeGatewayThread) -> 
         assert [(m.role, m.content) for m in request.messages] == [("system", "be kind"), ("user", "hello")]
 
 
+def test_messages_may_be_mappings(client: Client, gateway: FakeGatewayThread) -> None:
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    assert client.chat(messages).text == "hello!"
+    client.pin_prefix(messages)
+    chat, pin = gateway.generation.requests
+    for request in (chat, pin.chat):
+        assert [(m.role, m.content) for m in request.messages] == [("system", "be kind"), ("user", "hello")]
+    assert client.tokenize([ChatMessage("user", "x"), {"role": "user", "content": "hi"}]).token_ids == tuple(b"x hi")
+
+
 def test_tokenize_and_detokenize_are_inverse(client: Client) -> None:
     tokenization = client.tokenize("hi")
     assert tokenization.token_ids == (104, 105)
@@ -149,7 +158,7 @@ def test_a_prefix_is_text_token_ids_or_messages(client: Client, gateway: FakeGat
 
 @pytest.mark.parametrize("prefix", [5, None, b"text"])
 def test_what_is_no_prefix_is_a_type_error(client: Client, prefix: Any) -> None:
-    with pytest.raises(TypeError, match=f"^prefix is {type(prefix).__name__}; expected str, or a sequence of"):
+    with pytest.raises(TypeError, match=f"^prefix is {prefix!r}; it must be a str, a sequence of token ids or"):
         client.pin_prefix(prefix)
 
 

@@ -8,10 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from quire.client import AsyncClient, AsyncStream, Client, GenerationOptions, Stream, StreamEvent, TokenChunk
-from quire.rpc.errors import Unavailable
+from quire.client import (
+    AsyncClient,
+    AsyncStream,
+    Client,
+    GenerationOptions,
+    RequestCompleted,
+    SequenceFinished,
+    Stream,
+    StreamEvent,
+    TokenChunk,
+)
+from quire.gateway.v1 import generation_pb2
+from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.cut_link import CutLink, cut_link
-from tests.support.flaky_gateway import EitherClient
+from tests.support.fake_gateway import start_fake_gateway
+from tests.support.flaky_gateway import EitherClient, FlakyGeneration
 from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
@@ -142,3 +154,28 @@ async def test_a_stream_that_breaks_goes_on_through_the_same_gateway(kind: Kind,
     async with client_of(kind, linked.addresses[:1]) as client:
         whole = await whole_answer(client, OPTIONS)
         assert await read_disturbed(client, OPTIONS, linked.break_streams) == whole
+
+
+class RefusedResumption(FlakyGeneration):
+    """The stream of "halfway" breaks after its only chunk; the given errors refuse to resume it."""
+
+    async def ResumeStream(
+        self, request: generation_pb2.ResumeStreamRequest, context: object
+    ) -> AsyncIterator[generation_pb2.ResumeStreamResponse]:
+        self._fail()
+        assert [offset.offset for offset in request.offsets] == [1]
+        async for event in self._events("halfway"):
+            if "chunk" not in event:
+                yield generation_pb2.ResumeStreamResponse(**event)
+
+
+@both_clients
+async def test_a_lost_stream_whose_key_has_no_request_left_goes_on_when_it_has(kind: Kind) -> None:
+    refused = ResourceExhausted("come back in 0.2 s", reason="RATE_LIMIT_EXCEEDED", retry_after_ms=200)
+    generation = RefusedResumption(Unavailable("the connection broke"), refused, refused)
+    server = await start_fake_gateway("127.0.0.1:0", generation)
+    async with client_of(kind, [server.address]) as client:
+        events = await client.events("halfway", durable=True, timeout_s=10)
+    await server.stop(0)
+    assert [type(event) for event in events] == [TokenChunk, SequenceFinished, RequestCompleted]
+    assert generation.num_calls == 1 + 3

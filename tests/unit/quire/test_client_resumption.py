@@ -99,6 +99,50 @@ def test_with_a_policy_a_refused_request_is_submitted_again_and_a_refused_resump
     assert gateway.calls == ["start", "start", [(0, 2, 2)], [(0, 2, 2)]]
 
 
+def test_a_lost_stream_that_is_refused_waits_as_the_gateway_says_and_is_resumed(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    resumption.accept(chunk("ab"))
+    go_on(resumption, LOST)
+    assert [go_on(resumption, FULL) for _ in range(8)] == [2.0] * 8
+    assert gateway.calls == ["start"] + [[(0, 2, 2)]] * 9
+    resumption.accept(chunk("c"))
+    with pytest.raises(ResourceExhausted):
+        resumption.delay_after(FULL)
+
+
+def test_a_request_that_broke_on_its_way_in_and_is_refused_is_submitted_again(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    for error in (LOST, UNKNOWN, FULL):
+        go_on(resumption, error)
+    assert gateway.calls == ["start", [], "start", "start"]
+
+
+def test_a_refusal_that_says_a_moment_does_not_hasten_a_lost_stream(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    at_once = ResourceExhausted("full", retry_after_ms=0)
+    assert [go_on(resumption, error) for error in (LOST, at_once, at_once)] == [0.05, 0.1, 0.2]
+
+
+def test_a_lost_stream_that_is_refused_without_a_time_is_the_callers_error(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    go_on(resumption, LOST)
+    with pytest.raises(ResourceExhausted):
+        resumption.delay_after(ResourceExhausted("too large"))
+
+
+def test_after_long_refusals_of_a_lost_stream_its_policy_decides(gateway: Gateway) -> None:
+    patient, plain = gateway.resumption(RetryPolicy(attempts=None)), gateway.resumption()
+    for resumption in (patient, plain):
+        gateway.now = 0.0
+        go_on(resumption, LOST)
+        gateway.now = 28.0
+        assert go_on(resumption, FULL) == 2.0
+        gateway.now = 28.5
+    with pytest.raises(ResourceExhausted):
+        plain.delay_after(FULL)
+    assert go_on(patient, FULL) == 2.0
+
+
 def test_waits_grow_and_what_comes_forgives_them(gateway: Gateway) -> None:
     resumption = gateway.resumption()
     assert [go_on(resumption, LOST) for _ in range(7)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
