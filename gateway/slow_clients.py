@@ -1,7 +1,7 @@
 """Clients that do not send what they began, or do not take what they asked for, do not hold anything for long.
 
 Where a client does not read, gRPC and the connection buffer some tens of kilobytes; then writing blocks, and what comes
-meanwhile is kept once, as tokens. This module limits for how long, over gRPC; http_protocol.py does over HTTP.
+meanwhile is kept once, as tokens. This module limits for how long, over gRPC; gateway/http/protocol.py does over HTTP.
 """
 
 import asyncio

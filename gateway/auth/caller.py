@@ -7,6 +7,7 @@ runs outside of any call has no caller, and asking for one there is an error.
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Literal
 
 from gateway.auth.account import Account, Limits
 from quire.rpc.errors import FieldViolation, PermissionDenied
@@ -55,12 +56,15 @@ class Caller:
         models = self.access.models
         return model if models is None or model in models else None
 
-    def priority_of(self, asked: int | None) -> int:
-        """The priority of a request. Raises PermissionDenied when it asks for more than the key allows."""
+    def priority_of(self, asked: int | None, sign: Literal[1, -1] = 1) -> int:
+        """The priority of a request. Raises PermissionDenied when it asks for more than the key allows.
+
+        `sign` times a priority is how the caller writes it.
+        """
         if asked is None:
             return self.access.priority
         with self.account.counting_refusals():
-            self._check_priority(asked)
+            self._check_priority(asked, sign)
         return asked
 
     def check_may_pin(self) -> None:
@@ -69,9 +73,11 @@ class Caller:
             if not self.access.may_pin:
                 raise PermissionDenied("this API key does not allow to pin prefixes", reason="PINNING_NOT_ALLOWED")
 
-    def _check_priority(self, asked: int) -> None:
-        if asked > self.access.max_priority:
-            description = f"is {asked}; this API key allows at most {self.access.max_priority}"
+    def _check_priority(self, asked: int, sign: Literal[1, -1]) -> None:
+        highest = self.access.max_priority
+        if asked > highest:
+            bound = "at most" if sign == 1 else "at least"
+            description = f"is {sign * asked}; this API key allows {bound} {sign * highest}"
             raise PermissionDenied(
                 f"priority {description}",
                 reason="PRIORITY_NOT_ALLOWED",

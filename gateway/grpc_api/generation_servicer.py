@@ -1,14 +1,17 @@
 """quire.gateway.v1.GenerationService over the generator."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TypeVar
 
 import grpc.aio
 
 from gateway.grpc_api import convert
 from gateway.requests.generator import Generator
+from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import RequestOptions
+from gateway.requests.running import Result, answer
 from gateway.text.text_service import TextService
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,
@@ -92,10 +95,13 @@ class GenerationServicer:
 
     async def _respond(self, kind: type[Response], options: RequestOptions) -> Response:
         async with self._generator.run(options) as live:
-            sequences, usage = await live.result()
-            return convert.generated_response(
-                kind, live.request.request_id, self._model_name, sequences, usage, live.prompt_logprobs
-            )
+            return await answer([live], partial(self._whole, kind, live))
+
+    def _whole(self, kind: type[Response], live: LiveRequest, results: Sequence[Result]) -> Response:
+        ((sequences, usage),) = results
+        return convert.generated_response(
+            kind, live.request.request_id, self._model_name, sequences, usage, live.prompt_logprobs
+        )
 
     async def _stream(
         self, kind: type[StreamResponse], options: RequestOptions, context: Context

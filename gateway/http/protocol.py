@@ -58,7 +58,7 @@ class LimitedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         _stopped(self._writing)
-        self._writing = self._cut_later(self._limits.reader_timeout_s, "took nothing")
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         self._writing = _stopped(self._writing)
@@ -68,6 +68,17 @@ class LimitedProtocol(H11Protocol):
         self._writing = _stopped(self._writing)
         self._reading = _stopped(self._reading)
         super().connection_lost(exc)
+
+    def _watch_reader(self) -> None:
+        """The connection is cut where no less waits to be sent after the time for a client to take something."""
+        num_waiting = self.transport.get_write_buffer_size()
+        self._writing = self.loop.call_later(self._limits.reader_timeout_s, self._look_at_reader, num_waiting)
+
+    def _look_at_reader(self, num_waited: int) -> None:
+        if self.transport.get_write_buffer_size() < num_waited:
+            self._watch_reader()
+        else:
+            self._cut("took nothing")
 
     def _cut_later(self, delay_s: float, why: str) -> asyncio.TimerHandle:
         return self.loop.call_later(delay_s, self._cut, why)

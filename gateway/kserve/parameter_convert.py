@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.kserve.field_names import renamed
 from gateway.kserve.tensor_convert import Tensor
 from gateway.openai.body import parse_body
 from gateway.openai.schemas import CompletionBody
+from gateway.requests.field_names import renamed
 from gateway.requests.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import QuireError

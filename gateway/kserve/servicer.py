@@ -2,21 +2,21 @@
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from functools import partial
 
 import grpc.aio
 
 from gateway.auth.caller import current_caller
-from gateway.kserve.field_names import renamed
 from gateway.kserve.inference_convert import Inference, read_inference
 from gateway.kserve.model_convert import model_config, model_metadata, model_statistics
 from gateway.kserve.response_convert import MODEL_VERSION, Responder, error_response, in_stream
 from gateway.kserve.stream import answer_all
 from gateway.openai.token_text import TokenTexts
 from gateway.requests.events import Chunk, Completed, Finished
+from gateway.requests.field_names import renamed
 from gateway.requests.generator import Generator
-from gateway.requests.live_request import LiveRequest
+from gateway.requests.running import answer, running
 from gateway.requests.validation import wrong_model
 from gateway.requests.violations import shortened
 from quire.inference import open_inference_pb2 as pb
@@ -121,17 +121,14 @@ class KServeServicer:
     async def _whole(self, inference: Inference) -> pb.ModelInferResponse:
         """Runs all prompts at once; where one fails, the others are aborted."""
         responder = await self._responder(inference)
-        async with AsyncExitStack() as running:
-            live = [await self._start(running, inference, position) for position in range(len(inference.prompts))]
-            results = [await each.result() for each in live]
-        return responder.whole(results)
+        async with running(self._generator, inference.options, partial(_refusal, inference)) as live:
+            return await answer(live, responder.whole)
 
     async def _pieces(self, inference: Inference) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """The text as it comes, then a last response without text that says how it ended."""
         responder = await self._responder(inference)
         finished: Finished | None = None
-        async with AsyncExitStack() as running:
-            live = await self._start(running, inference, 0)
+        async with running(self._generator, inference.options, partial(_refusal, inference)) as (live,):
             async for event in live.events():
                 match event:
                     case Chunk():
@@ -151,13 +148,6 @@ class KServeServicer:
             texts = self._token_texts
         return Responder(self._model_name, inference, texts)
 
-    async def _start(self, running: AsyncExitStack, inference: Inference, position: int) -> LiveRequest:
-        """Runs one prompt until `running` is left. Raises QuireError, in which fields are those of the protocol."""
-        try:
-            return await running.enter_async_context(self._generator.run(inference.options[position]))
-        except QuireError as error:
-            raise renamed(error, partial(inference.fields.path, position)) from error
-
     def _check_target(self, request: pb.ModelInferRequest) -> None:
         """Raises NotFound: clients of this protocol look the model up by every request."""
         self._check_model("model_name", request.model_name)
@@ -170,6 +160,11 @@ class KServeServicer:
 
     def _visible_name(self) -> str | None:
         return current_caller().visible(self._model_name)
+
+
+def _refusal(inference: Inference, position: int, error: QuireError) -> QuireError:
+    """An error of the prompt at `position`, in which fields are those of the protocol."""
+    return renamed(error, partial(inference.fields.path, position))
 
 
 def _wants_status(context: Context) -> bool:

@@ -23,6 +23,7 @@ from quire.rpc.errors import QuireError
 
 # Each prompt is a request of its own; a body that fits otherwise could hold millions of them.
 MAX_PROMPTS = 1024
+_MAX_ID_CHARACTERS = 128
 
 
 class Call(Protocol):
@@ -85,6 +86,8 @@ class CompletionCall:
         num_prompts = len(self._prompts)
         violations = Violations()
         violations.check_count("prompt", self._prompts, MAX_PROMPTS)
+        if num_prompts > 1:
+            _check_shared_id(violations, self.body.request_id, num_prompts)
         violations.raise_if_any()
         first_id = _request_id(self.body, self.head)
         ids = [first_id] if num_prompts == 1 else [f"{first_id}-{position}" for position in range(num_prompts)]
@@ -129,3 +132,14 @@ def _head(prefix: str, body: GenerationBody, model: str) -> Head:
 def _request_id(body: GenerationBody, head: Head) -> str:
     """The id by which the request runs, and by which it can be cancelled."""
     return head.id if body.request_id is None else body.request_id
+
+
+def _check_shared_id(violations: Violations, request_id: str | None, num_prompts: int) -> None:
+    """The id leaves room for the number of each prompt behind it."""
+    limit = _MAX_ID_CHARACTERS - len(f"-{num_prompts - 1}")
+    if request_id is not None and len(request_id) > limit:
+        violations.add(
+            "request_id",
+            f"has {len(request_id):,} characters; with {num_prompts:,} prompts, each of which adds -N to it, "
+            f"the most is {limit}",
+        )

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.openai.logprobs import chat_logprobs, prompt_logprobs
-from gateway.openai.running import Result
 from gateway.openai.schemas import ChatBody
 from gateway.openai.shapes import NOT_FINISHED, Head, finish_fields, usage_fields
 from gateway.openai.token_text import TokenTexts
 from gateway.requests.events import Chunk, Finished, PositionLogprobs, Usage
 from gateway.requests.live_request import LiveRequest
+from gateway.requests.running import Result
 
 _ROLE = {"role": "assistant"}
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
-from gateway.requests.violations import summary
-from quire.rpc.errors import FieldViolation, QuireError
+from gateway.requests.field_names import renamed
+from quire.rpc.errors import QuireError
 
 _logger = logging.getLogger(__name__)
 
@@ -71,21 +71,19 @@ def error_answer(error: Exception, names: ParamNames) -> ErrorAnswer:
         case HttpError(answer=answer):
             return answer
         case QuireError():
-            return _of_quire_error(error, names)
+            return _of_quire_error(renamed(error, names))
     _logger.error("a request failed unexpectedly", exc_info=error)
     return ErrorAnswer(500, "an unexpected error; the server's log tells more", "unexpected")
 
 
-def _of_quire_error(error: QuireError, names: ParamNames) -> ErrorAnswer:
-    violations = [FieldViolation(names(each.field), each.description) for each in error.violations]
-    is_summary = bool(violations) and error.message == summary(error.violations)
+def _of_quire_error(error: QuireError) -> ErrorAnswer:
     headers = {}
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     return ErrorAnswer(
         status=_STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, 500),
-        message=summary(violations) if is_summary else error.message,
+        message=error.message,
         code=error.reason.lower(),
-        param=violations[0].field if violations else None,
+        param=error.violations[0].field if error.violations else None,
         headers=headers,
     )

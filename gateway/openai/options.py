@@ -55,10 +55,9 @@ def completion_options(body: CompletionBody, prompt: Prompt | None, request_id: 
     # Nothing but the prompt is wanted back, whose log probabilities are made by generating one token.
     if is_echo_alone(body):
         max_tokens = 1
-    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     output = OutputOptions(
         logprobs=body.logprobs,
-        prompt_logprobs=max((count for count in asked if count is not None), default=None),
+        prompt_logprobs=_prompt_logprobs(body),
         include_special_tokens=body.skip_special_tokens is False,
     )
     return _options(body, prompt, request_id, max_tokens, output)
@@ -101,9 +100,19 @@ def param_name(body: GenerationBody, field: str) -> str:
             return "max_completion_tokens"
     if head == "beam_search.beam_width":
         return "n" if body.best_of is None else "best_of"
-    if head == "prompt_logprobs" and body.prompt_logprobs is None:
+    if (
+        head == "prompt_logprobs"
+        and isinstance(body, CompletionBody)
+        and body.prompt_logprobs != _prompt_logprobs(body)
+    ):
         return "logprobs"
     return _RENAMED.get(head, head) + bracket + rest
+
+
+def _prompt_logprobs(body: CompletionBody) -> int | None:
+    """What the body asks of the prompt, of which an echo shows what it shows of the text."""
+    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((count for count in asked if count is not None), default=None)
 
 
 def _prompt(prompt: str | list[int]) -> Prompt:
@@ -129,6 +138,7 @@ def _options(
         request_id=request_id,
         # Lower runs earlier in vLLM's API, higher in Quire's.
         priority=None if body.priority is None else -body.priority,
+        priority_sign=-1,
     )
 
 

@@ -20,6 +20,17 @@ _EVENT_STREAM = {
 _DONE = b"data: [DONE]\n\n"
 
 
+def as_json(answer: Mapping[str, Any]) -> bytes:
+    """An object as JSON. Its lists are written element by element: where that is done in a thread, others get their
+    turns in between."""
+    fields = (f"{json.dumps(name)}: {_element_by_element(value)}" for name, value in answer.items())
+    return f"{{{', '.join(fields)}}}".encode()
+
+
+def _element_by_element(value: Any) -> str:
+    return f"[{', '.join(map(json.dumps, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
 class WatchedResponse(Response):
     """A response whose making is given up, and what it runs aborted, as soon as the client has left."""
 
@@ -58,14 +69,12 @@ class WatchedResponse(Response):
 class WholeResponse(WatchedResponse):
     """One JSON object, once it is known."""
 
-    def __init__(
-        self, make: Callable[[], Awaitable[dict[str, Any]]], names: ParamNames, headers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, make: Callable[[], Awaitable[bytes]], names: ParamNames, headers: Mapping[str, str]) -> None:
         super().__init__(names, headers)
-        self._make_object = make
+        self._make_body = make
 
     async def _make(self, send: Send) -> None:
-        body = json.dumps(await self._make_object()).encode()
+        body = await self._make_body()
         await _start(send, 200, _json_headers(body) | dict(self._headers))
         await send({"type": "http.response.body", "body": body})
 

@@ -9,11 +9,13 @@ from typing import Any
 from starlette.responses import Response
 
 from gateway.openai.calls import Call
-from gateway.openai.responses import StreamedResponse, WholeResponse
-from gateway.openai.running import events, results, running
+from gateway.openai.errors import HttpError, error_answer
+from gateway.openai.responses import StreamedResponse, WholeResponse, as_json
 from gateway.openai.token_text import TokenTexts
 from gateway.requests.events import Completed, Usage
 from gateway.requests.generator import Generator
+from gateway.requests.running import answer, events, running
+from quire.rpc.errors import QuireError
 
 _HEADER_VALUE = re.compile(r"[!-~]+")
 
@@ -33,17 +35,21 @@ class OpenAiService:
             return StreamedResponse(partial(self._stream, call), names, headers)
         return WholeResponse(partial(self._whole, call), names, headers)
 
-    async def _whole(self, call: Call) -> dict[str, Any]:
+    async def _whole(self, call: Call) -> bytes:
         requests = await call.requests(self._generator)
         texts = await self._texts_for(call)
-        async with running(self._generator, requests, call.param_name) as live:
-            return call.shaper(self._generator, live, texts).whole(await results(live))
+        async with running(self._generator, requests, partial(_refusal, call)) as live:
+            shaper = call.shaper(self._generator, live, texts)
+            return await answer(live, lambda results: as_json(shaper.whole(results)))
 
     async def _stream(self, call: Call) -> AsyncGenerator[dict[str, Any], None]:
         requests = await call.requests(self._generator)
         texts = await self._texts_for(call)
         usages: list[Usage] = []
-        async with running(self._generator, requests, call.param_name) as live, aclosing(events(live)) as all_events:
+        async with (
+            running(self._generator, requests, partial(_refusal, call)) as live,
+            aclosing(events(live)) as all_events,
+        ):
             shaper = call.shaper(self._generator, live, texts)
             async for position, event in all_events:
                 if isinstance(event, Completed):
@@ -61,3 +67,8 @@ class OpenAiService:
         if self._token_texts is None:
             self._token_texts = await TokenTexts.load(self._generator.model.tokenizer)
         return self._token_texts
+
+
+def _refusal(call: Call, position: int, error: QuireError) -> HttpError:
+    """The answer to an error of the request at `position`, in which fields are those of the body."""
+    return HttpError(error_answer(error, partial(call.param_name, position)))

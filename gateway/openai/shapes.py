@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gateway.openai.running import Result
 from gateway.requests.events import Chunk, Finished, FinishReason, GeneratedSequence, Usage
 from gateway.requests.request import Stopping
+from gateway.requests.running import Result
 from quire.version import VERSION
 
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"

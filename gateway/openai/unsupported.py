@@ -6,6 +6,7 @@ A value by which a field changes nothing is fine, and so is null; what only labe
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.openai.schemas import Body, ChatBody, GenerationBody, Message, TokenizeBody
 from gateway.requests.violations import Violations
 
@@ -90,6 +91,8 @@ def _check_combinations(violations: Violations, body: GenerationBody) -> None:
             violations.add("length_penalty", "has a meaning only where use_beam_search is true")
         if body.early_stopping not in (None, False):
             violations.add("early_stopping", "has a meaning only where use_beam_search is true")
+    # The validator would show it with the sign that it has there.
+    violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
     if isinstance(body, ChatBody):
         _check_chat(violations, body)
 

@@ -11,6 +11,7 @@ from gateway.auth.account import Use
 from gateway.auth.caller import Caller, current_caller
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
+from gateway.requests.answer_size import check_answer_size
 from gateway.requests.defaults import num_candidates, resolve_sampling
 from gateway.requests.durable_uses import DurableUses
 from gateway.requests.ledger import Ledger
@@ -179,7 +180,7 @@ class Generator:
     async def _prepare(self, options: RequestOptions, caller: Caller, trace: TraceContext | None) -> GenerationRequest:
         limits = await self.limits()
         check_request(options, limits, caller.visible(self.model.name))
-        priority = caller.priority_of(options.priority)
+        priority = caller.priority_of(options.priority, options.priority_sign)
         if options.request_id is not None:
             self._ledger.check_unused(caller.tenant, options.request_id)
         field, token_ids = await self._encode(options.prompt)
@@ -189,7 +190,7 @@ class Generator:
         sampling = resolve_sampling(options.sampling, self.model.sampling_defaults, bad_sequences)
         stopping = self._resolve_stopping(options.stopping, max_tokens)
         check_choice(sampling, stopping)
-        return GenerationRequest(
+        request = GenerationRequest(
             request_id=options.request_id or f"{self._settings.request_id_prefix}{secrets.token_hex(16)}",
             tenant=caller.tenant,
             prompt_token_ids=np.asarray(token_ids, dtype=np.int32),
@@ -205,6 +206,8 @@ class Generator:
             durable=options.durable,
             trace=trace,
         )
+        check_answer_size(request)
+        return request
 
     def _resolve_stopping(self, asked: StoppingOptions, max_tokens: int) -> Stopping:
         return Stopping(

@@ -132,8 +132,8 @@ class LiveRequest:
                 raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
         if end.usage is None:
             self._usage = self._own_usage()
-        elif self.awaits_usage:
-            # The scheduler went on for a while.
+        elif self.request.stopping.stop:
+            # Until the scheduler hears that a stop string ended a sequence here, it goes on with it.
             self._usage = dataclasses.replace(end.usage, generated_tokens=self.num_generated_tokens)
         else:
             self._usage = end.usage

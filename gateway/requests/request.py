@@ -7,6 +7,7 @@ validated, tokenized and completed with defaults.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +96,10 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """One request as the caller sent it, nothing checked."""
+    """One request as the caller sent it, nothing checked.
+
+    A higher `priority` runs earlier; `priority_sign` times it is what the caller wrote, which errors show.
+    """
 
     prompt: Prompt | None
     model: str | None = None
@@ -104,6 +108,7 @@ class RequestOptions:
     output: OutputOptions = field(default_factory=OutputOptions)
     request_id: str | None = None
     priority: int | None = None
+    priority_sign: Literal[1, -1] = 1
     durable: bool = False
 
 
@@ -182,3 +187,8 @@ class GenerationRequest:
     """It runs on without its reader for a while, and can be resumed."""
     trace: TraceContext | None = None
     """The span that schedulers continue, where the request is traced."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its sequences are chosen among others, and come when all of those have ended."""
+        return self.best_of > self.num_sequences or self.sampling.beam_search is not None

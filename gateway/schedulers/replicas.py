@@ -25,7 +25,7 @@ class Replicas:
 
     A request whose scheduler is lost stays with it for `failover_delay_s`, since its blocks may be there still when the
     scheduler is back; then any connected replica takes it over. Without one it waits, and fails with UNAVAILABLE after
-    `connect_timeout_s`. From a scheduler that is connected and not ready it moves as late, where another replica is
+    `connect_timeout_s` without any connection: a scheduler that drains is about to have a successor. From a scheduler that is connected and not ready it moves as late, where another replica is
     ready, unless tokens come all the same. What a scheduler refuses because it drains is placed anew.
     """
 
@@ -172,11 +172,12 @@ class Replicas:
             self._some_connected.clear()
         self._update_readiness()
         for live in self._ledger:
-            if live.replica != client.address:
-                continue
-            live.settle()
-            if not live.is_over:
-                self._timers.set(live, self._failover_delay_s, self._fail_over)
+            if live.replica == client.address:
+                live.settle()
+                if not live.is_over:
+                    self._timers.set(live, self._failover_delay_s, self._fail_over)
+            elif live.replica is None and not live.is_over:
+                self._await_scheduler(live)
 
     def on_readiness(self, client: SchedulerClient) -> None:
         state = "runs again" if client.is_ready else "lost its worker, or drains"
@@ -260,7 +261,8 @@ class Replicas:
             self.place(live)
 
     def _await_scheduler(self, live: LiveRequest) -> None:
-        self._timers.set(live, self._connect_timeout_s, self._give_up)
+        if not self.num_connected:
+            self._timers.set(live, self._connect_timeout_s, self._give_up)
 
     def _give_up(self, live: LiveRequest) -> None:
         message = f"no scheduler could be reached for {self._connect_timeout_s:g} s"

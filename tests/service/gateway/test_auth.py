@@ -174,12 +174,18 @@ async def test_requests_at_once_are_limited(fronts, keys, scheduler):
     assert (await front.generate()).text
 
 
-async def test_requests_run_at_the_keys_priority_and_may_lower_it_but_not_exceed_its_highest(fronts, keys, scheduler):
+async def test_requests_run_at_the_keys_priority_and_may_lower_it_but_not_exceed_its_highest(
+    fronts, keys, scheduler, kind
+):
     front = holder(fronts, keys, access=Access(priority=2, max_priority=5))
     for asked in ({}, {"priority": 5}, {"priority": -7}):
         assert (await front.generate(**asked)).text
     assert [submit.priority for submit in scheduler.submits] == [2, 5, -7]
-    assert_refused(await front.generate(priority=6), front, "DENIED", "PRIORITY_NOT_ALLOWED")
+    refused = await front.generate(priority=6)
+    assert_refused(refused, front, "DENIED", "PRIORITY_NOT_ALLOWED")
+    # Lower runs earlier in vLLM's API.
+    as_sent = {"grpc": "is 6; this API key allows at most 5", "http": "is -6; this API key allows at least -5"}
+    assert refused.message == f"priority {as_sent[kind]}"
     assert len(scheduler.submits) == 3
 
 

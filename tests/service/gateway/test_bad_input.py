@@ -57,6 +57,13 @@ BAD_PARAMETERS = [
     (sampling(n=0), "sampling.n", "is 0"),
     (sampling(n=1_000_000), "sampling.n", "1,000,000"),
     (sampling(n=4, best_of=2), "sampling.best_of", "[4, 128]"),
+    (
+        sampling(n=63, best_of=64) | output(logprobs=20) | stopping(max_tokens=200),
+        "output.logprobs",
+        "is 20; 63 chosen sequences of up to 200 tokens would have 264,600 log probabilities, which come at once, and "
+        "at most 262,144 may",
+    ),
+    (beam_search(64, n=63) | output(logprobs=20) | stopping(max_tokens=200), "output.logprobs", "264,600"),
     (sampling(n=2, best_of=3) | stopping(stop=["x"]), "stopping.stop", "which is 3, is above n, which is 2"),
     (sampling(best_of=2) | stopping(stop=["x"]), "stopping.stop", "use stop_token_ids"),
     (beam_search(0), "sampling.beam_search.beam_width", "is 0"),

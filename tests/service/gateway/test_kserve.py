@@ -9,6 +9,7 @@ import pytest
 
 from quire.gateway.v1 import generation_pb2
 from quire.inference import open_inference_pb2 as pb
+from tests.support.gateway_process import error_of
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -224,3 +225,14 @@ async def test_a_damaged_message_ends_the_stream_as_invalid(gateway):
         async for _ in call(iter([b"\xff\xff"]), timeout=10):
             pass
     assert refused.value.code().name == "INVALID_ARGUMENT"
+
+
+async def test_a_prompt_that_fails_ends_the_ones_before_it_at_once(gateway, scheduler):
+    with scheduler.standing_still():
+        answer = asyncio.create_task(error_of(infer(gateway, make_request("hello", "good morning"))))
+        await scheduler.until(lambda: len(scheduler.live) == 2)
+        first, second = scheduler.live
+        scheduler.fail(second, code=grpc.StatusCode.INTERNAL.value[0], reason="STEP_FAILED", message="the step failed")
+        error = await asyncio.wait_for(answer, 5)
+        assert (error.reason, error.message) == ("STEP_FAILED", "the step failed")
+        await scheduler.until(lambda: first not in scheduler.live)

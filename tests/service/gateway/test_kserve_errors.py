@@ -92,6 +92,7 @@ async def test_a_tensor_at_fault_is_named(gateway, change, field, words):
         ({"max_tokens": 0}, "is 0; it must be in"),
         ({"temperature": "warm"}, "must be a number"),
         ({"top_p": 1.5}, "is 1.5"),
+        ({"priority": 500}, "is 500; it must be in [-100, 100]"),
         ({"no_such": 1}, "is not a field"),
         ({"best_of": 2, "use_beam_search": True, "n": 3}, None),
         ({"stop_token_ids": [99999999]}, "is 99999999"),

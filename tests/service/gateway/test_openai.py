@@ -243,6 +243,12 @@ async def test_what_is_wrong_is_named_and_nothing_runs_for_it(shared, path, fiel
     assert (await complete(client))["choices"][0]["text"]
 
 
+async def test_a_limit_that_an_echo_exceeds_twice_is_told_once(client):
+    status, error = await error_of(client, COMPLETIONS, echo=True, logprobs=50)
+    assert (status, error["param"]) == (400, "logprobs")
+    assert error["message"] == "logprobs is 50; it must be in [0, 20]"
+
+
 async def test_several_limits_are_told_in_one_message(client):
     status, error = await error_of(client, COMPLETIONS, temperature=-1, top_p=7)
     assert status == 400
@@ -345,3 +351,11 @@ async def test_tokenize_and_detokenize(client):
     assert (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json() == {
         "prompt": "<s><|user|>hello<|end|><|assistant|>"
     }
+
+
+async def test_log_probabilities_of_prompts_are_bound_over_all_prompts_of_a_call(client, scheduler):
+    prompts = [[50] * 1000] * 50
+    status, error = await error_of(client, COMPLETIONS, prompt=prompts, max_tokens=0, echo=True, logprobs=20)
+    assert (status, error["param"]) == (400, "logprobs")
+    assert "1,050,000 log probabilities of prompts; a call may ask for at most 1,048,576" in error["message"]
+    await scheduler.until(lambda: not scheduler.live)

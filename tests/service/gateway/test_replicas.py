@@ -147,10 +147,13 @@ async def test_without_another_replica_requests_wait_for_the_successor(scheduler
         assert len(scheduler.submits) == 2
 
 
-async def test_waiting_for_the_successor_of_a_replica_that_drains_ends(scheduler):
+async def test_waiting_for_the_successor_of_a_replica_that_drains_ends_some_time_after_that_did(scheduler):
     async with running_gateway(scheduler, connect_timeout=0.1) as gateway:
         scheduler.drain()
-        error = await error_of(gateway.generation.GenerateStream(stream_request()))
+        failing = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request())))
+        assert await asyncio.wait([failing], timeout=0.5) == (set(), {failing})
+        await scheduler.stop()
+        error = await failing
         assert isinstance(error, Unavailable)
         assert error.reason == "NO_SCHEDULER"
         assert len(scheduler.submits) == 1

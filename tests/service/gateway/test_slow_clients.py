@@ -1,8 +1,11 @@
 """Clients that stop in the middle, of sending or of reading."""
 
 import asyncio
+import contextlib
 import json
+import re
 import socket
+from collections.abc import Callable
 
 import grpc
 import httpx
@@ -64,20 +67,32 @@ async def test_a_call_that_ends_without_a_request_is_malformed(gateway):
 
 
 async def test_an_http_client_that_stops_reading_loses_its_request_and_its_connection(gateway, scheduler):
-    # Connections inherit it, so that little lies in the kernel.
-    gateway.gateway._http._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    fields = {"prompt": "slow", "stream": True, "max_tokens": 1000, "ignore_eos": True, "logprobs": 5}
-    body = json.dumps(fields).encode()
-    with http_connection(gateway, receive_bytes=4096) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (len(body), body)
-        )
+    with large_answer(gateway, stream=True) as connection:
         await scheduler.until(lambda: scheduler.aborted)
         answer = await read_to_end(connection)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert b"[DONE]" not in answer
     assert not answer.endswith(LAST_CHUNK)
+
+
+async def test_an_http_client_that_reads_slowly_gets_all_of_one_large_answer(gateway):
+    with large_answer(gateway) as connection:
+        began = asyncio.get_running_loop().time()
+        answer = await read_to_end(connection, piece_bytes=3000, delay_s=SHORT_S / 10, is_over=is_whole)
+        assert asyncio.get_running_loop().time() - began > 3 * SHORT_S
+    assert is_whole(answer)
+
+
+async def test_an_http_client_that_reads_slowly_and_then_stops_is_cut_off(gateway):
+    with large_answer(gateway) as connection:
+        answer = await read_to_end(
+            connection, piece_bytes=3000, delay_s=SHORT_S / 10, is_over=lambda answer: len(answer) > 60_000
+        )
+        await asyncio.sleep(3 * SHORT_S)
+        with contextlib.suppress(ConnectionResetError):
+            answer += await read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert not is_whole(answer)
 
 
 @pytest.mark.parametrize("sent", [b"", b'{"prompt": '])
@@ -121,9 +136,38 @@ def http_connection(gateway, receive_bytes: int | None = None) -> socket.socket:
     return connection
 
 
-async def read_to_end(connection: socket.socket) -> bytes:
+def large_answer(gateway, **fields) -> socket.socket:
+    """The connection of a client that has asked for hundreds of kilobytes, little of which lies in the kernel."""
+    # Connections inherit it.
+    gateway.gateway._http._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    asked = {"prompt": "slow", "max_tokens": 1000, "ignore_eos": True, "logprobs": 5}
+    body = json.dumps(asked | fields).encode()
+    connection = http_connection(gateway, receive_bytes=4096)
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    return connection
+
+
+def is_whole(answer: bytes) -> bool:
+    """Whether a response has all the bytes that its headers announce."""
+    headers, _, body = answer.partition(b"\r\n\r\n")
+    announced = re.search(rb"content-length: (\d+)", headers)
+    return announced is not None and len(body) == int(announced[1])
+
+
+async def read_to_end(
+    connection: socket.socket,
+    *,
+    piece_bytes: int = 65536,
+    delay_s: float = 0.0,
+    is_over: Callable[[bytes], bool] = lambda answer: False,
+) -> bytes:
+    """Reads until the connection is closed, or what came `is_over`, and waits between pieces."""
     loop, answer = asyncio.get_running_loop(), b""
-    async with asyncio.timeout(10):
-        while piece := await loop.sock_recv(connection, 65536):
+    async with asyncio.timeout(20):
+        while not is_over(answer) and (piece := await loop.sock_recv(connection, piece_bytes)):
             answer += piece
+            await asyncio.sleep(delay_s)
     return answer

@@ -1,6 +1,7 @@
 """The ledger applies what a scheduler says to the right live requests, and says what remains to be done."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -194,8 +195,33 @@ async def test_what_a_request_cost_that_ended_here_is_the_schedulers_to_say(ledg
 
 async def test_a_stop_string_in_the_last_step_of_a_request_needs_no_abort(ledger):
     live = open_live(ledger, stop=["the"])
-    outcome = ledger.apply(REPLICA, finishing_batch(live, ids_of("the")))
+    said = dataclasses.replace(USAGE, cached_tokens=2)
+    batch = finishing_batch(live, ids_of("the"))
+    outcome = ledger.apply(REPLICA, dataclasses.replace(batch, completed=[RequestEnded(live.handle, said)]))
     assert (outcome.ended_here, outcome.sequences_ended_here) == ([], [])
+    assert (await live.result())[1] == dataclasses.replace(said, generated_tokens=len(ids_of("the")))
+
+
+async def test_tokens_after_a_stop_string_in_one_of_several_sequences_cost_nothing(ledger):
+    live = open_live(ledger, stop=["the"], num_sequences=2)
+    stopped = ids_of("the")
+    ledger.apply(
+        REPLICA, make_batch([TokenRun(live.handle, 0, 0, [*stopped, 60, 61]), TokenRun(live.handle, 1, 0, [62])])
+    )
+    last = make_batch(
+        [TokenRun(live.handle, 1, 1, [63])],
+        [SequenceEnded(live.handle, 1, 2, FinishReason.LENGTH, None, None)],
+        [RequestEnded(live.handle, Usage(prompt_tokens=3, generated_tokens=len(stopped) + 4, cached_tokens=2))],
+    )
+    ledger.apply(REPLICA, last)
+    sequences, usage = await live.result()
+    assert sum(len(sequence.token_ids) for sequence in sequences) == len(stopped) + 2
+    assert usage == Usage(prompt_tokens=3, generated_tokens=len(stopped) + 2, cached_tokens=2)
+
+
+async def test_candidates_that_are_not_returned_are_part_of_what_a_request_cost(ledger):
+    live = open_live(ledger)
+    ledger.apply(REPLICA, finishing_batch(live, ids_of("hello")))
     assert (await live.result())[1] is USAGE
 
 

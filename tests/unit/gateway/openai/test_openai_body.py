@@ -6,6 +6,7 @@ import pytest
 
 from gateway.openai.body import parse_body
 from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.requests.violations import shown
 from quire.rpc.errors import InvalidArgument
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -184,6 +185,18 @@ def test_values_that_change_nothing_are_fine():
 )
 def test_fields_that_contradict_each_other_are_refused(fields, param):
     assert refusal(ChatBody, {"messages": HELLO} | fields).violations[0].field == param
+
+
+@pytest.mark.parametrize("priority", [500, -500, 101, 2**70])
+def test_a_priority_out_of_range_is_told_as_it_was_sent(priority):
+    (violation,) = refusal(ChatBody, {"messages": HELLO, "priority": priority}).violations
+    assert violation.field == "priority"
+    assert violation.description == f"is {shown(priority)}; it must be in [-100, 100]"
+
+
+@pytest.mark.parametrize("priority", [-100, 0, 100, None])
+def test_any_other_priority_is_fine(priority):
+    assert chat(priority=priority).priority == priority
 
 
 def test_all_that_is_wrong_is_told_at_once():

@@ -51,6 +51,12 @@ def test_fields_are_named_as_the_caller_knows_them():
     assert (answer.param, answer.message) == ("top_p", "top_p is 7; n is 0")
 
 
+def test_what_two_fields_have_wrong_that_are_one_to_the_caller_is_told_once():
+    violations = [FieldViolation(f"{group}logprobs", "is 50") for group in ("sampling.", "")]
+    answer = error_answer(InvalidArgument(summary(violations), violations=violations), short)
+    assert (answer.param, answer.message) == ("logprobs", "logprobs is 50")
+
+
 def test_a_message_of_its_own_is_kept():
     error = InvalidArgument("the template refuses", violations=[FieldViolation("messages", "is odd")])
     assert error_answer(error, short).message == "the template refuses"

@@ -153,6 +153,8 @@ def test_either_name_of_the_length_works():
         (completion(), "token_ids.ids[3]", "prompt[3]"),
         (completion(), "output.logprobs", "logprobs"),
         (completion(echo=True, logprobs=50), "output.prompt_logprobs", "logprobs"),
+        (completion(echo=True, logprobs=50, prompt_logprobs=5), "output.prompt_logprobs", "logprobs"),
+        (completion(echo=True, logprobs=5, prompt_logprobs=50), "output.prompt_logprobs", "prompt_logprobs"),
         (completion(prompt_logprobs=50), "output.prompt_logprobs", "prompt_logprobs"),
         (completion(), "sampling.beam_search.beam_width", "n"),
         (completion(best_of=2), "sampling.beam_search.beam_width", "best_of"),
@@ -181,3 +183,20 @@ async def test_too_many_prompts_are_refused():
     call = CompletionCall(completion(prompt=["a"] * (MAX_PROMPTS + 1)), "m")
     with pytest.raises(InvalidArgument, match="prompt has 1,025 entries; the most is 1,024"):
         await call.requests(generator=None)
+
+
+@pytest.mark.parametrize(("num_prompts", "limit"), [(2, 126), (10, 126), (11, 125)])
+async def test_the_id_of_several_prompts_leaves_room_for_their_numbers(num_prompts, limit):
+    def call(num_characters):
+        return CompletionCall(completion(prompt=[[5]] * num_prompts, request_id="x" * num_characters), "m")
+
+    requests = await call(limit).requests(generator=None)
+    assert max(len(request.request_id) for request in requests) == 128
+    expected = f"request_id has {limit + 1} characters; with {num_prompts} prompts, each of which adds -N to it, "
+    with pytest.raises(InvalidArgument, match=f"^{expected}the most is {limit}$"):
+        await call(limit + 1).requests(generator=None)
+
+
+async def test_the_id_of_one_prompt_may_have_its_full_length():
+    (request,) = await CompletionCall(completion(prompt=[[5]], request_id="x" * 128), "m").requests(generator=None)
+    assert request.request_id == "x" * 128

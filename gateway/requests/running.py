@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from typing import TypeVar
 
-from gateway.openai.errors import HttpError, error_answer
+from gateway.requests.answer_size import check_prompt_logprobs, num_prompt_logprobs
 from gateway.requests.events import Completed, Event, GeneratedSequence, Usage
 from gateway.requests.generator import Generator
 from gateway.requests.live_request import LiveRequest
@@ -13,35 +13,56 @@ from gateway.requests.request import RequestOptions
 from quire.rpc.errors import QuireError
 
 Result = tuple[list[GeneratedSequence], Usage]
+Answer = TypeVar("Answer")
+# So many log probabilities take longer to be made into an answer than other calls should wait for.
+_LARGE = 10_000
 # Events of requests by position, and the error that ends one of them.
 _Queue = asyncio.Queue[tuple[int, Event | Exception]]
 
 
 @asynccontextmanager
 async def running(
-    generator: Generator, requests: Sequence[RequestOptions], param_name: Callable[[int, str], str]
+    generator: Generator, requests: Sequence[RequestOptions], refusal: Callable[[int, QuireError], Exception]
 ) -> AsyncIterator[list[LiveRequest]]:
     """The running requests, in order. Leaving the context aborts what runs.
 
-    `param_name` gives what a field of the request at a position is called in the caller's body.
-
-    Raises:
-        HttpError: one of them is refused; none runs then.
+    Where one of them is refused, none runs, and what is raised is what `refusal` makes of its position and its error.
     """
     async with AsyncExitStack() as stack:
         live: list[LiveRequest] = []
+        num_logprobs = 0
         for position, request in enumerate(requests):
             try:
                 live.append(await stack.enter_async_context(generator.run(request)))
+                num_logprobs += num_prompt_logprobs(live[-1].request)
+                check_prompt_logprobs(num_logprobs)
             except QuireError as error:
-                # Those before it end for the reason that this one is refused, and not for an error of HTTP.
+                # Those before it end for the reason that this one is refused, and not for what a front end makes of it.
                 await stack.__aexit__(type(error), error, error.__traceback__)
-                raise HttpError(error_answer(error, partial(param_name, position))) from error
+                raise refusal(position, error) from error
         yield live
 
 
-async def results(live: Sequence[LiveRequest]) -> list[Result]:
-    """Waits for the end of all. Raises QuireError as soon as one of them fails."""
+async def answer(live: Sequence[LiveRequest], make: Callable[[Sequence[Result]], Answer]) -> Answer:
+    """What `make` returns of the results of all. One that is large it makes in a thread, so that other calls go on.
+
+    Raises:
+        QuireError: one of them failed; the others are not waited for.
+    """
+    results = await _results(live)
+    return await asyncio.to_thread(make, results) if _is_large(live, results) else make(results)
+
+
+def _is_large(live: Sequence[LiveRequest], results: Sequence[Result]) -> bool:
+    num_logprobs = sum(
+        (1 + (each.request.prompt_logprobs or 0)) * len(each.prompt_logprobs)
+        + sum((1 + (each.request.logprobs or 0)) * len(sequence.logprobs) for sequence in sequences)
+        for each, (sequences, _) in zip(live, results, strict=True)
+    )
+    return num_logprobs > _LARGE
+
+
+async def _results(live: Sequence[LiveRequest]) -> list[Result]:
     tasks = [asyncio.create_task(each.result()) for each in live]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Errors of parts that all front ends share, in the words of the protocol."""
+"""Errors of parts that all front ends share, in the words of one of them."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,11 @@ from quire.rpc.errors import FieldViolation, QuireError
 
 
 def renamed(error: QuireError, name: Callable[[str], str]) -> QuireError:
-    """The same error; `name` says what each field at fault is called by the caller."""
-    violations = [FieldViolation(name(each.field), each.description) for each in error.violations]
+    """The same error; `name` says what each field at fault is called by the caller.
+
+    What is then said twice, as of two fields that the caller set by one, is said once.
+    """
+    violations = list(dict.fromkeys(FieldViolation(name(each.field), each.description) for each in error.violations))
     is_summary = bool(violations) and error.message == summary(error.violations)
     return type(error)(
         summary(violations) if is_summary else error.message,

@@ -1,0 +1,40 @@
+"""Requests that are one to the caller: how their answer is made."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from gateway.requests.events import Finished, FinishReason, GeneratedSequence, Logprob, PositionLogprobs, Usage
+from gateway.requests.running import answer
+
+POSITION = PositionLogprobs(Logprob(1, -0.5, 1), tuple(Logprob(token, -0.5, token) for token in range(1, 21)))
+
+
+class FinishedRequest:
+    """A request with so many positions that have log probabilities."""
+
+    def __init__(self, *, of_prompt: int = 0, of_output: int = 0) -> None:
+        self.request = SimpleNamespace(logprobs=20 if of_output else None, prompt_logprobs=20 if of_prompt else None)
+        self.prompt_logprobs = [POSITION] * of_prompt
+        finished = Finished(0, of_output, FinishReason.LENGTH)
+        self._sequence = GeneratedSequence([1] * of_output, "", [POSITION] * of_output, finished)
+
+    async def result(self):
+        return [self._sequence], Usage(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("requests", "in_a_thread"),
+    [
+        ([FinishedRequest()], False),
+        ([FinishedRequest(of_output=400)], False),
+        ([FinishedRequest(of_output=600)], True),
+        ([FinishedRequest(of_prompt=600)], True),
+        ([FinishedRequest(of_prompt=400), FinishedRequest(of_output=400)], True),
+    ],
+)
+async def test_a_large_answer_is_made_beside_the_event_loop(requests, in_a_thread):
+    made = await answer(requests, lambda results: (threading.get_ident(), [usage for _, usage in results]))
+    assert made == (made[0], [Usage(1, 1)] * len(requests))
+    assert (made[0] != threading.get_ident()) == in_a_thread
