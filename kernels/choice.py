@@ -160,6 +160,16 @@ def knows_all_pools(implementation: Implementation) -> bool:
     return isinstance(implementation, CpuKernels)
 
 
+def largest_head_dim_for(device: torch.device) -> int | None:
+    """The largest head size that attention on such a device takes; None where it takes any."""
+    if device.type != "cuda" or fastest_for(device) is reference:
+        return None
+    # Only here: a machine without a GPU needs no Triton.
+    from kernels.triton.paged_attention import LARGEST_HEAD
+
+    return LARGEST_HEAD
+
+
 def packed_products_for(device: torch.device, dtype: torch.dtype, rounding: Rounding) -> Products | None:
     """Products from packed weights of this dtype, if such a device has a kernel of ours for them."""
     implementation = implementation_for(device) if device.type == "cpu" else reference

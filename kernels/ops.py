@@ -29,6 +29,7 @@ from kernels.choice import (
     block_moves_for,
     implementation_for,
     knows_all_pools,
+    largest_head_dim_for,
     packed_products_for,
 )
 from kernels.operation_checks import (
@@ -89,7 +90,7 @@ def paged_attention(
         query_start_loc: [R + 1] int32, from 0 to T, rising.
         seq_lens: [R] int32, at least the row's new tokens.
         scale: factor on the scores.
-        max_query_len, max_seq_len: the largest of the batch.
+        max_query_len, max_seq_len: at least the most new tokens and the longest context of any row.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
         alibi_slopes: [Hq] float32; `slope * (key position - query position)` is added to the scores.
@@ -312,7 +313,12 @@ def product(
     return products.product(x, weight, bias, activation, output_dtype or dtype)
 
 
-def pool_dtype(device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int) -> torch.dtype:
+def largest_head_dim(device: torch.device) -> int | None:
+    """The largest head size that `paged_attention` takes on such a device; None where it takes any."""
+    return largest_head_dim_for(device)
+
+
+def stored_dtype(device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int) -> torch.dtype:
     """What keys and values of this dtype are best kept in on such a device: the dtype, or int16 for bfloat16."""
     if dtype != torch.bfloat16 or device.type != "cpu" or not short_cache.can_be_short(block_size, head_dim):
         return dtype

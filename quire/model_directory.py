@@ -21,6 +21,9 @@ SUPPORTED_ARCHITECTURES = (
 _LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 EMBEDDED_MODEL = "quire-tiny"
 
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
 _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -84,23 +87,9 @@ class ModelDirectory:
 
     def tokenizer_file(self) -> Path:
         """Where the tokenizer is; ConfigurationError when there is none."""
-        return self._existing("tokenizer.json")
-
-    def weight_files(self) -> tuple[Path, ...]:
-        """All safetensors files, sorted by name; ConfigurationError when there is none or an indexed one is missing."""
-        index = _read_json(self.path / "model.safetensors.index.json")
-        if index is not None:
-            names = sorted(set(index.get("weight_map", {}).values()))
-            return tuple(self._existing(name) for name in names)
-        found = tuple(sorted(self.path.glob("*.safetensors")))
-        if not found:
-            raise ConfigurationError(f"model directory {self.path} has no *.safetensors file")
-        return found
-
-    def _existing(self, name: str) -> Path:
-        file = self.path / name
+        file = self.path / "tokenizer.json"
         if not file.is_file():
-            raise ConfigurationError(f"model directory {self.path} has no {name}")
+            raise ConfigurationError(f"model directory {self.path} has no {file.name}")
         return file
 
 
@@ -116,6 +105,40 @@ def resolve_model(name_or_path: str | Path | None) -> Path:
     if not path.is_dir():
         raise ConfigurationError(f"model directory {path} {'is a file' if path.exists() else 'does not exist'}")
     return path
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model: the single one where it is there, else those of the index, sorted by name.
+
+    Raises:
+        ConfigurationError: there is neither, the index is none, or a file that it names is missing or elsewhere.
+    """
+    single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
+    if single.is_file():
+        return (single,)
+    content = _read_json(index)
+    if content is not None:
+        return _files_of_index(index, content)
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if pickled:
+        raise ConfigurationError(
+            f"{directory}: {pickled[0].name} is a pickle, which is never loaded; convert the model with transformers: "
+            f"AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW_DIRECTORY)"
+        )
+    raise ConfigurationError(f"{directory}: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there")
+
+
+def _files_of_index(index: Path, content: dict[str, Any]) -> tuple[Path, ...]:
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigurationError(f"{index}: weight_map is {weight_map!r:.80}; it must be an object of file names")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ConfigurationError(f"{index}: shard {name!r} is not a plain file name")
+        if not (index.parent / name).is_file():
+            raise ConfigurationError(f"{index}: shard {name} is missing")
+    return tuple(index.parent / name for name in names)
 
 
 def _embedded_model() -> Path:

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from kernels import ops
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.processors import num_processors
 from quire.settings import ConfigurationError
@@ -68,7 +69,13 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
 
 
 def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
-    """The worker of a loaded model. ConfigurationError when the pool or graphs cannot be had as the settings say."""
+    """The worker of a loaded model.
+
+    Raises:
+        ConfigurationError: the device has no attention for the model's heads, or the pool or graphs cannot be had as
+            the settings say.
+    """
+    _check_head_dim(model)
     ranks = model.ranks
     with_graphs = settings.cuda_graphs == "on"
     if with_graphs:
@@ -79,7 +86,7 @@ def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLo
     runner = ModelRunner(model, pool, geometry, limits)
     if with_graphs:
         record_cuda_graphs(runner, model.device)
-    warm_up(runner, settings.block_size, geometry.max_model_len, limits)
+    warm_up(runner, pool.geometry, geometry.max_model_len, limits)
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-time.time_ns())
@@ -117,14 +124,24 @@ def model_geometry(model: CausalLM, max_model_len: int | None) -> ModelGeometry:
     )
 
 
+def _check_head_dim(model: CausalLM) -> None:
+    largest = ops.largest_head_dim(model.device)
+    if largest is not None and model.head_dim > largest:
+        raise ConfigurationError(
+            f"head_dim is {model.head_dim} in the widest layer of {model.architecture}; it must be at most {largest} "
+            f"on {model.device.type}, use --device cpu"
+        )
+
+
 def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, settings: WorkerSettings) -> KvPool:
+    dtype = requested_pool_dtype(settings.kv_cache_dtype, model)
     request = PoolRequest(
         block_size=settings.block_size,
         num_gpu_blocks=settings.num_gpu_blocks,
         kv_cache_memory=settings.kv_cache_memory,
         swap_space=settings.swap_space,
         most_useful_blocks=limits.max_num_rows * -(-geometry.max_model_len // settings.block_size),
-        dtype=pool_dtype(settings.kv_cache_dtype, model),
+        dtype=dtype,
         num_padding_blocks=int(settings.cuda_graphs == "on"),
     )
     available = None
@@ -134,7 +151,6 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
     # A rank with less memory decides for all: a block is a block on each of them.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
-    dtype = pool_dtype(settings.kv_cache_dtype, model)
     pool = allocate_pool(shape, model.device, dtype, with_padding=request.num_padding_blocks > 0)
     tokens = shape.num_gpu_blocks * shape.block_size
     _logger.info(
@@ -150,7 +166,7 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
     return pool
 
 
-def pool_dtype(name: str, model: CausalLM) -> torch.dtype:
+def requested_pool_dtype(name: str, model: CausalLM) -> torch.dtype:
     """The dtype of a setting; auto takes the model's. ConfigurationError when the device does not have it."""
     if name == "auto":
         return model.dtype

@@ -4,7 +4,6 @@ The headers are read and compared with what the model needs before any tensor is
 refused at once and with one clear line.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,10 +12,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quire.model_directory import weight_files
 from quire.settings import ConfigurationError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 # Bytes of an element by its name in a safetensors header.
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
@@ -64,12 +62,18 @@ class Checkpoint:
             ConfigurationError: no safetensors here, a shard that the index names is missing, a damaged file.
         """
         tensors: dict[str, _StoredTensor] = {}
-        for file in _find_files(directory):
+        for file in weight_files(directory):
             tensors.update(_read_header(file))
         return cls(directory, tensors, base_prefix)
 
     def has(self, name: str) -> bool:
-        return name in self._tensors
+        return self._stored(name) is not None
+
+    def renamed(self, name: str, new_name: str) -> "Checkpoint":
+        """The same tensors, of which `name`, a name in the file, is found by another."""
+        tensors = dict(self._tensors)
+        tensors[new_name] = tensors.pop(name)
+        return Checkpoint(self._directory, tensors, self._base_prefix)
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
         """Raises ConfigurationError for the first tensor that is missing, misshapen or of a dtype not supported."""
@@ -96,40 +100,14 @@ class Checkpoint:
         with safe_open(stored.file, framework="pt") as file:
             return file.get_tensor(stored.name)
 
+    def _stored(self, name: str) -> _StoredTensor | None:
+        return self._tensors.get(name) or self._tensors.get(name.removeprefix(self._base_prefix))
+
     def _find(self, name: str) -> _StoredTensor:
-        stored = self._tensors.get(name) or self._tensors.get(name.removeprefix(self._base_prefix))
+        stored = self._stored(name)
         if stored is None:
             raise ConfigurationError(f"{self._directory}: tensor {name} is missing from the safetensors files")
         return stored
-
-
-def _find_files(directory: Path) -> list[Path]:
-    index = directory / INDEX_FILE
-    if (directory / SINGLE_FILE).is_file():
-        return [directory / SINGLE_FILE]
-    if index.is_file():
-        return _files_of_index(index)
-    pickled = sorted(directory.glob("pytorch_model*.bin"))
-    if pickled:
-        raise ConfigurationError(
-            f"{directory}: {pickled[0].name} is a pickle, which is never loaded; convert the model with transformers: "
-            f"AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW_DIRECTORY)"
-        )
-    raise ConfigurationError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
-
-
-def _files_of_index(index: Path) -> list[Path]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({str(name) for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"{index}: not an index of safetensors files: {error!r}") from error
-    for name in names:
-        if Path(name).name != name:
-            raise ConfigurationError(f"{index}: shard {name!r} is not a plain file name")
-        if not (index.parent / name).is_file():
-            raise ConfigurationError(f"{index}: shard {name} is missing")
-    return [index.parent / name for name in names]
 
 
 def _read_header(file: Path) -> dict[str, _StoredTensor]:

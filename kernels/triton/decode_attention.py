@@ -42,7 +42,8 @@ def _decode_kernel(
     SHAPE: Shape, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     # Heads of a row and a piece run side by side: their tiles are neighbours in memory.
-    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place, head = tl.program_id(0) // SHAPE.num_kv_heads, tl.program_id(0) % SHAPE.num_kv_heads
+    row, split = place // num_splits, place % num_splits
     token, next_token = tl.load(query_start_loc + row), tl.load(query_start_loc + row + 1)
     seq_len = tl.load(seq_lens + row)
     begin, end = _find_piece(seq_len, sliding_window, split, num_splits, LEAST, TILE)  # pyright: ignore[reportGeneralTypeIssues]
@@ -107,7 +108,7 @@ def _join_kernel(
     output, partial, partial_lse, query_start_loc, seq_lens, sliding_window, num_splits,
     SHAPE: Shape, TILE: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    head, row = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0) // SHAPE.num_heads, tl.program_id(0) % SHAPE.num_heads
     token = tl.load(query_start_loc + row)
     if tl.load(query_start_loc + row + 1) - token != 1:
         return
@@ -146,7 +147,7 @@ def decode_attention(
     partial, partial_lse = _partial_results(output, batch.num_rows, num_splits)
     launch(
         _decode_kernel,
-        (batch.num_kv_heads, num_splits, batch.num_rows),
+        (batch.num_rows * num_splits * batch.num_kv_heads,),
         *(output, partial, partial_lse),
         *batch.tensors(),
         *(scores.alibi_slopes, scores.sinks, scores.scale, scores.soft_cap, scores.sliding_window),
@@ -163,7 +164,7 @@ def decode_attention(
     if num_splits > 1:
         launch(
             _join_kernel,
-            (output.shape[1], batch.num_rows),
+            (batch.num_rows * output.shape[1],),
             *(output, partial, partial_lse, batch.query_start_loc, batch.seq_lens),
             *(scores.sliding_window, num_splits),
             SHAPE=batch.shape,

@@ -10,7 +10,10 @@ WARP = 32
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Queues `kernel` on the current stream of the current device, one program for each point of `grid`."""
+    """Queues `kernel` on the current stream of the current device, one program for each point of `grid`.
+
+    What grows with tokens or rows is the first dimension: CUDA takes 2^31 - 1 programs along it, 65,535 along others.
+    """
     kernel[grid](*arguments, **constants)
 
 

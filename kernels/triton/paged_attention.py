@@ -39,9 +39,11 @@ def paged_attention(
     indexes = (block_tables.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
     batch = PagedBatch(with_contiguous_heads(query), kv_cache, *indexes)
     head_dim, dtype = kv_cache.shape[4], kv_cache.dtype
-    if max_query_len > 1:
+    # `max_query_len` may be more than any row has, but a row alone has all tokens.
+    num_tokens = query.shape[0]
+    if max_query_len > 1 and num_tokens > 1:
         prefill_attention(output, batch, scores, tiling=prefill_tiling(head_dim, dtype))
-    if max_query_len == 1 or batch.num_rows > 1:
+    if num_tokens == 1 or batch.num_rows > 1:
         decode_attention(output, batch, scores, max_seq_len=max_seq_len, tiling=decode_tiling(head_dim, dtype))
     return output
 

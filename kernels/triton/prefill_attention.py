@@ -60,9 +60,9 @@ def _prefill_kernel(
     sliding_window, query_stride, value_offset, table_stride, num_rows,
     SHAPE: Shape, TILE_TOKENS: tl.constexpr, QUERY_TILE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
-    # The last tokens of a chunk see most keys: the longest programs start first.
-    query_tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    # The last tokens of a chunk see most keys: the longest programs start first, all heads of a tile side by side.
+    query_tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SHAPE.num_kv_heads
+    head = tl.program_id(0) % SHAPE.num_kv_heads
     row = _find_row(query_start_loc, query_tile, num_rows, TILE_TOKENS)
     row_start = tl.load(query_start_loc + row)
     num_tokens = tl.load(query_start_loc + row + 1) - row_start
@@ -146,7 +146,7 @@ def prefill_attention(output: torch.Tensor, batch: PagedBatch, scores: ScoreRule
     tile_tokens = query_tile // batch.group
     launch(
         _prefill_kernel,
-        (batch.num_kv_heads, output.shape[0] // tile_tokens + batch.num_rows),
+        ((output.shape[0] // tile_tokens + batch.num_rows) * batch.num_kv_heads,),
         output,
         *batch.tensors(),
         *(scores.alibi_slopes, scores.sinks, scores.scale, scores.soft_cap, scores.sliding_window),

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from gateway.auth.keys_file import read_keys
 from quire.local.settings import ServeSettings
-from quire.model_directory import ModelDirectory, resolve_model
+from quire.model_directory import ModelDirectory, resolve_model, weight_files
 from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError
 from quire.tracing import check_installed
@@ -20,7 +20,7 @@ def check(settings: ServeSettings) -> None:
         raise ConfigurationError(f"not installed: {', '.join(missing)}; install quire[all]")
     check_installed(settings.otlp_traces_endpoint)
     model = ModelDirectory.open(resolve_model(settings.model))
-    model.weight_files()
+    weight_files(model.path)
     model.tokenizer_file()
     if settings.tls_dir is not None:
         TlsIdentity.of(settings.tls_dir, Role.GATEWAY)

@@ -57,10 +57,10 @@ def test_requests_get_the_same_while_blocks_are_shared_swapped_and_computed_agai
 ) -> None:
     make_shape(tmp_path, shape)
     model = load_model(tmp_path, device=CPU, dtype=torch.bfloat16)
-    kept = ops.pool_dtype(CPU, torch.bfloat16, SETTINGS.block_size, model.head_dim)
+    kept = ops.stored_dtype(CPU, torch.bfloat16, SETTINGS.block_size, model.head_dim)
     assert kept == (SHORT_DTYPE if ISAS else torch.bfloat16)
     outputs, replica = run(model)
     assert replica.scheduler.num_preemptions > 0
     assert sum(usage.cached_tokens for usage in replica.usage.values()) > 0
-    monkeypatch.setattr(ops, "pool_dtype", lambda _device, dtype, *_: dtype)
+    monkeypatch.setattr(ops, "stored_dtype", lambda _device, dtype, *_: dtype)
     assert run(model)[0] == outputs

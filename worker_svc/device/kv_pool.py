@@ -146,7 +146,7 @@ def allocate_pool(
     Raises:
         ConfigurationError: the memory is not there.
     """
-    dtype = ops.pool_dtype(device, dtype, geometry.block_size, geometry.head_dim)
+    dtype = ops.stored_dtype(device, dtype, geometry.block_size, geometry.head_dim)
     gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks + with_padding, dtype)
     host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks, dtype))
     try:

@@ -15,8 +15,8 @@ class AttentionMetadata:
         block_tables: [R, M] int32 block ids in logical order; entries beyond a row's context mean nothing.
         query_start_loc: [R + 1] int32, where each row's new tokens start in the flat batch, and T.
         seq_lens: [R] int32, computed plus new tokens of each row.
-        max_query_len: the most new tokens of any row.
-        max_seq_len: the largest of `seq_lens`.
+        max_query_len: at least the most new tokens of any row.
+        max_seq_len: at least the largest of `seq_lens`.
     """
 
     slot_mapping: torch.Tensor

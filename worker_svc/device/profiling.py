@@ -35,43 +35,52 @@ _SAMPLING = RowSampling(
 
 # On a GPU a longer context is cut into pieces in any case (`kernels.triton.kv_split`), which takes kernels of its own.
 _CUT_LENGTH = 2049
+_NO_PAIRS = np.zeros((0, 2), np.int32)
+_NO_MOVES = CacheOperations(_NO_PAIRS, _NO_PAIRS, _NO_PAIRS)
 
 
-def prefill_step(lengths: list[int], blocks_per_row: list[list[int]], num_computed: int = 0) -> AdmittedStep:
-    """A step that puts sequences into the first rows, computes them from `num_computed` on and samples from each."""
-    rows = np.arange(len(lengths), dtype=np.int32)
-    pairs, none = np.zeros((0, 2), np.int32), np.zeros(0, np.int32)
+def _prefill_step(
+    lengths: list[int], num_new: list[int], block_size: int, moves: CacheOperations = _NO_MOVES
+) -> AdmittedStep:
+    """A step that puts sequences into the first rows, computes the last new tokens of each and samples from each.
+
+    All of them lie in block 0, again and again: what is computed does not matter.
+    """
+    rows, none = np.arange(len(lengths), dtype=np.int32), np.zeros(0, np.int32)
     assigned = tuple(
-        AssignRow(row, np.zeros(length, np.int32), np.array(blocks, np.int32), _SAMPLING, length)
-        for row, (length, blocks) in enumerate(zip(lengths, blocks_per_row, strict=True))
+        AssignRow(row, np.zeros(length, np.int32), np.zeros(-(-length // block_size), np.int32), _SAMPLING, length)
+        for row, length in enumerate(lengths)
     )
+    new_tokens = np.array(num_new, np.int32)
     step = Step(
         step_id=0,
         scheduler_epoch=0,
-        cache_operations=CacheOperations(pairs, pairs, pairs),
-        row_changes=RowChanges(none, assigned, pairs, (), (), np.zeros((0, 3), np.int32)),
-        batch=Batch(
-            rows,
-            np.array(lengths, np.int32) - np.int32(num_computed),
-            np.full_like(rows, num_computed),
-            np.stack((rows, rows), axis=1),
-        ),
+        cache_operations=moves,
+        row_changes=RowChanges(none, assigned, _NO_PAIRS, (), (), np.zeros((0, 3), np.int32)),
+        batch=Batch(rows, new_tokens, np.array(lengths, np.int32) - new_tokens, np.stack((rows, rows), axis=1)),
         sealed=SealedBlocks(none, np.zeros((0, 32), np.uint8)),
     )
-    return AdmittedStep(step, np.unique(np.concatenate([each.block_table for each in assigned])))
+    return AdmittedStep(step, np.zeros(1, np.int32))
 
 
-def warm_up(runner: ModelRunner, block_size: int, max_model_len: int, limits: WorkerLimits) -> None:
+def warm_up(runner: ModelRunner, pool: PoolGeometry, max_model_len: int, limits: WorkerLimits) -> None:
     """Runs sequences in block 0, so that the first request does not pay for what is set up, or compiled, lazily.
 
     One of several tokens where a step may have them, one of a single token and one token of a long context: attention
-    has a kernel each for them.
+    has a kernel each for them. Before the last, block 0 is moved in every way that this pool has.
     """
-    several = min(2, block_size, max_model_len, limits.max_num_batched_tokens)
+    several = min(2, pool.block_size, max_model_len, limits.max_num_batched_tokens)
     for length in (several, 1):
-        runner.launch(prefill_step([length], [[0]])).wait()
+        runner.launch(_prefill_step([length], [length], pool.block_size)).wait()
     length = min(_CUT_LENGTH, max_model_len)
-    runner.launch(prefill_step([length], [[0] * -(-length // block_size)], length - 1)).wait()
+    runner.launch(_prefill_step([length], [1], pool.block_size, _every_move(pool))).wait()
+
+
+def _every_move(pool: PoolGeometry) -> CacheOperations:
+    """Block 0 to the host and back where there are blocks, and onto block 1 where there is one."""
+    swap = np.array([(0, 0)], np.int32)[: pool.num_host_blocks]
+    copy = np.array([(0, 1)], np.int32)[: pool.num_gpu_blocks - 1]
+    return CacheOperations(swap, swap, copy)
 
 
 def memory_for_pool(
@@ -79,17 +88,17 @@ def memory_for_pool(
 ) -> int:
     """Bytes of an accelerator that are left for the KV pool when a step of the greatest size runs.
 
-    The step runs on a small pool of its own that all sequences share: only its memory matters, not what it computes.
+    The step runs on a pool of one block that all sequences share: only its memory matters, not what it computes.
     """
     device = model.device
-    lengths = _worst_case(limits, geometry.max_model_len)
-    num_blocks = -(-max(lengths) // block_size)
-    pool = allocate_pool(_small_pool(model, block_size, num_blocks), device, model.dtype)
+    num_new = _worst_case(limits, geometry.max_model_len)
+    # For the longest context attention keeps what each of its pieces gives, and makes as much room for every other row.
+    lengths = [geometry.max_model_len, *num_new[1:]]
+    pool = allocate_pool(_pool_of_one_block(model, block_size), device, model.dtype)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner = ModelRunner(model, pool, geometry, limits)
-    blocks = list(range(num_blocks))
-    runner.launch(prefill_step(lengths, [blocks[: -(-length // block_size)] for length in lengths])).wait()
+    runner.launch(_prefill_step(lengths, num_new, block_size)).wait()
     step_bytes = torch.cuda.max_memory_allocated(device) - before
     del runner, pool
     torch.cuda.empty_cache()
@@ -98,16 +107,16 @@ def memory_for_pool(
 
 
 def _worst_case(limits: WorkerLimits, max_model_len: int) -> list[int]:
-    """As many rows as a step may have, sharing its tokens as evenly as may be: the most logits, the most tokens."""
+    """New tokens of as many rows as a step may have, shared as evenly as may be: the most logits, the most tokens."""
     num_rows = min(limits.max_num_rows, limits.max_num_batched_tokens)
     least, over = divmod(limits.max_num_batched_tokens, num_rows)
     return [min(least + (row < over), max_model_len) for row in range(num_rows)]
 
 
-def _small_pool(model: CausalLM, block_size: int, num_blocks: int) -> PoolGeometry:
+def _pool_of_one_block(model: CausalLM, block_size: int) -> PoolGeometry:
     return PoolGeometry(
         block_size=block_size,
-        num_gpu_blocks=num_blocks,
+        num_gpu_blocks=1,
         num_host_blocks=0,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,

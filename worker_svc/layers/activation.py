@@ -64,40 +64,6 @@ _FUSED: dict[str, FusedActivation] = {
     "tanh": FusedActivation("tanh"),
 }
 
-
-_GATED = "gated "
-
-
-def gated(name: str) -> str:
-    """The name, for a linear layer, of `act(gate) * up`: gates are the first half of its outputs, ups the second."""
-    return _GATED + name
-
-
-def is_gated_silu(name: str) -> bool:
-    """Whether it is what `ops.silu_and_mul` computes."""
-    return name in (gated("silu"), gated("swish"))
-
-
-def check_activation(name: str) -> None:
-    """Raises ConfigurationError for a name that is not known."""
-    name = name.removeprefix(_GATED)
-    if name not in ACTIVATIONS:
-        raise ConfigurationError(
-            f"config.json: activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
-        )
-
-
-def activation(name: str) -> Activation:
-    """Raises ConfigurationError for a name that is not known."""
-    check_activation(name)
-    return gated_activation(name.removeprefix(_GATED)) if name.startswith(_GATED) else ACTIVATIONS[name]
-
-
-def fused_activation(name: str) -> FusedActivation | None:
-    """The same function where oneDNN can apply it to a product; None where it cannot."""
-    return _FUSED.get(name)
-
-
 # In the words of `ops.product`.
 _OWN = {
     "gelu_fast": "gelu_tanh",
@@ -109,19 +75,47 @@ _OWN = {
 }
 
 
-def own_activation(name: str) -> str | None:
-    """The same function where `ops.product` can apply it; None where it cannot."""
-    return _OWN.get(name)
+@dataclass(frozen=True, slots=True)
+class ActivationKind:
+    """What a linear layer applies to its outputs. ConfigurationError for a name that is not known.
+
+    Attributes:
+        name: of `ACTIVATIONS`.
+        gated: it is `act(gate) * up`, with the gates in the first half of the outputs and the ups in the second.
+    """
+
+    name: str
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in ACTIVATIONS:
+            raise ConfigurationError(
+                f"config.json: activation {self.name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+            )
+
+    @property
+    def is_gated_silu(self) -> bool:
+        """Whether it is what `ops.silu_and_mul` computes."""
+        return self.gated and ACTIVATIONS[self.name] is functional.silu
+
+    @property
+    def function(self) -> Activation:
+        if self.is_gated_silu:
+            return ops.silu_and_mul
+        function = ACTIVATIONS[self.name]
+        return partial(_gate_and_mul, function) if self.gated else function
+
+    @property
+    def fused(self) -> FusedActivation | None:
+        """The same function where oneDNN can apply it to a product; None where it cannot."""
+        return None if self.gated else _FUSED.get(self.name)
+
+    @property
+    def own(self) -> str | None:
+        """The same function where `ops.product` can apply it; None where it cannot."""
+        return None if self.gated else _OWN.get(self.name)
 
 
-def gated_activation(name: str) -> Activation:
-    """`act(gate) * up` of a tensor that holds gate and up one after the other in its last dimension."""
-    if name in ("silu", "swish"):
-        return ops.silu_and_mul
-    function = activation(name)
-
-    def gate_and_mul(x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return function(gate) * up
-
-    return gate_and_mul
+def _gate_and_mul(function: Activation, x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return function(gate) * up

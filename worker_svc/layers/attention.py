@@ -13,7 +13,6 @@ class PagedAttention(nn.Module):
     Args:
         scale: factor on the scores.
         sliding_window: tokens that a token sees, itself included; None for all before it.
-        soft_cap: bound of the scores, see `ops.paged_attention`.
     """
 
     def __init__(
@@ -24,14 +23,12 @@ class PagedAttention(nn.Module):
         scale: float,
         *,
         sliding_window: int | None = None,
-        soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         self._head_split = (num_heads, num_kv_heads, num_kv_heads)
         self._head_dim = head_dim
         self._scale = scale
         self._sliding_window = sliding_window
-        self._soft_cap = soft_cap
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """qkv [T, (Hq + 2 Hkv) * D] -> views: query [T, Hq, D], key and value [T, Hkv, D]."""
@@ -62,6 +59,5 @@ class PagedAttention(nn.Module):
             max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
             sliding_window=self._sliding_window,
-            soft_cap=self._soft_cap,
         )
         return attended.view(attended.shape[0], -1)

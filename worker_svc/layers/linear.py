@@ -8,7 +8,7 @@ from operator import itemgetter
 
 import torch
 
-from worker_svc.layers.activation import check_activation
+from worker_svc.layers.activation import ActivationKind
 from worker_svc.layers.loadable import Loadable, Placement
 from worker_svc.layers.product import Product
 from worker_svc.layers.quantized_product import make_linear_product
@@ -50,7 +50,7 @@ class Linear(Loadable):
         in_features: of the whole layer.
         split: what of it each rank holds.
         input_major: the checkpoint stores [in, out], as GPT-2's Conv1D does, and not [out, in].
-        activation: its name in config.json; none is the identity. ConfigurationError for a name that is not known.
+        activation: none is the identity.
     """
 
     def __init__(
@@ -62,11 +62,9 @@ class Linear(Loadable):
         placement: Placement,
         split: Split = Split.WHOLE,
         input_major: bool = False,
-        activation: str | None = None,
+        activation: ActivationKind | None = None,
     ) -> None:
         super().__init__()
-        if activation is not None:
-            check_activation(activation)
         self._parts = tuple(parts)
         self._in_features = in_features
         self._has_bias = bias

@@ -13,14 +13,7 @@ import torch
 
 from kernels import ops
 from kernels.packed_weight import PackedWeight, Rounding
-from worker_svc.layers.activation import (
-    Activation,
-    FusedActivation,
-    activation,
-    fused_activation,
-    is_gated_silu,
-    own_activation,
-)
+from worker_svc.layers.activation import Activation, ActivationKind, FusedActivation
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [..., in] -> [..., out], bias and activation included."""
@@ -58,13 +51,12 @@ class PackedProduct:
     """Applied after that."""
 
     @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, activation_name: str | None) -> "PackedProduct":
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, kind: ActivationKind | None) -> "PackedProduct":
         """Packs the weights."""
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        if activation_name is None:
+        if kind is None:
             return cls(packed, bias, _NOTHING_FUSED, None)
-        fused = fused_activation(activation_name)
-        return cls(packed, bias, fused or _NOTHING_FUSED, None if fused else activation(activation_name))
+        return cls(packed, bias, kind.fused or _NOTHING_FUSED, None if kind.fused else kind.function)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         fused = self.fused
@@ -90,37 +82,36 @@ class OwnProduct:
         cls,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        activation_name: str | None,
+        kind: ActivationKind | None,
         *,
         rounding: Rounding = Rounding.NONE,
     ) -> "OwnProduct":
         """Packs the weights."""
-        if activation_name is not None and is_gated_silu(activation_name):
+        if kind is not None and kind.is_gated_silu:
             return cls(ops.pack_weight(weight, gated=True, rounding=rounding), bias, "identity", None)
         packed = ops.pack_weight(weight, rounding=rounding)
-        if activation_name is None:
+        if kind is None:
             return cls(packed, bias, "identity", None)
-        fused = own_activation(activation_name)
-        return cls(packed, bias, fused or "identity", None if fused else activation(activation_name))
+        return cls(packed, bias, kind.own or "identity", None if kind.own else kind.function)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         product = ops.product(x, self.weight, self.bias, activation=self.fused)
         return product if self.activation is None else self.activation(product)
 
 
-def make_product(weight: torch.Tensor, bias: torch.Tensor | None = None, activation_name: str | None = None) -> Product:
+def make_product(weight: torch.Tensor, bias: torch.Tensor | None = None, kind: ActivationKind | None = None) -> Product:
     """The fastest way to `activation(x @ weight.T + bias)` for these weights.
 
     Args:
         weight: [out, in]; a plain product keeps it, a packed one does not.
         bias: [out].
-        activation_name: A name of `ACTIVATIONS`, or `gated` of one, which halves the outputs; none is the identity.
+        kind: of the activation; a gated one halves the outputs, none is the identity.
     """
     if weight.numel() and ops.has_packed_products(weight.device, weight.dtype):
-        return OwnProduct.of(weight, bias, activation_name)
+        return OwnProduct.of(weight, bias, kind)
     if pays_to_pack(weight):
-        return PackedProduct.of(weight, bias, activation_name)
-    return PlainProduct(weight, bias, None if activation_name is None else activation(activation_name))
+        return PackedProduct.of(weight, bias, kind)
+    return PlainProduct(weight, bias, None if kind is None else kind.function)
 
 
 def pays_to_pack(weight: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from kernels import ops
 from kernels.int8 import quantize
 from kernels.packed_weight import Rounding
-from worker_svc.layers.activation import Activation, activation
+from worker_svc.layers.activation import Activation, ActivationKind
 from worker_svc.layers.product import OwnProduct, Product, make_product
 from worker_svc.layers.quantization import Quantization
 
@@ -97,17 +97,16 @@ class DynamicProduct:
 
 
 def make_linear_product(
-    weight: torch.Tensor, bias: torch.Tensor | None, activation_name: str | None, quantization: Quantization
+    weight: torch.Tensor, bias: torch.Tensor | None, kind: ActivationKind | None, quantization: Quantization
 ) -> Product:
     """`make_product` of weights [out, in] that are rounded as `quantization` says; they are not kept."""
     if quantization is Quantization.NONE or not weight.numel():
-        return make_product(weight, bias, activation_name)
+        return make_product(weight, bias, kind)
     rounding = _ROUNDING[quantization]
     if ops.has_packed_products(weight.device, weight.dtype, rounding):
-        return OwnProduct.of(weight, bias, activation_name, rounding=rounding)
-    applied = None if activation_name is None else activation(activation_name)
-    kind = DynamicProduct if quantization is Quantization.INT8_DYNAMIC else WeightOnlyProduct
-    return kind.of(weight, bias, applied)
+        return OwnProduct.of(weight, bias, kind, rounding=rounding)
+    product = DynamicProduct if quantization is Quantization.INT8_DYNAMIC else WeightOnlyProduct
+    return product.of(weight, bias, None if kind is None else kind.function)
 
 
 def _finish(

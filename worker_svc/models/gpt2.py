@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from worker_svc.device.model_input import ModelInput
+from worker_svc.layers.activation import ActivationKind
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
@@ -70,7 +71,9 @@ class GPT2Layer(PlainLayer):
         super().__init__()
         name, hidden = f"transformer.h.{index}", config.hidden_size
 
-        def linear(part: LinearPart, in_features: int, split: Split, activation: str | None = None) -> Linear:
+        def linear(
+            part: LinearPart, in_features: int, split: Split, activation: ActivationKind | None = None
+        ) -> Linear:
             return Linear(
                 [part],
                 in_features,
@@ -91,7 +94,7 @@ class GPT2Layer(PlainLayer):
         self.attention_output = linear(LinearPart(f"{name}.attn.c_proj", hidden), hidden, Split.INPUTS)
         self.mlp_norm = norm("ln_2")
         up, down = LinearPart(f"{name}.mlp.c_fc", config.inner_size), LinearPart(f"{name}.mlp.c_proj", hidden)
-        self.up = linear(up, hidden, Split.OUTPUTS, config.activation)
+        self.up = linear(up, hidden, Split.OUTPUTS, ActivationKind(config.activation))
         self.down = linear(down, config.inner_size, Split.INPUTS)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from kernels import ops
 from worker_svc.device.model_input import AttentionMetadata, ModelInput
-from worker_svc.layers.activation import gated
+from worker_svc.layers.activation import ActivationKind
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
@@ -118,7 +118,7 @@ class LlamaLayer(nn.Module):
             bias=config.mlp_bias,
             placement=placement,
             split=Split.OUTPUTS,
-            activation=gated(config.activation),
+            activation=ActivationKind(config.activation, gated=True),
         )
         self.down = Linear(
             [LinearPart(f"{name}.mlp.down_proj", hidden)],

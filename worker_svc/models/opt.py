@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from worker_svc.device.model_input import ModelInput
+from worker_svc.layers.activation import ActivationKind
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
@@ -78,7 +79,7 @@ class OPTLayer(PlainLayer):
         super().__init__()
         hidden = config.hidden_size
 
-        def outputs(modules: list[str], out_features: int, activation: str | None = None) -> Linear:
+        def outputs(modules: list[str], out_features: int, activation: ActivationKind | None = None) -> Linear:
             parts = [LinearPart(f"{name}.{module}", out_features) for module in modules]
             return Linear(
                 parts, hidden, bias=config.bias, placement=placement, split=Split.OUTPUTS, activation=activation
@@ -94,7 +95,7 @@ class OPTLayer(PlainLayer):
         self.attention = PagedAttention(num_heads, num_heads, config.head_dim, config.head_dim**-0.5)
         self.attention_output = inputs("self_attn.out_proj", hidden)
         self.mlp_norm = _norm(f"{name}.final_layer_norm", config, placement)
-        self.up = outputs(["fc1"], config.ffn_size, config.activation)
+        self.up = outputs(["fc1"], config.ffn_size, ActivationKind(config.activation))
         self.down = inputs("fc2", config.ffn_size)
 
 

@@ -99,7 +99,7 @@ def _load_native(
 ) -> NativeCausalLM:
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
-    checkpoint = Checkpoint.open(described.path, base_prefix=family.base_prefix)
+    checkpoint = _with_embedding(model, Checkpoint.open(described.path, base_prefix=family.base_prefix))
     if _has_head_of_its_own(model, checkpoint):
         model = family.from_config({**described.config, "tie_word_embeddings": False}, placement)
     layers = [module for module in model.modules() if isinstance(module, Loadable)]
@@ -119,6 +119,15 @@ def _load_native(
     for layer in layers:
         layer.load(read)
     return model.eval()
+
+
+def _with_embedding(model: NativeCausalLM, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, in which the one matrix of a tied model is found as the embedding. `safetensors.torch.save_model`
+    keeps the first of its names alone, which is the head's; transformers takes either for both."""
+    if not isinstance(model.head, TiedHead):
+        return checkpoint
+    embedding = model.head.embedding_spec.name
+    return checkpoint.renamed(HEAD, embedding) if checkpoint.has(HEAD) and not checkpoint.has(embedding) else checkpoint
 
 
 def _has_head_of_its_own(model: NativeCausalLM, checkpoint: Checkpoint) -> bool:

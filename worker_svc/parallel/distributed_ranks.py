@@ -35,7 +35,7 @@ class DistributedRanks(Ranks):
         part = torch.nn.functional.pad(part, (0, width - part.shape[1])).contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
         self._run(lambda: dist.all_gather(parts, part))
-        return torch.cat(parts, dim=1)[:, :total]
+        return torch.cat(parts, dim=1)[:, :total].contiguous()
 
     def smallest(self, *numbers: int) -> tuple[int, ...]:
         values = torch.tensor(numbers, dtype=torch.int64)

@@ -181,6 +181,13 @@ def test_sinks_may_be_a_view() -> None:
     assert_matches_naive(batch, sinks=sinks)
 
 
+@pytest.mark.parametrize("rows", [[(1, 12)], [(1, 12), (1, 3)], [(3, 7)], [(1, 12), (3, 7)]])
+def test_limits_may_be_more_than_any_row_has(rows: list[tuple[int, int]]) -> None:
+    batch = make_batch(rows)
+    expected = naive_attention(batch).float()
+    torch.testing.assert_close(batch.attend(max_query_len=9, max_seq_len=15), expected, rtol=2e-5, atol=2e-5)
+
+
 def test_row_alone_gives_what_it_gives_in_a_batch() -> None:
     batch = make_batch(MIXED, block_size=16)
     together = batch.attend()

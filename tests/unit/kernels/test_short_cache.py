@@ -231,8 +231,8 @@ def test_nothing_but_bfloat16_goes_there(dtype: torch.dtype) -> None:
 def test_pools_of_bfloat16_are_kept_so_where_the_kernels_know_it(implementation: Implementation) -> None:
     kept = SHORT_DTYPE if isinstance(implementation, CpuKernels) else torch.bfloat16
     cpu = torch.device("cpu")
-    assert ops.pool_dtype(cpu, torch.bfloat16, 16, 64) == kept
-    assert ops.pool_dtype(cpu, torch.bfloat16, 16, 100) == torch.bfloat16
-    assert ops.pool_dtype(torch.device("cuda"), torch.bfloat16, 16, 64) == torch.bfloat16
+    assert ops.stored_dtype(cpu, torch.bfloat16, 16, 64) == kept
+    assert ops.stored_dtype(cpu, torch.bfloat16, 16, 100) == torch.bfloat16
+    assert ops.stored_dtype(torch.device("cuda"), torch.bfloat16, 16, 64) == torch.bfloat16
     for dtype in (torch.float32, torch.float16, torch.int8):
-        assert ops.pool_dtype(cpu, dtype, 16, 64) == dtype
+        assert ops.stored_dtype(cpu, dtype, 16, 64) == dtype

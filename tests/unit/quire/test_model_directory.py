@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire import model_directory
-from quire.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, resolve_model
+from quire.local import ServeSettings, preflight
+from quire.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, resolve_model, weight_files
 from quire.settings import ConfigurationError
 
 Make = Callable[..., Path]
@@ -144,23 +145,49 @@ def test_added_tokens_without_ids_are_refused(make: Make) -> None:
     assert "gives '<x>' the token id 'seven'" in error_of(make(added_tokens={"<x>": "seven"}))
 
 
+def index_of(*names: object) -> dict[str, object]:
+    return {"model.safetensors.index": {"weight_map": {str(number): name for number, name in enumerate(names)}}}
+
+
 def test_weight_files_are_those_of_the_index(make: Make) -> None:
-    directory = make(**{"model.safetensors.index": {"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}})
-    model = ModelDirectory.open(directory)
-    with pytest.raises(ConfigurationError, match=r"has no 1\.safetensors"):
-        model.weight_files()
+    directory = make(**index_of("2.safetensors", "1.safetensors", "2.safetensors"))
+    with pytest.raises(ConfigurationError, match=r"index\.json: shard 1\.safetensors is missing"):
+        weight_files(directory)
     for name in ("1", "2", "other"):
         (directory / f"{name}.safetensors").touch()
-    assert [file.name for file in model.weight_files()] == ["1.safetensors", "2.safetensors"]
+    assert [file.name for file in weight_files(directory)] == ["1.safetensors", "2.safetensors"]
 
 
-def test_without_an_index_all_safetensors_files_count(make: Make) -> None:
-    directory = make()
-    model = ModelDirectory.open(directory)
-    with pytest.raises(ConfigurationError, match=r"has no \*\.safetensors file"):
-        model.weight_files()
+def test_a_single_weight_file_goes_before_the_index(make: Make) -> None:
+    directory = make(**index_of("missing.safetensors"))
     (directory / "model.safetensors").touch()
-    assert [file.name for file in model.weight_files()] == ["model.safetensors"]
+    assert weight_files(directory) == (directory / "model.safetensors",)
+
+
+def test_without_an_index_no_other_safetensors_file_counts(make: Make) -> None:
+    directory = make()
+    (directory / "adapter.safetensors").touch()
+    with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        weight_files(directory)
+
+
+@pytest.mark.parametrize("name", ["../1.safetensors", "/1.safetensors", "folder/1.safetensors"])
+def test_an_index_that_leads_out_of_the_directory_is_refused(make: Make, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"shard '{name}' is not a plain file name"):
+        weight_files(make(**index_of(name)))
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": ["1.safetensors"]}])
+def test_an_index_without_a_weight_map_is_refused(make: Make, index: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"weight_map is .*; it must be an object of file names"):
+        weight_files(make(**{"model.safetensors.index": index}))
+
+
+def test_weights_that_the_worker_would_refuse_are_refused_before_it_starts(make: Make) -> None:
+    directory = make()
+    (directory / "adapter.safetensors").touch()
+    with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor"):
+        preflight.check(ServeSettings(model=str(directory)))
 
 
 def test_a_missing_tokenizer_is_refused_when_asked_for(make: Make) -> None:

@@ -1,22 +1,25 @@
 """A worker on a GPU that computes nothing: it starts, runs steps, records graphs and swaps, each on its stream."""
 
 import importlib.util
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from quire.settings import load_settings
+from quire.settings import ConfigurationError, load_settings
 from tests.support.fake_cuda import FREE_BYTES, STEP_BYTES, TOTAL_BYTES
 from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_batch, make_changes, make_operations, make_step
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.model_runner import ModelRunner
+from worker_svc.device.profiling import memory_for_pool
+from worker_svc.info import WorkerLimits
 from worker_svc.layers.loadable import Loadable, Placement
 from worker_svc.models.llama import LlamaForCausalLM
 from worker_svc.protocol.steps import AdmittedStep, Step, StepOutput
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import make_worker
+from worker_svc.startup import make_worker, model_geometry
 from worker_svc.worker import Worker
 
 # Triton is published for some platforms only.
@@ -42,12 +45,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> MetaGpu:
     return MetaGpu(monkeypatch)
 
 
-def start(*flags: str) -> Worker:
-    model = LlamaForCausalLM.from_config(CONFIG, Placement(GPU, torch.bfloat16))
+def make_model(**fields: Any) -> LlamaForCausalLM:
+    model = LlamaForCausalLM.from_config({**CONFIG, **fields}, Placement(GPU, torch.bfloat16))
     for layer in (module for module in model.modules() if isinstance(module, Loadable)):
         layer.load(lambda spec: torch.empty(spec.shape, dtype=torch.bfloat16, device=GPU))
+    return model.eval()
+
+
+def start(*flags: str, **fields: Any) -> Worker:
     settings = load_settings(WorkerSettings, flags, {}, program="quire worker")
-    return make_worker(model.eval(), settings, DeviceLoop())
+    return make_worker(make_model(**fields), settings, DeviceLoop())
 
 
 def run(worker: Worker, step: Step, *written: int) -> StepOutput:
@@ -71,6 +78,33 @@ def test_the_pool_gets_what_memory_is_left_when_the_largest_step_runs(gpu: MetaG
     left = int(TOTAL_BYTES * 0.9) - (TOTAL_BYTES - FREE_BYTES) - STEP_BYTES
     assert pool.num_gpu_blocks == left // pool.block_bytes
     assert pool.num_host_blocks == (1 << 20) // pool.block_bytes
+
+
+def test_the_largest_step_has_the_longest_context_that_may_come(gpu: MetaGpu) -> None:
+    """For which attention puts the pieces of all rows beside each other."""
+    with gpu:
+        model = make_model()
+        gpu.launches.clear()
+        memory_for_pool(model, model_geometry(model, None), WorkerLimits(4, 32, 2, 64), 16, 0.9)
+    assert "_join_kernel" in {name for name, _ in gpu.launches}
+
+
+def test_heads_that_the_kernels_do_not_take_are_refused(gpu: MetaGpu) -> None:
+    message = "head_dim is 512.*LlamaForCausalLM.*; it must be at most 256 on cuda"
+    with gpu, pytest.raises(ConfigurationError, match=message):
+        start("--num-gpu-blocks", "10", head_dim=512)
+
+
+@pytest.mark.parametrize(("num_blocks", "swap_space", "moves"), [(2, "1MiB", 3), (1, "1MiB", 2), (2, "0", 1)])
+def test_every_move_of_blocks_that_may_come_was_made_before_the_first_step(
+    gpu: MetaGpu, num_blocks: int, swap_space: str, moves: int
+) -> None:
+    """A kernel that runs for the first time is compiled first."""
+    with gpu:
+        start("--max-num-seqs", "3", "--num-gpu-blocks", str(num_blocks), "--swap-space", swap_space)
+    streams = [stream for name, stream in gpu.launches if name == "_move_blocks_kernel"]
+    assert len(streams) == moves
+    assert streams.count("default") == (num_blocks > 1)
 
 
 def test_results_leave_on_a_stream_of_their_own(gpu: MetaGpu) -> None:

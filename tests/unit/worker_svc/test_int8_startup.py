@@ -12,7 +12,7 @@ from quire.settings import ConfigurationError, load_settings
 from tests.support.in_process import load_worker
 from tests.support.tiny_causal_lm import TinyCausalLM
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import pool_dtype
+from worker_svc.startup import requested_pool_dtype
 
 
 def test_the_same_memory_has_more_than_three_times_the_blocks_of_float32() -> None:
@@ -28,11 +28,11 @@ def test_the_same_memory_has_more_than_three_times_the_blocks_of_float32() -> No
 
 def test_a_pool_of_int8_is_refused_on_another_device() -> None:
     model = TinyCausalLM()
-    assert pool_dtype("int8", model) == torch.int8
-    assert pool_dtype("auto", model) == model.dtype
+    assert requested_pool_dtype("int8", model) == torch.int8
+    assert requested_pool_dtype("auto", model) == model.dtype
     model.device = torch.device("cuda")
     with pytest.raises(ConfigurationError, match="--kv-cache-dtype is int8, which is for cpu, and the device is cuda"):
-        pool_dtype("int8", model)
+        requested_pool_dtype("int8", model)
 
 
 @pytest.mark.parametrize("cls", [WorkerSettings, ServeSettings])

@@ -152,6 +152,20 @@ def test_ranks_agree_on_the_host_on_every_device(monkeypatch: pytest.MonkeyPatch
     assert [tensor.device.type for tensor in sent] == ["cpu"]
 
 
+def test_gathered_columns_are_contiguous_where_ranks_have_unlike_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of float32 logits as they are the sampler makes one flat line."""
+    whole = torch.arange(15, dtype=torch.float32).view(3, 5)
+
+    def all_gather(parts: list[torch.Tensor], _: torch.Tensor) -> None:
+        parts[0].copy_(whole[:, :3])
+        parts[1].copy_(torch.nn.functional.pad(whole[:, 3:], (0, 1)))
+
+    monkeypatch.setattr(distributed_ranks.dist, "all_gather", all_gather)
+    gathered = DistributedRanks(0, 2, leave).gather_columns(whole[:, :3], 5)
+    assert gathered.is_contiguous()
+    assert torch.equal(gathered, whole)
+
+
 class LeftError(Exception):
     """In the place of the end of the process."""
 

@@ -118,6 +118,13 @@ def test_rows_far_shorter_than_the_longest_that_may_come_match_naive(
     assert_close(result, expected, batch.query.dtype)
 
 
+def test_a_lone_decode_of_which_more_tokens_were_expected_matches_naive(device: KernelDevice) -> None:
+    batch = make_batch([(1, 40)])
+    scores = ScoreRule(0.3)
+    result = device.run(paged_attention, *rows_of(batch), scores=scores, max_query_len=7, max_seq_len=60).result
+    assert_close(result, naive_attention(batch), batch.query.dtype)
+
+
 def test_each_kernel_leaves_the_rows_of_the_other_alone(device: KernelDevice) -> None:
     batch = make_batch(MIXED)
     expected, starts = naive_attention(batch), batch.query_start_loc.tolist()

@@ -25,6 +25,8 @@ from tests.unit.kernels.test_paged_attention import make_batch
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # What one program may have of a multiprocessor's memory on compute capability 9.0.
 SHARED_MEMORY = 227 * 1024
+# Programs of one launch along each dimension.
+LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 
 class Hopper:
@@ -48,7 +50,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[Any]:
     run = JITFunction.run
 
     def compile_only(self: JITFunction[Any], *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        assert all(0 < size < 1 << 31 for size in grid)
+        assert all(0 < size <= most for size, most in zip(grid, LARGEST_GRID, strict=False)), grid
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
         kernels.add(kernel)
         return kernel
@@ -114,6 +116,16 @@ def test_attention_keeps_everything_in_registers(
 def test_attention_with_every_score_option_compiles(compiled: set[Any], block_size: int) -> None:
     scores = ScoreRule(0.1, sliding_window=600, soft_cap=20.0, alibi_slopes=torch.ones(6), sinks=torch.ones(6))
     attend([(1, 5), (9, 900)], scores=scores, heads=(6, 2), block_size=block_size, dtype=torch.bfloat16)
+    assert_fit(compiled, {"_decode_kernel", "_join_kernel", "_prefill_kernel"})
+
+
+def test_the_grid_holds_more_rows_and_tiles_than_one_dimension_of_cuda_s_small_ones(compiled: set[Any]) -> None:
+    num_rows, num_heads, head_dim = 70_000, 2, 16
+    query = torch.zeros(num_rows, num_heads, head_dim)
+    tables, seq_lens = torch.zeros(num_rows, 1, dtype=torch.int32), torch.ones(num_rows, dtype=torch.int32)
+    starts = torch.arange(num_rows + 1, dtype=torch.int32)
+    pool = torch.zeros(2, 1, 1, 16, head_dim)
+    paged_attention(query, pool, tables, starts, seq_lens, scores=ScoreRule(0.1), max_query_len=2, max_seq_len=5000)
     assert_fit(compiled, {"_decode_kernel", "_join_kernel", "_prefill_kernel"})
 
 

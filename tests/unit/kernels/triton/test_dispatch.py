@@ -8,11 +8,17 @@ import torch
 
 from kernels import choice, ops, reference
 from kernels.triton import operations
+from kernels.triton.paged_attention import LARGEST_HEAD
 
 
 def test_cuda_tensors_get_the_triton_kernels() -> None:
     assert choice.implementation_for(torch.device("cuda")) is operations
     assert choice.block_moves_for(torch.device("cuda", 1)) is operations
+
+
+def test_heads_are_limited_where_the_triton_kernels_run() -> None:
+    assert ops.largest_head_dim(torch.device("cuda", 1)) == LARGEST_HEAD
+    assert ops.largest_head_dim(torch.device("cpu")) is None
 
 
 # On a GPU linear layers are torch's own.

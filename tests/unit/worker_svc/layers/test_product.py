@@ -8,10 +8,12 @@ import torch
 from tests.support.models import make_shape
 from tests.support.paged import PagedRunner, Span
 from worker_svc.layers import product
-from worker_svc.layers.activation import ACTIVATIONS, activation, gated
+from worker_svc.layers.activation import ACTIVATIONS, ActivationKind
 from worker_svc.layers.product import OwnProduct, PackedProduct, PlainProduct, make_product, pays_to_pack
 from worker_svc.models.registry import load_model
 
+PLAIN = [ActivationKind(name) for name in ACTIVATIONS]
+GATED = [ActivationKind(name, gated=True) for name in ACTIVATIONS]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -31,10 +33,10 @@ def make_tokens(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_as_plain(
-    weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, tokens: torch.Tensor
+    weight: torch.Tensor, bias: torch.Tensor | None, kind: ActivationKind | None, tokens: torch.Tensor
 ) -> None:
-    packed = PackedProduct.of(weight, bias, activation)(tokens)
-    function = None if activation is None else ACTIVATIONS[activation]
+    packed = PackedProduct.of(weight, bias, kind)(tokens)
+    function = None if kind is None else kind.function
     exact = PlainProduct(weight.float(), None if bias is None else bias.float(), function)(tokens.float())
     assert packed.dtype == weight.dtype
     torch.testing.assert_close(packed.float(), exact, rtol=TOLERANCE[weight.dtype], atol=TOLERANCE[weight.dtype])
@@ -52,18 +54,18 @@ def test_a_packed_product_equals_the_plain_one(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_of_a_packed_product_equals_torchs(activation: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", PLAIN, ids=str)
+def test_every_activation_of_a_packed_product_equals_torchs(kind: ActivationKind, dtype: torch.dtype) -> None:
     weight, bias = make_weights(48, 40, dtype)
-    assert_as_plain(weight, bias, activation, 4 * make_tokens(5, 40, dtype))
+    assert_as_plain(weight, bias, kind, 4 * make_tokens(5, 40, dtype))
 
 
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_nan_is_not_hidden_by_an_activation(activation: str | None) -> None:
+@pytest.mark.parametrize("kind", [None, *PLAIN], ids=str)
+def test_nan_is_not_hidden_by_an_activation(kind: ActivationKind | None) -> None:
     weight, bias = make_weights(48, 40, torch.float32)
     tokens = make_tokens(3, 40, torch.float32)
     tokens[1, 7] = torch.nan
-    packed = PackedProduct.of(weight, bias, activation)(tokens)
+    packed = PackedProduct.of(weight, bias, kind)(tokens)
     assert packed.isnan().any(dim=1).tolist() == [False, True, False]
 
 
@@ -73,15 +75,15 @@ def test_a_packed_product_takes_tokens_that_are_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
-@pytest.mark.parametrize("name", [None, *ACTIVATIONS, *(gated(name) for name in ACTIVATIONS)])
+@pytest.mark.parametrize("kind", [None, *PLAIN, *GATED], ids=str)
 def test_every_activation_of_our_own_product_equals_torchs(
-    name: str | None, dtype: torch.dtype, tolerance: float
+    kind: ActivationKind | None, dtype: torch.dtype, tolerance: float
 ) -> None:
     weight, bias = make_weights(48, 40, dtype)
     tokens = 4 * make_tokens(5, 40, dtype)
-    function = None if name is None else activation(name)
+    function = None if kind is None else kind.function
     exact = PlainProduct(weight.float(), bias.float(), function)(tokens.float())
-    own = OwnProduct.of(weight, bias, name)(tokens)
+    own = OwnProduct.of(weight, bias, kind)(tokens)
     assert own.dtype == dtype
     torch.testing.assert_close(own.float(), exact, rtol=tolerance, atol=tolerance)
 
@@ -91,7 +93,8 @@ def test_a_gated_product_of_float32_weights_halves_the_outputs(name: str) -> Non
     weight, bias = make_weights(512, 512, torch.float32)
     tokens = make_tokens(3, 512, torch.float32)
     gate, up = torch.nn.functional.linear(tokens, weight, bias).chunk(2, dim=-1)
-    torch.testing.assert_close(make_product(weight, bias, gated(name))(tokens), ACTIVATIONS[name](gate) * up)
+    halved = make_product(weight, bias, ActivationKind(name, gated=True))(tokens)
+    torch.testing.assert_close(halved, ACTIVATIONS[name](gate) * up)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -124,7 +127,7 @@ def test_without_onednn_products_are_plain(no_kernels_of_our_own: None, monkeypa
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     weight, bias = make_weights(512, 512, torch.float32)
     tokens = make_tokens(3, 512, torch.float32)
-    plain = make_product(weight, bias, "relu")
+    plain = make_product(weight, bias, ActivationKind("relu"))
     assert isinstance(plain, PlainProduct)
     assert torch.equal(plain(tokens), torch.relu(torch.nn.functional.linear(tokens, weight, bias)))
 

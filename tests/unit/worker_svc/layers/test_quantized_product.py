@@ -10,7 +10,7 @@ from kernels.int8 import quantize
 from kernels.packed_weight import Rounding
 from quire.settings import ConfigurationError
 from tests.support.models import make_shape
-from worker_svc.layers.activation import ACTIVATIONS
+from worker_svc.layers.activation import ACTIVATIONS, ActivationKind
 from worker_svc.layers.linear import Linear
 from worker_svc.layers.product import OwnProduct
 from worker_svc.layers.quantization import Quantization
@@ -64,7 +64,7 @@ def test_result_is_as_near_as_rounding_allows(
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 def test_activation_and_leading_dimensions_are_kept(quantization: Quantization, activation: str, kernels: str) -> None:
     weight, x = noise(32, 48) * 0.1, noise(2, 3, 48, seed=1)
-    got = make_linear_product(weight, None, activation, quantization)(x)
+    got = make_linear_product(weight, None, ActivationKind(activation), quantization)(x)
     plain = make_linear_product(weight, None, None, quantization)(x)
     torch.testing.assert_close(got, ACTIVATIONS[activation](plain))
     assert got.shape == (2, 3, 32)

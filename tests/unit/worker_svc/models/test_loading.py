@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from quire.model_directory import SUPPORTED_ARCHITECTURES
 from quire.settings import ConfigurationError
@@ -140,6 +140,11 @@ def broken_index(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text("[1]")
 
 
+def index_of_nothing(directory: Path) -> None:
+    no_weights(directory)
+    (directory / "model.safetensors.index.json").write_text("{}")
+
+
 def no_config(directory: Path) -> None:
     (directory / "config.json").unlink()
 
@@ -161,7 +166,8 @@ def broken_config(directory: Path) -> None:
         (no_weights, "neither model.safetensors nor model.safetensors.index.json is there"),
         (missing_shard, "shard model-00001-of-00002.safetensors is missing"),
         (shard_outside, "shard '../other.safetensors' is not a plain file name"),
-        (broken_index, "not an index of safetensors files"),
+        (broken_index, "model.safetensors.index.json is not a JSON object"),
+        (index_of_nothing, "model.safetensors.index.json: weight_map is None; it must be an object"),
         (no_config, "has no config.json"),
         (broken_config, "config.json is not valid JSON"),
     ],
@@ -273,3 +279,17 @@ def test_a_head_beside_the_embedding_counts_where_it_differs(family: str, is_equ
         torch.testing.assert_close(served.logits(hidden), head(hidden))
     assert isinstance(served, NativeCausalLM)
     assert isinstance(served.head, TiedHead) is is_equal
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_a_tied_matrix_may_be_stored_as_the_head_alone(family: str, model_impl: str, tmp_path: Path) -> None:
+    """safetensors keeps the first name of a tensor that has several; transformers takes it for both."""
+    model = make_model(tmp_path, family, tie_word_embeddings=True)
+    expected = logits(load(tmp_path))
+    save_model(model, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "lm_head.weight" in names
+    assert not [name for name in names if "embed_tokens" in name or "wte" in name]
+    served = load_model(tmp_path, device=CPU, dtype=torch.float32, model_impl=model_impl)
+    torch.testing.assert_close(logits(served), expected)
