@@ -65,7 +65,7 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
     2: (IndexError, "query_start_loc and seq_lens contradict each other or the shapes"),
     3: (IndexError, "slot_mapping names a slot that is not in kv_cache"),
     4: (IndexError, "positions has one that is not in cos_sin_cache"),
-    5: (MemoryError, "attention found no memory for its intermediate results"),
+    5: (MemoryError, "the operation found no memory for its intermediate results"),
 }
 
 

@@ -1,3 +1,4 @@
+// Attention of a batch as work for threads: units, and merges of what several of them find.
 #pragma once
 
 #include <atomic>

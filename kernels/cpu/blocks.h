@@ -89,7 +89,7 @@ class Long {
     upper_bytes_ = load_table(head.upper);
     exception_ = exceptions_ + head.first_exception;
     last_exception_ = exception_ + head.num_exceptions;
-    _mm_prefetch(last_exception_, _MM_HINT_T0);  // where those of the next panel are
+    ask_for<kFirstCache>(last_exception_);  // where those of the next panel are
     start_ = 0;
     end_ = numbers_;
     at_ += kHeadBytes;
@@ -178,21 +178,21 @@ inline const char* bytes_of(const ProductArgs& args, int64_t panel) {
 }
 
 // Memory that is asked for while a block is made or multiplied: so many cache lines, a constant where they are known.
-template <_mm_hint kHint, class Lines = int64_t>
+template <int kCache, class Lines = int64_t>
 struct Ahead {
   const char* start;
   Lines lines;
 
   void fetch(int64_t begin, int64_t end) const {
-    for (int64_t i = begin; i < end; ++i) _mm_prefetch(start + i * kCacheLine, kHint);
+    for (int64_t i = begin; i < end; ++i) ask_for<kCache>(start + i * kCacheLine);
   }
   void fetch_all() const { fetch(0, lines); }
   void fetch_part(int64_t part, int64_t parts) const { fetch(part * lines / parts, (part + 1) * lines / parts); }
 };
 
 // The same, block after block.
-template <_mm_hint kHint, class Lines>
-struct Going : Ahead<kHint, Lines> {
+template <int kCache, class Lines>
+struct Going : Ahead<kCache, Lines> {
   void go_on() { this->start += this->lines * kCacheLine; }
 };
 
@@ -215,7 +215,7 @@ class StoredBlocks {
   const char* block_;
 };
 
-constexpr Ahead<_MM_HINT_T0, Constant<0>> kNothingAhead{nullptr, {}};
+constexpr Ahead<kFirstCache, Constant<0>> kNothingAhead{nullptr, {}};
 
 // Makes `count` blocks, of panel after panel. What is asked for meanwhile is so bit by bit: a processor that waits until memory
 // takes more requests does nothing else.

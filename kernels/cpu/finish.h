@@ -7,8 +7,6 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-inline Vec silu(Vec x) { return x / (set1(1.0f) + exp(zero() - x)); }
-
 inline Vec activate(int64_t activation, Vec x) {
   switch (activation) {
     case kRelu:

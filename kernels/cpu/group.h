@@ -189,7 +189,8 @@ void multiply_keys(Group<T>& group, const T* keys, int count, int column, LinesA
 // What is by token in the weights times what codes of that token stand for.
 inline void scale_tokens(const Group<int8_t>& group, const int8_t* tokens, int count, int column) {
   float scales[kScores];
-  for (int t = 0; t < kScores; ++t) scales[t] = t < count ? scale_of(tokens + t * group.line, group.line) : 1.0f;
+  for (int t = 0; t < count; ++t) scales[t] = scale_of(tokens + t * group.line, group.line);
+  for (int t = count; t % kWidth != 0; ++t) scales[t] = 1.0f;
   for (int64_t h = 0; h < group.heads; ++h) {
     float* weights = group.weights + h * kScores + column;
     for (int t = 0; t < count; t += kWidth) store(weights + t, load(weights + t) * load(scales + t));

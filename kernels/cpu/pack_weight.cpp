@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 
 #include "api.h"
 #include "huge_pages.h"
@@ -18,14 +19,14 @@ namespace {
 
 constexpr int64_t kTile = kPanel / 2;
 
-// The row of the weight that column `column` of a panel holds, or -1 where it is filled up.
-int64_t row_of(const PackArgs& args, int64_t panel, int64_t column) {
+// The row of the weight that column `column` of a panel holds; none where it is filled up.
+std::optional<int64_t> row_of(const PackArgs& args, int64_t panel, int64_t column) {
   if (!args.gated) {
     const int64_t row = panel * kPanel + column;
-    return row < args.out_features ? row : -1;
+    return row < args.out_features ? std::optional(row) : std::nullopt;
   }
   const int64_t half = args.out_features / 2, row = panel * kTile + column % kTile;
-  if (row >= half) return -1;
+  if (row >= half) return std::nullopt;
   return column < kTile ? row : half + row;
 }
 
@@ -36,8 +37,8 @@ void pack_block(const PackArgs& args, Word* block, int64_t panel, int64_t begin,
   const std::byte* weight = static_cast<const std::byte*>(args.weight);
   for (int64_t column = 0; column < kPanel; ++column) {
     Word words[kWordsOfBlock] = {};
-    const int64_t row = row_of(args, panel, column);
-    if (row >= 0) std::memcpy(words, weight + row * args.row_bytes + begin, count < kBytes ? count : kBytes);
+    if (const auto row = row_of(args, panel, column))
+      std::memcpy(words, weight + *row * args.row_bytes + begin, count < kBytes ? count : kBytes);
     Word* tile = block + column / kTile * kTile * kWordsOfBlock + column % kTile;
     for (int64_t word = 0; word < kWordsOfBlock; ++word) tile[word * kTile] = words[word];
   }

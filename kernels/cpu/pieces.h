@@ -78,12 +78,12 @@ class Part {
   // The memory that is read of it: of a short tile the head with the first of its tokens, what is behind its numbers with the last.
   const char* begin() const {
     if (!is_short()) return reinterpret_cast<const char*>(tokens());
-    return piece_->first == 0 ? tile_memory() : reinterpret_cast<const char*>(tile().groups() + first_group());
+    return piece_->first == 0 ? tile_memory() : reinterpret_cast<const char*>(groups_of(tile()) + first_group());
   }
   const char* end() const {
     if (!is_short()) return begin() + piece_->count * line_size<Stored>(*args_) * static_cast<int64_t>(sizeof(Stored));
     if (piece_->first + piece_->count == args_->block_size) return tile_memory() + short_tile_bytes(tile_numbers());
-    return reinterpret_cast<const char*>(tile().groups() + last_group());
+    return reinterpret_cast<const char*>(groups_of(tile()) + last_group());
   }
 
  private:
@@ -103,10 +103,10 @@ struct LinesAhead {
   const char *next = nullptr, *end = nullptr;
 
   void fetch(int64_t lines) {
-    for (; lines > 0 && next < end; --lines, next += kCacheLine) _mm_prefetch(next, kAheadHint);
+    for (; lines > 0 && next < end; --lines, next += kCacheLine) ask_for<kAheadCache>(next);
   }
   void fetch_all() {
-    for (; next < end; next += kCacheLine) _mm_prefetch(next, kAheadHint);
+    for (; next < end; next += kCacheLine) ask_for<kAheadCache>(next);
   }
 };
 
@@ -118,7 +118,7 @@ inline const BF16* make_tokens(const Part<BF16>& part, LinesAhead& ahead, BF16*&
   const ByteVector table = load_table(tile.upper);
   BF16* const made = to;
   for (int64_t i = first; i < last; ++i, to += kNumbers) {
-    make_long(to, tile.groups()[i], table);
+    make_long(to, groups_of(tile)[i], table);
     ahead.fetch(1);
   }
   for_exceptions(tile, part.tile_numbers(), [&](TileException exception) {

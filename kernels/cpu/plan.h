@@ -1,7 +1,6 @@
 // How attention over a batch is cut into units that threads can do in any order.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <vector>
 

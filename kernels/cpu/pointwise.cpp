@@ -125,7 +125,7 @@ void silu_and_mul(const SiluArgs& args, int64_t begin, int64_t end) {
     T* output = line_of<T>(args.output, line, args.n);
     for_vectors(args.n, [&](int64_t i, auto... lanes) {
       const Vec x = load(gate + i, lanes...);
-      store(output + i, x / (set1(1.0f) + exp(zero() - x)) * load(up + i, lanes...), lanes...);
+      store(output + i, silu(x) * load(up + i, lanes...), lanes...);
     });
   }
 }

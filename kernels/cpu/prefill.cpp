@@ -55,7 +55,7 @@ struct Tile {
 
 // What one unit reads and writes.
 template <class T>
-struct Work {
+struct TileWork {
   const AttentionArgs& args;
   int64_t row;
   int64_t kv_head;
@@ -63,7 +63,7 @@ struct Work {
   int64_t first_position;  // of the same token, in the context
   int64_t num_tokens;
 
-  Work(const AttentionArgs& args, const Unit& unit)
+  TileWork(const AttentionArgs& args, const Unit& unit)
       : args(args),
         row(unit.row),
         kv_head(unit.head_begin),
@@ -78,7 +78,7 @@ struct Work {
 };
 
 template <class T>
-void start(Tile<T>& tile, const Work<T>& work) {
+void start(Tile<T>& tile, const TileWork<T>& work) {
   std::memset(tile.query, 0, tile.lines * tile.stride * sizeof(*tile.query));
   std::memset(tile.sums, 0, tile.lines * tile.stride * sizeof(float));
   std::memset(tile.weights, 0, tile.lines * kKeyTile * sizeof(*tile.weights));
@@ -96,7 +96,7 @@ void start(Tile<T>& tile, const Work<T>& work) {
 // Scores of the tile against `count` keys from position `at` on become weights. In three passes, since in each of them
 // the processor can work on several lines at once.
 template <class T>
-void weigh_lines(Tile<T>& tile, const Work<T>& work, int64_t at, int64_t count) {
+void weigh_lines(Tile<T>& tile, const TileWork<T>& work, int64_t at, int64_t count) {
   const int64_t lines = work.num_tokens * tile.group;
   for (int64_t token = 0; token < work.num_tokens; ++token) {
     const int64_t position = work.first_position + token, first = work.window_begin(position) - at;
@@ -122,7 +122,7 @@ void weigh_lines(Tile<T>& tile, const Work<T>& work, int64_t at, int64_t count) 
 
 // Keys and values of some tokens.
 template <class T>
-struct Context {
+struct KeysAndValues {
   Span<T, kKeyTile> keys, values;
 };
 
@@ -141,7 +141,7 @@ void read_short(const AttentionArgs& args, const Pieces<BF16, kKeyTile>& pieces,
 
 // The next ones from position `at` on.
 template <class T>
-void read(const Tile<T>& tile, const Work<T>& work, int64_t at, int64_t end, Context<T>& context) {
+void read(const Tile<T>& tile, const TileWork<T>& work, int64_t at, int64_t end, KeysAndValues<T>& context) {
   const AttentionArgs& args = work.args;
   if constexpr (std::is_same_v<T, BF16>) {
     if (args.short_blocks) {
@@ -167,7 +167,7 @@ void read(const Tile<T>& tile, const Work<T>& work, int64_t at, int64_t end, Con
 }
 
 template <class T>
-void attend(Tile<T>& tile, const Work<T>& work, const Context<T>& context, int64_t at) {
+void attend(Tile<T>& tile, const TileWork<T>& work, const KeysAndValues<T>& context, int64_t at) {
   const int64_t lines = padded(work.num_tokens * tile.group, kLinesAtOnce), head_dim = work.args.head_dim;
   const Matrix keys{tile.keys, kKeyTile}, values{tile.values, tile.stride};
   const int64_t words = padded(head_dim, 16 * Words<T>::kPair) / Words<T>::kPair;
@@ -184,10 +184,10 @@ void prefill(const AttentionArgs& args, const Unit& unit, std::byte* scratch) {
   const MatrixUnit matrix_unit;
   Arena arena(scratch);
   Tile<T> tile(args, arena);
-  const Work<T> work(args, unit);
+  const TileWork<T> work(args, unit);
   start(tile, work);
   const int64_t end = work.first_position + work.num_tokens;
-  Context<T> context;
+  KeysAndValues<T> context;
   for (int64_t at = work.window_begin(work.first_position); at < end; at += kKeyTile) {
     read(tile, work, at, end, context);
     attend(tile, work, context, at);

@@ -9,7 +9,10 @@ namespace {
 template <class Kind>
 constexpr int64_t kAhead = kIsMade<Kind> ? 1 << 12 : 1 << 13;
 template <class Kind>
-constexpr _mm_hint kCache = kIsMade<Kind> ? _MM_HINT_T1 : _MM_HINT_T0;
+constexpr int kWeightCache = kIsMade<Kind> ? kSecondCache : kFirstCache;
+
+// Bytes of a block as it is multiplied.
+constexpr int64_t kMultipliedBytes = kPanel * kWordsOfBlock * kBytesOfWord;
 
 // For float16, of which compilers may not know yet.
 #define QUIRE_TILE_DPFP16PS(sums, lines, columns) asm volatile("tdpfp16ps %tmm" #columns ", %tmm" #lines ", %tmm" #sums)
@@ -48,7 +51,7 @@ inline void multiply_loaded() {
 
 // Some blocks of a panel, and what to ask for meanwhile: `lines` with each block, from `ahead` on, `step` bytes further each
 // time.
-template <_mm_hint kHint, class Lines>
+template <int kCache, class Lines>
 struct Stretch {
   int64_t first;
   int64_t count;
@@ -85,8 +88,8 @@ inline void store_sums(Sum* sums) {
 }
 
 // Up to 32 tokens by a stretch of a panel, on tiles whose lines are set; adds to the sums after the first stretch.
-template <class Kind, bool kTwo, class AnyBlocks, _mm_hint kHint, class Lines>
-void multiply_tiles(const ProductArgs& args, AnyBlocks& blocks, int64_t token, const Stretch<kHint, Lines>& stretch,
+template <class Kind, bool kTwo, class AnyBlocks, int kCache, class Lines>
+void multiply_tiles(const ProductArgs& args, AnyBlocks& blocks, int64_t token, const Stretch<kCache, Lines>& stretch,
                     typename Kind::Sum* sums) {
   const int64_t bytes = args.x_stride * static_cast<int64_t>(sizeof(typename Kind::X));
   const auto *x = x_of<Kind>(args, token), *second = x + kTile * args.x_stride;
@@ -97,9 +100,9 @@ void multiply_tiles(const ProductArgs& args, AnyBlocks& blocks, int64_t token, c
   const char* ahead = stretch.ahead;
   const int64_t end = (stretch.first + stretch.count) * kLines<Kind>;
   for (int64_t k = stretch.first * kLines<Kind>; k < end; k += kLines<Kind>, ahead += stretch.step) {
-    const char* block = static_cast<const char*>(blocks.next(Ahead<kHint, Lines>{ahead, stretch.lines}));
+    const char* block = static_cast<const char*>(blocks.next(Ahead<kCache, Lines>{ahead, stretch.lines}));
     _tile_loadd(6, block, 64);
-    _tile_loadd(7, block + kBlockBytes / 2, 64);
+    _tile_loadd(7, block + kMultipliedBytes / 2, 64);
     _tile_loadd(4, x + k, bytes);
     if constexpr (kTwo) _tile_loadd(5, second + k, bytes);
     multiply_loaded<typename Kind::X, kTwo>();
@@ -226,7 +229,7 @@ class MatrixMultiplier {
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       const char* ahead = bytes_of<Kind>(args, panel) + kAhead<Kind>;
       multiply_lines<Kind>(args, all, begin, end - begin,
-                           Stretch<kCache<Kind>, Constant<kShare>>{0, blocks, ahead, {}, kStep}, sums);
+                           Stretch<kWeightCache<Kind>, Constant<kShare>>{0, blocks, ahead, {}, kStep}, sums);
       finish(args, panel, begin, end - begin, sums);
     }
   }
@@ -251,7 +254,7 @@ class MatrixMultiplier {
           auto* of_pass = sums + pass * kPanel * kPanel;
           auto some = stretches.blocks();
           multiply_lines<Kind>(args, some, token, tokens,
-                               Stretch<_MM_HINT_T1, int64_t>{first, count_at(first), ahead, share, kStep}, of_pass);
+                               Stretch<kSecondCache, int64_t>{first, count_at(first), ahead, share, kStep}, of_pass);
           // Now, while they are in the first cache.
           if (last) finish(args, panel, token, tokens, of_pass);
         }

@@ -115,10 +115,10 @@ class LinesOfWords {
   int64_t bytes_;  // from one to the next
 };
 
-// One panel for kTokens tokens from `token` on; `ahead` is what to ask for while its blocks go by. What sums are off by, in
+// One panel for kTokens tokens from `token` on, of which `blocks` are the first to come; `ahead` is what to ask for while its blocks go by. What sums are off by, in
 // `off`, the first group finds out for all.
 template <class Kind, int kTokens, bool kIsFirst, class AnyBlocks, class AnyWords, class AnyAhead>
-void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks blocks, AnyWords words, AnyAhead ahead, int64_t token,
+void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks& blocks, AnyWords words, AnyAhead ahead, int64_t token,
                     typename Lanes<Kind>::Words (&off)[kVectors]) {
   using Sum = typename Kind::Sum;
   using Words = typename Lanes<Kind>::Words;
@@ -176,14 +176,17 @@ class Passes {
   void multiply(bool has_next, std::byte* scratch) {
     const int64_t others = groups_.count() - 1;
     if (others == 0) {
-      multiply_first(Blocks<Kind>(args_, panel_, blocks_));
+      Blocks<Kind> blocks(args_, panel_, blocks_);
+      multiply_first(blocks);
     } else if constexpr (kIsMade<Kind>) {
       auto* numbers = reinterpret_cast<typename Kind::X*>(scratch);
-      multiply_first(KeptBlocks<Kind>(args_, panel_, blocks_, numbers));
+      KeptBlocks<Kind> blocks(args_, panel_, blocks_, numbers);
+      multiply_first(blocks);
       multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers), others, has_next);
     } else {
       const StoredBlocks<Kind> all(args_, panel_, blocks_);
-      multiply_first(all);
+      StoredBlocks<Kind> blocks = all;
+      multiply_first(blocks);
       multiply_others(all, others, has_next);
     }
   }
@@ -192,22 +195,24 @@ class Passes {
   static constexpr int64_t kLinesOfBlock = block_bytes<Kind>() / kCacheLine;
 
   template <class AnyBlocks>
-  void multiply_first(const AnyBlocks& blocks) {
+  void multiply_first(AnyBlocks& blocks) {
     constexpr int64_t kBytesAhead = 1 << 13;
     multiply_group<Kind, true>(0, blocks,
-                               Going<kAheadHint, Constant<kLinesOfBlock>>{{bytes_of<Kind>(args_, panel_) + kBytesAhead, {}}});
+                               Going<kAheadCache, Constant<kLinesOfBlock>>{{bytes_of<Kind>(args_, panel_) + kBytesAhead, {}}});
   }
 
   template <class Multiplied>
   void multiply_others(const StoredBlocks<Multiplied>& blocks, int64_t others, bool has_next) {
     const int64_t share = has_next ? (kLinesOfBlock + others - 1) / others : 0;
     const char* next = bytes_of<Kind>(args_, panel_ + 1);
-    for (int64_t group = 1; group <= others; ++group, next += share * blocks_ * kCacheLine)
-      multiply_group<Multiplied, false>(group, blocks, Going<kAheadHint, int64_t>{{next, share}});
+    for (int64_t group = 1; group <= others; ++group, next += share * blocks_ * kCacheLine) {
+      StoredBlocks<Multiplied> again = blocks;
+      multiply_group<Multiplied, false>(group, again, Going<kAheadCache, int64_t>{{next, share}});
+    }
   }
 
   template <class Multiplied, bool kIsFirst, class AnyBlocks, class AnyAhead>
-  void multiply_group(int64_t group, const AnyBlocks& blocks, const AnyAhead& ahead) {
+  void multiply_group(int64_t group, AnyBlocks& blocks, const AnyAhead& ahead) {
     const int64_t first = groups_.first_of(group);
     with_count<kMostOfGroup>(groups_.first_of(group + 1) - first, [&]<int kTokens>() {
       auto multiply = [&](const auto& words) {

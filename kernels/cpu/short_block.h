@@ -25,27 +25,29 @@ struct ShortTile {
   uint16_t mark[4];
   int64_t num_exceptions;
   TileException exceptions[kExceptionsInHead];
-
-  const ShortGroup* groups() const { return reinterpret_cast<const ShortGroup*>(this + 1); }
 };
 static_assert(sizeof(ShortTile) == 64);
 
 // NaNs that no arithmetic makes side by side, where numbers of the first token would be.
 inline constexpr uint64_t kShortMark = 0xffb57f9a'7fd3ffe9;
 
+namespace {
+
+inline const ShortGroup* groups_of(const ShortTile& tile) { return reinterpret_cast<const ShortGroup*>(&tile + 1); }
+
 // Exceptions of a tile beyond those in its head: a cache line of them for each 1,024 numbers but the first, three at most.
-inline constexpr int64_t exceptions_behind(int64_t numbers) {
+constexpr int64_t exceptions_behind(int64_t numbers) {
   const int64_t thousands = numbers / 1024;
   return 16 * (thousands > 4 ? 3 : thousands > 1 ? thousands - 1 : 0);
 }
-inline constexpr int64_t kMostExceptions = ShortTile::kExceptionsInHead + exceptions_behind(1 << 16);
+constexpr int64_t kMostExceptions = ShortTile::kExceptionsInHead + exceptions_behind(1 << 16);
 
 // Of a tile's head and groups.
-inline constexpr int64_t short_numbers_bytes(int64_t numbers) {
+constexpr int64_t short_numbers_bytes(int64_t numbers) {
   return sizeof(ShortTile) + numbers / ShortGroup::kNumbers * static_cast<int64_t>(sizeof(ShortGroup));
 }
 
-inline constexpr int64_t short_tile_bytes(int64_t numbers) {
+constexpr int64_t short_tile_bytes(int64_t numbers) {
   return short_numbers_bytes(numbers) + exceptions_behind(numbers) * static_cast<int64_t>(sizeof(TileException));
 }
 
@@ -55,6 +57,7 @@ inline bool is_short(const void* block) {
   return mark == kShortMark;
 }
 
+}  // namespace
 }  // namespace quire
 
 #if defined(QUIRE_ISA)

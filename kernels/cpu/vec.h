@@ -30,11 +30,20 @@ struct F16 {
 
 namespace quire::QUIRE_ISA {
 
+// Caches, as the compiler counts them, nearest last.
+inline constexpr int kSecondCache = 2, kFirstCache = 3;
+
+// Asks for a cache line, before it is read.
+template <int kCache>
+inline void ask_for(const void* line) {
+  __builtin_prefetch(line, 0, kCache);
+}
+
 // Where what is read next is asked for. More requests can be on their way to the second cache than to the first.
 #if defined(__AMX_BF16__)
-inline constexpr _mm_hint kAheadHint = _MM_HINT_T0;
+inline constexpr int kAheadCache = kFirstCache;
 #else
-inline constexpr _mm_hint kAheadHint = _MM_HINT_T1;
+inline constexpr int kAheadCache = kSecondCache;
 #endif
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -75,5 +84,7 @@ inline Vec exp(Vec x) {
 }
 
 inline Vec tanh(Vec x) { return set1(1.0f) - set1(2.0f) / (exp(x + x) + set1(1.0f)); }
+
+inline Vec silu(Vec x) { return x / (set1(1.0f) + exp(zero() - x)); }
 
 }  // namespace quire::QUIRE_ISA

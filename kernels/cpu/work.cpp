@@ -19,7 +19,8 @@ class Barrier {
     const uint32_t turn = turn_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       arrived_.store(0, std::memory_order_relaxed);
-      turn_.store(turn + 1, std::memory_order_release);
+      // In one order with what a sleeper does: either it sees the turn, or this sees the sleeper.
+      turn_.store(turn + 1, std::memory_order_seq_cst);
       turn_.notify_all();
       return;
     }
