@@ -43,9 +43,9 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-bool has_avx512_bf16() {
-  return has_avx512() && __builtin_cpu_supports("avx512vnni") && has_feature(7, 1, &Registers::a, 5);
-}
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+bool has_avx512_bf16() { return has_avx512_vnni() && has_feature(7, 1, &Registers::a, 5); }
 
 // Matrix units for bfloat16 and int8 also need the system's leave, once a process.
 bool has_amx() {

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "exchange.h"
@@ -35,6 +36,46 @@ class FunctionWork : public Work {
   const Function function_;
 };
 
+// A round through the group's slots, in stripes that threads share: first they put this process's part in its slot, then they
+// take what is in all slots.
+template <class Give, class Take>
+class RoundWork : public Work {
+ public:
+  RoundWork(const Group& group, int64_t units, int64_t stripes, Give give, Take take)
+      : Work(2 * stripes, 2, std::numeric_limits<int64_t>::max(), 0, 0),
+        group_(group),
+        units_(units),
+        stripes_(stripes),
+        give_(std::move(give)),
+        take_(std::move(take)) {}
+
+  void begin() override { round_.emplace(group_); }
+
+ private:
+  // Threads take these in order, so no stripe is awaited of others before all of this process's are told or being copied: no two
+  // processes wait for each other.
+  void run(int64_t begin, int64_t end, const Scratch&) const override {
+    const int64_t width = (units_ + stripes_ - 1) / stripes_;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t stripe = i % stripes_, first = std::min(stripe * width, units_), last = std::min(first + width, units_);
+      if (i < stripes_) {
+        give_(first, last, round_->slot(group_.rank));
+        round_->tell(stripe);
+        continue;
+      }
+      // This process's own too: another thread may still be at it.
+      for (int64_t rank = 0; rank < group_.size; ++rank) round_->await(rank, stripe);
+      take_(first, last, *round_);
+    }
+  }
+
+  const Group group_;
+  const int64_t units_, stripes_;
+  const Give give_;
+  const Take take_;
+  std::optional<Round> round_;
+};
+
 Status check_tokens(const RotaryArgs& args) {
   const int64_t num_slots = args.cache.num_blocks * args.cache.block_size;
   for (int64_t token = 0; token < args.num_tokens; ++token) {
@@ -57,24 +98,8 @@ Status Operations::add(int64_t units, int64_t grain, Function function, int64_t 
 
 template <class Give, class Take>
 void Operations::add_round(const Group& group, int64_t units, int64_t bytes, Give give, Take take) {
-  const Round round(group);
   const int64_t stripes = std::clamp<int64_t>(std::min(bytes / kWorthStripe, units), 1, kMostStripes);
-  const int64_t width = (units + stripes - 1) / stripes;
-  // Threads take units in order, so no stripe is awaited of others before all of this process's are told or being
-  // copied: no two processes wait for each other.
-  add(2 * stripes, 2, [=](int64_t begin, int64_t end, const Scratch&) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t stripe = i % stripes, first = std::min(stripe * width, units), last = std::min(first + width, units);
-      if (i < stripes) {
-        give(first, last, round.slot(group.rank));
-        round.tell(stripe);
-        continue;
-      }
-      // This process's own too: another thread may still be at it.
-      for (int64_t rank = 0; rank < group.size; ++rank) round.await(rank, stripe);
-      take(first, last, round);
-    }
-  });
+  works_.push_back(std::make_unique<RoundWork<Give, Take>>(group, units, stripes, std::move(give), std::move(take)));
 }
 
 Status Operations::add_paged_attention(const AttentionArgs& args) {

@@ -23,7 +23,6 @@ class Operations {
   Status add_rotary(const RotaryArgs& args);
   Status add_quantize(const QuantizeArgs& args);
   Status add_product(const ProductArgs& args);
-  // Their rounds are begun at once, so what was added has to be run.
   Status add_all_reduce(const AllReduceArgs& args);
   Status add_all_gather(const AllGatherArgs& args);
 

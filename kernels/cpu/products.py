@@ -16,7 +16,7 @@ _PANEL, _WORDS_OF_BLOCK = 32, 16
 # Where float16 has matrix units. Elsewhere oneDNN is faster with more than a few tokens.
 _ISAS_WITH_HALVES = ("amx_fp16",)
 # Where products from short numbers are the faster ones with few tokens.
-_ISAS_WITH_SHORT_WEIGHTS = ("amx_fp16", "amx", "avx512_bf16", "avx512")
+_ISAS_WITH_SHORT_WEIGHTS = ("amx_fp16", "amx", "avx512_bf16", "avx512_vnni", "avx512")
 # The sizes of ShortHead, ShortGroup and ShortException of short_weight.h, and how many numbers a group has.
 _SHORT_HEAD_BYTES, _SHORT_GROUP, _SHORT_GROUP_BYTES, _EXCEPTION_BYTES = 64, 128, 192, 8
 # Numbers of which one may be an exception; of weights that a normal distribution gave, of about 10,000 one is.

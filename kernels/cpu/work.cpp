@@ -64,6 +64,7 @@ void run_in_turn(const OpenMp& openmp, const Works& works, int64_t threads) {
     shared = std::max(shared, whole_lines(work->shared_bytes));
   }
   const Memory memory = allocate(shared + own * threads);
+  for (const auto& work : works) work->begin();
   Barrier barrier;
   run_on_threads(openmp, threads, [&] {
     // The runtime may have given fewer than were asked for.

@@ -32,6 +32,9 @@ class Work {
   Work(const Work&) = delete;
   Work& operator=(const Work&) = delete;
 
+  // To be called once, by one thread, when nothing can fail any more and before any thread takes part.
+  virtual void begin() {}
+
   bool pays_for_threads() const { return units_ >= 2 * grain_; }
 
   // Does units until none is left. To be called once by every thread of `threads`.
