@@ -10,7 +10,7 @@ from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, block_
 from worker_svc.device.model_runner import LaunchedStep, ModelRunner
 from worker_svc.info import ModelGeometry, WorkerLimits
 from worker_svc.models.base import CausalLM
-from worker_svc.protocol.steps import (
+from worker_svc.steps import (
     AdmittedStep,
     AssignRow,
     Batch,

@@ -15,7 +15,7 @@ from bench.gpu_rig import BLOCK_SIZE, GREEDY, Rig
 from worker_svc.device.cuda_graphs import CudaGraphRecorder
 from worker_svc.device.decode_graphs import GraphRecorder
 from worker_svc.models.base import CausalLM
-from worker_svc.protocol.steps import StepOutput
+from worker_svc.steps import StepOutput
 
 Answer = tuple[int, float]
 NUM_ROWS = 13

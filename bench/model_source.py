@@ -11,10 +11,10 @@ from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.protocol.answer_convert import result_message
 from worker_svc.protocol.convert import StepDecoder, step_of
-from worker_svc.protocol.steps import AdmittedStep
+from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
-from worker_svc.worker import Worker
+from worker_svc.steps import AdmittedStep
 
 
 def load_worker(settings: WorkerSettings) -> Worker:

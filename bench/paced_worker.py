@@ -26,9 +26,9 @@ from worker_svc.device.sealed_blocks import SealInventory
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.servicer import SERVICE_NAME, WorkerServicer
-from worker_svc.protocol.steps import AdmittedStep, SealedBlocks, Step, StepOutput, StepTimings
+from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
-from worker_svc.worker import Worker
+from worker_svc.steps import AdmittedStep, SealedBlocks, Step, StepOutput, StepTimings
 
 _MAX_MODEL_LEN = 32768
 _TOKEN_ID = 65

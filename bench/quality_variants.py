@@ -8,10 +8,10 @@ import torch
 
 from bench.pool import fill_pool
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
-from worker_svc.device.model_input import AttentionMetadata, ModelInput
 from worker_svc.device.recorded_forward import make_forward
 from worker_svc.info import WorkerLimits
 from worker_svc.layers.quantization import Quantization
+from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
 

@@ -23,9 +23,9 @@ from worker_svc.layers.quantization import Quantization
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.parallel.meeting import meet
+from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.thread_binding import bind_threads
-from worker_svc.worker import Worker
 
 MAX_STEPS_IN_FLIGHT = 2
 MAX_LOGPROBS = 64

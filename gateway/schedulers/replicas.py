@@ -25,8 +25,9 @@ class Replicas:
 
     A request whose scheduler is lost stays with it for `failover_delay_s`, since its blocks may be there still when the
     scheduler is back; then any connected replica takes it over. Without one it waits, and fails with UNAVAILABLE after
-    `connect_timeout_s` without any connection: a scheduler that drains is about to have a successor. From a scheduler that is connected and not ready it moves as late, where another replica is
-    ready, unless tokens come all the same. What a scheduler refuses because it drains is placed anew.
+    `connect_timeout_s` without any connection: a scheduler that drains is about to have a successor. From a scheduler
+    that is connected and not ready it moves as late, where another replica is ready, unless tokens come all the same.
+    What a scheduler refuses because it drains is placed anew.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ from tests.support.in_process import InProcessReplica, config_of, load_worker
 from tests.support.metrics import read_metric
 from tests.support.models import VOCAB_SIZE, make_shape
 from tests.support.serving import serving
+from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
-from worker_svc.worker import Worker
 
 # 128 rows of up to 84 tokens and 800 slots: blocks run out by themselves, too, and sometimes the host's.
 SMALL_POOL = WorkerSettings(

@@ -15,9 +15,9 @@ from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.kv_pool import allocate_pool
 from worker_svc.device.model_runner import ModelRunner
 from worker_svc.models.registry import load_model
+from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
-from worker_svc.worker import Worker
 
 SETTINGS = WorkerSettings(
     device="cpu", block_size=4, num_gpu_blocks=34, swap_space=1 << 18, max_num_seqs=11, max_num_batched_tokens=40

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from worker_svc.__main__ import main
 from worker_svc.device.model_runner import ModelRunner
-from worker_svc.protocol.steps import AdmittedStep
+from worker_svc.steps import AdmittedStep
 
 DEADLY_SEED = 666
 HANGING_SEED = 667

@@ -10,7 +10,7 @@ import numpy as np
 from tests.support.fake_pool import BlockError, FakePool
 from tests.support.fake_rows import FakeRows
 from worker_svc.device.sealed_blocks import SealInventory
-from worker_svc.protocol.steps import (
+from worker_svc.steps import (
     AdmittedStep,
     Batch,
     Int32Array,
@@ -77,7 +77,7 @@ class FakeStep:
 
 
 class FakeRunner:
-    """A `worker_svc.worker.SealingRunner` without a model.
+    """A `worker_svc.protocol.worker.SealingRunner` without a model.
 
     Rows that draw get the tokens of `token_at`, rows that search the candidates of `candidates_at`. `num_steps` counts
     the steps that were begun; while `hang` is set none goes on, and one that computes a row with one of `deadly_seeds`

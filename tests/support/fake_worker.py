@@ -20,7 +20,7 @@ from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.servicer import HEARTBEAT_INTERVAL_S, SERVICE_NAME, WorkerServicer
-from worker_svc.worker import Worker
+from worker_svc.protocol.worker import Worker
 
 _DEVICE_STOP_S = 10.0
 

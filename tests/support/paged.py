@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.device.model_input import AttentionMetadata, ModelInput
+from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.base import CausalLM
 
 

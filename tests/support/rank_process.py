@@ -26,8 +26,8 @@ from worker_svc.parallel import meeting as parallel
 from worker_svc.parallel.meeting import Patience
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.parallel.shared_ranks import SharedMemoryRanks
-from worker_svc.protocol.steps import AdmittedStep, StepOutput, StepTimings
 from worker_svc.settings import WorkerSettings
+from worker_svc.steps import AdmittedStep, StepOutput, StepTimings
 from worker_svc.superseded import SupersededError
 
 VOCAB_SIZE = 5

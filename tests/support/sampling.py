@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from worker_svc.protocol.steps import RowSampling
 from worker_svc.sampling.sampling_table import SamplingColumns
+from worker_svc.steps import RowSampling
 
 
 def make_sampling(**changes: Any) -> RowSampling:

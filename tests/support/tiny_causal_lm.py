@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from worker_svc.device.model_input import ModelInput
 from worker_svc.layers.loadable import Placement
+from worker_svc.model_input import ModelInput
 from worker_svc.models.base import CausalLM, ModelShape
 
 VOCAB_SIZE = 61

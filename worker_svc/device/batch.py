@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_svc.device.model_input import AttentionMetadata, ModelInput
 from worker_svc.device.rows import Rows
-from worker_svc.device.transfer import to_device
-from worker_svc.protocol.steps import Batch, Int32Array
+from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.steps import Batch, Int32Array
+from worker_svc.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)

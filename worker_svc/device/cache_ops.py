@@ -16,7 +16,7 @@ import torch
 from kernels import ops
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.streams import Mark, Stream
-from worker_svc.protocol.steps import AdmittedStep, Int32Array
+from worker_svc.steps import AdmittedStep, Int32Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from worker_svc.leaving import leave_process
-from worker_svc.protocol.steps import AdmittedStep, StepOutput
+from worker_svc.steps import AdmittedStep, StepOutput
 from worker_svc.superseded import SupersededError
 
 T = TypeVar("T")

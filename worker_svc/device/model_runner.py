@@ -15,15 +15,14 @@ from worker_svc.device.cache_ops import BlockMoves
 from worker_svc.device.decode_graphs import DecodeGraphs, GraphRecorder
 from worker_svc.device.graph_shapes import GraphShapes
 from worker_svc.device.kv_pool import KvPool
-from worker_svc.device.model_input import ModelInput
 from worker_svc.device.recorded_forward import make_decodes, make_forward
 from worker_svc.device.rows import Rows
 from worker_svc.device.sealed_blocks import SealInventory
 from worker_svc.device.streams import Streams
-from worker_svc.device.transfer import HostCopy, Stopwatch, to_device
+from worker_svc.device.transfer import HostCopy, Stopwatch
 from worker_svc.info import ModelGeometry, WorkerLimits
+from worker_svc.model_input import ModelInput
 from worker_svc.models.base import CausalLM
-from worker_svc.protocol.steps import AdmittedStep, Batch, Int32Array, SealedBlocks, StepOutput, StepTimings
 from worker_svc.sampling.candidates import Candidates, gather_candidates, report_candidates
 from worker_svc.sampling.history import History
 from worker_svc.sampling.logit_rules import apply_logit_rules
@@ -38,6 +37,8 @@ from worker_svc.sampling.prompt_logprobs import (
 )
 from worker_svc.sampling.sampler import draw
 from worker_svc.sampling.sampling_table import SamplingColumns
+from worker_svc.steps import AdmittedStep, Batch, Int32Array, SealedBlocks, StepOutput, StepTimings
+from worker_svc.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +208,10 @@ class ModelRunner:
             logits = self._run_decodes(self._model_input(batch))
             return self._draw(plan_samples(batch), logits, None, stopwatch)
         hidden = self._forward(batch)
-        prompt_plan = plan_prompt_logprobs(batch, self._rows)
-        prompts = prompt_plan and compute_prompt_logprobs(self._model, hidden, prompt_plan, self._rows)
+        prompt_plan = plan_prompt_logprobs(batch, self._rows.prompts)
+        prompts = prompt_plan and compute_prompt_logprobs(
+            self._model, hidden, prompt_plan, self._rows.token_ids, self._rows.prompts.num_logprobs
+        )
         if not len(batch.samples):
             return self._draw_nothing(prompts, stopwatch)
         plan = plan_samples(batch)

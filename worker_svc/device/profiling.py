@@ -7,7 +7,7 @@ from worker_svc.device.kv_pool import allocate_pool
 from worker_svc.device.model_runner import ModelRunner
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerLimits
 from worker_svc.models.base import CausalLM
-from worker_svc.protocol.steps import (
+from worker_svc.steps import (
     AdmittedStep,
     AssignRow,
     Batch,

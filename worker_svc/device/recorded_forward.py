@@ -11,8 +11,8 @@ import torch
 
 from kernels.record import NotRecordableError, record
 from worker_svc.device.kv_pool import KvPool
-from worker_svc.device.model_input import AttentionMetadata, ModelInput
 from worker_svc.info import WorkerLimits
+from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.base import CausalLM, NativeCausalLM
 
 Forward = Callable[[ModelInput], torch.Tensor]

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_svc.device.transfer import to_device
-from worker_svc.protocol.steps import AssignRow, Int32Array, RowChanges, SetTokens
 from worker_svc.sampling.prompt_table import PromptColumns
 from worker_svc.sampling.sampling_table import SamplingColumns
+from worker_svc.steps import AssignRow, Int32Array, RowChanges, SetTokens
+from worker_svc.to_device import to_device
 
 
 class Rows:

@@ -9,9 +9,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.protocol.steps import SealedBlocks
-
-HASH_BYTES = 32
+from worker_svc.steps import HASH_BYTES, SealedBlocks
 
 
 class SealInventory:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from kernels import ops
-from worker_svc.device.model_input import AttentionMetadata
+from worker_svc.model_input import AttentionMetadata
 
 
 class PagedAttention(nn.Module):

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from quire.settings import ConfigurationError
-from worker_svc.device.model_input import ModelInput
 from worker_svc.layers.embedding import Embedding, TiedHead
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Placement
 from worker_svc.layers.quantization import Quantization
+from worker_svc.model_input import ModelInput
 
 
 @dataclass(frozen=True, slots=True)

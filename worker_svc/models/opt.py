@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker_svc.device.model_input import ModelInput
 from worker_svc.layers.activation import ActivationKind
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.loadable import Placement
 from worker_svc.layers.norm import LayerNorm
+from worker_svc.model_input import ModelInput
 from worker_svc.models.base import ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.config_fields import ConfigFields
 from worker_svc.models.plain_layer import PlainLayer, run_norm_first

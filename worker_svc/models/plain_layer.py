@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from worker_svc.device.model_input import AttentionMetadata, ModelInput
 from worker_svc.layers.attention import PagedAttention
 from worker_svc.layers.linear import Linear
 from worker_svc.layers.norm import LayerNorm
+from worker_svc.model_input import AttentionMetadata, ModelInput
 
 
 class PlainLayer(nn.Module):

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quire.model_directory import ModelDirectory
-from worker_svc.device.model_input import ModelInput
 from worker_svc.layers.loadable import Placement
+from worker_svc.model_input import ModelInput
 from worker_svc.models.base import CausalLM, ModelShape
 from worker_svc.models.transformers_adapters import adapt, served_attention
 from worker_svc.models.transformers_attention import PROBED, choose_attention, clear_hook, set_hook

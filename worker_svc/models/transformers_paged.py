@@ -11,7 +11,7 @@ from torch.nn import functional
 from kernels import ops
 from kernels.operation_checks import dtype_written_to
 from quire.settings import ConfigurationError
-from worker_svc.device.model_input import AttentionMetadata, ModelInput
+from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.transformers_attention import AttentionCall
 from worker_svc.models.transformers_refusals import UnsupportedModelError
 

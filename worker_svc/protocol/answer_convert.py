@@ -3,7 +3,7 @@
 from quire.arrays import encode_float32, encode_int32
 from quire.worker.v1 import worker_pb2
 from worker_svc.info import WorkerInfo
-from worker_svc.protocol.steps import PromptLogprobs, RowCandidates, SealedBlocks, StepOutput, TokenLogprobs
+from worker_svc.steps import PromptLogprobs, RowCandidates, SealedBlocks, StepOutput, TokenLogprobs
 
 RunResponse = worker_pb2.RunResponse
 

@@ -10,11 +10,11 @@ import numpy as np
 from quire.arrays import decode_int32
 from quire.rpc.errors import FailedPrecondition, invalid_field
 from quire.worker.v1 import worker_pb2
-from worker_svc.device.sealed_blocks import HASH_BYTES
 from worker_svc.info import WorkerInfo
 from worker_svc.protocol.sampling_convert import SamplingDecoder
 from worker_svc.protocol.step_rules import check_batch, check_cache_operations, check_row_changes
-from worker_svc.protocol.steps import (
+from worker_svc.steps import (
+    HASH_BYTES,
     AssignRow,
     Batch,
     CacheOperations,

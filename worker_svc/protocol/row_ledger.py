@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire.rpc.errors import invalid_field
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerLimits
 from worker_svc.protocol.step_rules import check_distinct, first_true
-from worker_svc.protocol.steps import AssignRow, Batch, Int32Array, RowChanges, SetTokens, Step
+from worker_svc.steps import AssignRow, Batch, Int32Array, RowChanges, SetTokens, Step
 
 
 class RowLedger:

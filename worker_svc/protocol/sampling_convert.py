@@ -8,7 +8,7 @@ from quire.arrays import decode_float32, decode_int32
 from quire.rpc.errors import invalid_field
 from quire.worker.v1 import worker_pb2
 from worker_svc.info import ModelGeometry, WorkerLimits
-from worker_svc.protocol.steps import Int32Array, LogitRules, RowSampling
+from worker_svc.steps import Int32Array, LogitRules, RowSampling
 
 
 class SamplingDecoder:

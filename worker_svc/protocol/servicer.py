@@ -11,7 +11,7 @@ from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.answer_convert import info_message
 from worker_svc.protocol.convert import epoch_of
 from worker_svc.protocol.step_stream import StepStream
-from worker_svc.worker import Worker
+from worker_svc.protocol.worker import Worker
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 HEARTBEAT_INTERVAL_S = 0.5

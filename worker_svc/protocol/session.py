@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from quire.rpc.errors import FailedPrecondition
-from worker_svc.protocol.steps import StepHeader, StepOutput
+from worker_svc.steps import StepHeader, StepOutput
 
 
 class Verdict(enum.Enum):

@@ -4,7 +4,7 @@ import numpy as np
 
 from quire.rpc.errors import invalid_field
 from worker_svc.info import ModelGeometry, WorkerLimits
-from worker_svc.protocol.steps import Batch, CacheOperations, Int32Array, RowChanges
+from worker_svc.steps import Batch, CacheOperations, Int32Array, RowChanges
 
 
 def check_cache_operations(operations: CacheOperations) -> None:

@@ -21,9 +21,9 @@ from worker_svc.protocol.answer_convert import (
 )
 from worker_svc.protocol.convert import RunRequest, StepRequest, step_header, step_of
 from worker_svc.protocol.session import Replay, Verdict
-from worker_svc.protocol.steps import StepOutput
+from worker_svc.protocol.worker import Worker
+from worker_svc.steps import StepOutput
 from worker_svc.superseded import SupersededError
-from worker_svc.worker import Worker
 
 _logger = logging.getLogger(__name__)
 

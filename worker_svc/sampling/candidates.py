@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from worker_svc.device.transfer import to_device
-from worker_svc.protocol.steps import Int32Array, RowCandidates
 from worker_svc.sampling.ranking import best_tokens
 from worker_svc.sampling.sampling_table import SamplingColumns
+from worker_svc.steps import Int32Array, RowCandidates
+from worker_svc.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)

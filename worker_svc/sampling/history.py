@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_svc.protocol.steps import LogitRules
+from worker_svc.steps import LogitRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_svc.device.transfer import to_device
-from worker_svc.protocol.steps import Int32Array
 from worker_svc.sampling.history import History, RuledRow
 from worker_svc.sampling.penalties import apply_penalties
 from worker_svc.sampling.sampling_table import SamplingColumns
+from worker_svc.steps import Int32Array
+from worker_svc.to_device import to_device
 
 
 def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_svc.device.transfer import to_device
-from worker_svc.protocol.steps import LogitRules
 from worker_svc.sampling.history import History, RuledRow
+from worker_svc.steps import LogitRules
+from worker_svc.to_device import to_device
 
 # Tokens are looked at in tables of rows x length. Rows of like length share one, of at most these entries.
 _MAX_ENTRIES = 2**19

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_svc.device.rows import Rows
-from worker_svc.device.transfer import to_device
 from worker_svc.models.base import CausalLM
-from worker_svc.protocol.steps import Batch, Int32Array, PromptLogprobs, Step, TokenLogprobs
 from worker_svc.sampling.logprobs import LogprobValues, logprobs_of
+from worker_svc.sampling.prompt_table import PromptColumns
+from worker_svc.steps import Batch, Int32Array, PromptLogprobs, Step, TokenLogprobs
+from worker_svc.to_device import to_device
 
 PIECE = 256
 """Positions whose logits are made at once."""
@@ -55,15 +55,15 @@ class PromptResult:
     values: LogprobValues
 
 
-def plan_prompt_logprobs(batch: Batch, rows: Rows) -> PromptPlan | None:
+def plan_prompt_logprobs(batch: Batch, prompts: PromptColumns) -> PromptPlan | None:
     """What the batch's rows ask for; None when they ask for nothing."""
-    places = np.flatnonzero(rows.prompts.wants_logprobs[batch.rows])
+    places = np.flatnonzero(prompts.wants_logprobs[batch.rows])
     if not len(places):
         return None
     picked = batch.rows[places]
     starts = batch.num_computed_tokens[places].astype(np.int64)
     new = batch.num_new_tokens[places].astype(np.int64)
-    counts = np.minimum(starts + new, rows.prompts.num_tokens[picked] - 1) - starts
+    counts = np.minimum(starts + new, prompts.num_tokens[picked] - 1) - starts
     first_tokens = np.cumsum(batch.num_new_tokens, dtype=np.int64)[places] - new
     judged = counts > 0
     if not judged.any():
@@ -71,29 +71,32 @@ def plan_prompt_logprobs(batch: Batch, rows: Rows) -> PromptPlan | None:
     return PromptPlan(picked[judged], starts[judged] + 1, counts[judged], first_tokens[judged])
 
 
-def compute_prompt_logprobs(model: CausalLM, hidden: Tensor, plan: PromptPlan, rows: Rows) -> PromptResult:
+def compute_prompt_logprobs(
+    model: CausalLM, hidden: Tensor, plan: PromptPlan, token_ids: Tensor, num_logprobs: np.ndarray
+) -> PromptResult:
     """Log probabilities of the logits as they are: temperature, penalties and bias are for what is drawn.
 
     Args:
         model: Makes logits of hidden states.
         hidden: [tokens of the batch, hidden].
         plan: Which tokens are judged.
-        rows: Their tokens.
+        token_ids: Of all rows, [rows, positions].
+        num_logprobs: [rows], how many of the most likely tokens each row asks for.
     """
     tokens, token_rows, positions = to_device(
         np.stack((plan.count_up(plan.first_tokens), plan.spread(plan.rows), plan.count_up(plan.first_positions))),
         hidden.device,
     )
-    targets = rows.token_ids[token_rows, positions].long()
+    targets = token_ids[token_rows, positions].long()
     raw = np.zeros(len(targets), np.float32)
-    num_logprobs = rows.prompts.num_logprobs[plan.rows]
-    most = int(num_logprobs.max())
+    asked = num_logprobs[plan.rows]
+    most = int(asked.max())
     pieces = [
         logprobs_of(model.logits(hidden[tokens[part]]), targets[part], raw[part], most)
         for part in (slice(start, start + PIECE) for start in range(0, len(raw), PIECE))
     ]
     values = LogprobValues(*(torch.cat(each) for each in zip(*(piece.tensors() for piece in pieces), strict=True)))
-    return PromptResult(plan, num_logprobs, values)
+    return PromptResult(plan, asked, values)
 
 
 def report_prompt_logprobs(result: PromptResult, arrays: list[np.ndarray]) -> tuple[PromptLogprobs, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.protocol.steps import Int32Array
+from worker_svc.steps import Int32Array
 
 
 @dataclass(frozen=True, slots=True)

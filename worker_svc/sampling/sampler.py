@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_svc.device.transfer import to_device
 from worker_svc.sampling.inverse_cdf import inverse_cdf, padded_width
 from worker_svc.sampling.philox import uniform
 from worker_svc.sampling.ranking import most_likely
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.sampling.truncation import lowest_kept
+from worker_svc.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)

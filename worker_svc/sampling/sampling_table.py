@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.protocol.steps import Int32Array, RowSampling
+from worker_svc.steps import Int32Array, RowSampling
 
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 

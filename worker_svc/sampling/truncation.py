@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_svc.device.transfer import to_device
 from worker_svc.sampling.inverse_cdf import CHUNK, padded_width
 from worker_svc.sampling.ranking import best_scores
 from worker_svc.sampling.sampling_table import SamplingColumns
+from worker_svc.to_device import to_device
 
 # On the CPU a nucleus is looked for among this many most likely tokens first: it seldom goes beyond, and sorting a
 # whole vocabulary costs more than the rest of the sampler. An accelerator sorts fast, and asking whether it was enough

@@ -25,8 +25,8 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
-from worker_svc.protocol.steps import AdmittedStep, Step
-from worker_svc.worker import Worker
+from worker_svc.protocol.worker import Worker
+from worker_svc.steps import AdmittedStep, Step
 
 
 async def test_a_gateway_that_leaves_has_its_requests_aborted_after_the_grace_period(scheduler, worker):

@@ -9,9 +9,9 @@ import torch
 from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes
 from worker_svc.device.batch import Layout, build_model_input, input_on_device, input_on_host, plan_samples
-from worker_svc.device.model_input import ModelInput
 from worker_svc.device.rows import Rows
-from worker_svc.protocol.steps import LogitRules, ReseedRow, SetTokens
+from worker_svc.model_input import ModelInput
+from worker_svc.steps import LogitRules, ReseedRow, SetTokens
 
 BLOCK_SIZE = 4
 NUM_ROWS, MAX_LEN, MAX_BLOCKS = 7, 40, 10

@@ -15,7 +15,7 @@ from worker_svc.device.cache_ops import BlockMoves
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.streams import IN_ORDER, Stream
 from worker_svc.info import PoolGeometry
-from worker_svc.protocol.steps import AdmittedStep
+from worker_svc.steps import AdmittedStep
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 10, 12
 Pairs = list[tuple[int, int]]

@@ -14,11 +14,11 @@ from transformers.generation.logits_process import (
 )
 
 from tests.support.sampling import make_columns, make_sampling
-from worker_svc.protocol.steps import LogitRules, RowCandidates
 from worker_svc.sampling.candidates import Candidates, gather_candidates, report_candidates
 from worker_svc.sampling.history import History
 from worker_svc.sampling.logit_rules import apply_logit_rules
 from worker_svc.sampling.sampler import draw
+from worker_svc.steps import LogitRules, RowCandidates
 
 VOCAB = 40
 PROMPT, OUTPUT = [1, 2, 3, 4, 3], [7, 7, 8, 2, 7]

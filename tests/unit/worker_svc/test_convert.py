@@ -12,7 +12,7 @@ from tests.support.worker_client import make_assign, make_batch
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.protocol.answer_convert import attached_message, info_message, result_message
 from worker_svc.protocol.convert import StepDecoder, epoch_of, step_of
-from worker_svc.protocol.steps import (
+from worker_svc.steps import (
     PromptLogprobs,
     RowCandidates,
     SealedBlocks,

@@ -16,13 +16,13 @@ from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
 from worker_svc.device.batch import pad_batch
 from worker_svc.device.cuda_graphs import check_cuda_graphs
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, num_gpu_blocks, pool_geometry
-from worker_svc.device.model_input import ModelInput
 from worker_svc.device.model_runner import ModelRunner
 from worker_svc.info import PoolGeometry, WorkerLimits
+from worker_svc.model_input import ModelInput
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.protocol.steps import AdmittedStep, RowChanges, StepOutput
 from worker_svc.startup import model_geometry
+from worker_svc.steps import AdmittedStep, RowChanges, StepOutput
 
 NUM_ROWS, NUM_BLOCKS = 19, 130
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 from tests.support.processes import wait_true
 from tests.support.steps import int32, make_step
 from worker_svc.device.device_loop import DeviceLoop, StepLane
-from worker_svc.protocol.steps import AdmittedStep, StepOutput, StepTimings
+from worker_svc.steps import AdmittedStep, StepOutput, StepTimings
 from worker_svc.superseded import SupersededError
 
 TIMEOUT_S = 5.0

@@ -19,7 +19,7 @@ from worker_svc.device.kv_pool import (
     pool_geometry,
 )
 from worker_svc.device.streams import IN_ORDER
-from worker_svc.protocol.steps import AdmittedStep, CacheOperations
+from worker_svc.steps import AdmittedStep, CacheOperations
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.support.sampling import make_columns, make_sampling
-from worker_svc.protocol.steps import LogitRules
 from worker_svc.sampling import logit_rules, penalties
 from worker_svc.sampling.candidates import gather_candidates
 from worker_svc.sampling.history import History
 from worker_svc.sampling.logit_rules import apply_logit_rules
 from worker_svc.sampling.sampler import draw
+from worker_svc.steps import LogitRules
 
 VOCAB, WIDTH = 40, 24
 

@@ -6,7 +6,7 @@ from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes, make_step
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerLimits
 from worker_svc.protocol.row_ledger import RowLedger
-from worker_svc.protocol.steps import ReseedRow, SetTokens, Step
+from worker_svc.steps import ReseedRow, SetTokens, Step
 
 BLOCK_SIZE = 4
 PROMPT = [1, 2, 3, 4, 5]

@@ -8,9 +8,9 @@ import torch
 from scipy.stats import chisquare
 
 from tests.support.sampling import make_columns, make_sampling
-from worker_svc.protocol.steps import RowSampling
 from worker_svc.sampling.sampler import draw
 from worker_svc.sampling.truncation import lowest_kept
+from worker_svc.steps import RowSampling
 
 LOGITS = np.array([2.0, 1.0, 0.0, -0.5, 1.5, -3.0, 0.5, 2.2, -1.0, 0.1], dtype=np.float32)
 

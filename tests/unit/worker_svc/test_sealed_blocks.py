@@ -1,7 +1,7 @@
 import numpy as np
 
 from worker_svc.device.sealed_blocks import SealInventory
-from worker_svc.protocol.steps import SealedBlocks
+from worker_svc.steps import SealedBlocks
 
 
 def make_seals(**hashes: int) -> SealedBlocks:

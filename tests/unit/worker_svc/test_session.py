@@ -3,7 +3,7 @@ import pytest
 
 from quire.rpc.errors import FailedPrecondition
 from worker_svc.protocol.session import Replay, Session, Sessions, Verdict
-from worker_svc.protocol.steps import StepHeader, StepOutput, StepTimings
+from worker_svc.steps import StepHeader, StepOutput, StepTimings
 
 GENERATION = 99
 EPOCH = 5

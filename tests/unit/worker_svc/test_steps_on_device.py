@@ -15,12 +15,12 @@ from worker_svc.device.batch import build_model_input, pad_batch
 from worker_svc.device.graph_shapes import GraphShape
 from worker_svc.device.rows import Rows
 from worker_svc.device.static_input import StaticInput
-from worker_svc.protocol.steps import LogitRules, SetTokens
 from worker_svc.sampling.candidates import gather_candidates
 from worker_svc.sampling.history import History
 from worker_svc.sampling.logit_rules import apply_logit_rules
 from worker_svc.sampling.logprobs import gather_logprobs
 from worker_svc.sampling.sampler import draw
+from worker_svc.steps import LogitRules, SetTokens
 
 META = torch.device("meta")
 BLOCK_SIZE, NUM_COLUMNS, VOCAB = 16, 8, 1000

@@ -10,8 +10,8 @@ from quire.rpc.errors import Unavailable
 from tests.support.fake_runner import FakeRunner
 from tests.support.fake_worker import FakeWorkerConfig
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.protocol.worker import Worker
 from worker_svc.superseded import SupersededError
-from worker_svc.worker import Worker
 
 TIMEOUT_S = 5.0
 CONFIG = FakeWorkerConfig()

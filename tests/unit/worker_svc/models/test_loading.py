@@ -14,8 +14,8 @@ from quire.model_directory import SUPPORTED_ARCHITECTURES
 from quire.settings import ConfigurationError
 from tests.support.models import make_model, make_shape
 from tests.support.paged import PagedRunner, Span
-from worker_svc.device.model_input import AttentionMetadata, ModelInput
 from worker_svc.layers.embedding import TiedHead
+from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import FAMILIES, load_model, resolve_dtype
 

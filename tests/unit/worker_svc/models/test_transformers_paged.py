@@ -11,7 +11,7 @@ from kernels import int8_cache
 from quire.settings import ConfigurationError
 from tests.support.more_models import FOREIGN, make_family
 from tests.support.paged import PagedRunner, Span
-from worker_svc.device.model_input import AttentionMetadata, ModelInput
+from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.registry import load_model
 from worker_svc.models.transformers_attention import AttentionCall
 from worker_svc.models.transformers_paged import LayerShape, PagedLayers, PoolShape

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
 
+HASH_BYTES = 32
+
 
 @dataclass(frozen=True, slots=True)
 class StepHeader:
@@ -154,7 +156,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class SealedBlocks:
-    """Blocks whose content is final, and the hash of each as `[n, 32]` bytes."""
+    """Blocks whose content is final, and the hash of each as `[n, HASH_BYTES]` bytes."""
 
     block_ids: Int32Array
     hashes: NDArray[np.uint8]

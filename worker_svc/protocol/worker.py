@@ -14,7 +14,7 @@ from worker_svc.info import WorkerInfo
 from worker_svc.protocol.convert import StepDecoder
 from worker_svc.protocol.row_ledger import RowLedger
 from worker_svc.protocol.session import Session, Sessions
-from worker_svc.protocol.steps import AdmittedStep, SealedBlocks, Step
+from worker_svc.steps import AdmittedStep, SealedBlocks, Step
 from worker_svc.superseded import SupersededError
 
 _NO_STEP = 0
