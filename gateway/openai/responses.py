@@ -18,6 +18,7 @@ _EVENT_STREAM = {
     "x-accel-buffering": "no",
 }
 _DONE = b"data: [DONE]\n\n"
+_PIECE_BYTES = 1 << 16
 
 
 def as_json(answer: Mapping[str, Any]) -> bytes:
@@ -76,7 +77,11 @@ class WholeResponse(WatchedResponse):
     async def _make(self, send: Send) -> None:
         body = await self._make_body()
         await _start(send, 200, _json_headers(body) | dict(self._headers))
-        await send({"type": "http.response.body", "body": body})
+        # Piece by piece, each of which waits for the ones before to leave: over TLS what is written at once counts as
+        # sent, and is cut off some time after that.
+        for begin in range(0, len(body), _PIECE_BYTES):
+            end = begin + _PIECE_BYTES
+            await send({"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)})
 
 
 class StreamedResponse(WatchedResponse):
