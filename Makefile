@@ -40,9 +40,9 @@ protos: $(INSTALLED) ## generate the protobuf and gRPC stubs
 serve: setup ## serve a model on this machine
 	$(BIN)/quire serve $(ARGS)
 
-# As many at once as there are cores, but for those that tests/conftest.py keeps apart.
+# File by file, so that what a file's tests share is made once; those that start whole servers, and wait for them, come first.
 test: setup triton-client ## run all tests, or those that ARGS says
-	$(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n auto --no-loadscope-reorder)
+	$(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder)
 
 triton-client: $(TRITON_CLIENT_INSTALLED) ## install the client of Triton that tests call the server with
 
