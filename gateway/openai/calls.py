@@ -15,6 +15,7 @@ from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.openai.shapes import Head, Shaper
 from gateway.openai.token_text import TokenTexts
 from gateway.requests.generator import Generator
+from gateway.requests.limits import MAX_REQUEST_ID_LENGTH
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import Prompt, RequestOptions, TextPrompt, TokenPrompt
 from gateway.requests.validation import check_model, check_prompt
@@ -23,7 +24,6 @@ from quire.rpc.errors import QuireError
 
 # Each prompt is a request of its own; a body that fits otherwise could hold millions of them.
 MAX_PROMPTS = 1024
-_MAX_ID_CHARACTERS = 128
 
 
 class Call(Protocol):
@@ -136,7 +136,7 @@ def _request_id(body: GenerationBody, head: Head) -> str:
 
 def _check_shared_id(violations: Violations, request_id: str | None, num_prompts: int) -> None:
     """The id leaves room for the number of each prompt behind it."""
-    limit = _MAX_ID_CHARACTERS - len(f"-{num_prompts - 1}")
+    limit = MAX_REQUEST_ID_LENGTH - len(f"-{num_prompts - 1}")
     if request_id is not None and len(request_id) > limit:
         violations.add(
             "request_id",

@@ -14,6 +14,7 @@ from gateway.requests.limits import (
     MAX_LOGIT_BIAS,
     MAX_NAME_LENGTH,
     MAX_REPETITION_PENALTY,
+    MAX_REQUEST_ID_LENGTH,
     MAX_SEED,
     MIN_REPETITION_PENALTY,
     MIN_SEED,
@@ -35,7 +36,7 @@ from gateway.requests.violations import Violations, shortened, shown, utf8_size
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_LENGTH}}}")
 
 
 def check_model(model: str | None, served_model: str | None) -> None:
@@ -84,7 +85,9 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     _check_output(violations, request.output, limits)
     if request.request_id is not None and not _REQUEST_ID.fullmatch(request.request_id):
         shown = shortened(request.request_id)
-        violations.add("request_id", f'is "{shown}"; it must be 1 to 128 characters of [A-Za-z0-9._:-]')
+        violations.add(
+            "request_id", f'is "{shown}"; it must be 1 to {MAX_REQUEST_ID_LENGTH} characters of [A-Za-z0-9._:-]'
+        )
     violations.check_range("priority", request.priority, -100, 100)
     violations.raise_if_any()
 

@@ -3,11 +3,11 @@
 import random
 
 _FIRST_S = 0.01
-_LAST_S = 1.0
+_LAST_S = 0.25
 
 
 class Backoff:
-    """Doubles from 10 ms to 1 s; jitter keeps many gateways from coming back at once."""
+    """Doubles from 10 to 250 ms; jitter keeps many gateways from coming back at once."""
 
     def __init__(self, source: random.Random | None = None) -> None:
         self._random = source or random.Random()

@@ -138,6 +138,11 @@ def _refuse_to_pack(context: int, arguments: bytes) -> int:
 class _NothingButViews(TorchDispatchMode):
     """Refuses all of torch's operations but those whose result is a view of what they were given."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch imports its compiler with the first operation, so as not to compile this: a second or two.
+        return False
+
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

@@ -25,6 +25,8 @@ from scheduler_svc.settings import SchedulerSettings
 
 _logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
+# A worker that starts is awaited by nobody but this scheduler.
+_LAST_ATTACH_BACKOFF_S = 0.2
 _ATTACH_TIMEOUT_S = 5.0
 _SHORTEST_TIMER_S = 0.001
 _LAST_WORDS_S = 0.1
@@ -212,7 +214,7 @@ class StepLoop:
                     said = str(error)
                     _logger.info("%s; trying again", said)
                 await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+                backoff_s = min(2 * backoff_s, _LAST_ATTACH_BACKOFF_S)
 
     def _take_over(self, link: StepLink) -> None:
         info = link.info
