@@ -22,10 +22,8 @@ from tests.support.scheduler_process import (
 
 
 async def assert_ends(stream: GatewayStream) -> None:
-    async with asyncio.timeout(5):
-        while await stream.call.read() is not grpc.aio.EOF:
-            pass
-        assert await stream.call.code() is grpc.StatusCode.OK
+    await stream.read_to_end()
+    assert await stream.call.code() is grpc.StatusCode.OK
 
 
 async def until_waiting(scheduler: scheduler_pb2_grpc.SchedulerServiceStub, num_requests: int) -> None:
@@ -53,11 +51,14 @@ async def test_a_stream_that_is_replaced_ends_though_its_gateway_does_not_close_
 async def test_what_arrives_by_a_replaced_stream_is_not_taken(scheduler, worker):
     first, _ = await GatewayStream.open(scheduler, "gateway-a")
     second, _ = await GatewayStream.open(scheduler, "gateway-a")
-    # It may have ended already.
+    # It may have ended already, or end while it is written to: then grpc calls its status INTERNAL, whatever the
+    # server said.
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         for handle in range(20):
             await first.submit(make_submit(handle, max_tokens=900))
-    await assert_ends(first)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await first.read_to_end()
+    assert first.call.done()
     await wait_nothing_in_use(scheduler)
     assert worker.num_steps == 0
     await second.submit(make_submit(7))
