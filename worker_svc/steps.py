@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.logprob_columns import LogprobColumns
+
 Int32Array = NDArray[np.int32]
 
 HASH_BYTES = 32
@@ -207,7 +209,7 @@ class PromptLogprobs:
     row: int
     first_position: int
     """Index into the sequence of the first of them."""
-    positions: tuple[TokenLogprobs, ...]
+    columns: LogprobColumns
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ GenerateRequest and GenerateStreamRequest, ChatRequest and ChatStreamRequest hav
 so have the response types. They are treated alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 from gateway.requests.events import (
@@ -115,7 +115,7 @@ def generated_response(
     model: str,
     sequences: Sequence[GeneratedSequence],
     usage: Usage,
-    prompt_logprobs: Sequence[PositionLogprobs],
+    prompt_logprobs: Collection[PositionLogprobs],
 ) -> Response:
     """The whole answer to a request that is over, as the message of the method that was called."""
     return kind(

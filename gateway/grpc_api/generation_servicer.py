@@ -11,7 +11,7 @@ from gateway.grpc_api import convert
 from gateway.requests.generator import Generator
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import RequestOptions
-from gateway.requests.running import Result, answer
+from gateway.requests.running import Result, answer, answer_event
 from gateway.text.text_service import TextService
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,
@@ -35,7 +35,7 @@ from quire.gateway.v1.generation_pb2 import (
 REQUEST_ID_HEADER = "quire-request-id"
 Context = grpc.aio.ServicerContext
 Response = TypeVar("Response", GenerateResponse, ChatResponse)
-StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse)
+StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse, ResumeStreamResponse)
 
 
 class GenerationServicer:
@@ -68,8 +68,8 @@ class GenerationServicer:
 
     async def ResumeStream(self, request: ResumeStreamRequest, context: Context) -> AsyncIterator[ResumeStreamResponse]:
         async with self._generator.resume(request.request_id, convert.client_offsets(request)) as live:
-            async for event in live.events():
-                yield convert.stream_response(ResumeStreamResponse, request.request_id, self._model_name, event)
+            async for response in self._responses(ResumeStreamResponse, live):
+                yield response
 
     async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
         await self._generator.cancel(request.request_id)
@@ -107,8 +107,13 @@ class GenerationServicer:
         self, kind: type[StreamResponse], options: RequestOptions, context: Context
     ) -> AsyncGenerator[StreamResponse, None]:
         async with self._generator.run(options) as live:
-            request_id = live.request.request_id
             if options.durable:
-                await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
-            async for event in live.events():
-                yield convert.stream_response(kind, request_id, self._model_name, event)
+                await context.send_initial_metadata(((REQUEST_ID_HEADER, live.request.request_id),))
+            async for response in self._responses(kind, live):
+                yield response
+
+    async def _responses(self, kind: type[StreamResponse], live: LiveRequest) -> AsyncIterator[StreamResponse]:
+        request_id = live.request.request_id
+        async for event in live.events():
+            make = partial(convert.stream_response, kind, request_id, self._model_name, event)
+            yield await answer_event(live, event, make)

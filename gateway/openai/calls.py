@@ -38,6 +38,11 @@ class Call(Protocol):
         """Whether the answer shows single tokens."""
         ...
 
+    @property
+    def shows_prompt_by_choice(self) -> bool:
+        """Whether each choice has the log probabilities of its prompt."""
+        ...
+
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         """Raises QuireError or HttpError where the call is at fault; each request is still to be validated."""
         ...
@@ -51,6 +56,8 @@ class Call(Protocol):
 
 class ChatCall:
     """A chat completion: one request."""
+
+    shows_prompt_by_choice = False
 
     def __init__(self, body: ChatBody, model: str) -> None:
         self.body = body
@@ -72,6 +79,8 @@ class ChatCall:
 
 class CompletionCall:
     """A completion: one request a prompt."""
+
+    shows_prompt_by_choice = True
 
     def __init__(self, body: CompletionBody, model: str) -> None:
         self.body = body

@@ -48,9 +48,10 @@ class CompletionShaper:
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for position, (sequences, _) in enumerate(results):
+            prompt_logprobs = self._prompt_logprobs(position)
             for sequence in sequences:
                 choice = self._choice(position, as_chunk(sequence)) | self._finish(position, sequence.finished)
-                choices.append(choice | self._prompt_logprobs(position))
+                choices.append(choice | prompt_logprobs)
         usage = self._usage([usage for _, usage in results])
         return self._head.fields("text_completion") | {"choices": choices, "usage": usage}
 

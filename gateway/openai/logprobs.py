@@ -1,6 +1,6 @@
 """Log probabilities in the shapes of completions, of chat completions, and of vLLM's prompt_logprobs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gateway.openai.token_text import TokenTexts
@@ -50,12 +50,12 @@ def chat_logprobs(texts: TokenTexts, logprobs: Sequence[PositionLogprobs]) -> di
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(texts: TokenTexts, logprobs: Sequence[PositionLogprobs], num_top: int) -> list[Any]:
+def prompt_logprobs(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> list[Any]:
     """One entry a prompt token, by token id; the first token has none."""
     return [None, *logprobs_by_token_id(texts, logprobs, num_top)]
 
 
-def logprobs_by_token_id(texts: TokenTexts, logprobs: Sequence[PositionLogprobs], num_top: int) -> list[dict[str, Any]]:
+def logprobs_by_token_id(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> list[dict[str, Any]]:
     """One entry a token: the chosen token and the most likely ones by their ids, as vLLM shows them."""
     return [_entry_by_token_id(texts, entry, num_top) for entry in logprobs]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -19,17 +19,40 @@ _EVENT_STREAM = {
 }
 _DONE = b"data: [DONE]\n\n"
 _PIECE_BYTES = 1 << 16
+_FEW = 64
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def as_json(answer: Mapping[str, Any]) -> bytes:
-    """An object as JSON. Its lists are written element by element: where that is done in a thread, others get their
-    turns in between."""
-    fields = (f"{json.dumps(name)}: {_element_by_element(value)}" for name, value in answer.items())
-    return f"{{{', '.join(fields)}}}".encode()
+    """An object as JSON. Long lists are written in pieces: where that is done in a thread, others get their turns in
+    between.
+
+    All characters beyond ASCII are escaped: some readers split lines at more of them than JSON does.
+    """
+    return _written(answer).encode()
 
 
-def _element_by_element(value: Any) -> str:
-    return f"[{', '.join(map(json.dumps, value))}]" if isinstance(value, list) else json.dumps(value)
+def _written(value: Any) -> str:
+    match value:
+        case list() if len(value) > _FEW:
+            pieces = (_dumps(value[begin : begin + _FEW])[1:-1] for begin in range(0, len(value), _FEW))
+            return f"[{','.join(pieces)}]"
+        case list() if _has_long_list(value):
+            return f"[{','.join(map(_written, value))}]"
+        case dict() if _has_long_list(value.values()):
+            return f"{{{','.join(f'{_dumps(name)}:{_written(each)}' for name, each in value.items())}}}"
+        case _:
+            return _dumps(value)
+
+
+def _has_long_list(values: Iterable[Any]) -> bool:
+    """Whether there is one among the values, or in them."""
+    for value in values:
+        if isinstance(value, list) and (len(value) > _FEW or _has_long_list(value)):
+            return True
+        if isinstance(value, dict) and _has_long_list(value.values()):
+            return True
+    return False
 
 
 class WatchedResponse(Response):
@@ -91,8 +114,9 @@ class StreamedResponse(WatchedResponse):
     """
 
     def __init__(
-        self, make: Callable[[], AsyncGenerator[dict[str, Any], None]], names: ParamNames, headers: Mapping[str, str]
+        self, make: Callable[[], AsyncGenerator[bytes, None]], names: ParamNames, headers: Mapping[str, str]
     ) -> None:
+        """`make` makes the objects, as JSON without line breaks."""
         super().__init__(names, headers)
         self._make_objects = make
         self._has_started = False
@@ -103,18 +127,13 @@ class StreamedResponse(WatchedResponse):
                 if not self._has_started:
                     self._has_started = True
                     await _start(send, 200, _EVENT_STREAM | dict(self._headers))
-                await send({"type": "http.response.body", "body": _event(each), "more_body": True})
+                await send({"type": "http.response.body", "body": b"data: " + each + b"\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": _DONE})
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
         if not self._has_started:
             return await super()._send_error(send, answer)
         return await send({"type": "http.response.body", "body": b"data: " + answer.body + b"\n\n"})
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    # All characters beyond ASCII are escaped: some readers split lines at more of them than the format does.
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _json_headers(body: bytes) -> dict[str, str]:

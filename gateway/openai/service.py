@@ -1,20 +1,22 @@
 """Completions and chat completions over the generator."""
 
 import re
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
-from typing import Any
 
 from starlette.responses import Response
 
 from gateway.openai.calls import Call
 from gateway.openai.errors import HttpError, error_answer
 from gateway.openai.responses import StreamedResponse, WholeResponse, as_json
+from gateway.openai.shapes import Shaper
 from gateway.openai.token_text import TokenTexts
-from gateway.requests.events import Completed, Usage
+from gateway.requests.events import Chunk, Completed, Finished, Usage
 from gateway.requests.generator import Generator
-from gateway.requests.running import answer, events, running
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.request import RequestOptions
+from gateway.requests.running import answer, answer_event, events, running
 from quire.rpc.errors import QuireError
 
 _HEADER_VALUE = re.compile(r"[!-~]+")
@@ -38,16 +40,16 @@ class OpenAiService:
     async def _whole(self, call: Call) -> bytes:
         requests = await call.requests(self._generator)
         texts = await self._texts_for(call)
-        async with running(self._generator, requests, partial(_refusal, call)) as live:
+        async with self._running(call, requests) as live:
             shaper = call.shaper(self._generator, live, texts)
             return await answer(live, lambda results: as_json(shaper.whole(results)))
 
-    async def _stream(self, call: Call) -> AsyncGenerator[dict[str, Any], None]:
+    async def _stream(self, call: Call) -> AsyncGenerator[bytes, None]:
         requests = await call.requests(self._generator)
         texts = await self._texts_for(call)
         usages: list[Usage] = []
         async with (
-            running(self._generator, requests, partial(_refusal, call)) as live,
+            self._running(call, requests) as live,
             aclosing(events(live)) as all_events,
         ):
             shaper = call.shaper(self._generator, live, texts)
@@ -55,10 +57,16 @@ class OpenAiService:
                 if isinstance(event, Completed):
                     usages.append(event.usage)
                 else:
-                    yield shaper.chunk(position, event)
+                    yield await answer_event(live[position], event, partial(_chunk, shaper, position, event))
             options = call.body.stream_options
             if options is not None and options.include_usage:
-                yield shaper.usage_chunk(usages)
+                yield as_json(shaper.usage_chunk(usages))
+
+    def _running(
+        self, call: Call, requests: Sequence[RequestOptions]
+    ) -> AbstractAsyncContextManager[list[LiveRequest]]:
+        refusal = partial(_refusal, call)
+        return running(self._generator, requests, refusal, shows_prompt_by_sequence=call.shows_prompt_by_choice)
 
     async def _texts_for(self, call: Call) -> TokenTexts | None:
         """The tokens' texts, where the call needs them; made when they are needed for the first time."""
@@ -67,6 +75,10 @@ class OpenAiService:
         if self._token_texts is None:
             self._token_texts = await TokenTexts.load(self._generator.model.tokenizer)
         return self._token_texts
+
+
+def _chunk(shaper: Shaper, position: int, event: Chunk | Finished) -> bytes:
+    return as_json(shaper.chunk(position, event))
 
 
 def _refusal(call: Call, position: int, error: QuireError) -> HttpError:

@@ -1,6 +1,6 @@
 """What a client learns about its request, in the order chunks, one Finished per sequence, one Completed."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -71,7 +71,7 @@ class Completed:
     """`prompt_logprobs` has one entry for each prompt token from the second on, where they were asked."""
 
     usage: Usage
-    prompt_logprobs: Sequence[PositionLogprobs] = ()
+    prompt_logprobs: Collection[PositionLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)

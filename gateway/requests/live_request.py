@@ -4,7 +4,8 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from gateway.requests.events import Chunk, Completed, Event, GeneratedSequence, PositionLogprobs, Usage
+from gateway.requests.events import Chunk, Completed, Event, GeneratedSequence, Usage
+from gateway.requests.prompt_logprobs import PromptLogprobs
 from gateway.requests.request import GenerationRequest
 from gateway.requests.sequence_stream import SequenceStream, TokenGapError
 from gateway.schedulers.scheduler_events import PromptRun, RequestEnded, SequenceEnded, TokenRun
@@ -40,7 +41,7 @@ class LiveRequest:
         self.replica: str | None = None
         self.submissions = 0
         self.awaits_usage = False
-        self.prompt_logprobs: list[PositionLogprobs] = []
+        self.prompt_logprobs = PromptLogprobs()
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
         self._arrived_at = clock()
@@ -117,7 +118,8 @@ class LiveRequest:
                 f"request {self.request.request_id} has {len(self.prompt_logprobs)} prompt logprobs, "
                 f"an event starts at {run.first_position}"
             )
-        self.prompt_logprobs += run.logprobs[seen:]
+        if seen < len(run.columns):
+            self.prompt_logprobs.add(run.token_ids[seen:], run.columns.without_first(seen))
 
     def end_sequence(self, end: SequenceEnded) -> None:
         """Raises TokenGapError when tokens of the sequence are missing."""

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from gateway.requests.answer_size import check_prompt_logprobs, num_prompt_logprobs
-from gateway.requests.events import Completed, Event, GeneratedSequence, Usage
+from gateway.requests.events import Chunk, Completed, Event, Finished, GeneratedSequence, PositionLogprobs, Usage
 from gateway.requests.generator import Generator
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import RequestOptions
@@ -22,19 +23,26 @@ _Queue = asyncio.Queue[tuple[int, Event | Exception]]
 
 @asynccontextmanager
 async def running(
-    generator: Generator, requests: Sequence[RequestOptions], refusal: Callable[[int, QuireError], Exception]
+    generator: Generator,
+    requests: Sequence[RequestOptions],
+    refusal: Callable[[int, QuireError], Exception],
+    *,
+    shows_prompt_by_sequence: bool = False,
 ) -> AsyncIterator[list[LiveRequest]]:
     """The running requests, in order. Leaving the context aborts what runs.
 
     Where one of them is refused, none runs, and what is raised is what `refusal` makes of its position and its error.
+    Log probabilities of prompts count as often as the answer has them: once, or with each sequence.
     """
     async with AsyncExitStack() as stack:
         live: list[LiveRequest] = []
         num_logprobs = 0
-        for position, request in enumerate(requests):
+        for position, options in enumerate(requests):
             try:
-                live.append(await stack.enter_async_context(generator.run(request)))
-                num_logprobs += num_prompt_logprobs(live[-1].request)
+                live.append(await stack.enter_async_context(generator.run(options)))
+                request = live[-1].request
+                copies = request.num_sequences if shows_prompt_by_sequence else 1
+                num_logprobs += num_prompt_logprobs(request) * copies
                 check_prompt_logprobs(num_logprobs)
             except QuireError as error:
                 # Those before it end for the reason that this one is refused, and not for what a front end makes of it.
@@ -50,16 +58,34 @@ async def answer(live: Sequence[LiveRequest], make: Callable[[Sequence[Result]],
         QuireError: one of them failed; the others are not waited for.
     """
     results = await _results(live)
-    return await asyncio.to_thread(make, results) if _is_large(live, results) else make(results)
-
-
-def _is_large(live: Sequence[LiveRequest], results: Sequence[Result]) -> bool:
     num_logprobs = sum(
-        (1 + (each.request.prompt_logprobs or 0)) * len(each.prompt_logprobs)
-        + sum((1 + (each.request.logprobs or 0)) * len(sequence.logprobs) for sequence in sequences)
+        _num_prompt_logprobs(each) + sum(_num_logprobs(each, sequence.logprobs) for sequence in sequences)
         for each, (sequences, _) in zip(live, results, strict=True)
     )
-    return num_logprobs > _LARGE
+    return await _made(num_logprobs, partial(make, results))
+
+
+async def answer_event(live: LiveRequest, event: Event, make: Callable[[], Answer]) -> Answer:
+    """What `make` returns of an event of a stream. One that is large it makes in a thread, so that other calls go on.
+
+    Log probabilities of the prompt come with the first piece of a sequence, or at the end.
+    """
+    num_logprobs = 0 if isinstance(event, Finished) else _num_prompt_logprobs(live)
+    if isinstance(event, Chunk):
+        num_logprobs = _num_logprobs(live, event.logprobs) + (0 if event.offset else num_logprobs)
+    return await _made(num_logprobs, make)
+
+
+async def _made(num_logprobs: int, make: Callable[[], Answer]) -> Answer:
+    return await asyncio.to_thread(make) if num_logprobs > _LARGE else make()
+
+
+def _num_prompt_logprobs(live: LiveRequest) -> int:
+    return (1 + (live.request.prompt_logprobs or 0)) * len(live.prompt_logprobs)
+
+
+def _num_logprobs(live: LiveRequest, logprobs: Sequence[PositionLogprobs]) -> int:
+    return (1 + (live.request.logprobs or 0)) * len(logprobs)
 
 
 async def _results(live: Sequence[LiveRequest]) -> list[Result]:

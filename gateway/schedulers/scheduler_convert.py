@@ -17,6 +17,7 @@ from gateway.schedulers.scheduler_events import (
 )
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
+from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import InvalidArgument, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
 from quire.tracing import TraceContext
@@ -231,7 +232,13 @@ def _logprobs_by_event(message: scheduler_pb2.TokenEvents, num_events: int) -> d
 def _prompt_run(message: scheduler_pb2.PromptLogprobs) -> PromptRun:
     if not message.first_position:
         raise InvalidArgument(f"prompt_logprobs.first_position is 0 for handle {message.handle}; it is 1 at least")
-    return PromptRun(message.handle, message.first_position, [_position_logprobs(each) for each in message.positions])
+    token_ids = decode_int32(message.token_ids, "prompt_logprobs.token_ids", minimum=0)
+    columns = LogprobColumns.decode(message)
+    if len(token_ids) != len(columns):
+        raise InvalidArgument(
+            f"handle {message.handle}: log probabilities of {len(columns)} of {len(token_ids)} tokens"
+        )
+    return PromptRun(message.handle, message.first_position, token_ids, columns)
 
 
 def _position_logprobs(message: common_pb2.PositionLogprobs) -> PositionLogprobs:

@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gateway.requests.events import FinishReason, PositionLogprobs, Usage
+from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import QuireError
 
 
@@ -40,7 +44,8 @@ class PromptRun:
 
     handle: int
     first_position: int
-    logprobs: list[PositionLogprobs]
+    token_ids: NDArray[np.int32]
+    columns: LogprobColumns
 
 
 @dataclass(frozen=True, slots=True)

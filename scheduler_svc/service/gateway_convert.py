@@ -130,11 +130,11 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
 
 
 def _prompt_logprobs_message(entry: PromptLogprobs) -> scheduler_pb2.PromptLogprobs:
-    return scheduler_pb2.PromptLogprobs(
-        handle=entry.handle,
-        first_position=entry.first_position,
-        positions=[_position_logprobs_message(each) for each in entry.positions],
+    message = scheduler_pb2.PromptLogprobs(
+        handle=entry.handle, first_position=entry.first_position, token_ids=encode_int32(entry.token_ids)
     )
+    entry.columns.encode(message)
+    return message
 
 
 def _position_logprobs_message(position: PositionLogprobs) -> common_pb2.PositionLogprobs:

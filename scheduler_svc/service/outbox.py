@@ -65,7 +65,7 @@ class Outbox:
     def put_prompt_logprobs(self, entries: Sequence[PromptLogprobs]) -> None:
         """To be put before the events of their step, so that they never go out after the tokens that follow them."""
         for entry in entries:
-            outgoing = self._make_room(sum(1 + len(position.top) for position in entry.positions))
+            outgoing = self._make_room(entry.columns.size)
             outgoing.prompt_logprobs.append(entry)
 
     def put_refusal(self, handle: Handle, error: QuireError) -> None:

@@ -9,19 +9,10 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
+from quire.logprob_columns import LogprobColumns
 from scheduler_svc.core.request import ClientId, Handle, Request
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.step_plan import StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedPosition:
-    """What the worker says of one prompt token, which the scheduler knows: log probability, rank, most likely ones."""
-
-    logprob: float
-    rank: int
-    top: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +21,7 @@ class RowPromptLogprobs:
 
     row: int
     first_position: int
-    positions: SequenceOf[JudgedPosition]
+    columns: LogprobColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +30,8 @@ class PromptLogprobs:
 
     handle: Handle
     first_position: int
-    positions: SequenceOf[PositionLogprobs]
+    token_ids: SequenceOf[int]
+    columns: LogprobColumns
 
 
 class PromptLogprobsRouter:
@@ -78,11 +70,7 @@ class PromptLogprobsRouter:
 
 
 def _of_request(request: Request, report: RowPromptLogprobs) -> PromptLogprobs:
-    first, end = report.first_position, report.first_position + len(report.positions)
+    first, end = report.first_position, report.first_position + len(report.columns)
     if not 1 <= first <= end <= len(request.prompt):
         raise ValueError(f"row {report.row} reports positions {first} to {end} of {len(request.prompt)} prompt tokens")
-    positions = [
-        PositionLogprobs(TokenLogprob(token_id, each.logprob, each.rank), each.top)
-        for token_id, each in zip(request.prompt[first:end], report.positions, strict=True)
-    ]
-    return PromptLogprobs(request.key.handle, first, positions)
+    return PromptLogprobs(request.key.handle, first, request.prompt[first:end], report.columns)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.arrays import decode_float32, decode_int32, encode_float32, encode_int32
+from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.beam import Candidates
@@ -15,7 +16,7 @@ from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.prefix_cache import HASH_BYTES
 from scheduler_svc.core.request import RowSampling
 from scheduler_svc.core.step_plan import RowAssignment, StepInFlight, StepPlan, StepResult
-from scheduler_svc.service.prompt_logprobs import JudgedPosition, RowPromptLogprobs
+from scheduler_svc.service.prompt_logprobs import RowPromptLogprobs
 from scheduler_svc.service.replica import ReplicaInfo
 
 
@@ -197,11 +198,8 @@ def _candidates(entry: worker_pb2.RowCandidates, vocab_size: int) -> Candidates:
 
 
 def _prompt_logprobs(message: worker_pb2.RowPromptLogprobs, vocab_size: int) -> RowPromptLogprobs:
-    positions = [
-        JudgedPosition(entry.chosen_logprob, entry.chosen_rank, _top_logprobs(entry, vocab_size))
-        for entry in message.positions
-    ]
-    return RowPromptLogprobs(message.row, message.first_position, positions)
+    columns = LogprobColumns.decode(message, vocab_size=vocab_size)
+    return RowPromptLogprobs(message.row, message.first_position, columns)
 
 
 def _position_logprobs(entry: worker_pb2.RowLogprobs, token_id: int, vocab_size: int) -> PositionLogprobs:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from quire.logprob_columns import LogprobColumns
 from tests.support.fake_pool import BlockError, FakePool
 from tests.support.fake_rows import FakeRows
 from worker_svc.device.sealed_blocks import SealInventory
@@ -177,8 +178,10 @@ class FakeRunner:
             count = self._rows[row].sampling.prompt_logprobs
             judged = range(start + 1, min(start + new + 1, self._rows[row].num_prompt_tokens))
             if count is not None and judged:
-                positions = tuple(TokenLogprobs(row, -float(p), p, *self._top(p, count)) for p in judged)
-                reports.append(PromptLogprobs(row, start + 1, positions))
+                positions = np.array(judged, np.int32)
+                top_ids, top = zip(*(self._top(position, count) for position in judged), strict=True)
+                columns = LogprobColumns(-positions.astype(np.float32), positions, np.stack(top_ids), np.stack(top))
+                reports.append(PromptLogprobs(row, start + 1, columns))
         return tuple(reports)
 
     def _top(self, token_id: int, count: int) -> tuple[Int32Array, np.ndarray]:

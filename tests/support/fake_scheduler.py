@@ -9,9 +9,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 from google.rpc import code_pb2
 
-from quire.arrays import decode_int32, encode_int32
+from quire.arrays import decode_int32, encode_float32, encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import NotFound
 from quire.rpc.server import RpcServer
@@ -353,10 +354,13 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     def _add_prompt_logprobs(events: scheduler_pb2.TokenEvents, request: FakeRequest) -> None:
         if not request.submit.output.HasField("prompt_logprobs"):
             return
-        entry = scheduler_pb2.PromptLogprobs(handle=request.submit.handle, first_position=1)
-        for position, token_id in enumerate(request.prompt[1:], start=1):
-            entry.positions.add(chosen=common_pb2.Logprob(token_id=token_id, logprob=-position, rank=position))
-        events.prompt_logprobs.append(entry)
+        token_ids, positions = request.prompt[1:], np.arange(1, len(request.prompt))
+        if not token_ids:
+            return
+        entry = events.prompt_logprobs.add(
+            handle=request.submit.handle, first_position=1, token_ids=encode_int32(token_ids)
+        )
+        entry.chosen_logprobs, entry.chosen_ranks = encode_float32(-positions), encode_int32(positions)
 
     def _welcome(self) -> scheduler_pb2.Welcome:
         return scheduler_pb2.Welcome(

@@ -103,11 +103,9 @@ def _logprobs_message(logprobs: TokenLogprobs) -> worker_pb2.RowLogprobs:
 
 
 def _prompt_logprobs_message(logprobs: PromptLogprobs) -> worker_pb2.RowPromptLogprobs:
-    return worker_pb2.RowPromptLogprobs(
-        row=logprobs.row,
-        first_position=logprobs.first_position,
-        positions=[_logprobs_message(each) for each in logprobs.positions],
-    )
+    message = worker_pb2.RowPromptLogprobs(row=logprobs.row, first_position=logprobs.first_position)
+    logprobs.columns.encode(message)
+    return message
 
 
 def _candidates_message(candidates: RowCandidates) -> worker_pb2.RowCandidates:

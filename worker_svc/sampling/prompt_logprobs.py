@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.logprob_columns import LogprobColumns
 from worker_svc.models.base import CausalLM
 from worker_svc.sampling.logprobs import LogprobValues, logprobs_of
 from worker_svc.sampling.prompt_table import PromptColumns
-from worker_svc.steps import Batch, Int32Array, PromptLogprobs, Step, TokenLogprobs
+from worker_svc.steps import Batch, Int32Array, PromptLogprobs, Step
 from worker_svc.to_device import to_device
 
 PIECE = 256
@@ -107,18 +108,14 @@ def report_prompt_logprobs(result: PromptResult, arrays: list[np.ndarray]) -> tu
         plan.rows.tolist(), plan.first_positions.tolist(), plan.counts.tolist(), result.num_logprobs, strict=True
     )
     for row, first_position, count, width in entries:
-        places = range(start, start + count)
-        positions = tuple(
-            TokenLogprobs(
-                row,
-                float(chosen[place]),
-                int(ranks[place]),
-                token_ids[place, :width].astype(np.int32),
-                values[place, :width],
-            )
-            for place in places
+        places = slice(start, start + count)
+        columns = LogprobColumns(
+            chosen[places],
+            ranks[places].astype(np.int32),
+            token_ids[places, :width].astype(np.int32),
+            values[places, :width],
         )
-        reports.append(PromptLogprobs(row, first_position, positions))
+        reports.append(PromptLogprobs(row, first_position, columns))
         start += count
     return tuple(reports)
 

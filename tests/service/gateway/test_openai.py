@@ -353,9 +353,10 @@ async def test_tokenize_and_detokenize(client):
     }
 
 
-async def test_log_probabilities_of_prompts_are_bound_over_all_prompts_of_a_call(client, scheduler):
-    prompts = [[50] * 1000] * 50
-    status, error = await error_of(client, COMPLETIONS, prompt=prompts, max_tokens=0, echo=True, logprobs=20)
+@pytest.mark.parametrize(("num_prompts", "n"), [(50, 1), (1, 50), (10, 5)])
+async def test_log_probabilities_of_prompts_are_bound_over_all_choices_of_a_call(client, scheduler, num_prompts, n):
+    prompts = [[50] * 1000] * num_prompts
+    status, error = await error_of(client, COMPLETIONS, prompt=prompts, n=n, max_tokens=1, echo=True, logprobs=20)
     assert (status, error["param"]) == (400, "logprobs")
     assert "1,050,000 log probabilities of prompts; a call may ask for at most 1,048,576" in error["message"]
     await scheduler.until(lambda: not scheduler.live)

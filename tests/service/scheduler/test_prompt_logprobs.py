@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
+from quire.arrays import decode_int32
 from quire.common.v1 import common_pb2
+from quire.logprob_columns import LogprobColumns
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import make_submit, running_scheduler, state_of, wait_attached
@@ -25,7 +27,8 @@ class Reader:
     def __init__(self, stub):
         self.call = stub.Connect()
         self.reports: dict[int, list[scheduler_pb2.PromptLogprobs]] = {}
-        self.taken: dict[int, list[common_pb2.PositionLogprobs]] = {}
+        self.taken: dict[int, list[tuple[int, float, int, int]]] = {}
+        """Id, log probability and rank of each position, and how many of the most likely tokens came."""
         self.completed: set[int] = set()
 
     async def open(self):
@@ -46,14 +49,19 @@ class Reader:
             self.reports.setdefault(report.handle, []).append(report)
             taken = self.taken.setdefault(report.handle, [])
             assert report.first_position <= len(taken) + 1, "a position was lost"
-            taken += report.positions[len(taken) + 1 - report.first_position :]
+            taken += positions_of(report)[len(taken) + 1 - report.first_position :]
         self.completed.update(end.handle for end in events.completed)
 
 
+def positions_of(report):
+    token_ids, columns = decode_int32(report.token_ids, "token_ids"), LogprobColumns.decode(report, vocab_size=100)
+    num_top = [columns.top_logprobs.shape[1]] * len(columns)
+    chosen = (token_ids.tolist(), columns.chosen_logprobs.tolist(), columns.chosen_ranks.tolist())
+    return list(zip(*chosen, num_top, strict=True))
+
+
 def assert_whole(reader, handle, prompt_len):
-    entries = reader.taken[handle]
-    assert [entry.chosen.token_id for entry in entries] == [(handle + i) % 100 for i in range(1, prompt_len)]
-    assert [(entry.chosen.logprob, len(entry.top)) for entry in entries] == [(-p, 1) for p in range(1, prompt_len)]
+    assert reader.taken[handle] == [((handle + p) % 100, -p, p, 1) for p in range(1, prompt_len)]
 
 
 async def test_each_position_is_reported_once_over_chunks_and_only_where_asked(worker, tmp_path):
@@ -68,7 +76,7 @@ async def test_each_position_is_reported_once_over_chunks_and_only_where_asked(w
         )
         assert_whole(reader, 1, 50)
         assert len(reader.reports[1]) >= 4
-        assert sum(len(report.positions) for report in reader.reports[1]) == 49
+        assert sum(len(positions_of(report)) for report in reader.reports[1]) == 49
         assert set(reader.reports) == {1}
         reader.call.cancel()
 

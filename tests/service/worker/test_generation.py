@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.arrays import decode_float32, encode_float32, encode_int32
+from quire.arrays import encode_float32, encode_int32
+from quire.logprob_columns import LogprobColumns
 from quire.worker.v1 import worker_pb2
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch
@@ -121,17 +122,21 @@ async def test_prompt_logprobs_are_those_of_the_model_at_any_chunk_size(tmp_path
             batch = make_batch([2, 3], [new, new], [start, start], [])
             result = await client.run(assign=[*assign, other] if start == 0 else [], batch=batch)
             reports += result.prompt_logprobs
-    positions = [entry for report in reports for entry in report.positions]
+    columns = [LogprobColumns.decode(report) for report in reports]
+    chosen, ranks, top_ids, top_values = (
+        np.concatenate([getattr(each, name) for each in columns])
+        for name in ("chosen_logprobs", "chosen_ranks", "top_token_ids", "top_logprobs")
+    )
     assert {report.row for report in reports} == {3}
     assert [report.first_position for report in reports] == list(range(1, len(PROMPT), chunk))[: len(reports)]
-    assert len(positions) == len(PROMPT) - 1
-    for position, entry in enumerate(positions, start=1):
+    assert len(chosen) == len(PROMPT) - 1
+    for place, position in enumerate(range(1, len(PROMPT))):
         expected = model.naive_logits(PROMPT[:position]).log_softmax(0)
         top = expected.topk(2)
-        assert entry.chosen_logprob == pytest.approx(float(expected[PROMPT[position]]), abs=1e-4)
-        assert entry.chosen_rank == int((expected > expected[PROMPT[position]]).sum()) + 1
-        assert ints(entry.top_token_ids) == top.indices.tolist()
-        np.testing.assert_allclose(decode_float32(entry.top_logprobs, "top"), top.values, atol=1e-4)
+        assert chosen[place] == pytest.approx(float(expected[PROMPT[position]]), abs=1e-4)
+        assert ranks[place] == int((expected > expected[PROMPT[position]]).sum()) + 1
+        assert top_ids[place].tolist() == top.indices.tolist()
+        np.testing.assert_allclose(top_values[place], top.values, atol=1e-4)
 
 
 async def test_prompt_logprobs_of_a_long_prompt_never_make_all_logits_at_once(
@@ -150,7 +155,9 @@ async def test_prompt_logprobs_of_a_long_prompt_never_make_all_logits_at_once(
         (report,) = (await client.run(assign=[assign], batch=make_batch([3], [9], [0]))).prompt_logprobs
     assert widths == [3, 3, 2, 1]
     expected = [model.naive_logits(PROMPT[:p]).log_softmax(0)[PROMPT[p]] for p in range(1, len(PROMPT))]
-    np.testing.assert_allclose([entry.chosen_logprob for entry in report.positions], expected, atol=1e-4)
+    columns = LogprobColumns.decode(report)
+    np.testing.assert_allclose(columns.chosen_logprobs, expected, atol=1e-4)
+    assert columns.top_logprobs.shape == (len(PROMPT) - 1, 0)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 9])

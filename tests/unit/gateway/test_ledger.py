@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gateway.requests.events import Chunk, Completed, Finished, FinishReason, Logprob, PositionLogprobs, Usage
+from gateway.requests.events import Chunk, Completed, Finished, FinishReason, Usage
 from gateway.requests.ledger import Ledger
 from gateway.requests.request import GenerationRequest, Sampling, Stopping
 from gateway.requests.sequence_stream import TokenGapError
@@ -18,6 +18,7 @@ from gateway.schedulers.scheduler_events import (
     SequenceEnded,
     TokenRun,
 )
+from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import AlreadyExists, Cancelled, ResourceExhausted
 from tests.support.tokenizers import byte_level, wrapped
 
@@ -336,8 +337,9 @@ async def test_what_arrived_and_was_refused_is_not_waited_for(ledger):
 
 
 def prompt_run(live, first_position, count):
-    entries = [PositionLogprobs(Logprob(first_position + i, -0.5, 1), ()) for i in range(count)]
-    return EventBatch([], [], [], [], [PromptRun(live.handle, first_position, entries)])
+    token_ids, top = np.arange(first_position, first_position + count, dtype=np.int32), np.zeros((count, 0))
+    columns = LogprobColumns(np.full(count, -0.5, np.float32), np.ones(count, np.int32), top, top)
+    return EventBatch([], [], [], [], [PromptRun(live.handle, first_position, token_ids, columns)])
 
 
 async def test_each_prompt_position_is_taken_once_whatever_is_computed_again():

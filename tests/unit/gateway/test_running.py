@@ -5,8 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.requests.events import Finished, FinishReason, GeneratedSequence, Logprob, PositionLogprobs, Usage
-from gateway.requests.running import answer
+from gateway.requests.events import (
+    Chunk,
+    Completed,
+    Finished,
+    FinishReason,
+    GeneratedSequence,
+    Logprob,
+    PositionLogprobs,
+    Usage,
+)
+from gateway.requests.running import answer, answer_event
 
 POSITION = PositionLogprobs(Logprob(1, -0.5, 1), tuple(Logprob(token, -0.5, token) for token in range(1, 21)))
 
@@ -22,6 +31,22 @@ class FinishedRequest:
 
     async def result(self):
         return [self._sequence], Usage(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("live", "event", "in_a_thread"),
+    [
+        (FinishedRequest(of_prompt=600), Chunk(0, 0, [1], "a", []), True),
+        (FinishedRequest(of_prompt=400), Chunk(0, 0, [1], "a", []), False),
+        (FinishedRequest(of_prompt=600), Chunk(0, 1, [1], "a", []), False),
+        (FinishedRequest(of_prompt=600), Finished(0, 1, FinishReason.STOP), False),
+        (FinishedRequest(of_prompt=600), Completed(Usage(1, 1)), True),
+        (FinishedRequest(of_output=600), Chunk(0, 1, [1] * 600, "a", [POSITION] * 600), True),
+        (FinishedRequest(of_output=600), Chunk(0, 1, [1] * 400, "a", [POSITION] * 400), False),
+    ],
+)
+async def test_a_large_event_of_a_stream_is_made_beside_the_event_loop(live, event, in_a_thread):
+    assert (await answer_event(live, event, threading.get_ident) != threading.get_ident()) == in_a_thread
 
 
 @pytest.mark.parametrize(

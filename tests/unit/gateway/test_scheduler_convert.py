@@ -2,9 +2,10 @@
 
 import pytest
 
-from gateway.requests.events import FinishReason
+from gateway.requests.events import FinishReason, Logprob, PositionLogprobs
+from gateway.requests.prompt_logprobs import PromptLogprobs
 from gateway.schedulers.scheduler_convert import event_batch_from
-from quire.arrays import encode_int32
+from quire.arrays import encode_float32, encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, ResourceExhausted
 from quire.scheduler.v1 import scheduler_pb2
@@ -41,6 +42,25 @@ def test_logprobs_go_to_their_tokens():
     assert reported.logprobs[0].top[0].rank == 2
 
 
+def prompt_logprobs(token_ids):
+    message = scheduler_pb2.PromptLogprobs(handle=1, first_position=4, token_ids=encode_int32(token_ids))
+    message.chosen_logprobs, message.chosen_ranks = encode_float32([-1.0, -2.0]), encode_int32([3, 1])
+    message.top_token_ids, message.top_logprobs = encode_int32([7, 8]), encode_float32([-0.5, -0.25])
+    return message
+
+
+def test_logprobs_of_a_prompt_are_read_position_by_position():
+    (run,) = event_batch_from(make_events([], prompt_logprobs=[prompt_logprobs([50, 60])])).prompt_runs
+    assert (run.handle, run.first_position) == (1, 4)
+    taken = PromptLogprobs()
+    taken.add(run.token_ids, run.columns)
+    taken.add(run.token_ids[1:], run.columns.without_first(1))
+    first = PositionLogprobs(Logprob(50, -1.0, 3), (Logprob(7, -0.5, 1),))
+    second = PositionLogprobs(Logprob(60, -2.0, 1), (Logprob(8, -0.25, 1),))
+    assert list(taken) == [first, second, second]
+    assert (len(taken), first in taken, first._replace(top=()) in taken) == (3, True, False)
+
+
 def test_ends_and_failures():
     end = scheduler_pb2.SequenceEnd(handle=1, num_tokens=3, reason=common_pb2.FINISH_REASON_STOP, stop_token_id=0)
     failure = scheduler_pb2.RequestFailure(handle=2, code=8, reason="QUEUE_FULL", message="full", retry_after_ms=5)
@@ -62,8 +82,24 @@ def test_ends_and_failures():
         make_events([(1, 0, 0, 5)], logprobs=[logprobs(1, 5)]),
         make_events([(1, 0, 0, 5), (1, 0, 1, 6)], logprobs=[logprobs(0, 5)]),
         make_events([], finished=[scheduler_pb2.SequenceEnd(handle=1)]),
+        make_events([], prompt_logprobs=[prompt_logprobs([50])]),
+        make_events([], prompt_logprobs=[prompt_logprobs([50, -1])]),
+        make_events([], prompt_logprobs=[scheduler_pb2.PromptLogprobs(handle=1, first_position=1)]),
+        make_events([], prompt_logprobs=[scheduler_pb2.PromptLogprobs(handle=1, token_ids=encode_int32([50]))]),
     ],
-    ids=["length", "columns", "handle", "token", "event index", "logprobs missing", "no reason"],
+    ids=[
+        "length",
+        "columns",
+        "handle",
+        "token",
+        "event index",
+        "logprobs missing",
+        "no reason",
+        "prompt ids",
+        "prompt id",
+        "no prompt positions",
+        "no prompt position",
+    ],
 )
 def test_malformed_events_are_refused(message):
     with pytest.raises(InvalidArgument):

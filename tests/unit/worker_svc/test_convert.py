@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.arrays import encode_float32, encode_int32
+from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from tests.support.worker_client import make_assign, make_batch
@@ -282,7 +283,14 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
         timings=StepTimings(1, 2, 3, 2**40),
         prompt_logprobs=(
             PromptLogprobs(
-                3, 17, (TokenLogprobs(3, -2.5, 4, np.array([1], np.int32), np.array([-0.125], np.float32)),)
+                3,
+                17,
+                LogprobColumns(
+                    np.array([-2.5, -3.0], np.float32),
+                    np.array([4, 5], np.int32),
+                    np.array([[1], [2]], np.int32),
+                    np.array([[-0.125], [-0.25]], np.float32),
+                ),
             ),
         ),
     )
@@ -295,7 +303,11 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
     assert result.candidates[0].token_ids == encode_int32([7])
     assert [failure.row for failure in result.failures] == [3]
     (prompt,) = result.prompt_logprobs
-    assert (prompt.row, prompt.first_position, prompt.positions[0].chosen_rank) == (3, 17, 4)
+    assert (prompt.row, prompt.first_position) == (3, 17)
+    assert prompt.chosen_logprobs == encode_float32([-2.5, -3.0])
+    assert prompt.chosen_ranks == encode_int32([4, 5])
+    assert prompt.top_token_ids == encode_int32([1, 2])
+    assert prompt.top_logprobs == encode_float32([-0.125, -0.25])
     assert result.timings.sample_us == 2**32 - 1
 
 

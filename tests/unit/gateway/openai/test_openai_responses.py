@@ -18,10 +18,12 @@ from gateway.openai.responses import WholeResponse, as_json
             "choices": [{"text": "é", "logprobs": None}, {"text": "\x00", "n": [1, [2.5]]}],
             "usage": {"a": 1},
         },
+        {"choices": [{"long": [{"é": [None] * 3, "n": number} for number in range(200)]}, {"long": list(range(65))}]},
+        {"long": [[number] * 70 for number in range(64)], "empty": {}},
     ],
 )
 def test_an_answer_written_in_pieces_is_the_same_json(answer):
-    assert as_json(answer) == json.dumps(answer).encode()
+    assert as_json(answer) == json.dumps(answer, separators=(",", ":")).encode()
 
 
 @pytest.mark.parametrize("size", [1, 65_536, 65_537, 300_000])

@@ -1,6 +1,9 @@
 import asyncio
 
+import numpy as np
+
 from quire.arrays import decode_int32
+from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import ResourceExhausted
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
 from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
@@ -32,8 +35,10 @@ def make_output(handle: int, num_tokens: int) -> ClientEvents:
 
 def make_prompt(handle: int, size: int) -> PromptLogprobs:
     """Log probabilities of so many tokens as to be of this size: with the 20 most likely ones at each position."""
-    entry = TokenLogprob(token_id=2**31 - 1, logprob=-1.5, rank=2**31 - 1)
-    return PromptLogprobs(Handle(handle), 1, [PositionLogprobs(entry, (entry,) * 20)] * (size // 21))
+    num_positions = size // 21
+    ranks, top_ids = np.full(num_positions, 2**31 - 1, np.int32), np.full((num_positions, 20), 2**31 - 1, np.int32)
+    columns = LogprobColumns(np.full(num_positions, -1.5, np.float32), ranks, top_ids, top_ids.astype(np.float32))
+    return PromptLogprobs(Handle(handle), 1, range(num_positions), columns)
 
 
 async def taken(outbox: Outbox) -> Outgoing:
