@@ -1,7 +1,7 @@
 """Drives the scheduler core without services: a stand-in for the worker that knows each sequence's next token."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Reversible
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -218,12 +218,12 @@ class FakeDevice:
             self.seals.pop(self._slot(row, position) // self.block_size, None)
             self.slots[self._slot(row, position)] = tuple(row.tokens[: position + 1])
 
-    def check_seals(self, plan: StepPlan, tenants: set[str]) -> None:
+    def check_seals(self, plan: StepPlan, tenants: Reversible[str]) -> None:
         """That each block which a step sealed holds what its hash stands for, for one of these tenants."""
         for block, content in plan.sealed:
             tokens = self.slots.get((block + 1) * self.block_size - 1, ())
-            hashes = [PrefixHashes(tenant, self.block_size) for tenant in tenants]
-            true = [each.first(len(tokens) // self.block_size, tokens)[-1:] for each in hashes]
+            hashes = (PrefixHashes(tenant, self.block_size) for tenant in reversed(tenants))
+            true = (each.first(len(tokens) // self.block_size, tokens)[-1:] for each in hashes)
             assert [content] in true, f"block {block} is sealed under the hash of other tokens"
 
     def _sample(self, row: int) -> int:
@@ -256,7 +256,8 @@ class Driver:
         self.usage: dict[int, Usage] = {}
         self.clock = 0.0
         self._is_dead = False
-        self._tenants: set[str] = set()
+        self._tenants: dict[str, None] = {}
+        """All that ever ran, those that ran last at the end."""
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request, self.clock)
@@ -278,7 +279,9 @@ class Driver:
         return plan
 
     def _run(self, plan: StepPlan) -> StepResult:
-        self._tenants |= {group.request.tenant for group in self.scheduler.running}
+        for group in self.scheduler.running:
+            self._tenants.pop(group.request.tenant, None)
+            self._tenants[group.request.tenant] = None
         result = self.device.run(plan)
         self.device.check_seals(plan, self._tenants)
         return result
