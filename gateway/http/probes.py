@@ -1,43 +1,44 @@
 """What load balancers, supervisors and Prometheus ask over HTTP: health, readiness, version and metrics."""
 
-from fastapi import APIRouter, Response, status
-from fastapi.responses import JSONResponse
+from http import HTTPStatus
+
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from gateway.metrics import GatewayMetrics
 from gateway.requests.generator import Generator
 from quire.version import VERSION
 
-# Some load balancers ask by HEAD. uvicorn sends the headers of the answer then, and no body.
-_METHODS = ["GET", "HEAD"]
 
+def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[Route]:
+    """Routes of GET and HEAD, by which some load balancers ask; uvicorn sends the headers of the answer then."""
 
-def make_probes_router(generator: Generator, metrics: GatewayMetrics) -> APIRouter:
-    router = APIRouter()
-
-    @router.api_route("/health", methods=_METHODS)
-    async def health() -> dict[str, str]:
+    async def health(request: Request) -> Response:
         """The process is up."""
-        return {"status": "ok"}
+        return JSONResponse({"status": "ok"})
 
-    @router.api_route("/ready", methods=_METHODS)
-    async def ready() -> JSONResponse:
+    async def ready(request: Request) -> Response:
         """A request would run at once."""
         if generator.is_ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse(
-            {"status": "not ready", "reason": _reason_not_ready(generator)}, status.HTTP_503_SERVICE_UNAVAILABLE
+            {"status": "not ready", "reason": _reason_not_ready(generator)}, HTTPStatus.SERVICE_UNAVAILABLE
         )
 
-    @router.api_route("/version", methods=_METHODS)
-    async def version() -> dict[str, str]:
-        return {"version": VERSION}
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
 
-    @router.api_route("/metrics", methods=_METHODS)
-    async def prometheus_metrics() -> Response:
+    async def prometheus_metrics(request: Request) -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    return router
+    return [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/version", version),
+        Route("/metrics", prometheus_metrics),
+    ]
 
 
 def _reason_not_ready(generator: Generator) -> str:

@@ -7,23 +7,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.http_middleware import AuthMiddleware
 from gateway.http.drain_middleware import DrainMiddleware
-from gateway.http.probes import make_probes_router
+from gateway.http.probes import probe_routes
 from gateway.http.protocol import HttpLimits, LimitedProtocol
 from gateway.metrics import GatewayMetrics
 from gateway.openai.body import BodyLimits
 from gateway.openai.request_ids import RequestIdMiddleware
-from gateway.openai.routes import answer_errors, make_router
+from gateway.openai.routes import error_handlers, openai_routes
 from gateway.requests.generator import Generator
 from gateway.settings import GatewaySettings
 from quire.rpc.address import TcpAddress, check_bindable
 from quire.rpc.https import HttpsFiles
 from quire.rpc.tls import ServerTls
-from quire.version import VERSION
 
 _GRACE_S = 2
 _MAX_HEADER_BYTES = 64 * 1024
@@ -36,23 +36,27 @@ def make_http_app(
     settings: GatewaySettings,
     *,
     started_at_s: int,
-) -> FastAPI:
+) -> Starlette:
     """The application. `started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
-    app = FastAPI(title="Quire", version=VERSION, openapi_url=None)
-    # The last one is the first to see a request.
-    app.add_middleware(
-        AuthMiddleware,
-        authenticator=authenticator,
-        on_refusal=metrics.count_refused_caller,
-        open_metrics=settings.open_metrics,
-    )
-    app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(DrainMiddleware, is_draining=lambda: generator.is_draining)
-    answer_errors(app)
     body_limits = BodyLimits(settings.max_message_bytes, settings.slow_sender_timeout)
-    app.include_router(make_router(generator, body_limits, started_at_s=started_at_s))
-    app.include_router(make_probes_router(generator, metrics))
-    return app
+    return Starlette(
+        routes=[
+            *openai_routes(generator, body_limits, started_at_s=started_at_s),
+            *probe_routes(generator, metrics),
+        ],
+        # The first one is the first to see a request.
+        middleware=[
+            Middleware(DrainMiddleware, is_draining=lambda: generator.is_draining),
+            Middleware(RequestIdMiddleware),
+            Middleware(
+                AuthMiddleware,
+                authenticator=authenticator,
+                on_refusal=metrics.count_refused_caller,
+                open_metrics=settings.open_metrics,
+            ),
+        ],
+        exception_handlers=error_handlers(),
+    )
 
 
 class HttpServer(uvicorn.Server):
@@ -60,7 +64,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        app: FastAPI,
+        app: Starlette,
         listener: socket.socket,
         limits: HttpLimits,
         on_refusal: Callable[[], None],
@@ -89,7 +93,7 @@ class HttpServer(uvicorn.Server):
 
     @classmethod
     def bind(
-        cls, app: FastAPI, settings: GatewaySettings, on_refusal: Callable[[], None], tls: ServerTls | None
+        cls, app: Starlette, settings: GatewaySettings, on_refusal: Callable[[], None], tls: ServerTls | None
     ) -> "HttpServer":
         """Listens where the settings say; `on_refusal` is told of each connection that is too many.
 

@@ -3,10 +3,10 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from gateway.auth.caller import current_caller
 from gateway.openai.body import BodyLimits, parse_body, read_body
@@ -24,17 +24,17 @@ _CODES = {404: "path_not_found", 405: "method_not_allowed"}
 _CLIENT_LEFT = 499
 
 
-def make_router(generator: Generator, body_limits: BodyLimits, *, started_at_s: int) -> APIRouter:
+def openai_routes(generator: Generator, body_limits: BodyLimits, *, started_at_s: int) -> list[Route]:
     """`started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
-    router = APIRouter()
-    _add_generation(router, generator, body_limits)
-    _add_models(router, generator, started_at_s)
-    _add_texts(router, TextEndpoints(TextService(generator)), body_limits)
-    return router
+    return [
+        *_generation_routes(generator, body_limits),
+        *_model_routes(generator, started_at_s),
+        *_text_routes(TextEndpoints(TextService(generator)), body_limits),
+    ]
 
 
-def answer_errors(app: FastAPI) -> None:
-    """Every error of the application, a wrong path or method included, is answered in OpenAI's shape."""
+def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
+    """By kind of error. Every error, a wrong path or method included, is answered in OpenAI's shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
         match error:
@@ -44,26 +44,28 @@ def answer_errors(app: FastAPI) -> None:
                 return _response(_of_http_exception(request, error))
         return _response(error_answer(error, _as_it_is))
 
-    for kind in (QuireError, HttpError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, answer)
+    return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect, Exception), answer)
 
 
-def _add_generation(router: APIRouter, generator: Generator, body_limits: BodyLimits) -> None:
+def _generation_routes(generator: Generator, body_limits: BodyLimits) -> list[Route]:
     service = OpenAiService(generator)
     model = generator.model.name
 
-    @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = parse_body(CompletionBody, await read_body(request, body_limits))
         return service.respond(CompletionCall(body, model))
 
-    @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = parse_body(ChatBody, await read_body(request, body_limits))
         return service.respond(ChatCall(body, model))
 
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    ]
 
-def _add_models(router: APIRouter, generator: Generator, started_at_s: int) -> None:
+
+def _model_routes(generator: Generator, started_at_s: int) -> list[Route]:
     name = generator.model.name
 
     def described() -> dict[str, Any]:
@@ -79,27 +81,27 @@ def _add_models(router: APIRouter, generator: Generator, started_at_s: int) -> N
             "max_model_len": min(lengths, default=None),
         }
 
-    @router.get("/v1/models")
-    async def models() -> JSONResponse:
+    async def models(request: Request) -> Response:
         is_visible = current_caller().visible(name) is not None
         return JSONResponse({"object": "list", "data": [described()] if is_visible else []})
 
-    @router.get("/v1/models/{model:path}")
-    async def model(model: str) -> JSONResponse:
-        find_model(model, current_caller().visible(name))
+    async def model(request: Request) -> Response:
+        find_model(request.path_params["model"], current_caller().visible(name))
         return JSONResponse(described())
 
+    return [Route("/v1/models", models), Route("/v1/models/{model:path}", model)]
 
-def _add_texts(router: APIRouter, texts: TextEndpoints, body_limits: BodyLimits) -> None:
-    @router.post("/tokenize")
+
+def _text_routes(texts: TextEndpoints, body_limits: BodyLimits) -> list[Route]:
     async def tokenize(request: Request) -> Response:
         body = parse_body(TokenizeBody, await read_body(request, body_limits))
         return await _answered(lambda: texts.tokenize(body), text_param_name)
 
-    @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = parse_body(DetokenizeBody, await read_body(request, body_limits))
         return await _answered(lambda: texts.detokenize(body), text_param_name)
+
+    return [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]
 
 
 async def _answered(make: Callable[[], Awaitable[dict[str, Any]]], names: ParamNames) -> Response:

@@ -10,7 +10,7 @@ from quire.settings import ConfigurationError
 from quire.tracing import check_installed
 
 # What the services import beyond what a client needs: without them a service would die again and again.
-_NEEDED = ("fastapi", "jinja2", "safetensors", "tokenizers", "torch", "uvicorn")
+_NEEDED = ("jinja2", "safetensors", "starlette", "tokenizers", "torch", "uvicorn")
 
 
 def check(settings: ServeSettings) -> None:

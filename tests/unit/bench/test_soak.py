@@ -66,7 +66,7 @@ def test_a_leak_fails_the_next_mark() -> None:
 def test_a_run_whose_memory_grew_beyond_the_bound_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     soak.add_arguments(parser)
-    flags = ["--requests", "20", "--max-growth-mib", "-1000"]
+    flags = ["--requests", "2", "--max-growth-mib", "-1000"]
     with pytest.raises(SystemExit) as error:
         soak.main(parser.parse_args(flags))
     assert error.value.code == 1

@@ -10,9 +10,9 @@ import pytest
     ("module", "forbidden"),
     [
         ("quire", ("grpc", "numpy", "torch")),
-        ("quire.client", ("torch", "numpy", "tokenizers", "fastapi")),
-        ("quire.cli.main", ("torch", "numpy", "tokenizers", "fastapi", "gateway", "worker_svc", "scheduler_svc")),
-        ("quire.cli.serve", ("torch", "tokenizers", "fastapi")),
+        ("quire.client", ("torch", "numpy", "tokenizers", "starlette")),
+        ("quire.cli.main", ("torch", "numpy", "tokenizers", "starlette", "gateway", "worker_svc", "scheduler_svc")),
+        ("quire.cli.serve", ("torch", "tokenizers", "starlette")),
         ("quire.model_directory", ("torch", "grpc", "transformers", "tokenizers")),
         ("quire.rpc.server", ("torch", "numpy")),
     ],
