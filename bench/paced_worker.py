@@ -18,14 +18,13 @@ import numpy as np
 
 from quire.model_directory import resolve_model
 from quire.rpc.process import run_service
-from quire.rpc.server import RpcServer
 from quire.settings import load_settings
-from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.sealed_blocks import SealInventory
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.protocol.server import start_server
+from worker_svc.protocol.servicer import WorkerServicer
 from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.steps import AdmittedStep, SealedBlocks, Step, StepOutput, StepTimings
@@ -113,9 +112,7 @@ def _info(settings: WorkerSettings) -> WorkerInfo:
 
 async def _serve(settings: WorkerSettings, pace: Pace, step_seconds: float) -> None:
     servicer, device_loop = WorkerServicer(WorkerMetrics()), DeviceLoop()
-    server = await RpcServer.start(
-        settings.listen, lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server), [SERVICE_NAME]
-    )
+    server = await start_server(servicer, settings.listen)
     info = _info(settings)
     runner = PacedRunner(info.pool.num_gpu_blocks, pace, step_seconds)
     device_loop.use(runner)

@@ -8,12 +8,12 @@ from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.telemetry import configure_logging
 from quire.tracing import Tracer, open_tracer
-from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.hang_guard import end_when_hung
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.prefill_spans import PrefillSpans
-from worker_svc.protocol.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.protocol.server import start_server
+from worker_svc.protocol.servicer import WorkerServicer
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
 
@@ -66,10 +66,9 @@ async def _start_server(
     # Only a scheduler commands a worker.
     tls = None if identity is None else ServerTls(identity, roles=frozenset({Role.SCHEDULER}))
     operators = None if identity is None else ServerTls.for_operators(identity)
-    server = await RpcServer.start(
+    server = await start_server(
+        servicer,
         settings.listen,
-        lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server),
-        [SERVICE_NAME],
         tls=tls,
         admin_port=settings.admin_port,
         admin_tls=operators,

@@ -204,6 +204,7 @@ class Generator:
             num_sequences=options.sampling.n or 1,
             best_of=best_of,
             durable=options.durable,
+            nonce=secrets.randbits(64),
             trace=trace,
         )
         check_answer_size(request)

@@ -158,7 +158,10 @@ class Ledger:
         ]
         for failure in batch.failed:
             live = self._expected(replica, failure.handle)
-            if live is not None:
+            if live is not None and live.awaits_usage:
+                # All of it came before: what failed are tokens that nobody waits for.
+                live.settle()
+            elif live is not None:
                 outcome.failed.append((live, failure.error))
         return outcome
 

@@ -21,6 +21,7 @@ class LiveRequest:
         sequences: One stream per sequence.
         replica: Address of the scheduler that has the request, None while it waits for one.
         submissions: How often it was sent to a scheduler, those not counted that drained.
+        moves: How often it left a scheduler that had no worker, since its last token.
         prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as they came.
         is_over: Whether nothing more is expected from the scheduler.
         awaits_usage: Whether all its sequences ended here, and the scheduler has yet to say what it cost.
@@ -40,6 +41,7 @@ class LiveRequest:
         self.sequences = tuple(sequences)
         self.replica: str | None = None
         self.submissions = 0
+        self.moves = 0
         self.awaits_usage = False
         self.prompt_logprobs = PromptLogprobs()
         self._max_chunk_tokens = max_chunk_tokens
@@ -101,6 +103,7 @@ class LiveRequest:
         was_running = stream.finished is None
         if stream.accept(run.offset, run.token_ids, run.logprobs):
             self._last_token_at = self._clock()
+            self.moves = 0
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
             self._news.set()

@@ -12,6 +12,10 @@ class RequestTimers:
     def __init__(self) -> None:
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
+    def __len__(self) -> int:
+        """How many requests have one."""
+        return len(self._timers)
+
     def __contains__(self, live: LiveRequest) -> bool:
         return live.handle in self._timers
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import Counter
+import random
 from collections.abc import Sequence
 
 from gateway.requests.ledger import Ledger
@@ -15,6 +15,9 @@ from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
 from quire.rpc.tls import TlsIdentity
 
 _DEFAULT_RETRY_MS = 100
+_LONGEST_RETRY_S = 5.0
+_MOST_MOVES_THAT_COUNT = 3
+"""Each makes a request wait four times as long before the next one."""
 # For the answer to an abort; without it, what only the scheduler knows of the cost is left out.
 _USAGE_TIMEOUT_S = 1.0
 _logger = logging.getLogger(__name__)
@@ -27,7 +30,8 @@ class Replicas:
     scheduler is back; then any connected replica takes it over. Without one it waits, and fails with UNAVAILABLE after
     `connect_timeout_s` without any connection: a scheduler that drains is about to have a successor. From a scheduler
     that is connected and not ready it moves as late, where another replica is ready, unless tokens come all the same.
-    What a scheduler refuses because it drains is placed anew.
+    Each time before its next token it waits longer for that: it may be what the workers die of, and one scheduler has
+    to see it often enough to find that out. What a scheduler refuses because it drains is placed anew.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class Replicas:
         self._none_ready = asyncio.Event()
         self._none_ready.set()
         self._timers = RequestTimers()
+        # The handles of the requests that each of them has.
+        self._placed: dict[str, set[int]] = {address: set() for address in self.clients}
         # Addresses of schedulers that refuse what is new until they end.
         self._draining: set[str] = set()
 
@@ -111,8 +117,7 @@ class Replicas:
         if len(candidates) == 1:
             self._submit(live, *candidates.values())
             return
-        live_requests = Counter(other.replica for other in self._ledger)
-        loads = {address: live_requests[address] for address in candidates}
+        loads = {address: len(self._placed[address]) for address in candidates}
         block_size = min(client.welcome.block_size for client in candidates.values() if client.welcome is not None)
         self._submit(live, candidates[choose_replica(affinity_key(live.request.prompt_token_ids, block_size), loads)])
 
@@ -121,17 +126,17 @@ class Replicas:
         self._timers.cancel(live)
         if live.replica is not None:
             self.clients[live.replica].abort(live.handle)
-            live.replica = None
+            self._assign(live, None)
 
     def resume(self, live: LiveRequest, client: SchedulerClient) -> None:
         """Takes over a durable request that a replica has. Raises Unavailable where its stream is gone by now."""
         if not client.is_connected:
             raise Unavailable(f"scheduler {client.address} is not connected", reason="NO_SCHEDULER")
-        live.replica = client.address
+        self._assign(live, client.address)
         live.submissions += 1
         client.resume(live)
         if not client.is_ready:
-            self._timers.set(live, self._failover_delay_s, self._leave_unready)
+            self._await_worker(live)
 
     def leave(self, live: LiveRequest) -> None:
         """Its client is gone: a durable request that is not completed runs on for a while, another ends. Idempotent."""
@@ -140,7 +145,7 @@ class Replicas:
             return
         self._timers.cancel(live)
         self.clients[live.replica].detach(live.handle)
-        live.replica = None
+        self._assign(live, None)
 
     async def flush(self) -> None:
         """Waits until aborts are on their way."""
@@ -219,25 +224,37 @@ class Replicas:
 
     def _submit(self, live: LiveRequest, client: SchedulerClient) -> None:
         self._timers.cancel(live)
-        live.replica = client.address
+        self._assign(live, client.address)
         live.submissions += 1
         client.submit(live)
+
+    def _assign(self, live: LiveRequest, replica: str | None) -> None:
+        if live.replica is not None:
+            self._placed[live.replica].discard(live.handle)
+        if replica is not None:
+            self._placed[replica].add(live.handle)
+        live.replica = replica
 
     def _refused(self, client: SchedulerClient, live: LiveRequest, error: QuireError) -> None:
         """A new request fails; one that was running before comes back later, since it was accepted once. Whatever a
         scheduler refuses because it drains is for another one, or for its successor."""
-        live.replica = None
+        self._assign(live, None)
         if isinstance(error, Unavailable) and error.reason == "DRAINING":
             live.submissions -= 1
             self._draining.add(client.address)
             self.place(live)
         elif live.submissions > 1 and isinstance(error, ResourceExhausted | Unavailable):
-            self._timers.set(live, (error.retry_after_ms or _DEFAULT_RETRY_MS) / 1000, self.place)
+            self._timers.set(live, self._retry_delay_s(error), self.place)
         else:
             live.fail(error)
 
+    def _retry_delay_s(self, error: QuireError) -> float:
+        """What the scheduler names is the time for one place; of those that wait for one, each takes another moment."""
+        one_s = (error.retry_after_ms or _DEFAULT_RETRY_MS) / 1000
+        return random.uniform(one_s, max(one_s, min(one_s * (1 + len(self._timers)), _LONGEST_RETRY_S)))
+
     def _fail_over(self, live: LiveRequest) -> None:
-        live.replica = None
+        self._assign(live, None)
         self.place(live)
 
     def _watch_unready(self) -> None:
@@ -247,7 +264,11 @@ class Replicas:
             if client.is_connected and not client.is_ready:
                 for live in self._ledger.of_replica(client.address):
                     if live not in self._timers:
-                        self._timers.set(live, self._failover_delay_s, self._leave_unready)
+                        self._await_worker(live)
+
+    def _await_worker(self, live: LiveRequest) -> None:
+        patience_s = self._failover_delay_s * 4 ** min(live.moves, _MOST_MOVES_THAT_COUNT)
+        self._timers.set(live, patience_s, self._leave_unready)
 
     def _leave_unready(self, live: LiveRequest) -> None:
         """Moves a request to a replica that runs steps, where there is one, unless it goes on where it is."""
@@ -257,6 +278,7 @@ class Replicas:
         if left_s > 0:
             self._timers.set(live, left_s, self._leave_unready)
         else:
+            live.moves += 1
             # A durable one, too: a copy that went on there might draw other tokens than the one that is read.
             self.release(live)
             self.place(live)

@@ -138,7 +138,10 @@ def detach_message(handle: int) -> scheduler_pb2.ConnectRequest:
 def _durable_message(live: LiveRequest) -> scheduler_pb2.Durable:
     stopping = live.request.stopping
     return scheduler_pb2.Durable(
-        stop=stopping.stop, include_stop_string=stopping.include_stop_string, resubmitted=live.submissions > 1
+        stop=stopping.stop,
+        include_stop_string=stopping.include_stop_string,
+        resubmitted=live.submissions > 1,
+        nonce=live.request.nonce,
     )
 
 

@@ -22,9 +22,11 @@ from quire.rpc.listening import listening_at, stop_listening
 from quire.rpc.roles import role_interceptors
 from quire.rpc.tls import ServerTls
 
-__all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "AddressInUse", "RpcServer"]
+__all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "UNLIMITED_MESSAGE_BYTES", "AddressInUse", "RpcServer"]
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+UNLIMITED_MESSAGE_BYTES = -1
+"""But for what protobuf can hold, 2 GiB."""
 _NO_LIMITS = ConnectionLimits()
 _LONGEST_WAIT_FOR_A_PAUSE_S = 0.5
 

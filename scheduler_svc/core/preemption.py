@@ -15,6 +15,10 @@ class Preemption:
         self.num_preemptions = 0
         self.num_swap_outs = 0
 
+    def take_over(self, old: "Preemption") -> None:
+        """Counts on from where another one stands."""
+        self.num_preemptions, self.num_swap_outs = old.num_preemptions, old.num_swap_outs
+
     def make_room_for_decodes(self, now: float) -> bool:
         """Preempts until every decoding row can have the slot of its next token. Returns whether it preempted."""
         state = self._state

@@ -142,6 +142,7 @@ class Scheduler:
         rank = self._state.policy.rank(request, self._num_arrivals)
         self._num_arrivals += 1
         self._wait(SequenceGroup.of(request, rank, self.config.block_size, now))
+        self._trials.submitted(request.key)
 
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
         """Ends one sequence of a request, and the request with its last one. Returns whether the request was live.
@@ -165,6 +166,11 @@ class Scheduler:
     def abort(self, key: RequestKey) -> bool:
         """Ends a request at once and frees its blocks. Returns whether there was one."""
         return self._state.end_group(key) is not None
+
+    def replace(self, key: RequestKey, successor: RequestKey) -> bool:
+        """As `abort`, for a request that is about to be submitted again under another key."""
+        self._trials.replaced(key, successor)
+        return self.abort(key)
 
     def preempt(self, key: RequestKey, now: float) -> bool:
         """Takes a running request out of the batch; it comes back by itself. Returns whether it ran."""
@@ -342,7 +348,9 @@ class Scheduler:
         """Takes over the requests and pins of a scheduler whose pool is gone; nothing of `old` may be in flight.
         Returns the requests that do not fit any more; a pin that does not is let go of."""
         failures = []
+        self.num_steps = old.num_steps
         self._num_arrivals = old._num_arrivals
+        self._preemption.take_over(old._preemption)
         self._trials.take_over(old._trials)
         for group in old.waiting:
             if group.request.key.client == PIN_CLIENT:

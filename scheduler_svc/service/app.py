@@ -69,7 +69,12 @@ async def serve(settings: SchedulerSettings) -> None:
         spans.aborted(key)
         return had_one
 
-    connections = Connections(abort, replace=metrics.replacing()(abort))
+    def replace(key: RequestKey, successor: RequestKey) -> bool:
+        had_one = loop.replace(key, successor)
+        spans.aborted(key)
+        return had_one
+
+    connections = Connections(abort, replace)
     limits = DurableLimits(settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace)
     durable = DurableRequests(abort, limits)
 

@@ -43,9 +43,9 @@ def was_cancelled(request_id: str) -> Cancelled:
 
 class Connections:
     """All streams, those that broke and whose grace period still runs included. `abort` ends a request, and says
-    whether it still ran; `replace` does so where its gateway submits it again."""
+    whether it still ran; `replace` does so where its gateway submits it again, and is told under which key."""
 
-    def __init__(self, abort: Callable[[RequestKey], bool], replace: Callable[[RequestKey], bool]) -> None:
+    def __init__(self, abort: Callable[[RequestKey], bool], replace: Callable[[RequestKey, RequestKey], bool]) -> None:
         self._abort = abort
         self._replace = replace
         self._by_client: dict[ClientId, Connection] = {}
@@ -61,7 +61,7 @@ class Connections:
         connection = Connection(ClientId(next(self._numbers)), gateway_id, grace_period_s)
         for earlier in [each for each in self._by_client.values() if each.gateway_id == gateway_id]:
             connection.cancelled.extend(earlier.cancelled)
-            self._drop(earlier, self._replace)
+            self._drop(earlier, lambda key: self._replace(key, RequestKey(connection.client, key.handle)))
         self._by_client[connection.client] = connection
         self._none_open.clear()
         _logger.info("gateway %s connected", gateway_id)

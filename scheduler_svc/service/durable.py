@@ -44,12 +44,13 @@ class Reader:
 
 @dataclass(slots=True, eq=False)
 class DurableRequest:
-    """One request and all that happened to it. `description` is the submission as it came; `num_tokens` are those that
-    it counts for against the limit."""
+    """One request and all that happened to it. `description` is the submission as it came; `nonce` tells the request
+    from others that have its id before or after it; `num_tokens` are those that it counts for against the limit."""
 
     key: RequestKey
     tenant: str
     request_id: str
+    nonce: int
     description: bytes
     num_tokens: int
     events: ClientEvents = field(default_factory=ClientEvents)
@@ -57,6 +58,11 @@ class DurableRequest:
     reader: Reader | None = None
     is_over: bool = False
     expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def end_of_prompt_logprobs(self) -> int:
+        """The first position of the prompt whose log probability has yet to come."""
+        return self.prompt_logprobs[-1].end if self.prompt_logprobs else 1
 
 
 class DurableRequests:
@@ -73,7 +79,8 @@ class DurableRequests:
         self._by_id: dict[tuple[str, str], DurableRequest] = {}
         self._by_key: dict[RequestKey, DurableRequest] = {}
         self._by_reader: dict[RequestKey, DurableRequest] = {}
-        self._cancelled: dict[tuple[str, str], None] = {}
+        # Their nonces.
+        self._cancelled: dict[tuple[str, str], int] = {}
         self._num_tokens = 0
         self._handles = count()
 
@@ -85,7 +92,7 @@ class DurableRequests:
         """Tokens of all of them, those that may still be generated included."""
         return self._num_tokens
 
-    def admit(self, request: Request, description: bytes) -> DurableRequest:
+    def admit(self, request: Request, nonce: int, description: bytes) -> DurableRequest:
         """Makes room for a request under the key that it is then to be submitted with; it has no reader yet.
 
         Raises:
@@ -102,7 +109,7 @@ class DurableRequests:
         num_tokens = _num_kept(request)
         self._make_room(num_tokens)
         key = RequestKey(DURABLE_CLIENT, Handle(next(self._handles)))
-        durable = DurableRequest(key, request.tenant, request.request_id, description, num_tokens)
+        durable = DurableRequest(key, request.tenant, request.request_id, nonce, description, num_tokens)
         _remember_emitted(durable, request)
         self._by_id[durable.tenant, durable.request_id] = durable
         self._cancelled.pop((durable.tenant, durable.request_id), None)
@@ -117,17 +124,20 @@ class DurableRequests:
             raise NotFound(f'request_id "{request_id[:128]}" names no durable request', reason="REQUEST_NOT_FOUND")
         return durable
 
-    def resubmitted(self, request: Request, gateway_id: str) -> DurableRequest | None:
-        """The request that a gateway submits again, None where it is not known (any more).
+    def resubmitted(self, request: Request, nonce: int, gateway_id: str) -> DurableRequest | None:
+        """The request that a gateway submits again, None where it is not known (any more). One that has its id and
+        another nonce is not it.
 
         Raises:
             Aborted: another gateway reads it by now.
             Cancelled: it was cancelled.
         """
-        if (request.tenant, request.request_id) in self._cancelled:
+        if self._cancelled.get((request.tenant, request.request_id)) == nonce:
             raise was_cancelled(request.request_id)
         durable = self._by_id.get((request.tenant, request.request_id))
-        if durable is not None and durable.reader is not None and durable.reader.connection.gateway_id != gateway_id:
+        if durable is None or durable.nonce != nonce:
+            return None
+        if durable.reader is not None and durable.reader.connection.gateway_id != gateway_id:
             raise _taken_over(durable)
         return durable
 
@@ -176,7 +186,7 @@ class DurableRequests:
             return False
         self._leave(durable, was_cancelled(request_id))
         self.forget(durable)
-        self._cancelled[tenant, request_id] = None
+        self._cancelled[tenant, request_id] = durable.nonce
         if len(self._cancelled) > MAX_CANCELLED:
             del self._cancelled[next(iter(self._cancelled))]
         return True
@@ -214,9 +224,9 @@ class DurableRequests:
         """To be called before `deliver` for the same step. Never waits."""
         for entry in entries:
             durable = self._by_key.get(RequestKey(DURABLE_CLIENT, entry.handle))
-            if durable is not None:
-                durable.prompt_logprobs.append(entry)
-                self._put(durable, 0, ClientEvents(), [entry])
+            if durable is not None and (new := entry.since(durable.end_of_prompt_logprobs)) is not None:
+                durable.prompt_logprobs.append(new)
+                self._put(durable, 0, ClientEvents(), [new])
 
     def _put(
         self, durable: DurableRequest, step_id: int, events: ClientEvents, prompt_logprobs: Sequence[PromptLogprobs]

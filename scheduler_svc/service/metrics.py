@@ -52,8 +52,8 @@ class SchedulerMetrics:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """For a block, or a function, that waits for nothing: what it aborts is submitted again by its gateway, and
-        counts as replaced."""
+        """For a block that waits for nothing: what it aborts is submitted again by its gateway, and counts as
+        replaced."""
         self._outcome_of_aborts = "replaced"
         try:
             yield

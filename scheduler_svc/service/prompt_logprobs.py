@@ -33,6 +33,20 @@ class PromptLogprobs:
     token_ids: SequenceOf[int]
     columns: LogprobColumns
 
+    @property
+    def end(self) -> int:
+        """The position behind the last of them."""
+        return self.first_position + len(self.columns)
+
+    def since(self, position: int) -> "PromptLogprobs | None":
+        """What is of no earlier position; None where that is nothing."""
+        if position <= self.first_position:
+            return self
+        if position >= self.end:
+            return None
+        known = position - self.first_position
+        return PromptLogprobs(self.handle, position, self.token_ids[known:], self.columns.without_first(known))
+
 
 class PromptLogprobsRouter:
     """Knows, for each step in flight, whose prompt is in the rows that were asked for log probabilities."""

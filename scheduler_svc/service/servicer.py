@@ -218,7 +218,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         check_sampling(submit, replica.max_logprobs)
         request = request_from_submit(submit, connection.client, replica.vocab_size)
         connection.check_not_cancelled(request.key.handle, request.request_id)
-        if submit.durable.resubmitted and self._goes_on(request, connection):
+        if submit.durable.resubmitted and self._goes_on(request, submit.durable.nonce, connection):
             return
         if _can_be_replayed(submit):
             self._accept_durable(request, submit, connection)
@@ -244,16 +244,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         with refusals(self._loop.retry, self._clock()):
             self._loop.submit(request)
 
-    def _goes_on(self, request: Request, connection: Connection) -> bool:
+    def _goes_on(self, request: Request, nonce: int, connection: Connection) -> bool:
         """Hands a durable request that is submitted again to its gateway. Returns whether it was still known."""
-        known = self._durable.resubmitted(request, connection.gateway_id)
+        known = self._durable.resubmitted(request, nonce, connection.gateway_id)
         if known is None:
             return False
         self._durable.attach(known, Reader(connection, request.key.handle), replays=True)
         return True
 
     def _accept_durable(self, request: Request, submit: scheduler_pb2.Submit, connection: Connection) -> None:
-        durable = self._durable.admit(request, submit.SerializeToString())
+        durable = self._durable.admit(request, submit.durable.nonce, submit.SerializeToString())
         try:
             self._queue(dataclasses.replace(request, key=durable.key), submit)
         except QuireError:

@@ -91,10 +91,19 @@ class StepLoop:
 
     def abort(self, key: RequestKey) -> bool:
         """Ends a request; its blocks are free at once. Returns whether there was one."""
-        if self.scheduler is None or not self.scheduler.abort(key):
+        return self.scheduler is not None and self._note_end(self.scheduler.abort(key))
+
+    def replace(self, key: RequestKey, successor: RequestKey) -> bool:
+        """As `abort`, for a request that its gateway is about to submit again under another key."""
+        if self.scheduler is None:
             return False
-        self._note_aborted(1)
-        return True
+        with self._metrics.replacing():
+            return self._note_end(self.scheduler.replace(key, successor))
+
+    def _note_end(self, has_ended: bool) -> bool:
+        if has_ended:
+            self._note_aborted(1)
+        return has_ended
 
     def abort_sequence(self, key: RequestKey, index: int) -> None:
         """Ends one sequence of a request, and the request with its last one."""

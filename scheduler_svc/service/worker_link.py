@@ -7,6 +7,7 @@ import grpc.aio
 
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import InvalidArgument
+from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
@@ -137,7 +138,7 @@ class WorkerLink:
 
 def _open(address: str, tls: TlsIdentity | None) -> grpc.aio.Channel:
     try:
-        return open_channel(address, tls=tls)
+        return open_channel(address, tls=tls, max_message_bytes=UNLIMITED_MESSAGE_BYTES)
     except ConfigurationError as error:  # in the middle of a renewal, files may not fit each other
         raise WorkerLostError(str(error)) from error
 

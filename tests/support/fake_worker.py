@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.rpc.server import RpcServer
-from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from tests.support.fake_pool import BlockError
 from tests.support.fake_runner import FakeRunner, Switch
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.servicer import HEARTBEAT_INTERVAL_S, SERVICE_NAME, WorkerServicer
+from worker_svc.protocol.server import start_server
+from worker_svc.protocol.servicer import HEARTBEAT_INTERVAL_S, WorkerServicer
 from worker_svc.protocol.worker import Worker
 
 _DEVICE_STOP_S = 10.0
@@ -113,11 +113,7 @@ class FakeWorker:
     async def start(self, address: str = "127.0.0.1:0") -> str:
         """Listens and returns the address."""
         self._device_loop.start()
-        self._server = await RpcServer.start(
-            address,
-            lambda grpc_server: add_WorkerServiceServicer_to_server(self._servicer, grpc_server),
-            [SERVICE_NAME],
-        )
+        self._server = await start_server(self._servicer, address)
         self._server.set_serving(True)
         return self._server.address
 

@@ -5,12 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from quire.rpc.server import RpcServer
-from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from tests.support.tiny_causal_lm import TinyCausalLM
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.protocol.server import start_server
+from worker_svc.protocol.servicer import WorkerServicer
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
 
@@ -38,11 +37,7 @@ async def running_worker(
     device_loop = DeviceLoop()
     device_loop.start()
     servicer.open(make_worker(model or TinyCausalLM(), settings, device_loop))
-    server = await RpcServer.start(
-        f"unix:{directory / 'worker'}",
-        lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server),
-        [SERVICE_NAME],
-    )
+    server = await start_server(servicer, f"unix:{directory / 'worker'}")
     server.set_serving(True)
     try:
         yield server.address

@@ -13,7 +13,6 @@ from worker_svc.protocol.convert import epoch_of
 from worker_svc.protocol.step_stream import StepStream
 from worker_svc.protocol.worker import Worker
 
-SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 HEARTBEAT_INTERVAL_S = 0.5
 _RETRY_WHILE_LOADING_MS = 200
 

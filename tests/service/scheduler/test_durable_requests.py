@@ -150,6 +150,19 @@ async def test_a_new_request_under_an_id_that_was_cancelled_is_another_one(sched
     again.close()
 
 
+async def test_an_id_that_is_used_again_is_another_request_though_another_scheduler_had_it_first(scheduler):
+    stream, _ = await GatewayStream.open(scheduler, "gateway-a")
+    await stream.submit(durable_submit(7, max_tokens=10))
+    await stream.read_until_over(7)
+    del stream.completed[7]
+    again = resubmission(7, max_tokens=30)
+    again.durable.nonce = 2
+    await stream.submit(again)
+    await stream.read_until_over(7)
+    assert stream.outputs[7] == expected_tokens(7, max_tokens=30)
+    stream.close()
+
+
 async def test_what_is_over_makes_room_and_what_runs_does_not(worker, tmp_path):
     async with running_scheduler(str(tmp_path / "s.sock"), worker.address, max_durable_requests=1) as stub:
         await wait_attached(stub)

@@ -1,13 +1,19 @@
-"""The scheduler's end of the step stream, when a socket listens but nobody ever speaks."""
+"""The scheduler's end of the step stream: where nobody ever speaks, and where much is said at once."""
 
 import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from quire.arrays import encode_int32
+from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
+from quire.worker.v1 import worker_pb2
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
+from tests.support.fake_worker import FakeWorker
+from tests.support.worker_client import make_assign, make_batch
 
 
 @pytest.fixture
@@ -34,3 +40,26 @@ async def test_a_peer_that_never_answers_is_given_up_in_time(mute_address: str) 
     async with asyncio.timeout(5):
         with pytest.raises(WorkerLostError, match="did not answer Attach"):
             await WorkerLink.attach(mute_address, 1, timeout_s=0.2)
+
+
+async def test_a_step_of_any_size_reaches_the_worker(tmp_path: Path) -> None:
+    """All rows may be assigned at once, each with a list of its own."""
+    worker = FakeWorker()
+    link = await WorkerLink.attach(await worker.start(f"unix:{tmp_path / 'w.sock'}"), 1, timeout_s=5)
+    allowed = encode_int32(np.ones(5_000_000, np.int32))
+    step = worker_pb2.StepRequest(
+        step_id=1,
+        scheduler_epoch=1,
+        worker_generation=link.info.worker_generation,
+        assign=[make_assign(row, [1, 2, 3], [row + 1], allowed_token_ids=allowed) for row in range(4)],
+        batch=make_batch([0], [3], [0]),
+    )
+    message = worker_pb2.RunRequest(step=step).SerializeToString()
+    assert len(message) > DEFAULT_MAX_MESSAGE_BYTES
+    async with asyncio.timeout(20):
+        await link.write(message)
+        while (answer := await link.receive()) is None:
+            pass
+    assert answer.rows.tolist() == [0]
+    await link.close()
+    await worker.stop()

@@ -11,14 +11,13 @@ import torch
 
 from quire.arrays import encode_int32
 from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable, from_rpc_error
-from quire.rpc.server import RpcServer
 from quire.worker.v1 import worker_pb2
-from quire.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch, worker_stub
 from tests.support.worker_server import running_worker
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.servicer import SERVICE_NAME, WorkerServicer
+from worker_svc.protocol.server import start_server
+from worker_svc.protocol.servicer import WorkerServicer
 from worker_svc.superseded import SupersededError
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -283,11 +282,7 @@ async def test_a_parameter_that_means_nothing_is_refused_by_name(client: StepCli
 
 async def test_a_worker_that_loads_its_model_says_so(tmp_path: Path) -> None:
     servicer = WorkerServicer(WorkerMetrics())
-    server = await RpcServer.start(
-        f"unix:{tmp_path / 'loading'}",
-        lambda grpc_server: add_WorkerServiceServicer_to_server(servicer, grpc_server),
-        [SERVICE_NAME],
-    )
+    server = await start_server(servicer, f"unix:{tmp_path / 'loading'}")
     try:
         async with worker_stub(server.address) as stub:
             with pytest.raises(Exception, match="loading its model") as raised:

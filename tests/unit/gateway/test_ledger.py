@@ -19,7 +19,7 @@ from gateway.schedulers.scheduler_events import (
     TokenRun,
 )
 from quire.logprob_columns import LogprobColumns
-from quire.rpc.errors import AlreadyExists, Cancelled, ResourceExhausted
+from quire.rpc.errors import AlreadyExists, Cancelled, Internal, ResourceExhausted
 from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())
@@ -280,6 +280,21 @@ async def test_a_request_that_has_all_its_tokens_needs_no_scheduler(ledger, toke
         (sequence,), usage = await live.result()
         assert sequence.finished.reason is reason
         assert usage.generated_tokens == len(token_ids)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+async def test_what_a_stop_string_has_ended_does_not_fail_any_more(ledger, is_late):
+    live = open_live(ledger, stop=["the"])
+    runs, failed = [TokenRun(live.handle, 0, 0, ids_of("a the"))], [RequestFailed(live.handle, Internal("NaN"))]
+    if is_late:
+        ledger.apply(REPLICA, make_batch(runs))
+        outcome = ledger.apply(REPLICA, make_batch(failed=failed))
+    else:
+        outcome = ledger.apply(REPLICA, make_batch(runs, failed=failed))
+    assert outcome.failed == []
+    (sequence,), usage = await live.result()
+    assert sequence.finished.stop_string == "the"
+    assert usage.generated_tokens == live.num_generated_tokens
 
 
 def test_failures_are_reported(ledger):

@@ -1,14 +1,18 @@
 """A request that the worker dies of each time fails alone; whoever comes further between losses never does."""
 
+import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
 from scheduler_svc.core.beam import BeamParameters
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.pins import PIN_CLIENT
+from scheduler_svc.core.request import ClientId, Handle, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_plan import StepResult
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 from tests.support.trial_driver import assert_others_finish, make_driver
 
@@ -249,3 +253,55 @@ def test_a_pin_that_the_worker_dies_of_is_let_go_of(monkeypatch):
     assert list(driver.scheduler.pins) == []
     assert driver.scheduler.num_live == 0
     assert pin.key.client == PIN_CLIENT
+
+
+def run_others(scheduler: Scheduler, culprit: Handle) -> None:
+    """Answers all steps until one has the culprit in it."""
+    while culprit not in {group.request.key.handle for group in scheduler.running}:
+        plan = scheduler.schedule(0.0)
+        if plan is None or culprit in {group.request.key.handle for group in scheduler.running}:
+            continue
+        num_samples = len(scheduler.in_flight[-1].rows)
+        scheduler.apply(StepResult(plan.step_id, np.zeros(num_samples, np.int64)), 0.0)
+
+
+def come_back_with_another_pool(scheduler: Scheduler, num_blocks: int) -> tuple[Scheduler, list[Handle]]:
+    """The worker was lost. Returns what goes on, and the requests that fail."""
+    scheduler.lose_in_flight()
+    scheduler.void_in_flight(0.0)
+    successor = Scheduler(make_config(num_blocks=num_blocks))
+    successor.adopt(scheduler, 0.0)
+    events = successor.judge_loss(was_alive=False)
+    return successor, [failure.key.handle for batch in events.values() for failure in batch.failed]
+
+
+@pytest.mark.parametrize("num_others", [0, 3])
+def test_a_request_that_comes_again_under_another_key_each_time_is_found_too(num_others):
+    """So gateways submit again what runs whenever the worker is back with another pool."""
+    scheduler, failed, num_losses, culprit = Scheduler(make_config()), [], 0, Handle(0)
+    for handle in range(1 + num_others):
+        scheduler.submit(make_request(handle, max_tokens=12), 0.0)
+    while not failed and num_losses < 40:
+        run_others(scheduler, culprit)
+        num_losses += 1
+        scheduler, failed = come_back_with_another_pool(scheduler, 64 + num_losses % 2)
+        for request in [group.request for group in scheduler.groups()]:
+            key = RequestKey(ClientId(num_losses), request.key.handle)
+            assert scheduler.replace(request.key, key)
+            scheduler.submit(dataclasses.replace(request, key=key), 0.0)
+    assert (failed, num_losses) == ([culprit], ENOUGH)
+    assert len(list(scheduler.groups())) == num_others
+
+
+def test_what_is_counted_since_the_start_goes_on_with_another_pool():
+    driver = Driver(make_config(num_blocks=12))
+    for handle in range(6):
+        driver.submit(make_request(handle, prompt_len=8, max_tokens=20))
+    driver.run_steps(12)
+    before = driver.scheduler
+    counts = (before.num_steps, before.num_preemptions, before.num_swap_outs)
+    assert min(counts[:2]) > 0
+    driver.crash(config=make_config(num_blocks=13))
+    after = driver.scheduler
+    assert after is not before
+    assert (after.num_steps, after.num_preemptions, after.num_swap_outs) == counts

@@ -59,7 +59,7 @@ def servicer(loop) -> SchedulerServicer:
     durable = DurableRequests(loop.abort, DurableLimits(8, 10_000, 60.0))
     return SchedulerServicer(
         loop,
-        Connections(loop.abort, loop.abort),
+        Connections(loop.abort, loop.replace),
         durable,
         readiness,
         time.monotonic,

@@ -1,0 +1,157 @@
+"""Where requests go from replicas that lose their workers or have no room."""
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from gateway.requests.ledger import Ledger
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.request import GenerationRequest, Sampling, Stopping
+from gateway.schedulers.replicas import Replicas
+from gateway.schedulers.scheduler_client import SchedulerClient
+from gateway.schedulers.scheduler_events import EventBatch, RequestFailed, TokenRun
+from quire.rpc.errors import ResourceExhausted
+from tests.support.processes import until_true
+from tests.support.tokenizers import byte_level, wrapped
+
+TOKENIZER = wrapped(byte_level())
+FAILOVER_DELAY_S = 0.02
+
+
+class Scheduler:
+    """Stands for a connected scheduler and its worker, which `serve` answers for."""
+
+    def __init__(self, address: str, replicas: Replicas, serve: Callable[["Scheduler", LiveRequest], None]) -> None:
+        self.address = address
+        self.is_connected = self.is_ready = True
+        self.welcome = SimpleNamespace(block_size=4)
+        self.num_deaths = 0
+        self.submitted: list[int] = []
+        self.has: dict[int, LiveRequest] = {}
+        self._replicas = replicas
+        self._serve = serve
+
+    def submit(self, live: LiveRequest) -> None:
+        self.submitted.append(live.handle)
+        self.has[live.handle] = live
+        asyncio.get_running_loop().call_soon(self._serve, self, live)
+
+    def abort(self, handle: int, *_: object, **__: object) -> None:
+        self.has.pop(handle, None)
+
+    def tell(self, **happened: Any) -> None:
+        fields = {"runs": [], "ended": [], "completed": [], "failed": []} | happened
+        self._replicas.on_events(cast(SchedulerClient, self), EventBatch(**fields))
+
+    def lose_worker(self, until_back_s: float) -> None:
+        self.num_deaths += 1
+        self.is_ready = False
+        self._replicas.on_readiness(cast(SchedulerClient, self))
+        asyncio.get_running_loop().call_later(until_back_s, self._regain_worker)
+
+    def _regain_worker(self) -> None:
+        self.is_ready = True
+        self._replicas.on_readiness(cast(SchedulerClient, self))
+        for live in list(self.has.values()):
+            self._serve(self, live)
+
+
+class Cluster:
+    """A gateway's ledger and replicas over stand-ins for schedulers."""
+
+    def __init__(self, num_replicas: int, serve: Callable[[Scheduler, LiveRequest], None]) -> None:
+        self.ledger = Ledger(max_chunk_tokens=64)
+        addresses = [f"127.0.0.1:{number}" for number in range(1, 1 + num_replicas)]
+        self.replicas = Replicas(
+            addresses,
+            self.ledger,
+            gateway_id="gateway",
+            architecture="x",
+            connect_timeout_s=5,
+            first_connect_timeout_s=5,
+            failover_delay_s=FAILOVER_DELAY_S,
+            reconnect_grace_s=5,
+        )
+        self.schedulers = [Scheduler(address, self.replicas, serve) for address in addresses]
+        for scheduler in self.schedulers:
+            self.replicas.clients[scheduler.address] = cast(SchedulerClient, scheduler)
+
+    def place(self, request_id: str) -> LiveRequest:
+        request = GenerationRequest(
+            request_id=request_id,
+            tenant="",
+            prompt_token_ids=np.arange(8, dtype=np.int32),
+            sampling=Sampling(0.0, 0, 1.0, 0.0, 1),
+            stopping=Stopping(100, (), (), ()),
+            logprobs=None,
+            include_special_tokens=False,
+            priority=0,
+            ignore_eos=False,
+        )
+        live = self.ledger.open(request, lambda: TOKENIZER.detokenizer(include_special_tokens=False))
+        self.replicas.place(live)
+        return live
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+async def test_a_request_that_workers_die_of_is_seen_often_enough_by_one_scheduler(num_replicas):
+    """Though each worker is away for longer than requests wait for it at first."""
+    cluster = Cluster(num_replicas, lambda scheduler, _: scheduler.lose_worker(2 * FAILOVER_DELAY_S))
+    live = cluster.place("deadly")
+    deaths = [0]
+    while max(deaths) < 6:
+        await asyncio.sleep(FAILOVER_DELAY_S)
+        deaths = [scheduler.num_deaths for scheduler in cluster.schedulers]
+    assert sum(deaths) <= 6 + 2
+    cluster.replicas.release(live)
+
+
+async def test_a_request_that_gets_tokens_between_losses_leaves_as_soon_each_time():
+    def serve(scheduler: Scheduler, live: LiveRequest) -> None:
+        scheduler.tell(runs=[TokenRun(live.handle, 0, live.num_generated_tokens, [50])])
+        scheduler.lose_worker(1.5 * FAILOVER_DELAY_S)
+
+    cluster = Cluster(2, serve)
+    live = cluster.place("unlucky")
+    await until_true(lambda: live.num_generated_tokens == 8)
+    assert live.submissions >= 6
+    cluster.replicas.release(live)
+
+
+async def test_those_that_a_full_queue_refuses_do_not_come_back_all_at_once():
+    full = ResourceExhausted("the queue is full", retry_after_ms=20)
+
+    def refuse(scheduler: Scheduler, live: LiveRequest) -> None:
+        scheduler.tell(failed=[RequestFailed(live.handle, full)])
+
+    cluster = Cluster(1, refuse)
+    scheduler = cluster.schedulers[0]
+    requests = [cluster.place(f"request {number}") for number in range(300)]
+    for live in requests:
+        # It ran before, at a scheduler that is gone.
+        live.submissions = 2
+    await asyncio.sleep(0)
+    first = len(scheduler.submitted)
+    assert first == 300
+    await asyncio.sleep(0.2)
+    # One a time that was named, and not all of them each time.
+    assert 0 < len(scheduler.submitted) - first < 250
+    for live in requests:
+        cluster.replicas.release(live)
+
+
+async def test_requests_are_spread_by_how_many_each_replica_has_now():
+    cluster = Cluster(3, lambda *_: None)
+    lives = [cluster.place(f"request {number}") for number in range(30)]
+    counts = [len(scheduler.has) for scheduler in cluster.schedulers]
+    # They begin alike, so that all would go to the same one; a quarter more than its share is what it may have.
+    assert (sum(counts), max(counts)) == (30, 13)
+    for live in lives:
+        cluster.replicas.release(live)
+    for number in range(3):
+        cluster.place(f"later {number}")
+    assert sorted(len(scheduler.has) for scheduler in cluster.schedulers) == [0, 1, 2]
