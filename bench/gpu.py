@@ -146,8 +146,8 @@ def _groups_beside(memory: float, shape: str) -> "Groups[Figure]":
     yield from kernel_groups(memory)
     yield "step", _steps(memory, with_graphs=False)
     yield "step with graphs", _steps(memory, with_graphs=True)
-    yield "serving", _serving(shape)
     yield from tiling_groups(memory)
+    yield "serving", _serving(shape)
 
 
 def _steps(memory: float, *, with_graphs: bool) -> "Iterator[Figure]":

@@ -109,14 +109,30 @@ def block_moves_for(device: torch.device) -> BlockMoves:
 
 
 def _gpu_operations() -> "_GpuOperations":
-    """The Triton kernels. Without Triton, which torch for CUDA brings along, the log says so, and the reference."""
+    """The Triton kernels. Without Triton, which torch for CUDA brings along, or where it does not work, the log says so,
+    and the reference."""
     if importlib.util.find_spec("triton") is None:
         logger.warning("no Triton, the operations on the GPU run in plain torch")
+        return reference
+    if torch.cuda.is_available() and (reason := _why_triton_does_not_work()):
+        logger.warning("Triton does not work here, the operations on the GPU run in plain torch: %s", reason)
         return reference
     # Only here: a machine without a GPU needs no Triton.
     from kernels.triton import operations
 
     return operations
+
+
+def _why_triton_does_not_work() -> str | None:
+    """Before the first launch it compiles what launches: it needs a C compiler, Python's headers, and a folder from
+    which a library can be loaded."""
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return None
 
 
 class _GpuOperations(Implementation, BlockMoves, Protocol):

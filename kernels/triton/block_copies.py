@@ -15,15 +15,20 @@ from kernels import reference
 from kernels.checks import check_dtype, check_shape
 from kernels.triton.launch import WIDEST, ceil_div, launch
 
-# Words of a block that one program moves.
+# Words of a block that a program moves at once: a piece.
 WORDS = 4096
+# Programs that move blocks over the bus. They wait for it, and on a multiprocessor whose threads all wait nothing else
+# runs: so few leave the steps their room, and have 512 kB on the way, which is more than the bus takes. Reckoned, not
+# measured.
+SWAP_PROGRAMS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_pieces",))
 def _move_blocks_kernel(
     table,
     source_stride,
     destination_stride,
+    num_pieces,
     NUM_LAYERS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -32,16 +37,17 @@ def _move_blocks_kernel(
 ):
     """`table`: addresses of source layers, then of destination layers, then the pairs; strides from keys to values."""
     chunks = tl.cdiv(BLOCK_WORDS, WORDS)
-    pair, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    layer, part = tl.program_id(1) // 2, (tl.program_id(1) % 2).to(tl.int64)
-    source = tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(WORD)), ALIGNMENT)  # pyright: ignore[reportArgumentType]
-    destination = tl.multiple_of(tl.load(table + NUM_LAYERS + layer).to(tl.pointer_type(WORD)), ALIGNMENT)  # pyright: ignore[reportArgumentType]
-    from_block = tl.load(table + 2 * NUM_LAYERS + 2 * pair)
-    to_block = tl.load(table + 2 * NUM_LAYERS + 2 * pair + 1)
-    words = chunk * WORDS + tl.arange(0, WORDS)
-    source += part * source_stride + from_block * BLOCK_WORDS
-    destination += part * destination_stride + to_block * BLOCK_WORDS
-    tl.store(destination + words, tl.load(source + words, mask=words < BLOCK_WORDS), mask=words < BLOCK_WORDS)
+    for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        chunk, line = piece % chunks, piece // chunks
+        part, layer, pair = (line % 2).to(tl.int64), line // 2 % NUM_LAYERS, line // (2 * NUM_LAYERS)
+        source = tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(WORD)), ALIGNMENT)  # pyright: ignore[reportArgumentType]
+        destination = tl.multiple_of(tl.load(table + NUM_LAYERS + layer).to(tl.pointer_type(WORD)), ALIGNMENT)  # pyright: ignore[reportArgumentType]
+        from_block = tl.load(table + 2 * NUM_LAYERS + 2 * pair)
+        to_block = tl.load(table + 2 * NUM_LAYERS + 2 * pair + 1)
+        words = chunk * WORDS + tl.arange(0, WORDS)
+        source += part * source_stride + from_block * BLOCK_WORDS
+        destination += part * destination_stride + to_block * BLOCK_WORDS
+        tl.store(destination + words, tl.load(source + words, mask=words < BLOCK_WORDS), mask=words < BLOCK_WORDS)
 
 
 def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
@@ -74,11 +80,18 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
     if on_gpu and any(each.is_cpu and not each.is_pinned() for each in (*source, *destination)):
         reference.swap_blocks(source, destination, pairs)
     else:
-        _move_blocks(source, destination, pairs)
+        _move_blocks(source, destination, pairs, most_programs=SWAP_PROGRAMS)
 
 
-def _move_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
-    """Copies blocks of all layers, which must be alike (ValueError); no block is both read and written."""
+def _move_blocks(
+    source: Sequence[torch.Tensor],
+    destination: Sequence[torch.Tensor],
+    pairs: torch.Tensor,
+    *,
+    most_programs: int | None = None,
+) -> None:
+    """Copies blocks of all layers, which must be alike (ValueError); no block is both read and written. Each piece has
+    a program of its own, unless `most_programs` are to share them."""
     for name, pool in (("source", source), ("destination", destination)):
         for layer in pool:
             check_shape(name, layer, (2, pool[0].shape[1], *source[0].shape[2:]))
@@ -90,12 +103,14 @@ def _move_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Ten
     alignment = math.gcd(WIDEST, *layers)
     word_bytes = math.gcd(4, alignment, block_bytes)
     block_words = block_bytes // word_bytes
+    num_pieces = pairs.shape[0] * 2 * len(source) * ceil_div(block_words, WORDS)
     launch(
         _move_blocks_kernel,
-        (pairs.shape[0] * ceil_div(block_words, WORDS), 2 * len(source)),
+        (min(num_pieces, most_programs or num_pieces),),
         _device_table(layers, pairs, device),
         source[0].shape[1] * block_words,
         destination[0].shape[1] * block_words,
+        num_pieces,
         NUM_LAYERS=len(source),
         BLOCK_WORDS=block_words,
         WORDS=WORDS,

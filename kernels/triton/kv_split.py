@@ -1,5 +1,6 @@
 """How a decode's context is cut into pieces that are attended to in parallel."""
 
+import functools
 from dataclasses import dataclass
 
 from kernels.triton.launch import ceil_div
@@ -31,6 +32,8 @@ class DecodeTiling:
 GOOD_ENOUGH = 0.9
 
 
+# It is the same for all layers of a step, and takes longer than their launches.
+@functools.lru_cache(maxsize=64)
 def split_length(tiling: DecodeTiling, num_programs: int, max_seq_len: int, num_sms: int) -> int:
     """Tokens in each piece of the longest context; a multiple of the tile.
 

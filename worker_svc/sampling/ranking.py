@@ -22,7 +22,9 @@ def most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
 def best_scores(scores: Tensor, width: int) -> Tensor:
     """The `width` highest scores of each row, best first: [n, vocab] -> [n, width]."""
     if scores.device.type != "cpu":
-        return scores.topk(width, dim=1).values
+        # For all of them selecting comes to a sort, too, and to more beside it.
+        is_whole = width == scores.shape[1]
+        return scores.sort(dim=1, descending=True).values if is_whole else scores.topk(width, dim=1).values
     array, rest = scores.numpy(), scores.shape[1] - width
     if rest:
         array = np.partition(array, rest, axis=1)[:, rest:]

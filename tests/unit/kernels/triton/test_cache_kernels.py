@@ -96,12 +96,14 @@ def test_copies_read_all_sources_before_they_write(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(10, 4), (4, 10)], ids=str)
+# The last one: more pieces than there are programs.
+@pytest.mark.parametrize("shape", [(3, 4, 8), (3, 32, WORDS // 64)], ids=str)
 def test_swap_moves_blocks_between_pools_of_different_size(
-    device: KernelDevice, sizes: tuple[int, int], dtype: torch.dtype
+    device: KernelDevice, sizes: tuple[int, int], dtype: torch.dtype, shape: Shape
 ) -> None:
     pairs = [(sizes[0] - 1, 0), (2, 3), (2, 1)]
-    source = [make_pool(sizes[0], seed=layer, dtype=dtype) for layer in range(3)]
-    destination = [make_pool(sizes[1], seed=layer + 9, dtype=dtype) for layer in range(3)]
+    source = [make_pool(sizes[0], shape, seed=layer, dtype=dtype) for layer in range(3)]
+    destination = [make_pool(sizes[1], shape, seed=layer + 9, dtype=dtype) for layer in range(3)]
     expected = [pool.clone() for pool in destination]
     for pool, old in zip(source, expected, strict=True):
         for first, second in pairs:

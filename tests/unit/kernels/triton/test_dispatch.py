@@ -1,5 +1,6 @@
 """Which tensors the kernels get."""
 
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,16 @@ from kernels.triton.paged_attention import LARGEST_HEAD
 def test_cuda_tensors_get_the_triton_kernels() -> None:
     assert choice.implementation_for(torch.device("cuda")) is operations
     assert choice.block_moves_for(torch.device("cuda", 1)) is operations
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton works here")
+def test_where_triton_does_not_work_the_log_says_why_and_plain_torch_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here there is no driver; elsewhere a C compiler may be missing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choice.fastest_for.__wrapped__(torch.device("cuda")) is reference
+    assert re.search("Triton does not work here, the operations on the GPU run in plain torch: .+", caplog.text)
 
 
 def test_heads_are_limited_where_the_triton_kernels_run() -> None:
