@@ -23,8 +23,7 @@ from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.sealed_blocks import SealInventory
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.server import start_server
-from worker_svc.protocol.servicer import WorkerServicer
+from worker_svc.protocol.servicer import WorkerServicer, start_server
 from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.steps import AdmittedStep, SealedBlocks, Step, StepOutput, StepTimings

@@ -109,8 +109,8 @@ def block_moves_for(device: torch.device) -> BlockMoves:
 
 
 def _gpu_operations() -> "_GpuOperations":
-    """The Triton kernels. Without Triton, which torch for CUDA brings along, or where it does not work, the log says so,
-    and the reference."""
+    """The Triton kernels. Without Triton, which torch for CUDA brings along, or where it does not work, the log says
+    so, and the reference."""
     if importlib.util.find_spec("triton") is None:
         logger.warning("no Triton, the operations on the GPU run in plain torch")
         return reference

@@ -18,8 +18,7 @@ from tests.support.fake_runner import FakeRunner, Switch
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.server import start_server
-from worker_svc.protocol.servicer import HEARTBEAT_INTERVAL_S, WorkerServicer
+from worker_svc.protocol.servicer import HEARTBEAT_INTERVAL_S, WorkerServicer, start_server
 from worker_svc.protocol.worker import Worker
 
 _DEVICE_STOP_S = 10.0

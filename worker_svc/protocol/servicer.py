@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import grpc.aio
 
 from quire.rpc.errors import Unavailable
+from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.answer_convert import info_message
@@ -14,6 +16,7 @@ from worker_svc.protocol.step_stream import StepStream
 from worker_svc.protocol.worker import Worker
 
 HEARTBEAT_INTERVAL_S = 0.5
+_SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _RETRY_WHILE_LOADING_MS = 200
 
 
@@ -49,3 +52,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 "the worker is loading its model", reason="LOADING", retry_after_ms=_RETRY_WHILE_LOADING_MS
             )
         return self._loaded
+
+
+async def start_server(servicer: WorkerServicer, address: str, **options: Any) -> RpcServer:
+    """Listens and serves; `options` are those of `RpcServer.start`.
+
+    Steps of any size are taken: all rows may be assigned in one, each with a copy of a long prompt or of a list of
+    allowed tokens, and what a scheduler has accepted must run.
+    """
+    return await RpcServer.start(
+        address,
+        lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server),
+        [_SERVICE_NAME],
+        max_message_bytes=UNLIMITED_MESSAGE_BYTES,
+        **options,
+    )
