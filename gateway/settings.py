@@ -7,6 +7,9 @@ from quire.rpc.address import parse_address
 from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags
 from quire.settings import parse_bytes, setting
 
+MAX_CHAT_MESSAGES = 1 << 16
+"""Of a conversation, whatever a gateway's own limit is."""
+
 
 @dataclass(frozen=True)
 class GatewayFlags(ServiceFlags):
@@ -43,7 +46,7 @@ class GatewayFlags(ServiceFlags):
     max_stop_strings: int = setting(16, "most stop strings of a request", minimum=0)
     max_stop_string_bytes: int = setting(1024, "longest stop string, in UTF-8", minimum=1)
     max_stop_token_ids: int = setting(128, "most stop token ids of a request", minimum=0)
-    max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1)
+    max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1, maximum=MAX_CHAT_MESSAGES)
     max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
 

@@ -33,8 +33,10 @@ from gateway.requests.request import (
     TokenPrompt,
 )
 from gateway.schedulers.scheduler_events import Welcome
+from gateway.settings import MAX_CHAT_MESSAGES
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+from quire.rpc.errors import invalid_field
 
 GenerateMessage = generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest
 ChatRequestMessage = generation_pb2.ChatRequest | generation_pb2.ChatStreamRequest
@@ -84,6 +86,9 @@ def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOf
 
 
 def chat_prompt(messages: Sequence[generation_pb2.ChatMessage]) -> ChatPrompt:
+    """Raises InvalidArgument where there are more than any gateway takes; they are not even looked at."""
+    if len(messages) > MAX_CHAT_MESSAGES:
+        raise invalid_field("messages", f"has {len(messages):,} entries; the most is {MAX_CHAT_MESSAGES:,}")
     return ChatPrompt(tuple(ChatMessage(message.role, message.content) for message in messages))
 
 

@@ -26,6 +26,8 @@ from quire.rpc.https import HttpsFiles
 from quire.rpc.tls import ServerTls
 
 _GRACE_S = 2
+# Longer than clients and proxies keep connections that are idle, so that none is closed as it is used again.
+_KEEP_ALIVE_S = 75
 _MAX_HEADER_BYTES = 64 * 1024
 
 
@@ -81,6 +83,7 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             )
         )

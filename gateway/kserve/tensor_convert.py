@@ -59,6 +59,8 @@ def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> 
         violations.raise_if_any()
     found: dict[str, Tensor] = {}
     for position, tensor in enumerate(request.inputs):
+        if violations.are_enough:
+            break
         field = f"inputs[{position}]"
         if tensor.name in found:
             violations.add(f"{field}.name", f'is "{shortened(tensor.name)}" a second time')

@@ -1,6 +1,7 @@
 """From the bytes of a request to its body: media type, size, JSON, types."""
 
 import asyncio
+import codecs
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -76,7 +77,8 @@ def parse_body(kind: type[BodyType], data: bytes) -> BodyType:
         InvalidArgument: it is not JSON, a field has the wrong type, or asks for what is not done here.
     """
     try:
-        body = kind.model_validate_json(data)
+        # Some programs begin whatever is UTF-8 with a byte order mark.
+        body = kind.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         raise _invalid(error) from error
     check_supported(body)

@@ -83,6 +83,8 @@ class CompletionCall:
     shows_prompt_by_choice = True
 
     def __init__(self, body: CompletionBody, model: str) -> None:
+        """Raises InvalidArgument: there is no prompt, or there are too many."""
+        _check_prompts(body)
         self.body = body
         self.head = _head("cmpl", body, model)
         self._prompts = completion_prompts(body)
@@ -93,11 +95,8 @@ class CompletionCall:
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         num_prompts = len(self._prompts)
-        violations = Violations()
-        violations.check_count("prompt", self._prompts, MAX_PROMPTS)
         if num_prompts > 1:
-            _check_shared_id(violations, self.body.request_id, num_prompts)
-        violations.raise_if_any()
+            _check_shared_id(self.body.request_id, num_prompts)
         first_id = _request_id(self.body, self.head)
         ids = [first_id] if num_prompts == 1 else [f"{first_id}-{position}" for position in range(num_prompts)]
         return [
@@ -143,8 +142,19 @@ def _request_id(body: GenerationBody, head: Head) -> str:
     return head.id if body.request_id is None else body.request_id
 
 
-def _check_shared_id(violations: Violations, request_id: str | None, num_prompts: int) -> None:
+def _check_prompts(body: CompletionBody) -> None:
+    violations = Violations()
+    if body.prompt is None:
+        violations.add("prompt", "is missing")
+    # A list of numbers is one prompt.
+    elif isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
+        violations.check_count("prompt", body.prompt, MAX_PROMPTS)
+    violations.raise_if_any()
+
+
+def _check_shared_id(request_id: str | None, num_prompts: int) -> None:
     """The id leaves room for the number of each prompt behind it."""
+    violations = Violations()
     limit = MAX_REQUEST_ID_LENGTH - len(f"-{num_prompts - 1}")
     if request_id is not None and len(request_id) > limit:
         violations.add(
@@ -152,3 +162,4 @@ def _check_shared_id(violations: Violations, request_id: str | None, num_prompts
             f"has {len(request_id):,} characters; with {num_prompts:,} prompts, each of which adds -N to it, "
             f"the most is {limit}",
         )
+    violations.raise_if_any()

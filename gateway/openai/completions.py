@@ -95,11 +95,15 @@ class CompletionShaper:
         shapers = [
             CompletionLogprobs(
                 self._texts,
-                self._tokenizer.detokenizer(include_special_tokens=request.include_special_tokens),
+                self._tokenizer.detokenizer(include_special_tokens=with_special_tokens),
                 self._body.logprobs,
                 text_offset=text_offset,
             )
-            for text_offset in (0, len(echo))
+            # A prompt that came as text is echoed as it came, without the special tokens that are put before it.
+            for with_special_tokens, text_offset in (
+                (request.include_special_tokens and not isinstance(prompt, TextPrompt), 0),
+                (request.include_special_tokens, len(echo)),
+            )
         ]
         return _Choice(live, echo, shapers[0] if self._body.echo else None, shapers[1])
 

@@ -38,14 +38,14 @@ _RENAMED = {
 }
 
 
-def completion_prompts(body: CompletionBody) -> list[Prompt | None]:
-    """The prompts of a completion; a list of numbers is one prompt. None stands for a prompt that is missing."""
+def completion_prompts(body: CompletionBody) -> list[Prompt]:
+    """The prompts of a completion; a list of numbers is one prompt."""
     prompt = body.prompt
     if prompt is None:
-        return [None]
+        return []
     if isinstance(prompt, str):
         return [TextPrompt(prompt)]
-    if all(isinstance(each, int) for each in prompt):
+    if not prompt or isinstance(prompt[0], int):
         return [TokenPrompt(cast(list[int], prompt))]
     return [_prompt(each) for each in cast(list[str] | list[list[int]], prompt)]
 
@@ -124,7 +124,8 @@ def _options(
 ) -> RequestOptions:
     return RequestOptions(
         prompt=prompt,
-        model=body.model,
+        # Some programs that know of no model send an empty name.
+        model=body.model or None,
         sampling=_sampling_options(body),
         stopping=StoppingOptions(
             max_tokens=max_tokens,

@@ -4,9 +4,23 @@ A field that is null is as good as absent. Fields that a body does not declare a
 `unsupported.py` to judge.
 """
 
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from gateway.requests.limits import MAX_LOGIT_BIAS
+
+Element = TypeVar("Element")
+# Only the first thing that is wrong is told, and a body may hold millions of them.
+ListOf = Annotated[list[Element], Field(fail_fast=True)]
+
+
+def _check_size(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        most = f"{MAX_LOGIT_BIAS:,}"
+        raise PydanticCustomError("too_long", "an object of at most {most} entries", {"most": most})
+    return value
 
 
 class Body(BaseModel):
@@ -30,14 +44,15 @@ class GenerationBody(Body):
 
     n: int | None = None
     best_of: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    # Names in JSON are texts.
+    logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, BeforeValidator(_check_size)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -46,11 +61,11 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: ListOf[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: ListOf[int] | None = None
+    bad_words: ListOf[str] | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -61,7 +76,7 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -77,12 +92,12 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | ListOf[ContentPart] | None = None
     name: str | None = None
 
 
 class ChatBody(GenerationBody):
-    messages: list[Message]
+    messages: ListOf[Message]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -92,13 +107,13 @@ class TokenizeBody(Body):
     """Either a prompt or messages."""
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: ListOf[Message] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
-    tokens: list[int]
+    tokens: ListOf[int]
 
 
 # What the types of fields with several are called in errors.

@@ -19,7 +19,7 @@ from gateway.requests.request import RequestOptions
 from gateway.requests.running import answer, answer_event, events, running
 from quire.rpc.errors import QuireError
 
-_HEADER_VALUE = re.compile(r"[!-~]+")
+_HEADER_VALUE = re.compile(r"[!-~]{1,256}")
 
 
 class OpenAiService:
@@ -30,7 +30,7 @@ class OpenAiService:
         self._token_texts: TokenTexts | None = None
 
     def respond(self, call: Call) -> Response:
-        # An id that is refused may hold what no header can.
+        # An id that is refused may hold what no header can, or be too long for one.
         headers = {"x-request-id": call.head.id} if _HEADER_VALUE.fullmatch(call.head.id) else {}
         names = partial(call.param_name, 0)
         if call.body.stream:

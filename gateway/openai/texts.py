@@ -20,7 +20,7 @@ class TextEndpoints:
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """Raises QuireError as `TextService.tokenize` does."""
         tokenized = await self._texts.tokenize(
-            body.model, _tokenize_input(body), add_special_tokens=body.add_special_tokens is not False
+            body.model or None, _tokenize_input(body), add_special_tokens=body.add_special_tokens is not False
         )
         return {
             "count": len(tokenized.token_ids),
@@ -31,7 +31,7 @@ class TextEndpoints:
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         """Raises QuireError as `TextService.detokenize` does."""
-        return {"prompt": await self._texts.detokenize(body.model, body.tokens, include_special_tokens=True)}
+        return {"prompt": await self._texts.detokenize(body.model or None, body.tokens, include_special_tokens=True)}
 
 
 def text_param_name(field: str) -> str:
@@ -40,9 +40,11 @@ def text_param_name(field: str) -> str:
     return _PARAMS.get(head, head) + bracket + rest
 
 
-def _tokenize_input(body: TokenizeBody) -> TextPrompt | ChatPrompt | None:
+def _tokenize_input(body: TokenizeBody) -> TextPrompt | ChatPrompt:
     if body.prompt is not None and body.messages is not None:
         raise invalid_field("prompt", "is set besides messages; set exactly one of them")
     if body.messages is not None:
         return chat_prompt(body.messages)
-    return None if body.prompt is None else TextPrompt(body.prompt)
+    if body.prompt is None:
+        raise invalid_field("prompt", "is missing; set prompt or messages")
+    return TextPrompt(body.prompt)

@@ -59,10 +59,14 @@ def check_supported(body: Body) -> None:
     violations = Violations()
     for name, value in (body.model_extra or {}).items():
         _check_field(violations, name, value)
+        if violations.are_enough:
+            break
     if isinstance(body, GenerationBody):
         _check_combinations(violations, body)
     if isinstance(body, ChatBody | TokenizeBody):
         _check_messages(violations, body.messages or [])
+        if body.messages is not None and body.add_special_tokens:
+            violations.add("add_special_tokens", "is true; in a chat the chat template alone writes special tokens")
     violations.raise_if_any()
 
 
@@ -100,8 +104,6 @@ def _check_combinations(violations: Violations, body: GenerationBody) -> None:
 def _check_chat(violations: Violations, body: ChatBody) -> None:
     if body.top_logprobs and not body.logprobs:
         violations.add("top_logprobs", "is set; it has a meaning only where logprobs is true")
-    if body.add_special_tokens:
-        violations.add("add_special_tokens", "is true; in a chat the chat template alone writes special tokens")
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         violations.add("max_tokens", f"is {both[0]} and max_completion_tokens is {both[1]}; set one of them")
@@ -109,6 +111,8 @@ def _check_chat(violations: Violations, body: ChatBody) -> None:
 
 def _check_messages(violations: Violations, messages: list[Message]) -> None:
     for position, message in enumerate(messages):
+        if violations.are_enough:
+            return
         for name, value in (message.model_extra or {}).items():
             if value not in _SILENT:
                 violations.add(f"messages[{position}].{name[:80]}", "is not supported by this version")
@@ -121,7 +125,12 @@ def _check_messages(violations: Violations, messages: list[Message]) -> None:
 def _check_parts(violations: Violations, position: int, message: Message) -> None:
     assert isinstance(message.content, list)
     for number, part in enumerate(message.content):
+        if violations.are_enough:
+            return
         field = f"messages[{position}].content[{number}]"
+        for name, value in (part.model_extra or {}).items():
+            if part.type == "text" and value not in _SILENT:
+                violations.add(f"{field}.{name[:80]}", "is not supported by this version")
         if part.type != "text":
             violations.add(f"{field}.type", f'is "{part.type[:80]}"; only "text" is supported')
         elif part.text is None:

@@ -104,8 +104,6 @@ def check_prompt(
     match prompt:
         case None:
             violations.add(missing.field, missing.description)
-        case TextPrompt(text=""):
-            violations.add("text", "is empty; a prompt needs at least 1 token")
         case TextPrompt(text=text):
             violations.check_text("text", text)
             violations.check_size("text", [text], limits.max_prompt_bytes)

@@ -8,14 +8,23 @@ from quire.rpc.errors import FieldViolation, InvalidArgument
 _SHOWN_CHARACTERS = 80
 
 
+_MOST = 16
+
+
 class Violations:
-    """Collects what is wrong with a request."""
+    """Collects what is wrong with a request, up to a number that somebody may want to read."""
 
     def __init__(self) -> None:
         self.found: list[FieldViolation] = []
 
+    @property
+    def are_enough(self) -> bool:
+        """Whether what else is wrong would not be told."""
+        return len(self.found) >= _MOST
+
     def add(self, field: str, description: str) -> None:
-        self.found.append(FieldViolation(field, description))
+        if not self.are_enough:
+            self.found.append(FieldViolation(field, description))
 
     def check_range(self, field: str, value: float | None, low: float, high: float, *, above_low: bool = False) -> None:
         """`value` is in [low, high], or in (low, high] with `above_low`; NaN is in neither.

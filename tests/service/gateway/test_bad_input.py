@@ -118,7 +118,6 @@ BAD_PARAMETERS = [
 ]
 BAD_PROMPTS = [
     ({}, "prompt", "missing"),
-    ({"text": ""}, "text", "empty"),
     (token_ids(), "token_ids.ids", "empty"),
     (token_ids(1, 2, 2048), "token_ids.ids[2]", "is 2048"),
     (token_ids(2**32 - 1), "token_ids.ids[0]", "4294967295"),
@@ -179,9 +178,13 @@ async def test_values_that_change_nothing_are_fine(gateway):
 
 
 async def test_all_violations_are_reported_at_once(gateway):
-    request = generation_pb2.GenerateRequest(text="", **sampling(temperature=-1, top_p=2))
+    request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(), **sampling(temperature=-1, top_p=2))
     error = await error_of(gateway.generation.Generate(request))
-    assert [violation.field for violation in error.violations] == ["text", "sampling.temperature", "sampling.top_p"]
+    assert [violation.field for violation in error.violations] == [
+        "token_ids.ids",
+        "sampling.temperature",
+        "sampling.top_p",
+    ]
 
 
 async def test_unknown_model_is_refused_and_the_served_one_named(gateway):

@@ -56,11 +56,6 @@ def with_parameter(name, **value):
             "inputs[0].contents.bytes_contents[0]",
             "UTF-8",
         ),
-        (
-            lambda r: r.inputs[0].contents.bytes_contents.__setitem__(0, b""),
-            "inputs[0].contents.bytes_contents[0]",
-            "is empty",
-        ),
         (lambda r: r.inputs[2].contents.bytes_contents.__setitem__(0, b"[]"), JSON, "JSON object"),
         (lambda r: r.inputs[2].contents.bytes_contents.__setitem__(0, b'{"stop": "\\ud800"}'), JSON, "valid JSON"),
         (lambda r: r.outputs.add(name="other"), "outputs[0].name", "num_output_tokens"),

@@ -74,6 +74,27 @@ async def test_the_scheduler_gets_what_it_gets_over_grpc(gateway, client, schedu
     assert over_http == over_grpc
 
 
+async def test_an_empty_prompt_is_what_the_tokenizer_puts_before_it(client, scheduler):
+    await complete(client, prompt="", max_tokens=1, model="")
+    assert decode_int32(scheduler.submits[0].prompt_token_ids, "prompt").tolist() == [TOKENIZER.token_to_id("<s>")]
+
+
+async def test_a_refused_id_is_not_sent_back_in_a_header_that_clients_could_not_read(client):
+    answer = await client.post(COMPLETIONS, json={"prompt": "a", "request_id": "9" * 70_000})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+    assert "x-request-id" not in answer.headers
+
+
+async def test_an_echo_with_special_tokens_shown_begins_where_its_text_does(client, scheduler):
+    scheduler.rule = scripted(SPEECH)
+    fields = {"max_tokens": 2, "echo": True, "logprobs": 1, "skip_special_tokens": False}
+    (choice,) = (await complete(client, prompt="hello there", **fields))["choices"]
+    logprobs = choice["logprobs"]
+    for offset, token in list(zip(logprobs["text_offset"], logprobs["tokens"], strict=True))[1:]:
+        assert choice["text"][offset:].startswith(token)
+    assert logprobs["text_offset"][:2] == [0, 0]
+
+
 @pytest.mark.parametrize(("add_special_tokens", "first"), [(None, "<s>"), (True, "<s>"), (False, "he")])
 async def test_special_tokens_are_added_unless_they_are_not_wanted(client, scheduler, add_special_tokens, first):
     answer = await complete(client, add_special_tokens=add_special_tokens, echo=True, max_tokens=1)
@@ -197,14 +218,14 @@ async def test_log_probabilities_of_a_chat(client, scheduler):
         (CHAT, {"messages": [HELLO[0] | {"name": "x" * 65}]}, 400, "messages[0].name", "invalid_argument"),
         (CHAT, {"model": "other"}, 404, "model", "model_not_found"),
         (CHAT, {"tools": [{"type": "function"}]}, 400, "tools", "invalid_argument"),
-        (COMPLETIONS, {"prompt": ""}, 400, "prompt", "invalid_argument"),
+        (COMPLETIONS, {"prompt": "", "add_special_tokens": False}, 400, "prompt", "invalid_argument"),
+        (COMPLETIONS, {"prompt": ["a"] * 1025}, 400, "prompt", "invalid_argument"),
         (COMPLETIONS, {"prompt": []}, 400, "prompt", "invalid_argument"),
         (COMPLETIONS, {"prompt": None}, 400, "prompt", "invalid_argument"),
         (COMPLETIONS, {"prompt": [5, 9999]}, 400, "prompt[1]", "invalid_argument"),
         (COMPLETIONS, {"prompt": [5, -1]}, 400, "prompt[1]", "invalid_argument"),
         (COMPLETIONS, {"prompt": [5, 2**70]}, 400, "prompt[1]", "invalid_argument"),
         (COMPLETIONS, {"prompt": [[5], [6, 9999]]}, 400, "prompt[1][1]", "invalid_argument"),
-        (COMPLETIONS, {"prompt": ["a", ""]}, 400, "prompt[1]", "invalid_argument"),
         (COMPLETIONS, {"prompt": ["a", ""], "add_special_tokens": False}, 400, "prompt[1]", "invalid_argument"),
         (COMPLETIONS, {"prompt": "x" * 20_000}, 400, "prompt", "invalid_argument"),
         (COMPLETIONS, {"prompt": "x" * 20_000, "add_special_tokens": False}, 400, "prompt", "invalid_argument"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.openai.body import parse_body
+from gateway.openai.body import _invalid, parse_body
 from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.requests.violations import shown
 from quire.rpc.errors import InvalidArgument
@@ -35,7 +35,6 @@ def chat(**fields) -> ChatBody:
         b'{"prompt": "\xff"}',
         b'{"prompt": "\\ud800"}',
         b"[" * 100_000,
-        b"\xef\xbb\xbf{}",
     ],
 )
 def test_what_is_not_json_is_refused(data):
@@ -206,3 +205,64 @@ def test_all_that_is_wrong_is_told_at_once():
 
 def test_tokenize_takes_messages_of_text_alone():
     assert refusal(TokenizeBody, {"messages": [{"role": "user"}]}).violations[0].field == "messages[0].content"
+
+
+def test_a_byte_order_mark_before_a_body_says_nothing():
+    assert parse_body(CompletionBody, b'\xef\xbb\xbf{"prompt": "a"}').prompt == "a"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (CompletionBody, {"prompt": [1] * 200_000 + [None]}, "prompt must be a string, a list of strings"),
+        (CompletionBody, {"prompt": [{}] * 100_000}, "prompt must be a string, a list of strings"),
+        (CompletionBody, {"prompt": [["a"] * 10] * 10_000}, "prompt must be a string, a list of strings"),
+        (CompletionBody, {"stop": [1] * 200_000}, "stop must be a string or a list of strings"),
+        (CompletionBody, {"allowed_token_ids": ["a"] * 200_000}, r"allowed_token_ids\[0\] must be an integer"),
+        (
+            CompletionBody,
+            {"logit_bias": dict.fromkeys(range(2000), "a")},
+            "logit_bias must be an object of at most 1,024",
+        ),
+        (ChatBody, {"messages": [{}] * 100_000}, r"messages\[0\].role is missing"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * 100_000}]}, "content must be a string"),
+    ],
+)
+def test_of_all_that_is_wrong_in_a_large_body_only_the_first_is_looked_at(monkeypatch, kind, body, message):
+    """Hundreds of thousands of errors, each with its alternatives, would hold up all other calls for seconds."""
+    found = []
+
+    def count(error):
+        found.append(error.error_count())
+        return _invalid(error)
+
+    monkeypatch.setattr("gateway.openai.body._invalid", count)
+    with pytest.raises(InvalidArgument, match=message):
+        parse_body(kind, json.dumps(body).encode())
+    assert found < [8]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionBody, {"prompt": "a", **{f"field{number}": 1 for number in range(1000)}}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "x"}] * 1000}]}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}] * 1000}),
+    ],
+)
+def test_of_what_is_not_supported_no_more_is_named_than_somebody_reads(kind, body):
+    with pytest.raises(InvalidArgument) as raised:
+        parse_body(kind, json.dumps(body).encode())
+    assert len(raised.value.violations) == 16
+
+
+@pytest.mark.parametrize("part", [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}])
+def test_what_a_part_says_beside_its_text_is_not_ignored(part):
+    with pytest.raises(InvalidArgument, match=r"messages\[0\].content\[0\].cache_control is not supported"):
+        parse_body(ChatBody, json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode())
+
+
+def test_special_tokens_cannot_be_added_to_a_conversation_that_is_tokenized():
+    body = {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}
+    with pytest.raises(InvalidArgument, match="add_special_tokens is true"):
+        parse_body(TokenizeBody, json.dumps(body).encode())

@@ -41,7 +41,6 @@ def options(**fields):
         ([[1, 2], [3]], [TokenPrompt([1, 2]), TokenPrompt([3])]),
         ([[]], [TokenPrompt([])]),
         ([], [TokenPrompt([])]),
-        (None, [None]),
     ],
 )
 def test_the_four_kinds_of_prompts(prompt, expected):
@@ -179,10 +178,11 @@ def test_errors_name_the_prompt_among_several():
     )
 
 
-async def test_too_many_prompts_are_refused():
-    call = CompletionCall(completion(prompt=["a"] * (MAX_PROMPTS + 1)), "m")
+def test_too_many_prompts_and_none_are_refused():
     with pytest.raises(InvalidArgument, match="prompt has 1,025 entries; the most is 1,024"):
-        await call.requests(generator=None)
+        CompletionCall(completion(prompt=["a"] * (MAX_PROMPTS + 1)), "m")
+    with pytest.raises(InvalidArgument, match="^prompt is missing$"):
+        CompletionCall(completion(prompt=None), "m")
 
 
 @pytest.mark.parametrize(("num_prompts", "limit"), [(2, 126), (10, 126), (11, 125)])
