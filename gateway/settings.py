@@ -19,6 +19,9 @@ class GatewayFlags(ServiceFlags):
     grpc_port: int = setting(50051, "port for gRPC; 0 picks a free one", minimum=0, maximum=65535)
     http_host: str = setting("127.0.0.1", "where to listen for HTTP")
     http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535)
+    allowed_origins: tuple[str, ...] = setting(
+        (), "origins of pages that browsers let call the HTTP API (CORS); * is all of them", metavar="ORIGIN"
+    )
     tls_client_auth: bool = setting(False, "callers must show a certificate that ca.pem of --tls-dir has signed")
     public_cert: Path | None = setting(
         None,

@@ -97,6 +97,24 @@ class Account:
                     self._charge(use)
                 _check_rate(self._tokens, num_tokens, now, "tokens_per_minute")
 
+    def check_call(self, num_requests: int) -> None:
+        """Whether a call that makes so many requests at once can ever be admitted.
+
+        Raises:
+            ResourceExhausted: it cannot, and so does not say when to come back.
+        """
+        with self.counting_refusals():
+            most = self._limits.max_concurrent_requests
+            if most is not None and num_requests > most:
+                raise ResourceExhausted(
+                    f"the call makes {num_requests} requests; the most at once of this API key is {most}",
+                    reason="CONCURRENCY_LIMIT",
+                    metadata={"limit": "max_concurrent_requests", "value": str(most)},
+                )
+            if self._requests is not None and num_requests > self._requests.per_minute:
+                advice = f"the call makes {num_requests} requests at once, so it can never be admitted"
+                _refuse(advice, self._requests.per_minute, "requests_per_minute", None)
+
     def check_resumption(self) -> None:
         """Whether a request that has its place already may be read again now. Raises as `check` does."""
         with self.counting_refusals():

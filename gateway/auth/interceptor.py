@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection
 
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.caller import set_caller
+from quire.rpc import reflection
 from quire.rpc.errors import PermissionDenied, QuireError
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -29,7 +29,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         """Keys are good for `service_names` and reflection; `on_refusal` gets the reason of each refusal."""
         self._authenticator = authenticator
-        self._service_names = {*service_names, reflection.SERVICE_NAME}
+        self._service_names = {*service_names, *reflection.SERVICE_NAMES}
         self._on_refusal = on_refusal
 
     async def intercept_service(

@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.http_middleware import AuthMiddleware
@@ -48,6 +49,7 @@ def make_http_app(
         ],
         # The first one is the first to see a request.
         middleware=[
+            *_cross_origin(settings.allowed_origins),
             Middleware(DrainMiddleware, is_draining=lambda: generator.is_draining),
             Middleware(RequestIdMiddleware),
             Middleware(
@@ -59,6 +61,22 @@ def make_http_app(
         ],
         exception_handlers=error_handlers(),
     )
+
+
+def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
+    """What answers browsers that ask whether a page of another origin may call."""
+    if not allowed_origins:
+        return []
+    exposed = ("x-request-id", "retry-after")
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
+    ]
 
 
 class HttpServer(uvicorn.Server):

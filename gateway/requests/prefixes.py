@@ -120,6 +120,8 @@ async def _outcome(call: Awaitable[Answer]) -> Answer | QuireError:
 
 def _check_pin(prefix: Prompt | None, time_to_live_ms: int | None, limits: Limits) -> None:
     violations = Violations()
+    if prefix == TextPrompt(""):
+        violations.add("text", "is empty")
     check_prompt(violations, prefix, limits, missing=_MISSING_PREFIX, chat_field="chat.messages")
     violations.check_range("time_to_live_ms", time_to_live_ms, 1, MAX_TIME_TO_LIVE_MS)
     violations.raise_if_any()

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
+from gateway.auth.caller import current_caller
 from gateway.requests.answer_size import check_prompt_logprobs, num_prompt_logprobs
 from gateway.requests.events import Chunk, Completed, Event, Finished, GeneratedSequence, PositionLogprobs, Usage
 from gateway.requests.generator import Generator
@@ -34,6 +35,10 @@ async def running(
     Where one of them is refused, none runs, and what is raised is what `refusal` makes of its position and its error.
     Log probabilities of prompts count as often as the answer has them: once, or with each sequence.
     """
+    try:
+        current_caller().account.check_call(len(requests))
+    except QuireError as error:
+        raise refusal(0, error) from error
     async with AsyncExitStack() as stack:
         live: list[LiveRequest] = []
         num_logprobs = 0

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 
 from quire.cli.flags import GenerationFlags
 from quire.cli.main import explain
+from quire.cli.reading import not_utf8
 from quire.client import ChatMessage, Client, QuireError, Stream
 from quire.settings import load_settings, setting
 
@@ -84,8 +85,11 @@ def _lines(interactive: bool) -> Iterator[str]:
         except EOFError:
             print()
             return
-    for line in sys.stdin:
-        yield line.rstrip("\n")
+    try:
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise not_utf8("stdin", error) from error
 
 
 def _answer(client: Client, conversation: Conversation, line: str, flags: ChatFlags) -> bool:

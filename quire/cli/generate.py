@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from quire.cli.flags import GenerationFlags
+from quire.cli.reading import read_text
 from quire.client import AsyncClient, Client, Generation, QuireError, RetryPolicy, SequenceFinished, Stream, TokenChunk
 from quire.settings import ConfigurationError, load_settings, setting
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.prompt is not None:
             raise ConfigurationError("give a prompt or --file, not both")
         return asyncio.run(_run_all(_read_prompts(flags.file), flags))
-    prompt = flags.prompt if flags.prompt is not None else _read("-").removesuffix("\n")
+    prompt = flags.prompt if flags.prompt is not None else read_text("-").removesuffix("\n")
     if not prompt:
         raise ConfigurationError("the prompt is empty; give one as argument, by --file or on stdin")
     with (
@@ -65,24 +65,24 @@ def _collect(prompt: str, stream: Stream) -> dict[str, Any]:
 
 def _read_prompts(file: str) -> list[str]:
     """The lines that are not blank."""
-    prompts = [line for line in _read(file).split("\n") if line.strip()]
+    prompts = [line for line in read_text(file).split("\n") if line.strip()]
     if not prompts:
         raise ConfigurationError(f"{file} holds no prompt")
     return prompts
 
 
-def _read(file: str) -> str:
-    """A whole text; - is stdin."""
-    try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{'stdin' if file == '-' else file} is not UTF-8: {error}") from error
-
-
 async def _run_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
     """Runs all prompts at once and prints each answer as soon as those before it are printed."""
+    try:
+        return await _print_all(prompts, flags)
+    except BaseExceptionGroup as group:
+        # What cannot be written is not for a group, which nobody looks into.
+        if (unwritten := group.subgroup(OSError)) is not None:
+            raise unwritten.exceptions[0] from None
+        raise
+
+
+async def _print_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
     slots = asyncio.Semaphore(flags.concurrency)
     failed = False
     # A full queue empties, however long it takes.

@@ -1,5 +1,6 @@
 """The entry point: finds the command and turns what it raises into one line and an exit status."""
 
+import errno
 import importlib
 import os
 import sys
@@ -65,8 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED_EXIT_STATUS
     except BrokenPipeError:
         # Our reader left, for example `head`. What is still buffered must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _forget_output()
+        print(f"{program}: error: cannot write: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _forget_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_encodable(arguments: Sequence[str]) -> None:

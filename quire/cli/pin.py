@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.cli.flags import ModelFlags
+from quire.cli.reading import read_text
 from quire.client import ChatMessage, Client, PinnedPrefix
 from quire.settings import ConfigurationError, load_settings, setting
 
@@ -30,7 +30,7 @@ class PinFlags(ModelFlags):
 def main(argv: Sequence[str]) -> int:
     """Prints the pin; 0 when the prefix is pinned."""
     flags = load_settings(PinFlags, argv, os.environ, program=PROGRAM)
-    text = sys.stdin.read().removesuffix("\n") if flags.prefix is None else flags.prefix
+    text = read_text("-").removesuffix("\n") if flags.prefix is None else flags.prefix
     if not text:
         raise ConfigurationError("the prefix is empty; give one as argument or on stdin")
     prefix = [ChatMessage("system", text)] if flags.system else text

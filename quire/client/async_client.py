@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Self
+from weakref import WeakSet
 
 import grpc
 
@@ -26,7 +27,7 @@ from quire.client.types import (
     StreamEvent,
     Tokenization,
 )
-from quire.rpc.errors import from_rpc_error
+from quire.rpc.errors import Cancelled, from_rpc_error
 
 
 class AsyncStream(EventStream):
@@ -43,6 +44,7 @@ class AsyncStream(EventStream):
     def __init__(self, recovery: Recovery) -> None:
         super().__init__(recovery)
         self._closing = asyncio.Event()
+        self._is_cut = False
         self._responses = self._call.__aiter__()
 
     async def __aenter__(self) -> Self:
@@ -59,13 +61,17 @@ class AsyncStream(EventStream):
             try:
                 event = self._accept(await anext(self._responses))
             except asyncio.CancelledError:
-                # grpc.aio raises it also where `close` was called while this task waited.
-                if self._closed and not _is_cancelled():
+                # grpc.aio raises it also where `close` or `cut` was called while this task waited.
+                if _is_cancelled():
+                    raise
+                if self._closed or self.completed is not None:
                     break
-                raise
+                raise _client_closed() from None
             except grpc.RpcError as error:
                 if self.completed is not None:
                     break  # the caller has all of it
+                if self._is_cut:
+                    raise _client_closed() from None
                 await self._go_on_after(error)
                 continue
             if event is not None:
@@ -78,6 +84,8 @@ class AsyncStream(EventStream):
             # `close` ends the wait.
             async with asyncio.timeout(self._delay_after(error)):
                 await self._closing.wait()
+        if self._is_cut:
+            raise _client_closed()
         if not self._closed:
             self._call = self._recovery.call()
             self._responses = self._call.__aiter__()
@@ -92,6 +100,12 @@ class AsyncStream(EventStream):
     async def close(self) -> None:
         """Cancels the call if it still runs; the request's memory is freed within one step."""
         self._closed = True
+        self._closing.set()
+        self._call.cancel()
+
+    def cut(self) -> None:
+        """The client is closed: who reads gets Cancelled, but for what is completed."""
+        self._is_cut = True
         self._closing.set()
         self._call.cancel()
 
@@ -125,6 +139,7 @@ class AsyncClient:
         self._retry = retry
         self._channel: grpc.aio.Channel = open_channel(grpc.aio, address, tls)
         self._stubs = make_stubs(self._channel, api_key)
+        self._streams: WeakSet[AsyncStream] = WeakSet()
 
     async def __aenter__(self) -> Self:
         return self
@@ -133,7 +148,9 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection; running calls are cancelled."""
+        """Closes the connection; running calls are cancelled, and raise Cancelled."""
+        for stream in list(self._streams):
+            stream.cut()
         await self._channel.close()
 
     async def generate(
@@ -260,10 +277,21 @@ class AsyncClient:
                 return call.read(await method(call.request, timeout=attempts.time.left_s()))
             except grpc.RpcError as error:
                 delay_s = attempts.delay_after(from_rpc_error(error))
+            except asyncio.CancelledError:
+                # grpc.aio raises it also where the channel was closed.
+                if _is_cancelled():
+                    raise
+                raise _client_closed() from None
             await asyncio.sleep(delay_s)
 
     def _stream(self, call: Streaming, timeout_s: float | None, *, durable: bool) -> AsyncStream:
-        return AsyncStream(make_recovery(call, self._stubs, self._retry, timeout_s, durable=durable))
+        stream = AsyncStream(make_recovery(call, self._stubs, self._retry, timeout_s, durable=durable))
+        self._streams.add(stream)
+        return stream
+
+
+def _client_closed() -> Cancelled:
+    return Cancelled("the client was closed")
 
 
 def _is_cancelled() -> bool:

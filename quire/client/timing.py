@@ -1,8 +1,11 @@
 """The time that a call has."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+_LONGEST_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +21,10 @@ class CallTime:
 
     @staticmethod
     def of(timeout_s: float | None) -> "CallTime":
-        """From now on."""
-        return CallTime(None if timeout_s is None else time.monotonic() + timeout_s)
+        """From now on. ValueError where it is no number; gRPC knows no longer times than many years."""
+        if timeout_s is not None and math.isnan(timeout_s):
+            raise ValueError("timeout_s is NaN")
+        return CallTime(None if timeout_s is None or timeout_s > _LONGEST_S else time.monotonic() + timeout_s)
 
     def left_s(self) -> float | None:
         """Seconds that are left, for gRPC."""

@@ -4,9 +4,9 @@ from typing import Self
 
 import grpc.aio
 from grpc_channelz.v1 import channelz, channelz_pb2
-from grpc_reflection.v1alpha import reflection
 
 from quire.rpc.address import TcpAddress, check_bindable
+from quire.rpc.reflection import add_reflection
 from quire.rpc.roles import role_interceptors
 from quire.rpc.tls import ServerTls
 
@@ -36,7 +36,7 @@ class AdminServer:
         check_bindable(wanted)
         server = grpc.aio.server(interceptors=role_interceptors(wanted, tls), options=[("grpc.so_reuseport", 0)])
         channelz.add_channelz_servicer(server)
-        reflection.enable_server_reflection((SERVICE_NAME, reflection.SERVICE_NAME), server)
+        add_reflection((SERVICE_NAME,), server)
         if tls is None:
             bound = server.add_insecure_port(str(wanted))
         else:

@@ -9,7 +9,6 @@ from typing import Self
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from quire.rpc.address import AddressInUse, TcpAddress, UnixAddress, check_bindable, parse_address
 from quire.rpc.admin import AdminServer
@@ -19,6 +18,7 @@ from quire.rpc.health_servicer import HealthServicer
 from quire.rpc.interceptors import ErrorInterceptor
 from quire.rpc.limits import ConnectionLimits
 from quire.rpc.listening import listening_at, stop_listening
+from quire.rpc.reflection import add_reflection
 from quire.rpc.roles import role_interceptors
 from quire.rpc.tls import ServerTls
 
@@ -148,7 +148,7 @@ def _add_services(
     for server in servers:
         register(server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
-        reflection.enable_server_reflection((*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME), server)
+        add_reflection((*service_names, HEALTH_SERVICE_NAME), server)
     return health
 
 

@@ -40,7 +40,7 @@ async def test_the_end_of_the_server_lets_the_streams_of_all_gateways_finish():
     settings = ServeSettings(gateways=2, grpc_port=0, http_port=0, num_threads=2, drain_timeout=15.0)
     async with LocalServer(settings) as server:
         await server.wait_ready()
-        async with clients_of_both(server) as clients, asyncio.timeout(15):
+        async with clients_of_both(server) as clients, asyncio.timeout(60):
             counts = dict.fromkeys(clients, 0)
             reading = [asyncio.create_task(count(client, counts, name)) for name, client in clients.items()]
             await until_true(lambda: min(counts.values()) > 10)

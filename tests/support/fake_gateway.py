@@ -52,6 +52,8 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: object
     ) -> generation_pb2.GenerateResponse:
         self.requests.append(request)
+        if _prompt(request) == "endless":
+            await asyncio.Event().wait()
         return generation_pb2.GenerateResponse(**self._whole(_prompt(request), request.request_id))
 
     async def Chat(self, request: generation_pb2.ChatRequest, context: object) -> generation_pb2.ChatResponse:

@@ -117,6 +117,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         refuses_connections: Connect answers UNAVAILABLE, as without a worker.
         submits, aborted: What came, in order; for aborts the request ids.
         live: Requests of the open stream by handle.
+        is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
     """
 
     vocab_size: int = 2048
@@ -138,6 +139,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     live: dict[int, FakeRequest] = field(default_factory=dict)
     address: str = "127.0.0.1:0"
     connections: int = 0
+    is_heard: bool = False
 
     def __post_init__(self) -> None:
         self.emits.set()
@@ -222,6 +224,11 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._heard.clear()
                 await self._heard.wait()
 
+    async def until_known(self) -> None:
+        """Waits until its gateway has read the welcome, unless that will never be."""
+        if not self.refuses_connections and self.architecture == FakeScheduler.architecture:
+            await self.until(lambda: self.is_heard)
+
     async def Connect(
         self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
@@ -230,6 +237,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         hello = await anext(request_iterator)
         assert hello.WhichOneof("message") == "hello"
         self.connections += 1
+        self.is_heard = False
         self._broken.clear()
         self._outgoing.clear()
         self.live.clear()
@@ -262,6 +270,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _read(self, requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> None:
         async for message in requests:
+            self.is_heard = True
             if message.WhichOneof("message") == "submit":
                 self._take(message.submit)
             elif message.WhichOneof("message") == "abort":

@@ -43,7 +43,7 @@ async def running_gateway(*schedulers: FakeScheduler, **settings) -> AsyncIterat
     channel = grpc.aio.insecure_channel(gateway.grpc_address)
     try:
         for scheduler in schedulers:
-            await scheduler.until(lambda scheduler=scheduler: scheduler.connections or scheduler.refuses_connections)
+            await scheduler.until_known()
         yield RunningGateway(
             gateway,
             channel,

@@ -16,7 +16,7 @@ from worker_svc.protocol.step_stream import StepStream
 from worker_svc.protocol.worker import Worker
 
 HEARTBEAT_INTERVAL_S = 0.5
-_SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _RETRY_WHILE_LOADING_MS = 200
 
 
@@ -63,7 +63,7 @@ async def start_server(servicer: WorkerServicer, address: str, **options: Any) -
     return await RpcServer.start(
         address,
         lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server),
-        [_SERVICE_NAME],
+        [SERVICE_NAME],
         max_message_bytes=UNLIMITED_MESSAGE_BYTES,
         **options,
     )

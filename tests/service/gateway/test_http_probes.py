@@ -52,3 +52,28 @@ async def test_other_methods_are_told_which_there_are(gateway):
         answer = await client.post("/health")
     assert answer.status_code == 405
     assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
+async def test_pages_of_allowed_origins_alone_may_call(scheduler):
+    preflight = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+    }
+    async with (
+        running_gateway(scheduler, allowed_origins=("https://a.example", "https://b.example")) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as client,
+    ):
+        allowed = await client.options("/v1/completions", headers=preflight | {"origin": "https://b.example"})
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://b.example"
+        assert "authorization" in allowed.headers["access-control-allow-headers"].lower()
+        other = await client.options("/v1/completions", headers=preflight | {"origin": "https://c.example"})
+        assert (other.status_code, other.headers.get("access-control-allow-origin")) == (400, None)
+        answer = await client.post("/v1/completions", json={"prompt": 5}, headers={"origin": "https://a.example"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (400, "https://a.example")
+
+
+async def test_no_page_of_another_origin_may_call_unless_it_is_said(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as client:
+        answer = await client.post("/v1/completions", json={"prompt": 5}, headers={"origin": "https://a.example"})
+    assert "access-control-allow-origin" not in answer.headers

@@ -1,13 +1,15 @@
 """The async client against a fake gateway over real gRPC; what both clients share is tested with the sync one."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 
 import pytest
 
 from quire.client import AsyncClient, ChatMessage, RequestCompleted
-from quire.rpc.errors import InvalidArgument, NotFound
+from quire.rpc.errors import Cancelled, InvalidArgument, NotFound
 from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
+from tests.support.processes import until_true
 
 
 @pytest.fixture
@@ -97,3 +99,43 @@ async def test_errors_are_typed(client: AsyncClient) -> None:
     async with client.generate_stream("bad") as stream:
         with pytest.raises(InvalidArgument):
             await anext(stream)
+
+
+async def test_closing_the_client_cancels_all_its_calls_and_who_waits_is_told(generation: FakeGeneration) -> None:
+    server = await start_fake_gateway("127.0.0.1:0", generation)
+    client, first_came = AsyncClient(server.address), asyncio.Event()
+
+    async def read() -> None:
+        async for _ in client.generate_stream("endless"):
+            first_came.set()
+
+    calls = [asyncio.create_task(read()), asyncio.create_task(client.generate("endless"))]
+    async with asyncio.timeout(5):
+        await first_came.wait()
+        await until_true(lambda: len(generation.requests) == 2)
+        await client.close()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [Cancelled, Cancelled]
+    await asyncio.wait_for(generation.left.wait(), 5)
+    await server.stop(0)
+
+
+async def test_what_was_completed_is_no_error_though_the_client_is_closed(generation: FakeGeneration) -> None:
+    server = await start_fake_gateway("127.0.0.1:0", generation)
+    client = AsyncClient(server.address)
+    stream = client.generate_stream("one")
+    while stream.completed is None:
+        await anext(stream)
+    await client.close()
+    assert [event async for event in stream] == []
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e18])
+async def test_no_time_is_too_long(client: AsyncClient, timeout_s: float) -> None:
+    assert (await client.generate("hi", timeout_s=timeout_s)).text == "hi!"
+
+
+async def test_a_time_that_is_no_number_is_refused(client: AsyncClient) -> None:
+    with pytest.raises(ValueError, match="timeout_s is NaN"):
+        await client.generate("hi", timeout_s=math.nan)

@@ -226,11 +226,33 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
-def test_a_reader_that_leaves_is_no_traceback(gateway: FakeGatewayThread) -> None:
-    command = f"{sys.executable} -m quire.cli.main generate 'a b c' --address {gateway.address} | true"
+@pytest.mark.parametrize("prompts", ["'a b c'", "--file <(printf 'a\\nb\\nc\\n')"])
+def test_a_reader_that_leaves_is_no_traceback(gateway: FakeGatewayThread, prompts: str) -> None:
+    command = f"{sys.executable} -m quire.cli.main generate {prompts} --address {gateway.address} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=20)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("prompts", ["'a b c'", "--file <(printf 'a\\nb\\nc\\n')"])
+def test_a_full_disk_is_one_line(gateway: FakeGatewayThread, prompts: str) -> None:
+    command = f"{sys.executable} -m quire.cli.main generate {prompts} --address {gateway.address} > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (1, "quire generate: error: cannot write: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "pin"])
+def test_input_that_is_no_utf8_is_one_line(gateway: FakeGatewayThread, command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "quire.cli.main", command, "--address", gateway.address],
+        input=b"hi \xff\n",
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        timeout=20,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.decode().splitlines()
+    assert "stdin is not UTF-8" in line
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(gateway: FakeGatewayThread) -> None:

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from quire.rpc.channel import open_channel
 from quire.rpc.server import AddressInUse, RpcServer
 from quire.settings import ConfigurationError
+from tests.support.processes import until_true
 
 SERVICE = "quire.test.Echo"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -89,6 +90,31 @@ async def test_a_health_watcher_sees_each_change_and_does_not_hold_up_stop(serve
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await read_not_serving(watch)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+@pytest.mark.parametrize(
+    ("symbol", "is_known"),
+    [
+        ("grpc.health.v1.Health", True),
+        ("grpc.health.v1.Health.Check", True),
+        ("grpc.health.v1.HealthCheckRequest", True),
+        ("grpc.health.v1.Health.Nothing", False),
+        ("Nothing", False),
+    ],
+)
+async def test_reflection_of_both_versions_knows_services_methods_and_messages(
+    server: RpcServer, version: str, symbol: str, is_known: bool
+) -> None:
+    request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
+    async with open_channel(server.address) as channel:
+        ask = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        (response,) = [answer async for answer in ask(iter([request]))]
+    assert response.HasField("file_descriptor_response") == is_known
 
 
 async def test_reflection_lists_the_services(server: RpcServer) -> None:
@@ -260,23 +286,24 @@ async def test_hand_over_waits_for_a_pause_between_calls_and_loses_none() -> Non
     second = await start(first.address, gate=gate, reuse_port=True)
     is_over = asyncio.Event()
 
-    async def call_on() -> int:
-        count = 0
+    counts = [0] * 8
+
+    async def call_on(caller: int) -> None:
         async with own_connection(first.address) as channel:
             method = channel.unary_unary(f"/{SERVICE}/Pass")
             while not is_over.is_set():
                 assert await method(b"x", timeout=10) == b"x"
-                count += 1
+                counts[caller] += 1
                 await asyncio.sleep(0.02)
-        return count
 
-    async with asyncio.timeout(20):
-        callers = [asyncio.create_task(call_on()) for _ in range(8)]
-        await gate.entered.wait()
+    async with asyncio.timeout(60):
+        callers = [asyncio.create_task(call_on(caller)) for caller in range(8)]
+        # A connection that is made while its port is closed is reset.
+        await until_true(lambda: min(counts) > 0)
         await first.hand_over(10)
-        gate.entered.clear()
-        await gate.entered.wait()
+        before = list(counts)
+        await until_true(lambda: all(now > then for now, then in zip(counts, before, strict=True)))
         is_over.set()
-        assert all(count > 0 for count in await asyncio.gather(*callers))
+        await asyncio.gather(*callers)
     for server in (first, second):
         await server.stop(0)

@@ -75,6 +75,21 @@ def test_each_refusal_is_told_once_and_failures_of_what_was_admitted_are_none(cl
     assert reasons[2:] == ["RATE_LIMIT_EXCEEDED"] * 2 + ["INVALID_API_KEY"]
 
 
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (Limits(max_concurrent_requests=2), "CONCURRENCY_LIMIT"),
+        (Limits(requests_per_minute=2), "RATE_LIMIT_EXCEEDED"),
+    ],
+)
+def test_a_call_of_more_requests_than_can_ever_run_is_not_told_to_come_back(clock, limits, reason):
+    account = Account(limits, clock)
+    account.check_call(2)
+    with pytest.raises(ResourceExhausted) as raised:
+        account.check_call(3)
+    assert (raised.value.reason, raised.value.retry_after_ms) == (reason, None)
+
+
 def test_prompt_tokens_are_charged_when_a_request_is_admitted(clock):
     account = Account(Limits(tokens_per_minute=100), clock)
     with account.admitted(70):
