@@ -14,6 +14,7 @@ BENCHMARKS = (
     "gpu",
     "kernels",
     "quality",
+    "logprobs",
     "stages",
     "ranks",
     "beside",

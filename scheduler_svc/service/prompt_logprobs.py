@@ -23,6 +23,15 @@ class RowPromptLogprobs:
     first_position: int
     columns: LogprobColumns
 
+    def of(self, request: Request) -> "PromptLogprobs":
+        """As the request's, whose prompt is in the row. Raises ValueError where it has no such positions."""
+        first, end = self.first_position, self.first_position + len(self.columns)
+        if not 1 <= first <= end <= len(request.prompt):
+            raise ValueError(
+                f"row {self.row} reports positions {first} to {end} of {len(request.prompt)} prompt tokens"
+            )
+        return PromptLogprobs(request.key.handle, first, request.prompt[first:end], self.columns)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
@@ -74,17 +83,10 @@ class PromptLogprobsRouter:
             request = asked.get(report.row)
             if request is None:
                 raise ValueError(f"step {step_id} reports prompt logprobs of row {report.row}, which was not asked")
-            routed.setdefault(request.key.client, []).append(_of_request(request, report))
+            routed.setdefault(request.key.client, []).append(report.of(request))
         return routed
 
     def clear(self) -> None:
         """Forgets all steps, as when a worker was lost."""
         self._asked.clear()
         self._by_step.clear()
-
-
-def _of_request(request: Request, report: RowPromptLogprobs) -> PromptLogprobs:
-    first, end = report.first_position, report.first_position + len(report.columns)
-    if not 1 <= first <= end <= len(request.prompt):
-        raise ValueError(f"row {report.row} reports positions {first} to {end} of {len(request.prompt)} prompt tokens")
-    return PromptLogprobs(request.key.handle, first, request.prompt[first:end], report.columns)
