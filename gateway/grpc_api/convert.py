@@ -85,10 +85,10 @@ def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOf
     ]
 
 
-def chat_prompt(messages: Sequence[generation_pb2.ChatMessage]) -> ChatPrompt:
+def chat_prompt(messages: Sequence[generation_pb2.ChatMessage], field: str = "messages") -> ChatPrompt:
     """Raises InvalidArgument where there are more than any gateway takes; they are not even looked at."""
     if len(messages) > MAX_CHAT_MESSAGES:
-        raise invalid_field("messages", f"has {len(messages):,} entries; the most is {MAX_CHAT_MESSAGES:,}")
+        raise invalid_field(field, f"has {len(messages):,} entries; the most is {MAX_CHAT_MESSAGES:,}")
     return ChatPrompt(tuple(ChatMessage(message.role, message.content) for message in messages))
 
 
@@ -98,7 +98,7 @@ def tokenize_input(message: generation_pb2.TokenizeRequest) -> TextPrompt | Chat
         case "text":
             return TextPrompt(message.text)
         case "chat":
-            return chat_prompt(message.chat.messages)
+            return chat_prompt(message.chat.messages, "chat.messages")
     return None
 
 
@@ -110,7 +110,7 @@ def prefix_of(message: prefix_pb2.PinPrefixRequest) -> Prompt | None:
         case "token_ids":
             return TokenPrompt(tuple(message.token_ids.ids))
         case "chat":
-            return chat_prompt(message.chat.messages)
+            return chat_prompt(message.chat.messages, "chat.messages")
     return None
 
 

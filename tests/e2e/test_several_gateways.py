@@ -37,9 +37,10 @@ async def test_all_gateways_answer_alike_over_both_ports():
 
 
 async def test_the_end_of_the_server_lets_the_streams_of_all_gateways_finish():
-    settings = ServeSettings(gateways=2, grpc_port=0, http_port=0, num_threads=2, drain_timeout=15.0)
+    settings = ServeSettings(gateways=2, grpc_port=0, http_port=0, num_threads=2, drain_timeout=60.0)
     async with LocalServer(settings) as server:
         await server.wait_ready()
+        # As long as a drain may last, which it must not.
         async with clients_of_both(server) as clients, asyncio.timeout(60):
             counts = dict.fromkeys(clients, 0)
             reading = [asyncio.create_task(count(client, counts, name)) for name, client in clients.items()]
@@ -76,13 +77,13 @@ async def test_one_gateway_that_is_stopped_hands_its_clients_over_and_starts_ane
         callers = [
             asyncio.create_task(call_on(served.server.grpc_address, calls, index)) for index in range(len(calls))
         ]
-        await until_true(lambda: min(*calls, *counts.values()) > 3)
+        await until_true(lambda: min(*calls, *counts.values()) > 3, timeout_s=20)
         stopped = served.server.process("gateway-1")
         os.kill(stopped.pid, signal.SIGTERM)
         assert counts["gateway-1"] < 400
         await until_true(lambda: stopped.starts == 2, timeout_s=20)
         before = list(calls)
-        await until_true(lambda: all(now > then + 3 for now, then in zip(calls, before, strict=True)))
+        await until_true(lambda: all(now > then + 3 for now, then in zip(calls, before, strict=True)), timeout_s=20)
         for caller in callers:
             assert not caller.done(), caller.exception()
             caller.cancel()

@@ -153,12 +153,31 @@ async def test_a_refused_request_costs_nothing(fronts, keys, scheduler):
 async def test_a_batch_that_is_refused_for_one_of_its_prompts_costs_nothing(scheduler, keys):
     """Over HTTP alone: over gRPC a call has one prompt."""
     async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway, fronts_of(gateway, "http") as fronts:
-        front = holder(fronts, keys, limits=Limits(requests_per_minute=3))
+        front = holder(fronts, keys, limits=Limits(requests_per_minute=4))
+        assert (await front.generate()).text
         scheduler.emits.clear()
-        assert (await front.generate(["hello"] * 4)).reason == "RATE_LIMIT_EXCEEDED"
+        refused = await front.generate(["hello"] * 4)
+        assert refused.reason == "RATE_LIMIT_EXCEEDED"
+        assert refused.retry_after_s
         scheduler.emits.set()
         assert (await front.generate(["hello"] * 3)).text
         assert (await front.generate()).reason == "RATE_LIMIT_EXCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (Limits(max_concurrent_requests=2), "CONCURRENCY_LIMIT"),
+        (Limits(requests_per_minute=2), "RATE_LIMIT_EXCEEDED"),
+    ],
+)
+async def test_a_batch_that_can_never_be_admitted_is_not_told_to_come_back(scheduler, keys, limits, reason):
+    async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway, fronts_of(gateway, "http") as fronts:
+        front = holder(fronts, keys, limits=limits)
+        refused = await front.generate(["hello"] * 3)
+        assert (refused.reason, refused.retry_after_s) == (reason, None)
+        assert not scheduler.submits
+        assert (await front.generate(["hello"] * 2)).text
 
 
 async def test_requests_at_once_are_limited(fronts, keys, scheduler):

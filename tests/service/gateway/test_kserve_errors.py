@@ -4,8 +4,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from gateway.kserve.tensor_convert import read_inputs
 from quire.inference import open_inference_pb2 as pb
-from quire.rpc.errors import QuireError, from_rpc_error
+from quire.rpc.errors import InvalidArgument, QuireError, from_rpc_error
 from tests.service.gateway.test_kserve import SERVICE, infer, make_request
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import running_gateway
@@ -126,6 +127,24 @@ async def test_a_parameter_of_the_request_is_named_by_its_key(gateway, name, val
     (violation,) = error.violations
     assert violation.field == f'parameters["{name}"]'
     assert words in violation.description
+
+
+async def test_very_many_parameters_are_refused(gateway):
+    request = make_request("hello")
+    for number in range(1025):
+        request.parameters[f"p{number}"].bool_param = True
+    error = await refusal(gateway, request)
+    assert [violation.field for violation in error.violations] == ["parameters"]
+    assert "1,025 entries; the most is 1,024" in error.message
+
+
+def test_of_very_many_inputs_that_are_none_few_are_named():
+    request = make_request("hello")
+    for _ in range(1000):
+        request.inputs.add()
+    with pytest.raises(InvalidArgument) as raised:
+        read_inputs(request, {})
+    assert len(raised.value.violations) == 16
 
 
 @pytest.mark.parametrize(
