@@ -10,6 +10,7 @@ BENCHMARKS = (
     "waste",
     "sharing",
     "soak",
+    "hostile",
     "control",
     "gpu",
     "kernels",

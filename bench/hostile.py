@@ -1,0 +1,235 @@
+"""Ordinary streams beside hostile callers: whether the callers of bench/hostile_callers.py hurt anybody.
+
+Starts a server on quire-tiny in float32. Half of the ordinary streams come over gRPC, half over HTTP, each again and
+again with a prompt and a seed of its own, and each answer must be the one that the same request got before the attack.
+`/health` is asked ten times a second, each time by a new connection, and the memory of the gateway is read once a
+second. Exits with 1 where a stream failed or changed, where `/health` took a second or longer at the 99th percentile or
+was not answered, and where the gateway was restarted or held more memory than it may.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from bench.report import Series, write_results
+from quire.client import AsyncClient, GenerationOptions
+from quire.local import LocalServer, ServeSettings
+from quire.rpc.errors import QuireError, ResourceExhausted
+
+_PROMPTS = ("Once upon a time", "The old man and the", "Question: What is the opposite of hot?", "In the morning she")
+_MAX_TOKENS = 120
+_STREAM_TIMEOUT_S = 300.0
+_HEALTH_EVERY_S, _MEMORY_EVERY_S, _HEALTH_TIMEOUT_S = 0.1, 1.0, 30.0
+_BACK_OFF_S = 0.5
+"""After an answer that the server is full, which is no failure: nothing was accepted."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was seen during the attack."""
+
+    num_streams: int = 0
+    num_refused: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    stream_s: list[float] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
+    gateway_mib: list[float] = field(default_factory=list)
+
+
+class RefusedError(Exception):
+    """The server is full and says so before it accepts the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrdinaryCaller:
+    """One who streams the same request again and again, over gRPC or over HTTP."""
+
+    number: int
+    grpc: AsyncClient
+    http: httpx.AsyncClient
+
+    async def stream(self) -> str:
+        """The text of the answer. Raises RefusedError; whatever else it raises is a failure."""
+        prompt, temperature = _PROMPTS[self.number % len(_PROMPTS)], 0.7 * (self.number // 4 % 2)
+        if self.number % 2:
+            return await self._over_http(prompt, temperature)
+        options = GenerationOptions(temperature=temperature, seed=self.number, max_tokens=_MAX_TOKENS, ignore_eos=True)
+        pieces: list[str] = []
+        try:
+            async with self.grpc.generate_stream(prompt, options) as stream:
+                async for piece in stream.text:
+                    pieces.append(piece)
+        except ResourceExhausted as error:
+            if pieces:
+                raise
+            raise RefusedError from error
+        return "".join(pieces)
+
+    async def _over_http(self, prompt: str, temperature: float) -> str:
+        call = {"prompt": prompt, "temperature": temperature, "seed": self.number, "max_tokens": _MAX_TOKENS}
+        pieces: list[str] = []
+        is_done = False
+        async with self.http.stream("POST", "/v1/completions", json=call | {"stream": True, "ignore_eos": True}) as got:
+            if got.status_code == httpx.codes.TOO_MANY_REQUESTS:
+                raise RefusedError
+            got.raise_for_status()
+            async for line in got.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                if line == "data: [DONE]":
+                    is_done = True
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"])
+                pieces += [choice["text"] for choice in event["choices"]]
+        if not is_done:
+            raise RuntimeError("the stream ended before [DONE]")
+        return "".join(pieces)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=600, help="length of the attack")
+    parser.add_argument("--callers", type=int, default=50, help="hostile callers at once")
+    parser.add_argument("--streams", type=int, default=16, help="ordinary streams at once")
+    parser.add_argument("--max-health-s", type=float, default=1.0, help="bound on /health at the 99th percentile")
+    parser.add_argument("--max-gateway-mib", type=float, default=600, help="bound on the gateway's resident memory")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    findings, answers, num_restarts = asyncio.run(_run(arguments))
+    health_p99 = float(np.percentile(findings.health_s, 99))
+    peak_mib = max(findings.gateway_mib)
+    for kind, counted in answers.items():
+        print(f"{kind:<26}", ", ".join(f"{count} x {answer}" for answer, count in counted.items()))
+    series = [
+        Series("streams", "s", tuple(findings.stream_s)),
+        Series("/health", "s", tuple(findings.health_s)),
+        Series("memory of the gateway", "MiB", tuple(findings.gateway_mib)),
+    ]
+    print(*series, sep="\n")
+    print(f"{findings.num_streams} streams ended well, {findings.num_refused} were refused before they began")
+    faults = [f"{count} streams: {failure}" for failure, count in findings.failures.items()]
+    if health_p99 >= arguments.max_health_s:
+        faults.append(f"/health took {health_p99:.2f} s at the 99th percentile")
+    if peak_mib > arguments.max_gateway_mib:
+        faults.append(f"the gateway had {peak_mib:.0f} MiB")
+    if num_restarts:
+        faults.append(f"{num_restarts} processes were restarted")
+    print(f"/health p99 {health_p99:.3f} s; the gateway had {peak_mib:.0f} MiB at most", *faults, sep="\n")
+    if arguments.out is not None:
+        facts = {
+            "faults": faults,
+            "num_streams": findings.num_streams,
+            "num_refused": findings.num_refused,
+            "health_p99_s": health_p99,
+            "peak_gateway_mib": peak_mib,
+            "answers": answers,
+        }
+        summary = [Series(each.name, each.unit, (each.median,)) for each in series]
+        write_results(arguments.out, "ordinary streams beside hostile callers", summary, **facts)
+    if faults:
+        sys.exit(1)
+
+
+async def _run(arguments: argparse.Namespace) -> tuple[Findings, dict[str, dict[str, int]], int]:
+    settings = ServeSettings(grpc_port=0, http_port=0, dtype="float32")
+    async with LocalServer(settings) as server:
+        await server.wait_ready()
+        processes = [server.process(name) for name in ("gateway", "scheduler", "worker")]
+        limits = httpx.Limits(max_connections=arguments.streams)
+        async with (
+            AsyncClient(server.grpc_address) as grpc,
+            httpx.AsyncClient(
+                base_url=f"http://{server.http_address}", timeout=_STREAM_TIMEOUT_S, limits=limits
+            ) as http,
+        ):
+            callers = [OrdinaryCaller(number, grpc, http) for number in range(arguments.streams)]
+            expected = await asyncio.gather(*(caller.stream() for caller in callers))
+            findings = Findings()
+            ends_at = time.monotonic() + arguments.seconds
+            attack = await _start_attack(server, arguments)
+            async with asyncio.TaskGroup() as group:
+                watching = [
+                    group.create_task(_watch_health(server.http_address, findings)),
+                    group.create_task(_watch_memory(server, findings)),
+                ]
+                streaming = [
+                    group.create_task(_stream_until(ends_at, caller, text, findings))
+                    for caller, text in zip(callers, expected, strict=True)
+                ]
+                output, _ = await attack.communicate()
+                await asyncio.wait(streaming)
+                for task in watching:
+                    task.cancel()
+        return findings, json.loads(output), sum(process.starts - 1 for process in processes)
+
+
+async def _start_attack(server: LocalServer, arguments: argparse.Namespace) -> asyncio.subprocess.Process:
+    flags = {
+        "--http": server.http_address,
+        "--grpc": server.grpc_address,
+        "--callers": arguments.callers,
+        "--seconds": arguments.seconds,
+        "--seed": arguments.seed,
+    }
+    command = [str(part) for flag in flags.items() for part in flag]
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.hostile_callers", *command, stdout=asyncio.subprocess.PIPE
+    )
+
+
+async def _stream_until(ends_at: float, caller: OrdinaryCaller, expected: str, findings: Findings) -> None:
+    while (started := time.monotonic()) < ends_at:
+        try:
+            async with asyncio.timeout(_STREAM_TIMEOUT_S):
+                text = await caller.stream()
+        except RefusedError:
+            findings.num_refused += 1
+            await asyncio.sleep(_BACK_OFF_S)
+        except (QuireError, httpx.HTTPError, RuntimeError, TimeoutError) as error:
+            findings.failures[f"{type(error).__name__} {error}"] += 1
+            await asyncio.sleep(_BACK_OFF_S)
+        else:
+            if text != expected:
+                findings.failures["another text than before the attack"] += 1
+            findings.num_streams += 1
+            findings.stream_s.append(time.monotonic() - started)
+
+
+async def _watch_health(address: str, findings: Findings) -> None:
+    """Asks by a new connection each time, as load balancers do."""
+    while True:
+        started = time.monotonic()
+        async with httpx.AsyncClient(timeout=_HEALTH_TIMEOUT_S) as client:
+            try:
+                (await client.get(f"http://{address}/health")).raise_for_status()
+            except httpx.HTTPError as error:
+                findings.failures[f"/health: {type(error).__name__} {error}"] += 1
+        findings.health_s.append(time.monotonic() - started)
+        await asyncio.sleep(_HEALTH_EVERY_S)
+
+
+async def _watch_memory(server: LocalServer, findings: Findings) -> None:
+    while True:
+        # Between its end and its next start the gateway has no process.
+        with contextlib.suppress(RuntimeError, FileNotFoundError, ProcessLookupError):
+            findings.gateway_mib.append(_resident_mib(server.process("gateway").pid))
+        await asyncio.sleep(_MEMORY_EVERY_S)
+
+
+def _resident_mib(pid: int) -> float:
+    """Memory of a process that is in RAM. Raises FileNotFoundError or ProcessLookupError where there is none."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) / 1024

@@ -1,0 +1,236 @@
+"""Callers that a public server meets sooner or later: each of `KINDS` takes what one caller can take.
+
+They run in a process of their own, `python -m bench.hostile_callers`, so that what they cost themselves is not counted
+against the server. The last line on stdout is a JSON object: for each kind, how often each answer came.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from quire.client import AsyncClient, GenerationOptions
+from quire.rpc.address import TcpAddress, parse_address
+from quire.rpc.errors import QuireError
+
+_HELD_S = 20.0
+"""A connection on which a caller does nothing is held for so long, or until the server closes it."""
+_LONG_S = 120.0
+"""No answer within this time counts as none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The two fronts of one server."""
+
+    http: TcpAddress
+    grpc: str
+
+
+async def _exchange(target: Target, request: bytes, *, held_s: float = _LONG_S, reads: bool = True) -> str:
+    """Sends bytes on a new connection and returns the status of the answer, or what happened in its place."""
+    try:
+        reader, writer = await asyncio.open_connection(target.http.host, target.http.port)
+    except OSError:
+        return "not connected"
+    try:
+        writer.write(request)
+        await writer.drain()
+        if not reads:
+            await asyncio.sleep(held_s)
+            return "left unread"
+        async with asyncio.timeout(held_s):
+            line = await reader.readline()
+            # What follows may be large and is not kept.
+            while await reader.read(1 << 16):
+                pass
+        return line.decode("latin-1").strip().partition(" ")[2] or "closed"
+    except TimeoutError:
+        return f"nothing for {held_s:.0f} s"
+    except OSError:
+        return "reset"
+    finally:
+        writer.transport.abort()
+
+
+def _post(path: str, body: bytes, *, length: int | None = None) -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        f"Content-Length: {len(body) if length is None else length}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def _send(target: Target, path: str, value: object) -> str:
+    return await _exchange(target, _post(path, json.dumps(value).encode()))
+
+
+async def wide_completion(target: Target, rng: random.Random) -> str:
+    """1,024 prompts of 128 samples with stop strings of 1,000 characters: 131,072 sequences in 20 kB."""
+    stop = ["".join(rng.choices("abcdefgh ", k=1000)) for _ in range(4)]
+    return await _send(target, "/v1/completions", {"prompt": ["a"] * 1024, "n": 128, "stop": stop, "max_tokens": 16})
+
+
+async def many_samples_over_grpc(target: Target, rng: random.Random) -> str:
+    """128 samples with stop strings of 1,000 characters."""
+    stop = ["".join(rng.choices("abcdefgh ", k=1000)) for _ in range(4)]
+    async with AsyncClient(target.grpc) as client:
+        options = GenerationOptions(n=128, stop=stop, max_tokens=16, temperature=1.0)
+        try:
+            async with asyncio.timeout(_LONG_S):
+                await client.generate("Once", options)
+        except QuireError as error:
+            return f"{error.code.name} {error.reason}"
+        except TimeoutError:
+            return f"nothing for {_LONG_S:.0f} s"
+    return "answered"
+
+
+async def half_a_body(target: Target, rng: random.Random) -> str:
+    """A request whose body never ends; the answer is read."""
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n" + b"x" * rng.randrange(2)
+    return await _exchange(target, head, held_s=_HELD_S)
+
+
+async def half_a_post(target: Target, rng: random.Random) -> str:
+    """Four megabytes announced, one sent."""
+    return await _exchange(target, _post("/v1/completions", b" " * (1 << 20), length=4 << 20), held_s=_HELD_S)
+
+
+async def half_a_head(target: Target, rng: random.Random) -> str:
+    """Headers that never end."""
+    return await _exchange(target, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-", held_s=_HELD_S)
+
+
+async def many_logprobs(target: Target, rng: random.Random) -> str:
+    """64 prompts of 128 samples of 400 tokens with 20 log probabilities each, not streamed."""
+    call = {"prompt": ["Once upon a time"] * 64, "n": 128, "max_tokens": 400, "logprobs": 20, "temperature": 1.0}
+    return await _send(target, "/v1/completions", call | {"ignore_eos": True})
+
+
+async def some_logprobs(target: Target, rng: random.Random) -> str:
+    """What may be accepted of the like: 16 samples of 100 tokens with 20 log probabilities each."""
+    call = {"prompt": "Once upon a time", "n": 16, "max_tokens": 100, "logprobs": 20, "temperature": 1.0}
+    return await _send(target, "/v1/completions", call)
+
+
+async def many_ids(target: Target, rng: random.Random) -> str:
+    """A million token ids to be made text."""
+    return await _send(target, "/detokenize", {"tokens": [rng.randrange(256)] * 1_000_000})
+
+
+async def long_text(target: Target, rng: random.Random) -> str:
+    """Three megabytes of text to be tokenized."""
+    path = rng.choice(["/tokenize", "/v1/completions"])
+    return await _send(target, path, {"prompt": "lorem ipsum " * 250_000})
+
+
+async def many_messages(target: Target, rng: random.Random) -> str:
+    """A conversation of 20,000 messages."""
+    return await _send(target, "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}] * 20_000})
+
+
+async def nonsense(target: Target, rng: random.Random) -> str:
+    """Bytes that are no HTTP: a TLS handshake, noise, deep JSON."""
+    return await _exchange(
+        target,
+        rng.choice(
+            [
+                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),
+                rng.randbytes(2000),
+                _post("/v1/completions", b"[" * 100_000),
+                _post("/v1/completions", b'{"prompt": ' + b"1" * 100_000 + b"}"),
+            ]
+        ),
+        held_s=_HELD_S,
+    )
+
+
+async def unread_stream(target: Target, rng: random.Random) -> str:
+    """A stream that nobody reads."""
+    body = json.dumps({"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True}).encode()
+    return await _exchange(target, _post("/v1/completions", body), held_s=_HELD_S, reads=False)
+
+
+async def left_stream(target: Target, rng: random.Random) -> str:
+    """A stream whose caller leaves with the first line."""
+    body = json.dumps({"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True, "n": 4}).encode()
+    try:
+        reader, writer = await asyncio.open_connection(target.http.host, target.http.port)
+        writer.write(_post("/v1/completions", body))
+        async with asyncio.timeout(_HELD_S):
+            line = await reader.readline()
+        writer.transport.abort()
+    except (OSError, TimeoutError):
+        return "not served"
+    return line.decode("latin-1").strip().partition(" ")[2]
+
+
+async def come_and_go(target: Target, rng: random.Random) -> str:
+    """A hundred connections that are opened and closed."""
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(target.http.host, target.http.port)
+            writer.transport.abort()
+    return "gone"
+
+
+Kind = Callable[[Target, random.Random], Awaitable[str]]
+KINDS: tuple[Kind, ...] = (
+    wide_completion,
+    many_samples_over_grpc,
+    half_a_body,
+    half_a_post,
+    half_a_head,
+    many_logprobs,
+    some_logprobs,
+    many_ids,
+    long_text,
+    many_messages,
+    nonsense,
+    unread_stream,
+    left_stream,
+    come_and_go,
+)
+
+
+async def attack(target: Target, num_callers: int, seconds: float, seed: int) -> dict[str, Counter[str]]:
+    """Lets so many callers go through all kinds, one after the other, for a time. What they are in the middle of at the
+    end is cut off. Returns how often each kind got each answer."""
+    answers: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in KINDS}
+
+    async def call(number: int) -> None:
+        rng = random.Random(f"{seed} {number}")
+        turn = number
+        while True:
+            kind = KINDS[turn % len(KINDS)]
+            answers[kind.__name__][await kind(target, rng)] += 1
+            turn += 1
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
+            for number in range(num_callers):
+                group.create_task(call(number))
+    return answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--http", required=True)
+    parser.add_argument("--grpc", required=True)
+    parser.add_argument("--callers", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    http = parse_address(arguments.http)
+    assert isinstance(http, TcpAddress)
+    target = Target(http, arguments.grpc)
+    print(json.dumps(asyncio.run(attack(target, arguments.callers, arguments.seconds, arguments.seed))))
+
+
+if __name__ == "__main__":
+    main()
