@@ -74,7 +74,7 @@ class Commands:
             http_port=http_port,
             reuse_port=True,
             hand_over=len(self.gateways) > 1,
-            local_socket=self._socket(gateway_name(number)),
+            local_socket=self.socket(gateway_name(number)),
             metrics_port=_own_port(self.settings.gateway_metrics_port, number),
             admin_port=_own_port(self.settings.admin_port, number),
             keys_files=(*self.settings.keys_files, *own_keys),
@@ -104,18 +104,19 @@ class Commands:
 
     def worker_address(self, rank: int) -> str:
         """Where a worker listens."""
-        return f"unix:{self._socket(worker_name(rank))}"
+        return f"unix:{self.socket(worker_name(rank))}"
 
     def gateway_address(self, number: int) -> str:
         """Where one gateway listens alone, besides the ports that it shares."""
-        return f"unix:{self._socket(gateway_name(number))}"
+        return f"unix:{self.socket(gateway_name(number))}"
 
     @property
     def scheduler_address(self) -> str:
         """Where the scheduler listens."""
-        return f"unix:{self._socket('scheduler')}"
+        return f"unix:{self.socket('scheduler')}"
 
-    def _socket(self, name: str) -> Path:
+    def socket(self, name: str) -> Path:
+        """Where the process of this name listens, and nobody else."""
         return self.directory / f"{name}.sock"
 
 

@@ -18,7 +18,7 @@ from quire.local.run_directory import RunDirectory
 from quire.local.settings import ServeSettings
 from quire.local.standard_error import tell
 from quire.local.supervised_process import ServiceSpec, SupervisedProcess
-from quire.local.watchdog import watch
+from quire.local.watchdog import HangLimits, watch
 from quire.rpc.address import free_port
 
 # A gateway prints a line on stdout that begins like this, once it listens on both ports, and flushes it.
@@ -210,15 +210,15 @@ class LocalServer:
             self._all_listen.set()
 
     def _watch_for_hangs(self, commands: Commands) -> list[asyncio.Task[None]]:
-        timeout_s = self._settings.hang_timeout
-        if timeout_s == 0:
+        settings = self._settings
+        if settings.hang_timeout == 0:
             return []
-        addresses = {worker_name(rank): commands.worker_address(rank) for rank in commands.ranks}
-        addresses["scheduler"] = commands.scheduler_address
-        addresses |= {gateway_name(number): commands.gateway_address(number) for number in commands.gateways}
+        limits = HangLimits(settings.hang_timeout, settings.start_timeout)
         return [
-            asyncio.create_task(watch(self.process(name), address, timeout_s, self._report), name=f"watch {name}")
-            for name, address in addresses.items()
+            asyncio.create_task(
+                watch(process, commands.socket(process.name), limits, self._report), name=f"watch {process.name}"
+            )
+            for process in itertools.chain(*self._stages)
         ]
 
     def _make_processes(self, commands: Commands) -> list[list[SupervisedProcess]]:

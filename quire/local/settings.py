@@ -23,6 +23,13 @@ class ServeSettings(ModelFlags, GatewayFlags, WorkerFlags, SchedulerFlags, Drain
         minimum=0,
         metavar="SECONDS",
     )
+    start_timeout: float = setting(
+        120.0,
+        "time after which a service that does not listen since its start is killed and started again; loading the "
+        "model comes after that and may take any time",
+        minimum=1,
+        metavar="SECONDS",
+    )
     admin_port: int | None = setting(
         None,
         "port of the gateway's channelz on 127.0.0.1, which shows connections and calls, further gateways have the "

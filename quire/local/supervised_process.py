@@ -70,6 +70,11 @@ class SupervisedProcess:
             raise RuntimeError(f"{self.name} does not run")
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """False before the first start, and between a death and the next start."""
+        return self._process is not None
+
     def start(self) -> asyncio.Task[None]:
         """Starts it. The task ends when the service is stopped, with ServiceRefused where it refuses for good."""
         self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")

@@ -1,8 +1,17 @@
-"""Kills a service that hangs, so that its supervisor starts it again."""
+"""Kills a service that hangs, so that its supervisor starts it again.
+
+A service listens before it loads anything, and answers health checks from then on, with NOT_SERVING while it loads. So
+silence of a service that listens is a hang. Before that it imports its libraries, which a slow disk may make long: only
+then is it given the longer start timeout.
+"""
 
 import asyncio
+import errno
 import math
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,39 +21,67 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.local.supervised_process import SupervisedProcess
 from quire.rpc.channel import open_channel
 
-_LONGEST_INTERVAL_S = 2.0
-# What gRPC says by itself when nobody answers; any other status comes from a process that is alive.
+_MAX_INTERVAL_S = 2.0
+# What gRPC reports by itself when nobody answers; any other status comes from a process that is alive.
 _SILENCE = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
-async def watch(process: SupervisedProcess, address: str, hang_timeout_s: float, report: Callable[[str], None]) -> None:
-    """Asks for the health of `process` at `address`, for ever, and kills it after `hang_timeout_s` without an answer.
+@dataclass(frozen=True, slots=True)
+class HangLimits:
+    """How long a service may be silent.
 
-    NOT_SERVING is an answer. A process that has not said SERVING yet may be loading, and is left alone. Silence is
-    counted in checks that went unanswered and not in time, so that a pause of ourselves is not taken for one of theirs.
+    Attributes:
+        hang_timeout_s: once it listens.
+        start_timeout_s: from its start until it listens.
     """
-    interval_s = min(hang_timeout_s / 3, _LONGEST_INTERVAL_S)
-    most_unanswered = math.ceil(hang_timeout_s / interval_s)
-    served_start = unanswered = 0
-    async with open_channel(address) as channel:
+
+    hang_timeout_s: float
+    start_timeout_s: float
+
+
+async def watch(
+    process: SupervisedProcess, socket_path: Path, limits: HangLimits, report: Callable[[str], None]
+) -> None:
+    """Checks the health of `process` at its unix socket, for ever, and kills it when it is silent for too long.
+
+    Silence is counted in checks without an answer and not in time, so that a pause of ourselves is not taken for one of
+    theirs.
+    """
+    interval_s = min(limits.hang_timeout_s / 3, _MAX_INTERVAL_S)
+    num_silent = 0
+    # The count of starts of the process that `num_silent` is about, and of the last one that was seen to listen.
+    start = listening_start = 0
+    async with open_channel(f"unix:{socket_path}") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         while True:
-            start = process.starts
-            status, _ = await asyncio.gather(_check(stub, interval_s), asyncio.sleep(interval_s))
-            if status is not None:
-                unanswered = 0
-                served_start = start if status == health_pb2.HealthCheckResponse.SERVING else served_start
+            checked_start = process.starts
+            is_answered, _ = await asyncio.gather(_answers(stub, interval_s), asyncio.sleep(interval_s))
+            if start != process.starts or not process.is_running:
+                start, num_silent = process.starts, 0
+            if checked_start != start or not process.is_running:
                 continue
-            unanswered = unanswered + 1 if start == served_start == process.starts else 0
-            if unanswered >= most_unanswered:
-                report(f"{process.name} answers no health check for {hang_timeout_s:g} s; killing it")
+            if listening_start != start and (is_answered or _listens(socket_path)):
+                listening_start, num_silent = start, 0
+            num_silent = 0 if is_answered else num_silent + 1
+            has_listened = listening_start == start
+            limit_s = limits.hang_timeout_s if has_listened else limits.start_timeout_s
+            if num_silent >= math.ceil(limit_s / interval_s):
+                silence = "answers no health check for" if has_listened else "does not listen after"
+                report(f"{process.name} {silence} {limit_s:g} s; killing it")
                 process.kill_once()
-                unanswered = 0
+                num_silent = 0
 
 
-async def _check(stub: Any, timeout_s: float) -> int | None:
-    """The status that is answered; None where nobody answers in time."""
+async def _answers(stub: Any, timeout_s: float) -> bool:
     try:
-        return (await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)).status
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
-        return None if error.code() in _SILENCE else health_pb2.HealthCheckResponse.UNKNOWN
+        return error.code() not in _SILENCE
+    return True
+
+
+def _listens(socket_path: Path) -> bool:
+    """Whether some process listens there; one that is stopped does too, since the kernel takes connections for it."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(socket_path)) in (0, errno.EAGAIN)
