@@ -53,9 +53,14 @@ def num_candidates(width: int, num_stop_token_ids: int) -> int:
     return max(2, 1 + num_stop_token_ids) * width
 
 
+class NoCandidatesError(Exception):
+    """No beam has a token that is not banned, and no hypothesis is finished."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The most likely next tokens of one beam, best first, and their log probabilities. A banned token has -inf.
+    """The most likely next tokens of one beam, best first, and their log probabilities. A banned token has -inf. A beam
+    without candidates is dropped, as one is all of whose candidates are banned.
 
     Among equal log probabilities the lower token id comes first.
     """
@@ -146,8 +151,8 @@ class BeamSearch:
             outputs: the output tokens of each live beam so far, all of one length. Read, and copied only where a
                 hypothesis is kept.
 
-        Raises ValueError where the two do not describe `width` beams, or where no beam has a token that is not banned
-        and nothing is finished.
+        Raises ValueError where the two do not describe `width` beams, NoCandidatesError where no beam can go on and
+        nothing is finished. The search is as it was then.
         """
         length = self._next_length(candidates, outputs)
         ranked = self._rank(candidates)
@@ -230,7 +235,7 @@ class BeamSearch:
 
     def _end(self) -> None:
         if not self._finished:
-            raise ValueError("all candidates of all beams are banned, and no hypothesis is finished")
+            raise NoCandidatesError("no beam of the search has a token that it may go on with, and none is finished")
         self._scores = []
         self._finished += [self._finished[-1]] * (self._parameters.width - len(self._finished))
 

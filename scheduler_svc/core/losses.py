@@ -60,7 +60,8 @@ class Losses:
 @dataclass(frozen=True, slots=True)
 class Loss:
     """One loss of the worker with steps in flight: how far each request that ran had come, and whether a step was
-    answered since the worker was attached."""
+    answered since the worker was attached. `detail` says what was wrong with the worker, where that is known."""
 
     progress: dict[RequestKey, Progress]
     has_answered: bool
+    detail: str | None

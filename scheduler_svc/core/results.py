@@ -1,13 +1,91 @@
-"""What a step's result means: tokens, ends, the steps of beam searches, and blocks that are final now."""
+"""What a step's result means: tokens, ends, the steps of beam searches, and blocks that are final now.
+
+A result is checked as a whole before anything of it is taken in: nonsense changes nothing.
+"""
+
+import math
 
 import numpy as np
 
-from scheduler_svc.core.beam import Candidates
+from scheduler_svc.core.beam import Candidates, NoCandidatesError
 from scheduler_svc.core.beam_group import advance
 from scheduler_svc.core.events import EventLog
+from scheduler_svc.core.logprobs import PositionLogprobs
+from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_plan import StepInFlight, StepResult
+
+_MAX_TOKEN_ID = 2**31 - 1
+"""Token ids travel, and are hashed, as int32."""
+
+
+def check_result(step: StepInFlight, result: StepResult, table: RowTable) -> None:
+    """Raises ValueError unless `Results.take` can take in all of the result. Changes nothing.
+
+    Rows that were released since the step was planned are not looked at, as `take` drops what is said of them.
+    """
+    _check_tokens(step, result)
+    reported = {*result.logprobs, *result.failures, *result.candidates}
+    if reported and (strangers := reported.difference(step.rows.tolist())):
+        raise ValueError(f"the result of step {step.step_id} reports rows {sorted(strangers)}, which do not sample")
+    current = table.incarnation[step.rows] == step.incarnations
+    if result.failures:
+        current &= ~np.isin(step.rows, list(result.failures))
+    rows, token_ids = step.rows[current], result.token_ids[current]
+    for row in rows[table.dependent[rows]].tolist():
+        _check_candidates(row, step.step_id, result.candidates.get(row))
+    wanted = table.wants_logprobs[rows]
+    for row, token_id in zip(rows[wanted].tolist(), token_ids[wanted].tolist(), strict=True):
+        sequence = table.sequences[row]
+        assert sequence is not None
+        _check_logprobs(row, step.step_id, token_id, result.logprobs.get(row), sequence.request.sampling.logprobs or 0)
+    if result.logprobs and (unasked := result.logprobs.keys() & set(rows[~wanted].tolist())):
+        raise ValueError(f"the result of step {step.step_id} has log probabilities of rows {sorted(unasked)}, unasked")
+
+
+def _check_tokens(step: StepInFlight, result: StepResult) -> None:
+    token_ids = result.token_ids
+    if token_ids.shape != step.rows.shape:
+        raise ValueError(f"step {step.step_id} sampled {len(step.rows)} rows, its result has {token_ids.size} tokens")
+    if not len(token_ids):
+        return
+    if not np.issubdtype(token_ids.dtype, np.integer):
+        raise ValueError(f"the tokens of step {step.step_id} are {token_ids.dtype}, not integers")
+    lowest, highest = int(token_ids.min()), int(token_ids.max())
+    if lowest < 0 or highest > _MAX_TOKEN_ID:
+        raise ValueError(f"step {step.step_id} sampled tokens from {lowest} to {highest}; they are in [0, 2**31)")
+
+
+def _check_candidates(row: int, step_id: int, candidates: Candidates | None) -> None:
+    """Without candidates the search would wait for ever; the search merges those of its beams, so they are in order."""
+    if candidates is None or not len(candidates.token_ids):
+        raise ValueError(f"the result of step {step_id} has no candidates of row {row}")
+    values = np.asarray(candidates.logprobs, dtype=np.float64)
+    token_ids = np.asarray(candidates.token_ids)
+    if values.shape != token_ids.shape:
+        raise ValueError(
+            f"the result of step {step_id} has {len(token_ids)} candidates of row {row} and {len(values)} log "
+            f"probabilities"
+        )
+    if token_ids.min() < 0 or token_ids.max() > _MAX_TOKEN_ID:
+        raise ValueError(f"the result of step {step_id} has a candidate of row {row} outside of [0, 2**31)")
+    # Both comparisons are false for NaN.
+    if not (values[0] < math.inf and (values[1:] <= values[:-1]).all()):
+        raise ValueError(f"the candidates of row {row} in the result of step {step_id} are not in order of likelihood")
+
+
+def _check_logprobs(row: int, step_id: int, token_id: int, position: PositionLogprobs | None, num_top: int) -> None:
+    if position is None:
+        raise ValueError(f"the result of step {step_id} has no log probabilities of row {row}")
+    if position.chosen.token_id != token_id:
+        raise ValueError(
+            f"row {row} sampled token {token_id} in step {step_id}, and reports that of {position.chosen.token_id}"
+        )
+    if len(position.top) > num_top:
+        raise ValueError(f"row {row} reports {len(position.top)} likely tokens in step {step_id}; asked for {num_top}")
+    if not all(entry.logprob < math.inf for entry in (position.chosen, *position.top)):
+        raise ValueError(f"a log probability of row {row} in the result of step {step_id} is no number")
 
 
 class Results:
@@ -21,10 +99,8 @@ class Results:
         """Groups that are over, finished or failed."""
 
     def take(self, step: StepInFlight, result: StepResult) -> None:
-        """Takes in the result of `step`. What it says of rows that were released since is dropped.
-
-        Raises ValueError when a row that needs candidates has none.
-        """
+        """Takes in the result of `step`, which passed `check_result`. What it says of rows that were released since is
+        dropped."""
         table = self._state.batch.rows
         current = table.incarnation[step.rows] == step.incarnations
         self._seal(step, current, result)
@@ -56,10 +132,12 @@ class Results:
         # Released rows were sorted out before; a group may only end here by a failure of this very step.
         if sequence is None:
             return
-        if row in result.failures:
-            self._fail(sequence, result.failures[row])
-        elif sequence.request.beam is not None:
-            self._collect(sequence, _candidates_of(row, result))
+        failure = result.failures.get(row)
+        if sequence.request.beam is not None:
+            # A beam that has no token to go on with is dropped; the search goes on with the others.
+            self._collect(sequence, result.candidates[row] if failure is None else Candidates((), ()), failure)
+        elif failure is not None:
+            self._fail(sequence, failure)
         else:
             sequence.token_ids.append(token_id)
             self.events.token(sequence, token_id, result.logprobs.get(row))
@@ -93,14 +171,18 @@ class Results:
             if group.finished:
                 self._end(group)
 
-    def _collect(self, sequence: Sequence, candidates: Candidates) -> None:
-        """One beam's candidates; with the last of them the search goes on."""
+    def _collect(self, sequence: Sequence, candidates: Candidates, failure: str | None) -> None:
+        """One beam's candidates, none where its row failed; with the last of them the search goes on."""
         group = self._state.running.get(sequence.request.key)
         assert group.beams is not None
         group.beams.candidates[sequence.index] = candidates
         if len(group.beams.candidates) == len(group.beams.beams):
             self._note_first_token(group)
-            advance(group.beams, self._state.batch)
+            try:
+                advance(group.beams, self._state.batch)
+            except NoCandidatesError as error:
+                self._fail(sequence, failure or str(error))
+                return
             if not group.beams.beams:
                 self._end(group)
 
@@ -119,11 +201,3 @@ class Results:
         self._state.end_group(group.request.key)
         self.ended.append(group)
         self.events.request_end(group)
-
-
-def _candidates_of(row: int, result: StepResult) -> Candidates:
-    """Raises ValueError: without them the search would wait for ever."""
-    candidates = result.candidates.get(row)
-    if candidates is None:
-        raise ValueError(f"the result of step {result.step_id} has no candidates of row {row}")
-    return candidates

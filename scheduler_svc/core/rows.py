@@ -23,6 +23,7 @@ class RowTable:
     client, handle, index, num_prompt  int64: whose sequence it is, which of the request's, after how many prompt tokens
     num_emitted   int64: output tokens that the sequence had when it was submitted
     is_plain      bool: each token is an event of its own at once; not where sequences are selected at the end
+    wants_logprobs  bool: the worker reports the log probability of each token
     prefills      bool: the row still computes what it came with, in chunks; it samples with the last one
     shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
     dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
@@ -44,6 +45,7 @@ class RowTable:
         self.num_prompt = np.zeros(max_num_rows, dtype=np.int64)
         self.num_emitted = np.zeros(max_num_rows, dtype=np.int64)
         self.is_plain = np.zeros(max_num_rows, dtype=bool)
+        self.wants_logprobs = np.zeros(max_num_rows, dtype=bool)
         self.prefills = np.zeros(max_num_rows, dtype=bool)
         self.shares_tail = np.zeros(max_num_rows, dtype=bool)
         self.dependent = np.zeros(max_num_rows, dtype=bool)
@@ -102,6 +104,7 @@ class RowTable:
         self.num_prompt[row] = len(request.prompt)
         self.num_emitted[row] = sequence.num_emitted_tokens
         self.is_plain[row] = not request.selects
+        self.wants_logprobs[row] = request.beam is None and (request.selects or request.sampling.logprobs is not None)
         self.shares_tail[row] = False
         self.dependent[row] = request.beam is not None
         sequence.row = row

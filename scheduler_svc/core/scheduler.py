@@ -26,7 +26,7 @@ from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.queues import GroupQueue
 from scheduler_svc.core.request import ClientId, Request, RequestKey
-from scheduler_svc.core.results import Results
+from scheduler_svc.core.results import Results, check_result
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.state import SchedulerState
@@ -240,9 +240,12 @@ class Scheduler:
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         """Takes in the result of the oldest step in flight and returns what happened, by client.
 
-        Raises ValueError when the result is not that step's.
+        Raises ValueError and changes nothing where the result is not that step's, or makes no sense. The worker is to
+        be given up then: see `lose_in_flight`.
         """
-        step = self._take_in_flight(result)
+        step = self._oldest_in_flight(result.step_id)
+        check_result(step, result, self.rows)
+        self.in_flight.popleft()
         self._trials.answered(step)
         results = Results(self._state, now)
         results.take(step, result)
@@ -261,16 +264,11 @@ class Scheduler:
         self.in_flight.append(StepInFlight(plan.step_id, sampling, incarnations, num_computed))
         return plan
 
-    def _take_in_flight(self, result: StepResult) -> StepInFlight:
-        if not self.in_flight or self.in_flight[0].step_id != result.step_id:
+    def _oldest_in_flight(self, step_id: int) -> StepInFlight:
+        if not self.in_flight or self.in_flight[0].step_id != step_id:
             expected = self.in_flight[0].step_id if self.in_flight else "none"
-            raise ValueError(f"result of step {result.step_id} came, the oldest step in flight is {expected}")
-        if len(result.token_ids) != len(self.in_flight[0].rows):
-            raise ValueError(
-                f"step {result.step_id} sampled {len(self.in_flight[0].rows)} rows, "
-                f"its result has {len(result.token_ids)} tokens"
-            )
-        return self.in_flight.popleft()
+            raise ValueError(f"result of step {step_id} came, the oldest step in flight is {expected}")
+        return self.in_flight[0]
 
     def _settle_pin(self, group: SequenceGroup) -> None:
         """Where the group computed a pin, its blocks were freed this very moment and are all there."""
@@ -294,14 +292,14 @@ class Scheduler:
             return {}
         return self._fail(group, f"the worker refused a step of this request alone: {detail}", reason="STEP_REFUSED")
 
-    def lose_in_flight(self) -> None:
-        """The worker was lost and did not say why. `void_in_flight` is to follow, and `judge_loss` once a worker is
-        attached again."""
-        self._trials.lost()
+    def lose_in_flight(self, detail: str | None = None) -> None:
+        """The worker was lost and did not say why, or was given up, for the reason `detail`. `void_in_flight` is to
+        follow, and `judge_loss` once a worker is attached again."""
+        self._trials.lost(detail)
 
     def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
         """A worker was attached. To be called before anything runs; `was_alive` where it is the one that was lost, and
-        did not hang.
+        neither hung nor answered nonsense.
 
         Returns the failure of the request that it is lost for, once it is known which one that is (see `trials`).
         """
@@ -313,6 +311,8 @@ class Scheduler:
             f"the worker was lost {losses.num} times in a row while this request ran, "
             f"the last {losses.num_alone} times at one step of it alone"
         )
+        if fault.detail is not None:
+            message += f": {fault.detail}"
         return self._fail(fault.group, message, reason="WORKER_LOST")
 
     def _fail(self, group: SequenceGroup, message: str, *, reason: str) -> dict[ClientId, ClientEvents]:

@@ -14,10 +14,12 @@ _STEPS_TO_PASS = 3
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A group that is at fault, which is still live, and the losses of the worker that prove it."""
+    """A group that is at fault, which is still live, the losses of the worker that prove it, and what is known of the
+    last one."""
 
     group: SequenceGroup
     losses: Losses
+    detail: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +67,18 @@ class Trials:
         # The one on trial, if it was not aborted meanwhile.
         return running[0] if running else None
 
-    def lost(self) -> None:
+    def lost(self, detail: str | None) -> None:
         """The worker was lost, and did not say why. What that means is known once there is one again: `attached`."""
         state = self._state
         if state.in_flight:
             progress = {group.request.key: Progress.of(state, group) for group in state.running}
-            self._loss = Loss(progress, self._has_answered)
+            self._loss = Loss(progress, self._has_answered, detail)
 
     def attached(self, *, was_alive: bool) -> Fault | None:
-        """There is a worker again. `was_alive` where it is the one that was lost, so that only the link to it broke:
-        that counts against a step only if none was answered over that link. Returns who is at fault, if that is known.
+        """There is a worker again. `was_alive` where it is the one that was lost and nothing was wrong with it, so that
+        only the link to it broke: that counts against a step only if none was answered over that link.
+
+        Returns who is at fault, if that is known.
         """
         loss, self._loss, self._has_answered = self._loss, None, False
         if loss is None or (was_alive and loss.has_answered):
@@ -82,7 +86,7 @@ class Trials:
         self._count(loss)
         counted = {key: self._losses[key] for key in loss.progress if key in self._losses}
         if self._suspects:
-            return next((self._fault(key) for key, losses in counted.items() if losses.prove_fault), None)
+            return next((self._fault(key, loss) for key, losses in counted.items() if losses.prove_fault), None)
         if any(losses.suffice_for_trials for losses in counted.values()):
             self._suspects = set(counted)
         return None
@@ -142,7 +146,7 @@ class Trials:
         self._losses = {key: losses for key, losses in self._losses.items() if self._state.queue_of(key) is not None}
         self._replaced.clear()
 
-    def _fault(self, key: RequestKey) -> Fault:
+    def _fault(self, key: RequestKey, loss: Loss) -> Fault:
         queue = self._state.queue_of(key)
         assert queue is not None
-        return Fault(queue.get(key), self._losses[key])
+        return Fault(queue.get(key), self._losses[key], loss.detail)

@@ -20,7 +20,7 @@ from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.step_refusal import is_unexplained, refusal_of
 from scheduler_svc.service.step_trace import StepTrace
 from scheduler_svc.service.worker_group import StepLink, attach_workers
-from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError
+from scheduler_svc.service.worker_link import InvalidAnswerError, WorkerHangsError, WorkerLostError
 from scheduler_svc.settings import SchedulerSettings
 
 _logger = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class StepLoop:
         self._answered_at = time.monotonic()
         # Whether the worker that is attached has answered a step or sent a heartbeat.
         self._has_heard = False
-        # Whether the worker that was lost last was one that lived and did not answer.
-        self._has_hung = False
+        # Whether the worker that was lost last was one that lived, and hung or answered nonsense.
+        self._was_faulty = False
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises the core's RefusedError."""
@@ -180,7 +180,7 @@ class StepLoop:
             # A worker that is lost before it answers anything may be lost again by the same step.
             if self._has_heard:
                 backoff_s = _FIRST_BACKOFF_S
-            else:
+            if self._was_faulty or not self._has_heard:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
@@ -189,12 +189,12 @@ class StepLoop:
         found."""
         assert self.scheduler is not None
         self._metrics.lost_worker()
-        self._has_hung = isinstance(error, WorkerHangsError)
+        self._was_faulty = isinstance(error, (WorkerHangsError, InvalidAnswerError))
         refusal = refusal_of(error)
         if refusal is not None:
             self._fail_at_fault(self.scheduler.refuse_in_flight(refusal))
         elif is_unexplained(error):
-            self.scheduler.lose_in_flight()
+            self.scheduler.lose_in_flight(str(error.__cause__) if isinstance(error, InvalidAnswerError) else None)
 
     def _judge_loss(self, scheduler: Scheduler, *, was_alive: bool) -> None:
         """Where the worker was lost before, what that says of the requests that ran."""
@@ -233,7 +233,7 @@ class StepLoop:
         elif config != self.scheduler.config:
             self._rebuild(config)
         self.scheduler.adopt_sealed(link.sealed)
-        self._judge_loss(self.scheduler, was_alive=info.is_same_worker(self.replica) and not self._has_hung)
+        self._judge_loss(self.scheduler, was_alive=info.is_same_worker(self.replica) and not self._was_faulty)
         self._take_info(info)
         self._sent_at.clear()
         self._answered_at = time.monotonic()
@@ -342,7 +342,7 @@ class StepLoop:
                 prompt_logprobs = self._prompt_logprobs.answered(result.step_id, answer.prompt_logprobs)
                 events = scheduler.apply(result, now)
             except ValueError as error:
-                raise WorkerLostError(f"worker {link.address}: {error}") from error
+                raise InvalidAnswerError(f"worker {link.address}: {error}") from error
             self._wake.set()
             self.trace.answered(result.step_id, answer.worker_us, now)
             self.trace.applied(result.step_id, now, time.monotonic())

@@ -39,6 +39,10 @@ class WorkerHangsError(WorkerLostError):
     """The worker lives, but has not answered a step in time."""
 
 
+class InvalidAnswerError(WorkerLostError):
+    """The worker lives, but what it answered makes no sense: `__cause__` says why."""
+
+
 class WorkerLink:
     """An attached worker, made by `attach`. Steps go out in order, results come back in the same order.
 
@@ -117,7 +121,7 @@ class WorkerLink:
         try:
             return step_answer(response.result, self.info.vocab_size)
         except InvalidArgument as error:
-            raise WorkerLostError(f"worker {self.address} sent a malformed result: {error}") from error
+            raise InvalidAnswerError(f"worker {self.address} sent a malformed result: {error}") from error
 
     async def close(self) -> None:
         self._watching.cancel()

@@ -321,10 +321,12 @@ class Driver:
             self.deliver()
         raise AssertionError(f"still busy after {max_steps} steps")
 
-    def crash(self, *, was_alive: bool = False, config: SchedulerConfig | None = None) -> dict[ClientId, ClientEvents]:
+    def crash(
+        self, *, was_alive: bool = False, config: SchedulerConfig | None = None, detail: str | None = None
+    ) -> dict[ClientId, ClientEvents]:
         """The worker is lost with everything in flight, and is attached again, with another pool where there is a
-        `config`."""
-        self.scheduler.lose_in_flight()
+        `config`. `detail` says what it was given up for."""
+        self.scheduler.lose_in_flight(detail)
         self._forget_worker()
         if config is not None:
             self._move_to(config)

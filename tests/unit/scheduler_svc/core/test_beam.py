@@ -11,6 +11,7 @@ from scheduler_svc.core.beam import (
     Candidates,
     Continuation,
     EarlyStopping,
+    NoCandidatesError,
     num_candidates,
 )
 
@@ -170,7 +171,7 @@ def test_with_nothing_allowed_the_search_ends_with_what_is_finished():
 
 
 def test_with_nothing_allowed_and_nothing_finished_the_search_fails():
-    with pytest.raises(ValueError, match="banned"):
+    with pytest.raises(NoCandidatesError):
         make_search(width=2, max_tokens=4).advance(make_all_candidates({1: BANNED}, {1: BANNED}), [[], []])
 
 

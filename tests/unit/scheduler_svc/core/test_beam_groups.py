@@ -1,13 +1,17 @@
 """Beam searches in the scheduler: what depends on their results, what does not, and what interrupts them."""
 
+import copy
+import math
+from dataclasses import replace
+
 import pytest
 
-from scheduler_svc.core.beam import BeamParameters, EarlyStopping
+from scheduler_svc.core.beam import BeamParameters, Candidates, EarlyStopping
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import RefusedError
 from scheduler_svc.core.request import EmittedSequence, Request
 from scheduler_svc.core.step_plan import StepResult
-from tests.support.core_driver import Driver, expected_output, make_config, make_request
+from tests.support.core_driver import CLIENT, Driver, candidates_after, expected_output, make_config, make_request
 
 
 def make_beams(handle: int, width: int = 3, **options) -> Request:
@@ -138,3 +142,61 @@ def test_a_search_that_contradicts_itself_is_refused():
     )
     with pytest.raises(RefusedError, match="cannot go on from emitted tokens"):
         driver.submit(emitted)
+
+
+def fail_rows(driver: Driver, *rows: int) -> None:
+    """The oldest result says that these rows had no finite logits, as a worker says where no token is allowed."""
+    result = driver.results[0]
+    assert result is not None
+    candidates = {row: each for row, each in result.candidates.items() if row not in rows}
+    driver.results[0] = replace(result, candidates=candidates, failures=dict.fromkeys(rows, "nothing is finite"))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_beam_whose_row_fails_is_dropped_and_the_others_go_on(lost):
+    driver = Driver(make_config(), max_in_flight=1)
+    request = make_beams(1, width=3)
+    driver.submit(request)
+    driver.run_steps(2)
+    group = driver.scheduler.running.get(request.key)
+    assert group.beams is not None
+    beams = list(group.beams.beams)
+    search = copy.deepcopy(group.beams.search)
+    candidates = [candidates_after(each.token_ids, 6) for each in beams]
+    candidates[lost] = Candidates((), ())
+    expected = search.advance(candidates, [each.output for each in beams])
+    driver.plan()
+    row = beams[lost].row
+    assert row is not None
+    fail_rows(driver, row)
+    driver.deliver()
+    assert lost not in {each.parent for each in expected.continuations}
+    assert group.beams.search.scores == search.scores
+    driver.run_until_idle()
+    assert driver.finished == {1}
+    assert driver.scheduler.blocks.pool.num_used == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_search_fails_alone_once_all_its_beams_do(num_steps):
+    driver = Driver(make_config(), max_in_flight=1)
+    search, other = make_beams(1, width=3), make_request(2, max_tokens=8)
+    driver.submit(search)
+    driver.submit(other)
+    driver.run_steps(num_steps)
+    driver.plan()
+    fail_rows(driver, 0, 1, 2)
+    (failure,) = driver.deliver()[CLIENT].failed
+    assert (failure.key, failure.reason, failure.message) == (search.key, "NON_FINITE_LOGITS", "nothing is finite")
+    assert_finishes(driver, other)
+
+
+def test_candidates_that_are_all_banned_fail_a_search_as_failed_rows_do():
+    driver = Driver(make_config(), max_in_flight=1)
+    driver.device.candidates = lambda tokens, count: Candidates([1, 2, 3], [-math.inf] * 3)
+    driver.submit(make_beams(1, width=3))
+    driver.plan()
+    (failure,) = driver.deliver()[CLIENT].failed
+    assert failure.reason == "NON_FINITE_LOGITS"
+    assert failure.message.startswith("no beam of the search has a token")
+    driver.check()

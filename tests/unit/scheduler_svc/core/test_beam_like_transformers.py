@@ -64,12 +64,13 @@ def model() -> Model:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one search is asked for. No token of `banned` is ever taken."""
+    """What one search is asked for. No token of `banned` is ever taken, and none after one of `dead_ends`."""
 
     parameters: BeamParameters
     stop_token_ids: Sequence[int]
     min_tokens: int = 0
     banned: Sequence[int] = ()
+    dead_ends: Sequence[int] = ()
     max_tokens: int = MAX_TOKENS
 
 
@@ -80,7 +81,11 @@ def search(model: Model, case: Case, prompt: Sequence[int]) -> list[Hypothesis]:
     outputs: list[list[int]] = [[] for _ in range(width)]
     for _ in range(case.max_tokens):
         lines = model.logprobs([(*prompt, *output) for output in outputs])
-        candidates = [make_candidates(banned_in(line, case, len(outputs[0])), case) for line in lines]
+        candidates = [
+            # A worker reports none where no token is allowed.
+            Candidates((), ()) if output[-1:] and output[-1] in case.dead_ends else make_candidates(line, case)
+            for output, line in zip(outputs, [banned_in(each, case, len(outputs[0])) for each in lines], strict=True)
+        ]
         step = beams.advance(candidates, outputs)
         assert_step(step, beams, candidates, outputs)
         if not step.continuations:
@@ -130,6 +135,7 @@ def search_by_transformers(model: Model, case: Case) -> list[list[tuple[list[int
             early_stopping=EARLY_STOPPING[case.parameters.early_stopping],
             eos_token_id=list(case.stop_token_ids) or None,
             suppress_tokens=list(case.banned) or None,
+            bad_words_ids=[[end, token] for end in case.dead_ends for token in range(VOCAB_SIZE)] or None,
             pad_token_id=0,
             do_sample=False,
             return_dict_in_generate=True,
@@ -188,3 +194,14 @@ def test_where_fewer_texts_than_beams_are_possible_the_real_ones_are_those_of_tr
     for width, max_tokens in product((2, 4, 6), (1, 2, 4)):
         parameters = BeamParameters(width, early_stopping=early_stopping)
         assert_like_transformers(model, Case(parameters, OFTEN_STOPS, banned=banned, max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize("early_stopping", [EarlyStopping.FALSE, EarlyStopping.NEVER])
+@pytest.mark.parametrize("num_dead_ends", [1, 3, 5])
+def test_where_some_beams_have_no_token_left_the_others_go_on_as_those_of_transformers(
+    model, num_dead_ends, early_stopping
+):
+    dead_ends = [token for token in (4, 13, 1, 6, 2) if token not in OFTEN_STOPS][:num_dead_ends]
+    for width, max_tokens in product((2, 4), (2, 4)):
+        parameters = BeamParameters(width, early_stopping=early_stopping)
+        assert_like_transformers(model, Case(parameters, OFTEN_STOPS, dead_ends=dead_ends, max_tokens=max_tokens))
