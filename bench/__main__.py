@@ -11,6 +11,7 @@ BENCHMARKS = (
     "sharing",
     "soak",
     "hostile",
+    "kills",
     "control",
     "gpu",
     "kernels",
