@@ -5,7 +5,7 @@ from typing import Any
 
 from gateway.openai.logprobs import chat_logprobs, prompt_logprobs
 from gateway.openai.schemas import ChatBody
-from gateway.openai.shapes import NOT_FINISHED, Head, finish_fields, usage_fields
+from gateway.openai.shapes import NOT_FINISHED, ChunkUsage, Head, finish_fields, usage_fields
 from gateway.openai.token_text import TokenTexts
 from gateway.requests.events import Chunk, Finished, PositionLogprobs, Usage
 from gateway.requests.live_request import LiveRequest
@@ -24,8 +24,7 @@ class ChatShaper:
         self._live = live
         self._texts = texts
         self._started: set[int] = set()
-        streams_usage = body.stream_options is not None and body.stream_options.include_usage
-        self._no_usage: dict[str, Any] = {"usage": None} if streams_usage else {}
+        self._usage_so_far = ChunkUsage(body, [live])
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         ((sequences, usage),) = results
@@ -53,7 +52,7 @@ class ChatShaper:
             case Finished(sequence_index=index):
                 finish = finish_fields(event, self._live.request.stopping)
                 choice = {"index": index, "delta": self._role(index), "logprobs": None} | finish
-        return self._chunk([choice]) | self._no_usage
+        return self._chunk([choice]) | self._usage_so_far.after(event)
 
     def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage_fields(usages)}

@@ -7,7 +7,7 @@ from typing import Any
 from gateway.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from gateway.openai.options import is_echo_alone
 from gateway.openai.schemas import CompletionBody
-from gateway.openai.shapes import CUT, NOT_FINISHED, Head, as_chunk, finish_fields, usage_fields
+from gateway.openai.shapes import CUT, NOT_FINISHED, ChunkUsage, Head, as_chunk, finish_fields, usage_fields
 from gateway.openai.token_text import TokenTexts
 from gateway.requests.events import Chunk, Finished, Usage
 from gateway.requests.live_request import LiveRequest
@@ -42,15 +42,14 @@ class CompletionShaper:
             [self._make_choice(prompt, each) for _ in each.sequences]
             for prompt, each in zip(prompts, live, strict=True)
         ]
-        streams_usage = body.stream_options is not None and body.stream_options.include_usage
-        self._no_usage: dict[str, Any] = {"usage": None} if streams_usage else {}
+        self._usage_so_far = ChunkUsage(body, live)
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for position, (sequences, _) in enumerate(results):
             prompt_logprobs = self._prompt_logprobs(position)
             for sequence in sequences:
-                choice = self._choice(position, as_chunk(sequence)) | self._finish(position, sequence.finished)
+                choice = self._choice(position, self._shown(as_chunk(sequence))) | self._finish(position, sequence.finished)
                 choices.append(choice | prompt_logprobs)
         usage = self._usage([usage for _, usage in results])
         return self._head.fields("text_completion") | {"choices": choices, "usage": usage}
@@ -58,20 +57,22 @@ class CompletionShaper:
     def chunk(self, position: int, event: Chunk | Finished) -> dict[str, Any]:
         match event:
             case Chunk():
+                event = self._shown(event)
                 choice = self._choice(position, event) | NOT_FINISHED
             case Finished(sequence_index=index):
                 choice = self._choice(position, Chunk(index, 0, [], "", [])) | self._finish(position, event)
-        return self._head.fields("text_completion") | {"choices": [choice]} | self._no_usage
+        return self._head.fields("text_completion") | {"choices": [choice]} | self._usage_so_far.after(event)
 
     def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
         return self._head.fields("text_completion") | {"choices": [], "usage": self._usage(usages)}
 
     def _choice(self, position: int, chunk: Chunk) -> dict[str, Any]:
-        if self._is_echo_alone:
-            chunk = Chunk(chunk.sequence_index, chunk.offset, [], "", [])
         choices = self._choices[position]
         index = position * len(choices) + chunk.sequence_index
         return {"index": index} | choices[chunk.sequence_index].take(chunk)
+
+    def _shown(self, chunk: Chunk) -> Chunk:
+        return Chunk(chunk.sequence_index, chunk.offset, [], "", []) if self._is_echo_alone else chunk
 
     def _finish(self, position: int, finished: Finished) -> dict[str, Any]:
         return CUT if self._is_echo_alone else finish_fields(finished, self._live[position].request.stopping)

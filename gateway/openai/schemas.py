@@ -37,6 +37,8 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     include_usage: bool | None = None
+    # vLLM's: with include_usage, every chunk has the usage so far.
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(Body):

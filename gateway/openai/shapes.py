@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gateway.openai.schemas import GenerationBody
 from gateway.requests.events import Chunk, Finished, FinishReason, GeneratedSequence, Usage
+from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import Stopping
 from gateway.requests.running import Result
 from quire.version import VERSION
@@ -71,9 +73,35 @@ def usage_fields(usages: Sequence[Usage]) -> dict[str, Any]:
     """The usage of all requests of a call together."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     completion_tokens = sum(usage.generated_tokens for usage in usages)
+    details = {"cached_tokens": sum(usage.cached_tokens for usage in usages)}
+    return _token_counts(prompt_tokens, completion_tokens) | {"prompt_tokens_details": details}
+
+
+class ChunkUsage:
+    """The `usage` of each chunk of a stream: absent, null until the last chunk, or the usage so far."""
+
+    def __init__(self, body: GenerationBody, live: Sequence[LiveRequest]) -> None:
+        options = body.stream_options
+        self._is_included = options is not None and bool(options.include_usage)
+        self._is_continuous = options is not None and bool(options.continuous_usage_stats)
+        self._prompt_tokens = sum(len(each.request.prompt_token_ids) for each in live)
+        self._completion_tokens = 0
+
+    def after(self, event: Chunk | Finished) -> dict[str, Any]:
+        """The field of the chunk that carries `event`, to be called once for each in their order."""
+        if not self._is_included:
+            return {}
+        if not self._is_continuous:
+            return {"usage": None}
+        if isinstance(event, Chunk):
+            self._completion_tokens += len(event.token_ids)
+        # How many prompt tokens were cached is known at the end.
+        return {"usage": _token_counts(self._prompt_tokens, self._completion_tokens)}
+
+
+def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
     }

@@ -1,6 +1,7 @@
-"""Fields that OpenAI's or vLLM's API has and this version does not do. Asking for one is an error, never ignored.
+"""Fields that OpenAI's or vLLM's API has and this version does not support.
 
-A value by which a field changes nothing is fine, and so is null; what only labels a request is taken and not used.
+A field that would change the answer is refused by name. A field that only labels the request or hints at how to serve
+it is accepted and has no effect; README.md lists these. So is a value that changes nothing, null among them.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,24 @@ from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.openai.schemas import Body, ChatBody, GenerationBody, Message, TokenizeBody
 from gateway.requests.violations import Violations
 
-_LABELS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
+_HINTS = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+_STREAM_HINTS = frozenset({"include_obfuscation"})
+# Of a message, and of a part of its content.
+_MESSAGE_HINTS = frozenset({"cache_control"})
+# Functions that the model may call, and the field that says whether it may.
+_FUNCTIONS = {"tools": "tool_choice", "functions": "function_call"}
 # Fields with the values that change nothing.
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -20,7 +38,6 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "verbosity": ("medium",),
     "suffix": ("",),
     "echo": (False,),
     "spaces_between_special_tokens": (True,),
@@ -44,7 +61,6 @@ _KNOWN = frozenset(
         "logits_processors",
         "prediction",
         "prompt_embeds",
-        "reasoning_effort",
         "structured_outputs",
         "truncate_prompt_tokens",
         "web_search_options",
@@ -57,8 +73,10 @@ _SILENT = (None, [], "", {})
 def check_supported(body: Body) -> None:
     """Raises InvalidArgument where a field asks for what is not done here, or is no field at all."""
     violations = Violations()
-    for name, value in (body.model_extra or {}).items():
-        _check_field(violations, name, value)
+    extra = body.model_extra or {}
+    for name, value in extra.items():
+        if name not in _FUNCTIONS or extra.get(_FUNCTIONS[name]) != "none":
+            _check_field(violations, name, value)
         if violations.are_enough:
             break
     if isinstance(body, GenerationBody):
@@ -71,7 +89,7 @@ def check_supported(body: Body) -> None:
 
 
 def _check_field(violations: Violations, name: str, value: Any) -> None:
-    if value is None or name in _LABELS:
+    if value is None or name in _HINTS:
         return
     harmless = _WITHOUT_EFFECT.get(name)
     if harmless is None and name not in _KNOWN:
@@ -82,11 +100,9 @@ def _check_field(violations: Violations, name: str, value: Any) -> None:
 
 
 def _check_combinations(violations: Violations, body: GenerationBody) -> None:
-    if body.stream_options is not None:
-        if not body.stream:
-            violations.add("stream_options", "is set; it has a meaning only where stream is true")
+    if body.stream and body.stream_options is not None:
         for name, value in (body.stream_options.model_extra or {}).items():
-            if value not in (None, False):
+            if value not in (None, False) and name not in _STREAM_HINTS:
                 violations.add(f"stream_options.{name[:80]}", "is not supported by this version")
     if body.stream and body.prompt_logprobs is not None:
         violations.add("prompt_logprobs", "cannot be used with stream")
@@ -114,7 +130,7 @@ def _check_messages(violations: Violations, messages: list[Message]) -> None:
         if violations.are_enough:
             return
         for name, value in (message.model_extra or {}).items():
-            if value not in _SILENT:
+            if value not in _SILENT and name not in _MESSAGE_HINTS:
                 violations.add(f"messages[{position}].{name[:80]}", "is not supported by this version")
         if message.content is None:
             violations.add(f"messages[{position}].content", "is missing; it must be a string or a list of text parts")
@@ -129,7 +145,7 @@ def _check_parts(violations: Violations, position: int, message: Message) -> Non
             return
         field = f"messages[{position}].content[{number}]"
         for name, value in (part.model_extra or {}).items():
-            if part.type == "text" and value not in _SILENT:
+            if part.type == "text" and value not in _SILENT and name not in _MESSAGE_HINTS:
                 violations.add(f"{field}.{name[:80]}", "is not supported by this version")
         if part.type != "text":
             violations.add(f"{field}.type", f'is "{part.type[:80]}"; only "text" is supported')

@@ -50,6 +50,37 @@ async def test_a_stream_says_what_the_whole_answer_says(client, path):
     assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] + 6
 
 
+@PATHS
+async def test_every_chunk_has_the_usage_so_far_where_it_is_continuous(client, path):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks, is_done = await read_stream(client, path, BODIES[path] | {"stream_options": options})
+    whole = (await client.post(path, json=BODIES[path])).json()["usage"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert is_done
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-2] == counts[-1] == 6
+    assert all(
+        usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        and usage["prompt_tokens"] == whole["prompt_tokens"]
+        for usage in (chunk["usage"] for chunk in chunks)
+    )
+    assert chunks[-1]["usage"] == whole
+
+
+async def test_the_usage_so_far_is_that_of_all_prompts(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["hello", "the little dragon"], "max_tokens": 6, "stream_options": options}
+    chunks, _ = await read_stream(client, COMPLETIONS, body)
+    assert chunks[-2]["usage"]["completion_tokens"] == 12
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
+
+
+async def test_continuous_usage_without_usage_is_none(client):
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    chunks, _ = await read_stream(client, CHAT, BODIES[CHAT] | {"stream_options": options})
+    assert all("usage" not in chunk for chunk in chunks)
+
+
 async def test_the_first_chunk_of_a_chat_has_the_role_and_no_other_has(client):
     chunks, _ = await read_stream(client, CHAT, BODIES[CHAT])
     roles = [chunk["choices"][0]["delta"].get("role") for chunk in chunks]
