@@ -49,7 +49,9 @@ class CompletionShaper:
         for position, (sequences, _) in enumerate(results):
             prompt_logprobs = self._prompt_logprobs(position)
             for sequence in sequences:
-                choice = self._choice(position, self._shown(as_chunk(sequence))) | self._finish(position, sequence.finished)
+                choice = self._choice(position, self._shown(as_chunk(sequence))) | self._finish(
+                    position, sequence.finished
+                )
                 choices.append(choice | prompt_logprobs)
         usage = self._usage([usage for _, usage in results])
         return self._head.fields("text_completion") | {"choices": choices, "usage": usage}

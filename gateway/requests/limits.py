@@ -51,15 +51,14 @@ class Limits:
         vocab_size: Width of the logits; token ids are below it.
         max_model_len: The most tokens of prompt and output together.
         max_prompt_tokens: Always below max_model_len, so that at least one token can be generated.
-        max_prompt_bytes: What so many of the longest tokens spell, in UTF-8. A longer text cannot fit; it is refused
-            before the tokenizer spends time and memory on it.
+        longest_token_bytes: No token spells more text, in UTF-8.
     """
 
     pools: tuple[Pool, ...]
     vocab_size: int
     max_model_len: int
     max_prompt_tokens: int
-    max_prompt_bytes: int
+    longest_token_bytes: int
     max_message_bytes: int
     max_logprobs: int
     max_stop_strings: int
@@ -68,10 +67,14 @@ class Limits:
     max_chat_messages: int
     max_n: int
 
+    def fewest_tokens(self, num_bytes: int) -> int:
+        """A text of so many bytes of UTF-8 has at least so many tokens."""
+        return -(-num_bytes // self.longest_token_bytes)
+
     @property
     def max_tokenize_bytes(self) -> int:
         """The longest text that is tokenized for its own sake, in UTF-8."""
-        return max(self.max_prompt_bytes, MIN_TOKENIZE_BYTES)
+        return max(self.max_prompt_tokens * self.longest_token_bytes, MIN_TOKENIZE_BYTES)
 
     def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
         """The most tokens of prompt and output together that each sequence can have on every replica."""
@@ -89,7 +92,7 @@ def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_to
         vocab_size=min(welcome.vocab_size for welcome in welcomes),
         max_model_len=max_model_len,
         max_prompt_tokens=longest_prompt,
-        max_prompt_bytes=longest_prompt * longest_token_bytes,
+        longest_token_bytes=longest_token_bytes,
         max_message_bytes=settings.max_message_bytes,
         max_logprobs=min(settings.max_logprobs, *(welcome.max_logprobs for welcome in welcomes)),
         max_stop_strings=settings.max_stop_strings,

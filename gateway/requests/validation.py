@@ -5,7 +5,7 @@ value and the limit.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gateway.requests.beam_validation import check_beam_search
 from gateway.requests.limits import (
@@ -36,6 +36,7 @@ from gateway.requests.violations import Violations, shortened, shown, utf8_size
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
+_CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_LENGTH}}}")
 
 
@@ -106,32 +107,27 @@ def check_prompt(
             violations.add(missing.field, missing.description)
         case TextPrompt(text=text):
             violations.check_text("text", text)
-            violations.check_size("text", [text], limits.max_prompt_bytes)
+            _check_prompt_size(violations, "text", [text], limits)
         case TokenPrompt(token_ids=token_ids):
             if not token_ids:
                 violations.add("token_ids.ids", "is empty; a prompt needs at least 1 token")
-            elif len(token_ids) > limits.max_prompt_tokens:
-                violations.add(
-                    "token_ids.ids",
-                    f"has {len(token_ids):,} tokens; a prompt may have at most {limits.max_prompt_tokens:,}",
-                )
-            else:
+            elif _check_prompt_length(violations, "token_ids.ids", len(token_ids), limits):
                 violations.check_token_ids("token_ids.ids", token_ids, limits.vocab_size)
         case ChatPrompt():
-            check_conversation(violations, prompt, limits, max_bytes=limits.max_prompt_bytes, field=chat_field)
+            if check_messages(violations, prompt, limits, field=chat_field):
+                _check_prompt_size(violations, chat_field, texts_of(prompt), limits)
 
 
-def check_conversation(
-    violations: Violations, prompt: ChatPrompt, limits: Limits, *, max_bytes: int, field: str = "messages"
-) -> None:
-    """Checks the messages, which are the request's field `field` and of at most `max_bytes` bytes in all.
+def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *, field: str = "messages") -> bool:
+    """Checks all but the size of the messages, which are the request's field `field`; returns whether they are few
+    enough for their size to be looked at.
 
     Which roles there are only the template knows.
     """
     if not prompt.messages:
         violations.add(field, "is empty; at least one message is needed")
     if not violations.check_count(field, prompt.messages, limits.max_chat_messages):
-        return
+        return False
     for position, message in enumerate(prompt.messages):
         if not message.role:
             violations.add(f"{field}[{position}].role", 'is empty; it must be a role such as "user"')
@@ -139,8 +135,38 @@ def check_conversation(
         violations.check_text(f"{field}[{position}].content", message.content)
         if message.name is not None:
             _check_name(violations, f"{field}[{position}].name", message.name)
-    texts = (text for message in prompt.messages for text in (message.role, message.content, message.name or ""))
-    violations.check_size(field, texts, max_bytes)
+    return True
+
+
+def texts_of(prompt: ChatPrompt) -> Iterator[str]:
+    """All texts of the messages."""
+    return (text for message in prompt.messages for text in (message.role, message.content, message.name or ""))
+
+
+def _check_prompt_size(violations: Violations, field: str, texts: Iterable[str], limits: Limits) -> None:
+    """Refuses a prompt that has too many tokens whatever they are, before the tokenizer spends time on it."""
+    fewest = limits.fewest_tokens(sum(map(utf8_size, texts)))
+    _check_prompt_length(violations, field, fewest, limits, is_lower_bound=True)
+
+
+def _check_prompt_length(
+    violations: Violations, field: str, num_tokens: int, limits: Limits, *, is_lower_bound: bool = False
+) -> bool:
+    if num_tokens <= limits.max_prompt_tokens:
+        return True
+    count = f"at least {num_tokens:,}" if is_lower_bound else f"{num_tokens:,}"
+    violations.add(
+        field,
+        f"has {count} tokens; a prompt may have at most {limits.max_prompt_tokens:,}, so the prompt is too long; "
+        f"{_context_length(limits)}",
+        reason=_CONTEXT_LENGTH_EXCEEDED,
+    )
+    return False
+
+
+def _context_length(limits: Limits) -> str:
+    """Programs look for these words to learn that another model or a shorter prompt is needed."""
+    return f"this model's maximum context length is {limits.max_model_len} tokens"
 
 
 def _check_name(violations: Violations, field: str, name: str) -> None:
@@ -158,9 +184,7 @@ def check_prompt_tokens(field: str, token_ids: Sequence[int], limits: Limits) ->
     violations = Violations()
     if not token_ids:
         violations.add(field, "has no tokens; at least 1 is needed")
-    elif len(token_ids) > limits.max_prompt_tokens:
-        violations.add(field, f"has {len(token_ids):,} tokens; a prompt may have at most {limits.max_prompt_tokens:,}")
-    elif max(token_ids) >= limits.vocab_size:
+    elif _check_prompt_length(violations, field, len(token_ids), limits) and max(token_ids) >= limits.vocab_size:
         violations.add(
             field, f"has the token {max(token_ids)}; token ids of this model are below {limits.vocab_size:,}"
         )
@@ -186,7 +210,8 @@ def resolve_max_tokens(
         violations.add(
             "stopping.max_tokens",
             f"is {max_tokens:,} after a prompt of {prompt_tokens:,} tokens, together {prompt_tokens + max_tokens:,}; "
-            f"a sequence can have at most {limits.max_model_len:,} tokens here",
+            f"a sequence can have at most {limits.max_model_len:,} tokens here, since {_context_length(limits)}",
+            reason=_CONTEXT_LENGTH_EXCEEDED,
         )
         violations.raise_if_any()
     return max_tokens

@@ -16,15 +16,18 @@ class Violations:
 
     def __init__(self) -> None:
         self.found: list[FieldViolation] = []
+        self._reason: str | None = None
 
     @property
     def are_enough(self) -> bool:
         """Whether what else is wrong would not be told."""
         return len(self.found) >= _MOST
 
-    def add(self, field: str, description: str) -> None:
+    def add(self, field: str, description: str, *, reason: str | None = None) -> None:
+        """`reason`, where there is one, becomes that of the error, whatever else is wrong."""
         if not self.are_enough:
             self.found.append(FieldViolation(field, description))
+            self._reason = self._reason or reason
 
     def check_range(self, field: str, value: float | None, low: float, high: float, *, above_low: bool = False) -> None:
         """`value` is in [low, high], or in (low, high] with `above_low`; NaN is in neither.
@@ -67,7 +70,7 @@ class Violations:
 
     def raise_if_any(self) -> None:
         if self.found:
-            raise InvalidArgument(summary(self.found), violations=self.found)
+            raise InvalidArgument(summary(self.found), reason=self._reason, violations=self.found)
 
 
 def _single(value: float) -> float:

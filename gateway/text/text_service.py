@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gateway.auth.caller import current_caller
 from gateway.requests.generator import Generator
 from gateway.requests.request import ChatPrompt, TextPrompt
-from gateway.requests.validation import check_conversation, check_model
+from gateway.requests.validation import check_messages, check_model, texts_of
 from gateway.requests.violations import Violations
 
 
@@ -46,7 +46,8 @@ class TextService:
                 violations.check_text("text", text.text)
                 violations.check_size("text", [text.text], limits.max_tokenize_bytes)
             case ChatPrompt():
-                check_conversation(violations, text, limits, max_bytes=limits.max_tokenize_bytes, field="chat.messages")
+                if check_messages(violations, text, limits, field="chat.messages"):
+                    violations.check_size("chat.messages", texts_of(text), limits.max_tokenize_bytes)
         violations.raise_if_any()
         with caller.account.admitted(0):
             token_ids = await self._encode(text, add_special_tokens=add_special_tokens)

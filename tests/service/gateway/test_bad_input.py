@@ -122,7 +122,7 @@ BAD_PROMPTS = [
     (token_ids(1, 2, 2048), "token_ids.ids[2]", "is 2048"),
     (token_ids(2**32 - 1), "token_ids.ids[0]", "4294967295"),
     (token_ids(*[5] * 1024), "token_ids.ids", "1,024 tokens; a prompt may have at most 1,023"),
-    ({"text": "hello wo" * 500_000}, "text", "has 4,000,000 bytes; the most is 14,322"),
+    ({"text": "hello wo" * 500_000}, "text", "has at least 285,715 tokens; a prompt may have at most 1,023"),
     ({"text": "a " * 3000}, "text", "a prompt may have at most 1,023"),
     (
         token_ids(*[5] * 1000) | stopping(max_tokens=25),
@@ -237,8 +237,8 @@ async def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized(gatew
     messages = [generation_pb2.ChatMessage(role="user", content=text[:2_000_000])] * 2
     generation = gateway.generation
     for call, field, says in [
-        (generation.Generate(generation_pb2.GenerateRequest(text=text)), "text", "4,000,000 bytes"),
-        (generation.Chat(generation_pb2.ChatRequest(messages=messages)), "messages", "4,000,008 bytes"),
+        (generation.Generate(generation_pb2.GenerateRequest(text=text)), "text", "at least 285,715 tokens"),
+        (generation.Chat(generation_pb2.ChatRequest(messages=messages)), "messages", "at least 285,715 tokens"),
         (generation.Tokenize(generation_pb2.TokenizeRequest(text=text)), "text", "the most is 262,144"),
         (
             generation.Tokenize(generation_pb2.TokenizeRequest(chat=generation_pb2.ChatMessages(messages=messages))),

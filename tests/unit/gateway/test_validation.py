@@ -28,7 +28,7 @@ LIMITS = Limits(
     vocab_size=100,
     max_model_len=50,
     max_prompt_tokens=49,
-    max_prompt_bytes=490,
+    longest_token_bytes=10,
     max_message_bytes=1000,
     max_logprobs=5,
     max_stop_strings=2,
@@ -84,9 +84,9 @@ def test_lone_surrogates_are_refused_wherever_text_is():
 def test_texts_of_too_many_bytes_are_refused_before_they_are_tokenized():
     check(TextPrompt("é" * 245))
     check(ChatPrompt([ChatMessage("user", "é" * 243)]))
-    with pytest.raises(InvalidArgument, match="text has 492 bytes; the most is 490"):
+    with pytest.raises(InvalidArgument, match="text has at least 50 tokens; a prompt may have at most 49"):
         check(TextPrompt("é" * 246))
-    with pytest.raises(InvalidArgument, match="messages has 491 bytes; the most is 490"):
+    with pytest.raises(InvalidArgument, match="messages has at least 50 tokens; a prompt may have at most 49"):
         check(ChatPrompt([ChatMessage("user", "x" * 243), ChatMessage("user", "x" * 240)]))
 
 
