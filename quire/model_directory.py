@@ -1,6 +1,7 @@
 """A model as transformers writes it to a directory, read without torch."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,13 @@ EMBEDDED_MODEL = "quire-tiny"
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+
+_EXPECTED = (
+    "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), or "
+    f"{EMBEDDED_MODEL}, the embedded model and the default"
+)
+# What the Hugging Face Hub calls a model: owner/name.
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
 
@@ -59,10 +67,10 @@ class ModelDirectory:
         """Reads the directory; ConfigurationError, one line, when something is missing, broken or not supported."""
         path = Path(path)
         if not path.is_dir():
-            raise ConfigurationError(f"model directory {path} {'is a file' if path.exists() else 'does not exist'}")
+            raise _not_a_directory(path)
         config = _read_json(path / "config.json")
         if config is None:
-            raise ConfigurationError(f"model directory {path} has no config.json")
+            raise ConfigurationError(f"model directory {path} has no config.json; {_EXPECTED}")
         generation_config = _read_json(path / "generation_config.json") or {}
         tokenizer_config = _tokenizer_config(path)
         return cls(
@@ -103,8 +111,16 @@ def resolve_model(name_or_path: str | Path | None) -> Path:
         return _embedded_model()
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
-        raise ConfigurationError(f"model directory {path} {'is a file' if path.exists() else 'does not exist'}")
+        raise _not_a_directory(path)
     return path
+
+
+def _not_a_directory(path: Path) -> ConfigurationError:
+    problem = "is a file" if path.exists() else "does not exist"
+    hint = ""
+    if not path.exists() and _HUB_ID.fullmatch(str(path)):
+        hint = f'; models are not downloaded: "hf download {path} --local-dir DIR", then --model DIR'
+    return ConfigurationError(f"model directory {path} {problem}; {_EXPECTED}{hint}")
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

@@ -110,7 +110,7 @@ async def test_a_failed_canary_is_told(model_directory: Path, monkeypatch: pytes
 
 
 async def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"^model directory {tmp_path}/nothing does not exist$"):
+    with pytest.raises(ConfigurationError, match=f"^model directory {tmp_path}/nothing does not exist; --model takes"):
         await make_server(tmp_path / "nothing").__aenter__()
 
 

@@ -38,6 +38,9 @@ def error_of(directory: Path) -> str:
     return message
 
 
+TAKEN = "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), or quire-tiny"
+
+
 def test_the_parts_of_a_whole_directory(make: Make) -> None:
     model = ModelDirectory.open(
         make(
@@ -85,17 +88,23 @@ def test_an_eos_id_that_is_none_is_refused(make: Make, eos: object) -> None:
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
-    assert error_of(tmp_path / "no") == f"model directory {tmp_path / 'no'} does not exist"
+    assert error_of(tmp_path / "no").startswith(f"model directory {tmp_path / 'no'} does not exist; {TAKEN}")
 
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.touch()
-    assert error_of(file).endswith("is a file")
+    assert f"{file} is a file; {TAKEN}" in error_of(file)
 
 
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
-    assert error_of(tmp_path).endswith("has no config.json")
+    assert f"{tmp_path} has no config.json; {TAKEN}" in error_of(tmp_path)
+
+
+def test_a_name_of_the_hub_comes_with_the_command_that_downloads_it() -> None:
+    assert '"hf download owner/some-model-1.5B --local-dir DIR"' in error_of(Path("owner/some-model-1.5B"))
+    for path in ("/nowhere", "./nowhere", "../nowhere", "a/b/c", "name"):
+        assert "hf download" not in error_of(Path(path))
 
 
 @pytest.mark.parametrize(
