@@ -32,7 +32,7 @@ from gateway.requests.request_spans import RequestSpans
 from gateway.requests.request_statistics import RequestStatistics
 from gateway.requests.validation import check_choice, check_request, resolve_max_tokens
 from gateway.schedulers.replicas import Replicas
-from gateway.schedulers.requests_by_id_client import FoundRequest, cancel_by_id, find_durable, no_such_request
+from gateway.schedulers.requests_by_id_client import FoundRequest, RequestsById, no_such_request
 from gateway.settings import GatewaySettings
 from gateway.text.bad_words import bad_token_sequences
 from quire.rpc.errors import Aborted, Cancelled, Unavailable
@@ -55,6 +55,7 @@ class Generator:
         self.replicas = replicas
         self.is_draining = False
         self._ledger = ledger
+        self._by_id = RequestsById(replicas.clients)
         self._settings = settings
         self._metrics = metrics
         self._spans = RequestSpans(tracer, model.name)
@@ -124,7 +125,7 @@ class Generator:
             with self.arriving():
                 self.durable_uses.check_resumption(caller.account, caller.tenant, request_id)
                 await self.limits()
-                found = await find_durable(self.replicas.clients.values(), caller.tenant, request_id)
+                found = await self._by_id.find_durable(caller.tenant, request_id)
                 check_offsets(offsets, found.request)
                 # Once more: whoever reads it now is to lose it to nobody who is refused.
                 self.durable_uses.check_resumption(caller.account, caller.tenant, request_id)
@@ -169,7 +170,7 @@ class Generator:
         tenant = current_caller().tenant
         live = self._ledger.get(tenant, request_id)
         if live is None or live.request.durable:
-            await cancel_by_id(self.replicas.clients.values(), tenant, request_id)
+            await self._by_id.cancel(tenant, request_id)
         if live is None:
             return
         if live.is_over and not live.request.durable:

@@ -1,12 +1,16 @@
 """Which replica a durable request is read from, where it has moved between them."""
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 
-from gateway.schedulers.requests_by_id_client import find_durable
+from gateway.schedulers.requests_by_id_client import RequestsById
+from gateway.schedulers.scheduler_client import SchedulerClient
 from quire.rpc.errors import NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
+from tests.support.processes import until_true
 
 
 @dataclass
@@ -14,8 +18,13 @@ class Replica:
     """Answers what the test says."""
 
     answer: scheduler_pb2.FindDurableResponse | QuireError
+    answers: asyncio.Event | None = None
+    num_answered: int = field(default=0)
 
     async def ask(self, call):
+        if self.answers is not None:
+            await self.answers.wait()
+        self.num_answered += 1
         if isinstance(self.answer, QuireError):
             raise self.answer
         return self.answer
@@ -30,9 +39,13 @@ NOTHING = Replica(NotFound("nothing"))
 SILENT = Replica(Unavailable("not connected"))
 
 
+def requests_by_id(*replicas: Replica) -> RequestsById:
+    return RequestsById(cast(dict[str, SchedulerClient], dict(enumerate(replicas))))
+
+
 async def found(*replicas: Replica) -> int:
     """The position of the replica that is chosen."""
-    chosen = await find_durable(replicas, "acme", "story")
+    chosen = await requests_by_id(*replicas).find_durable("acme", "story")
     return replicas.index(chosen.client)
 
 
@@ -57,3 +70,29 @@ async def test_the_replica_that_goes_on_with_a_request_is_found_before_one_that_
 async def test_what_no_replica_has_is_not_found_unless_one_could_not_be_asked(replicas, error):
     with pytest.raises(error):
         await found(*replicas)
+
+
+async def test_a_replica_that_hangs_does_not_hold_up_who_reads_on_elsewhere():
+    hanging = having(9)
+    hanging.answers = asyncio.Event()
+    async with asyncio.timeout(4):
+        assert await found(hanging, having(5), NOTHING) == 1
+
+
+async def test_a_cancellation_is_answered_by_the_first_replica_and_reaches_the_others_later():
+    hanging = having(5)
+    hanging.answers = asyncio.Event()
+    async with asyncio.timeout(4):
+        await requests_by_id(hanging, having(5)).cancel("acme", "story")
+    assert hanging.num_answered == 0
+    hanging.answers.set()
+    await until_true(lambda: hanging.num_answered == 1)
+
+
+async def test_what_the_quick_replicas_do_not_have_may_be_at_the_slow_one():
+    slow = having(5)
+    slow.answers = asyncio.Event()
+    finding = asyncio.create_task(found(NOTHING, slow))
+    await asyncio.sleep(0)
+    slow.answers.set()
+    assert await finding == 1
