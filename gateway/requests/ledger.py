@@ -2,14 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import GenerationRequest
-from gateway.requests.sequence_stream import SequenceStream
-from gateway.schedulers.scheduler_events import EventBatch
+from gateway.requests.sequence_stream import SequenceStream, TokenGapError
+from gateway.schedulers.scheduler_events import (
+    EventBatch,
+    PromptRun,
+    RequestEnded,
+    RequestEvent,
+    RequestFailed,
+    SequenceEnded,
+    TokenRun,
+)
 from gateway.text.clean_up import TextPieces
 from quire.rpc.errors import AlreadyExists, FieldViolation, QuireError
 
@@ -27,6 +35,9 @@ class Outcome:
         sequences_ended_here: Sequences of other requests that ended likewise while more of the request runs, each with
             its index.
         failed: Requests that the scheduler refused or failed.
+        over: Requests that ended with this batch, which no scheduler works at any more.
+        broken: Requests that were failed here because one of their events could not be applied. The scheduler may still
+            run them.
         unknown_handles: What the scheduler works at although nobody wants it (any more), for example because a client
             left while the stream was broken.
     """
@@ -34,6 +45,8 @@ class Outcome:
     ended_here: list[LiveRequest] = field(default_factory=list)
     sequences_ended_here: list[tuple[LiveRequest, int]] = field(default_factory=list)
     failed: list[tuple[LiveRequest, QuireError]] = field(default_factory=list)
+    over: list[LiveRequest] = field(default_factory=list)
+    broken: list[LiveRequest] = field(default_factory=list)
     unknown_handles: set[int] = field(default_factory=set)
 
 
@@ -125,45 +138,60 @@ class Ledger:
     def apply(self, replica: str, batch: EventBatch) -> Outcome:
         """Applies what a replica says; events of requests that it does not have (any more) are dropped.
 
+        An event that cannot be applied for a reason that nobody thought of fails its own request and no other.
+
         Raises:
             TokenGapError: events are missing. Nothing wrong was forwarded; connecting again mends it.
         """
         outcome = Outcome()
         touched: list[LiveRequest] = []
-        for prompt_run in batch.prompt_runs:
-            live = self._expected(replica, prompt_run.handle)
-            if live is not None:
-                live.accept_prompt(prompt_run)
-        for run in batch.runs:
-            live = self._expected(replica, run.handle)
-            if live is not None:
-                if live.accept(run):
-                    touched.append(live)
-                    outcome.sequences_ended_here.append((live, run.sequence_index))
-            elif not self._belongs_to(replica, run.handle):
-                outcome.unknown_handles.add(run.handle)
-        for end in batch.ended:
-            live = self._expected(replica, end.handle)
-            if live is not None:
-                live.end_sequence(end)
-                touched.append(live)
-        for completion in batch.completed:
-            live = self._expected(replica, completion.handle)
-            if live is not None:
-                live.complete(completion)
+        self._apply_events(replica, (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed), outcome, touched)
         # A completion comes together with the last end; where there is none, none will come.
         outcome.ended_here = [live for live in touched if live.ends_here()]
         outcome.sequences_ended_here = [
             (live, index) for live, index in outcome.sequences_ended_here if not live.is_over and not live.awaits_usage
         ]
-        for failure in batch.failed:
-            live = self._expected(replica, failure.handle)
-            if live is not None and live.awaits_usage:
+        self._apply_events(replica, batch.failed, outcome, touched)
+        outcome.unknown_handles = {run.handle for run in batch.runs if not self._belongs_to(replica, run.handle)}
+        return outcome
+
+    def _apply_events(
+        self, replica: str, events: Sequence[RequestEvent], outcome: Outcome, touched: list[LiveRequest]
+    ) -> None:
+        for event in events:
+            live = self._expected(replica, event.handle)
+            if live is None:
+                continue
+            try:
+                self._apply_event(live, event, outcome, touched)
+            except TokenGapError:
+                raise
+            except Exception as error:
+                live.fail_unexpectedly(error)
+                outcome.broken.append(live)
+
+    def _apply_event(
+        self, live: LiveRequest, event: RequestEvent, outcome: Outcome, touched: list[LiveRequest]
+    ) -> None:
+        match event:
+            case TokenRun():
+                if live.accept(event):
+                    touched.append(live)
+                    outcome.sequences_ended_here.append((live, event.sequence_index))
+            case PromptRun():
+                live.accept_prompt(event)
+            case SequenceEnded():
+                live.end_sequence(event)
+                touched.append(live)
+            case RequestEnded():
+                live.complete(event)
+                outcome.over.append(live)
+            case RequestFailed() if live.awaits_usage:
                 # All of it came before: what failed are tokens that nobody waits for.
                 live.settle()
-            elif live is not None:
-                outcome.failed.append((live, failure.error))
-        return outcome
+                outcome.over.append(live)
+            case RequestFailed():
+                outcome.failed.append((live, event.error))
 
     def _expected(self, replica: str, handle: int) -> LiveRequest | None:
         live = self._by_handle.get(handle)

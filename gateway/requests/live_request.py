@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from gateway.requests.events import Chunk, Completed, Event, GeneratedSequence, Usage
@@ -9,7 +10,9 @@ from gateway.requests.prompt_logprobs import PromptLogprobs
 from gateway.requests.request import GenerationRequest
 from gateway.requests.sequence_stream import SequenceStream, TokenGapError
 from gateway.schedulers.scheduler_events import PromptRun, RequestEnded, SequenceEnded, TokenRun
-from quire.rpc.errors import QuireError
+from quire.rpc.errors import Internal, QuireError
+
+_logger = logging.getLogger(__name__)
 
 
 class LiveRequest:
@@ -174,6 +177,11 @@ class LiveRequest:
         if not self.is_over:
             self._error = error
             self._end()
+
+    def fail_unexpectedly(self, error: Exception) -> None:
+        """Ends the request by an error that nobody thought of: its reader learns that it happened, the log has it."""
+        _logger.error("request %s failed unexpectedly", self.request.request_id, exc_info=error)
+        self.fail(Internal("an unexpected error; the server's log has more", reason="UNEXPECTED"))
 
     async def events(self) -> AsyncIterator[Event]:
         """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.

@@ -9,7 +9,9 @@ from gateway.requests.live_request import LiveRequest
 class RequestTimers:
     """At most one timer a request: setting one replaces that from before."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: Callable[[LiveRequest, Exception], None]) -> None:
+        """`on_error` is called with the request whose action raised, and with what it raised."""
+        self._on_error = on_error
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
     def __len__(self) -> int:
@@ -33,4 +35,7 @@ class RequestTimers:
 
     def _fire(self, live: LiveRequest, action: Callable[[LiveRequest], None]) -> None:
         del self._timers[live.handle]
-        action(live)
+        try:
+            action(live)
+        except Exception as error:
+            self._on_error(live, error)

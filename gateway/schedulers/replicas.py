@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gateway.requests.ledger import Ledger
 from gateway.requests.live_request import LiveRequest
@@ -65,7 +65,7 @@ class Replicas:
         self._some_ready = asyncio.Event()
         self._none_ready = asyncio.Event()
         self._none_ready.set()
-        self._timers = RequestTimers()
+        self._timers = RequestTimers(self._fail_unexpectedly)
         # The handles of the requests that each of them has.
         self._placed: dict[str, set[int]] = {address: set() for address in self.clients}
         # Addresses of schedulers that refuse what is new until they end.
@@ -166,24 +166,18 @@ class Replicas:
         self._some_connected.set()
         self._draining.discard(client.address)
         self._update_readiness()
-        for live in self._ledger.of_replica(client.address):
-            self._submit(live, client)
-        for live in self._ledger:
-            if live.replica is None and not live.is_over:
-                self.place(live)
+        self._for_each(self._ledger.of_replica(client.address), lambda live: self._submit(live, client))
+        self._for_each((live for live in self._ledger if live.replica is None and not live.is_over), self.place)
         self._watch_unready()
 
     def on_disconnected(self, client: SchedulerClient) -> None:
         if not self.num_connected:
             self._some_connected.clear()
         self._update_readiness()
-        for live in self._ledger:
-            if live.replica == client.address:
-                live.settle()
-                if not live.is_over:
-                    self._timers.set(live, self._failover_delay_s, self._fail_over)
-            elif live.replica is None and not live.is_over:
-                self._await_scheduler(live)
+        self._for_each((live for live in self._ledger if live.replica == client.address), self._outlive_scheduler)
+        self._for_each(
+            (live for live in self._ledger if live.replica is None and not live.is_over), self._await_scheduler
+        )
 
     def on_readiness(self, client: SchedulerClient) -> None:
         state = "runs again" if client.is_ready else "lost its worker, or drains"
@@ -198,11 +192,15 @@ class Replicas:
         outcome = self._ledger.apply(client.address, batch)
         for live in outcome.ended_here:
             client.abort(live.handle, wants_usage=True)
-            self._timers.set(live, _USAGE_TIMEOUT_S, LiveRequest.settle)
+            self._timers.set(live, _USAGE_TIMEOUT_S, self._settle)
         for live, index in outcome.sequences_ended_here:
             client.abort(live.handle, index, wants_usage=True)
         for live, error in outcome.failed:
             self._refused(client, live, error)
+        for live in outcome.over:
+            self._forget(live)
+        for live in outcome.broken:
+            self.release(live)
         for handle in outcome.unknown_handles:
             client.abort(handle)
 
@@ -234,6 +232,34 @@ class Replicas:
         if replica is not None:
             self._placed[replica].add(live.handle)
         live.replica = replica
+
+    def _forget(self, live: LiveRequest) -> None:
+        """No scheduler works at the request any more, whatever its client still has to read."""
+        self._timers.cancel(live)
+        self._assign(live, None)
+
+    def _settle(self, live: LiveRequest) -> None:
+        live.settle()
+        if live.is_over:
+            self._forget(live)
+
+    def _outlive_scheduler(self, live: LiveRequest) -> None:
+        """What the scheduler of the request was about to say is said, or the request waits for it for a while."""
+        self._settle(live)
+        if not live.is_over:
+            self._timers.set(live, self._failover_delay_s, self._fail_over)
+
+    def _for_each(self, requests: Iterable[LiveRequest], action: Callable[[LiveRequest], None]) -> None:
+        """What goes wrong with one request is no matter of the others."""
+        for live in requests:
+            try:
+                action(live)
+            except Exception as error:
+                self._fail_unexpectedly(live, error)
+
+    def _fail_unexpectedly(self, live: LiveRequest, error: Exception) -> None:
+        live.fail_unexpectedly(error)
+        self.release(live)
 
     def _refused(self, client: SchedulerClient, live: LiveRequest, error: QuireError) -> None:
         """A new request fails; one that was running before comes back later, since it was accepted once. Whatever a

@@ -30,6 +30,7 @@ from quire.rpc.tls import TlsIdentity
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.settings import ConfigurationError
 
+_CONNECT = "/quire.scheduler.v1.SchedulerService/Connect"
 _WELCOME_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 # A stream that breaks sooner does not reset the backoff.
@@ -39,6 +40,8 @@ _MESSAGES_OF_CREDIT = 2
 # Those that are being handed out, and those on their way meanwhile.
 _MESSAGES_AHEAD = 2 * _MESSAGES_OF_CREDIT
 _TURNS_OF_A_READER = 2
+# These are detokenized in a few milliseconds. A durable output that is read again comes in messages of many more.
+_TOKENS_AT_ONCE = 256
 Answer = TypeVar("Answer")
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +62,8 @@ class SchedulerListener(Protocol):
         ...
 
     def on_events(self, client: "SchedulerClient", batch: EventBatch) -> None:
-        """Raises TokenGapError when events are missing; the stream is opened anew."""
+        """Gets what happened, a limited number of tokens at a time. Raises TokenGapError when events are missing; the
+        stream is opened anew."""
         ...
 
     def on_disconnected(self, client: "SchedulerClient") -> None:
@@ -167,6 +171,11 @@ class SchedulerClient:
                 problem = "the scheduler ended the stream"
             except (QuireError, SchedulerRefusedError, TokenGapError, ConfigurationError) as error:
                 problem = str(error)
+            except Exception as error:
+                # Whatever it is, it is no reason to end the other streams; another stream may be served.
+                problem = f"{type(error).__name__}: {error}"
+                if problem != last_problem:
+                    _logger.exception("the stream to scheduler %s failed unexpectedly", self.address)
             finally:
                 was_connected = self.is_connected
                 if was_connected:
@@ -184,18 +193,14 @@ class SchedulerClient:
         """One stream from Hello to its end. Raises QuireError when it breaks."""
         async with open_channel(self.address, tls=self._tls) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            call = stub.Connect()
+            # What is written is serialized here: gRPC itself would send nothing for a message that cannot be, and wait.
+            call = channel.stream_stream(_CONNECT, response_deserializer=scheduler_pb2.ConnectResponse.FromString)()
             try:
                 responses = aiter(call)
                 welcome = await self._greet(call, responses)
                 self._connect(welcome)
                 self._stub = stub
-                writer = asyncio.create_task(self._write_outbox(call))
-                try:
-                    await self._read(responses)
-                finally:
-                    writer.cancel()
-                    await asyncio.wait([writer])
+                await self._serve(call, responses)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
             finally:
@@ -238,13 +243,34 @@ class SchedulerClient:
         self._outbox_is_empty.set()
         self._listener.on_disconnected(self)
 
+    async def _serve(self, call: Any, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> None:
+        """Reads and writes until the stream ends. When one of both fails, so does the other: a stream that is only
+        read, or only written to, serves nobody."""
+        reader = asyncio.create_task(self._read(responses))
+        writer = asyncio.create_task(self._write_outbox(call))
+        try:
+            await asyncio.wait([reader, writer], return_when=asyncio.FIRST_COMPLETED)
+            if not reader.done() and writer.exception() is None:
+                # The stream broke. What is read last says why.
+                await asyncio.wait([reader], timeout=_CLOSE_TIMEOUT_S)
+            for task in (reader, writer):
+                if task.done() and not task.cancelled():
+                    task.result()
+            if not reader.done() or reader.cancelled():
+                raise Unavailable("the stream broke", reason="NO_SCHEDULER")
+        finally:
+            reader.cancel()
+            writer.cancel()
+            await asyncio.wait([reader, writer])
+
     async def _read(self, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> None:
         num_taken = 0
         async for message in responses:
             match message.WhichOneof("message"):
                 case "events":
-                    self._listener.on_events(self, event_batch_from(message.events))
-                    await _let_readers_run()
+                    for part in event_batch_from(message.events).parts(_TOKENS_AT_ONCE):
+                        self._listener.on_events(self, part)
+                        await _let_readers_run()
                     num_taken += 1
                     if num_taken % _MESSAGES_OF_CREDIT == 0:
                         self._send(credit_message(_MESSAGES_OF_CREDIT))
@@ -257,12 +283,12 @@ class SchedulerClient:
             self._listener.on_readiness(self)
 
     async def _write_outbox(self, call: Any) -> None:
-        """Writes until the stream breaks; the reader then learns why."""
+        """Writes until the stream breaks; the reader then learns why. Whatever else goes wrong is raised."""
         try:
             while True:
                 await self._has_mail.wait()
                 while self._outbox:
-                    await call.write(self._outbox.popleft())
+                    await call.write(self._outbox.popleft().SerializeToString())
                 self._has_mail.clear()
                 self._outbox_is_empty.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -286,7 +312,7 @@ async def _exchange_hello(
 ) -> Welcome:
     # A write to a call that failed already says nothing of the cause; the read does.
     with contextlib.suppress(asyncio.InvalidStateError):
-        await call.write(hello)
+        await call.write(hello.SerializeToString())
     answer = await anext(responses, None)
     if answer is None or answer.WhichOneof("message") != "welcome":
         raise SchedulerRefusedError("the first message is not a welcome")

@@ -1,6 +1,6 @@
 """What a scheduler says, as values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,12 @@ class TokenRun:
     offset: int
     token_ids: list[int]
     logprobs: list[PositionLogprobs] = field(default_factory=list)
+
+    def piece(self, start: int, end: int) -> "TokenRun":
+        """The tokens from `start` to before `end`, as far as there are any."""
+        return TokenRun(
+            self.handle, self.sequence_index, self.offset + start, self.token_ids[start:end], self.logprobs[start:end]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,9 @@ class RequestFailed:
     error: QuireError
 
 
+RequestEvent = TokenRun | PromptRun | SequenceEnded | RequestEnded | RequestFailed
+
+
 @dataclass(frozen=True, slots=True)
 class EventBatch:
     """All that happened to the gateway's requests in one or more steps, in the order in which it is to be applied."""
@@ -87,3 +96,25 @@ class EventBatch:
     failed: list[RequestFailed]
     prompt_runs: list[PromptRun] = field(default_factory=list)
     """To be applied before `runs`: they came no later than the tokens that follow them."""
+
+    def parts(self, max_tokens: int) -> "list[EventBatch]":
+        """Batches of at most that many tokens which are this one when they are applied in order. The first has the log
+        probabilities of prompts, the last has whatever ended."""
+        if sum(len(run.token_ids) for run in self.runs) <= max_tokens:
+            return [self]
+        parts: list[list[TokenRun]] = [[]]
+        room = max_tokens
+        for run in self.runs:
+            start = 0
+            while start < len(run.token_ids):
+                if not room:
+                    parts.append([])
+                    room = max_tokens
+                piece = run.piece(start, start + room)
+                parts[-1].append(piece)
+                start += len(piece.token_ids)
+                room -= len(piece.token_ids)
+        first, *middle = (EventBatch(runs, [], [], []) for runs in parts)
+        batches = [replace(first, prompt_runs=self.prompt_runs), *middle]
+        batches[-1] = replace(batches[-1], ended=self.ended, completed=self.completed, failed=self.failed)
+        return batches

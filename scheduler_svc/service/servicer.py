@@ -8,7 +8,15 @@ from collections.abc import AsyncIterator, Callable
 import grpc.aio
 
 from quire.arrays import decode_int32
-from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, Unavailable, invalid_field
+from quire.rpc.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    QuireError,
+    Unavailable,
+    invalid_field,
+)
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.core.request import Handle, Request, RequestKey
 from scheduler_svc.service.connections import Connection, Connections
@@ -209,6 +217,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._accept(submit, connection)
         except QuireError as error:
             connection.outbox.put_refusal(Handle(submit.handle), error)
+        except Exception as error:
+            # The gateway would submit it again over its next stream, and lose that one, too.
+            _logger.error("request %s could not be taken", submit.request_id, exc_info=error)
+            refusal = Internal("an unexpected error; the scheduler's log has more", reason="UNEXPECTED")
+            connection.outbox.put_refusal(Handle(submit.handle), refusal)
 
     def _accept(self, submit: scheduler_pb2.Submit, connection: Connection) -> None:
         """Queues the request. Raises what the gateway is told."""

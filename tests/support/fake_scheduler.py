@@ -116,6 +116,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         drains: Answers DRAINING to every submit; what runs goes on.
         refuses_connections: Connect answers UNAVAILABLE, as without a worker.
         submits, aborted: What came, in order; for aborts the request ids.
+        aborted_handles: Those of all aborts that came, whether the request still ran or not.
         live: Requests of the open stream by handle.
         is_heard: Whether the gateway of the open stream has said more than hello, as it does when it knows the welcome.
     """
@@ -136,6 +137,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     emits: asyncio.Event = field(default_factory=asyncio.Event)
     submits: list[scheduler_pb2.Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    aborted_handles: list[int] = field(default_factory=list)
     live: dict[int, FakeRequest] = field(default_factory=dict)
     address: str = "127.0.0.1:0"
     connections: int = 0
@@ -279,6 +281,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
             self._heard.set()
 
     def _abort(self, abort: scheduler_pb2.Abort) -> None:
+        self.aborted_handles.append(abort.handle)
         ended = self.live.pop(abort.handle, None)
         if ended is not None:
             self.aborted.append(ended.submit.request_id)

@@ -1,12 +1,16 @@
 """Schedulers that refuse, fail, repeat themselves, vanish and come back."""
 
 import asyncio
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from google.rpc import code_pb2
 from tokenizers import Tokenizer
 
+from gateway.requests.live_request import LiveRequest
+from gateway.schedulers import scheduler_client
+from gateway.text.tokenizer import Tokenizer as GatewayTokenizer
 from quire.arrays import decode_int32, encode_int32
 from quire.gateway.v1 import generation_pb2
 from quire.model_directory import resolve_model
@@ -218,3 +222,128 @@ async def test_deadline_aborts_the_request(gateway, scheduler):
     assert isinstance(error, DeadlineExceeded)
     await scheduler.until(lambda: scheduler.aborted)
     assert scheduler.aborted == ["late"]
+
+
+class DetokenizerThatRaises:
+    """Of a request, in its last token."""
+
+    def __init__(self, detokenizer, num_tokens):
+        self._detokenizer = detokenizer
+        self._num_left = num_tokens
+
+    def push(self, token_id):
+        self._num_left -= 1
+        if not self._num_left:
+            raise ZeroDivisionError("nobody thought of this")
+        return self._detokenizer.push(token_id)
+
+    def flush(self):
+        return self._detokenizer.flush()
+
+
+@pytest.fixture
+def raising_detokenizers(monkeypatch):
+    """The next requests that are opened get detokenizers that raise at their fourth token, as many as are set."""
+    real, left = GatewayTokenizer.detokenizer, [0]
+
+    def made(self, *, include_special_tokens):
+        detokenizer = real(self, include_special_tokens=include_special_tokens)
+        left[0] -= 1
+        return DetokenizerThatRaises(detokenizer, 4) if left[0] >= 0 else detokenizer
+
+    monkeypatch.setattr(GatewayTokenizer, "detokenizer", made)
+    return left
+
+
+async def test_a_request_whose_events_cannot_be_applied_fails_alone_and_is_aborted(
+    gateway, scheduler, raising_detokenizers, caplog
+):
+    scheduler.emits.clear()
+    raising_detokenizers[0] = 1
+    broken = asyncio.create_task(
+        error_of(gateway.generation.GenerateStream(stream_request("hello", max_tokens=500, request_id="broken")))
+    )
+    await scheduler.until(lambda: scheduler.live)
+    other = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("other", max_tokens=30))))
+    await scheduler.until(lambda: len(scheduler.live) == 2)
+    scheduler.emits.set()
+    error = await broken
+    assert isinstance(error, Internal)
+    assert (error.reason, "nobody thought" in error.message) == ("UNEXPECTED", False)
+    assert (await other).token_ids == expected_ids("other", 30)
+    await scheduler.until(lambda: scheduler.aborted)
+    assert (scheduler.aborted, scheduler.connections) == (["broken"], 1)
+    assert sum(record.exc_info is not None for record in caplog.records) == 1
+
+
+async def test_a_request_that_cannot_be_ended_when_its_scheduler_is_lost_fails_alone(gateway, scheduler, monkeypatch):
+    scheduler.emits.clear()
+    reading = [
+        asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(text, max_tokens=12))))
+        for text in ("hello", "other")
+    ]
+    await scheduler.until(lambda: len(scheduler.live) == 2)
+    real, broken = LiveRequest.settle, []
+
+    def settle(self):
+        if not broken or broken == [self]:
+            broken[:] = [self]
+            raise ZeroDivisionError("nobody thought of this")
+        real(self)
+
+    monkeypatch.setattr(LiveRequest, "settle", settle)
+    scheduler.break_streams()
+    await scheduler.until(lambda: scheduler.connections == 2 and scheduler.live)
+    scheduler.emits.set()
+    outcomes = await asyncio.gather(*reading, return_exceptions=True)
+    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    assert [type(outcome) for outcome in failed] == [grpc.aio.AioRpcError]
+    assert len(outcomes) == 2
+
+
+@pytest.mark.parametrize("fault", ["cannot be serialized", "cannot be written"])
+async def test_a_stream_that_cannot_be_written_to_is_opened_anew(gateway, scheduler, monkeypatch, fault):
+    scheduler.emits.clear()
+    reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=12))))
+    leaving = gateway.generation.GenerateStream(stream_request("leaves", max_tokens=500))
+    await scheduler.until(lambda: len(scheduler.live) == 2)
+    broken = []
+
+    def abort_message(*args, **kwargs):
+        broken.append(args)
+        return SimpleNamespace(SerializeToString=lambda: 1 / 0 if fault == "cannot be serialized" else "no bytes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler_client, "abort_message", abort_message)
+        leaving.cancel()
+        await scheduler.until(lambda: scheduler.connections == 2 and scheduler.live)
+    assert broken
+    scheduler.emits.set()
+    assert (await reading).token_ids == expected_ids("hello", 12)
+    assert len(scheduler.live) == 0
+
+
+async def test_whatever_a_stream_is_ended_by_the_gateway_serves_on(gateway, scheduler, monkeypatch):
+    """Also an error that nobody thought of, in what is read from it."""
+    real, faults = scheduler_client.event_batch_from, [ZeroDivisionError("nobody thought of this")]
+
+    def event_batch_from(message):
+        if faults:
+            raise faults.pop()
+        return real(message)
+
+    monkeypatch.setattr(scheduler_client, "event_batch_from", event_batch_from)
+    stream = await collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=12)))
+    assert stream.token_ids == expected_ids("hello", 12)
+    assert scheduler.connections == 2
+
+
+async def test_a_completed_request_is_not_aborted(gateway, scheduler):
+    await collect(gateway.generation.GenerateStream(stream_request("first")))
+    await collect(gateway.generation.GenerateStream(stream_request("durable", durable=True)))
+    # What was sent before an abort that is needed came before it.
+    call = gateway.generation.GenerateStream(stream_request("last", max_tokens=500, request_id="last"))
+    await call.read()
+    call.cancel()
+    await scheduler.until(lambda: scheduler.aborted)
+    assert len(scheduler.aborted_handles) == 1

@@ -11,7 +11,7 @@ from google.rpc import code_pb2
 from quire.rpc.errors import from_rpc_error, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.service import worker_link
+from scheduler_svc.service import servicer, worker_link
 from scheduler_svc.service.worker_convert import StepAnswer, step_answer
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
@@ -352,3 +352,48 @@ async def test_a_scheduler_whose_last_request_was_refused_drains(scheduler):
     drained = await scheduler.Drain(scheduler_pb2.DrainRequest(timeout_ms=5_000), timeout=5)
     assert drained.remaining_requests == 0
     stream.close()
+
+
+async def test_a_submission_that_cannot_be_taken_fails_alone(scheduler, monkeypatch):
+    real = servicer.request_from_submit
+
+    def request_from_submit(submit, *args):
+        if submit.handle == 1:
+            raise ZeroDivisionError("nobody thought of this")
+        return real(submit, *args)
+
+    monkeypatch.setattr(servicer, "request_from_submit", request_from_submit)
+    stream, _ = await GatewayStream.open(scheduler)
+    await stream.submit(make_submit(1))
+    await stream.submit(make_submit(2))
+    await stream.read_until_over(1, 2)
+    assert (stream.failed[1].code, stream.failed[1].reason) == (code_pb2.INTERNAL, "UNEXPECTED")
+    assert "nobody thought" not in stream.failed[1].message
+    assert stream.outputs[2] == expected_tokens(2)
+    stream.close()
+
+
+@pytest.mark.parametrize("fault", ["cannot be made", "cannot be serialized"])
+async def test_a_stream_whose_events_cannot_be_written_ends_and_the_next_one_goes_on(scheduler, monkeypatch, fault):
+    stream, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
+    real = servicer.gateway_messages
+
+    def gateway_messages(outgoing):
+        yield 1 / 0 if fault == "cannot be made" else "no message"
+
+    with monkeypatch.context() as patched:
+        patched.setattr(servicer, "gateway_messages", gateway_messages)
+        await stream.submit(make_submit(1, max_tokens=30))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stream.read_to_end()
+
+    async def left() -> bool:
+        return (await state_of(scheduler)).connected_gateways == 0
+
+    await until(left)
+    assert servicer.gateway_messages is real
+    again, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
+    await again.submit(make_submit(1, max_tokens=30))
+    await again.read_until_over(1)
+    assert again.outputs[1] == expected_tokens(1, max_tokens=30)
+    again.close()

@@ -93,6 +93,53 @@ def ledger(clock):
     return Ledger(max_chunk_tokens=100, clock=clock)
 
 
+class Raising:
+    """A detokenizer that raises at one token."""
+
+    def push(self, token_id):
+        if token_id == 66:
+            raise ZeroDivisionError("a token nobody thought of")
+        return "x"
+
+    def flush(self):
+        return ""
+
+
+async def test_an_event_that_cannot_be_applied_fails_its_own_request_and_no_other(ledger, caplog):
+    broken = ledger.open(make_request("broken"), Raising)
+    broken.replica = REPLICA
+    other = open_live(ledger, "other")
+    runs = [
+        TokenRun(broken.handle, 0, 0, [60]),
+        TokenRun(broken.handle, 0, 1, [66]),
+        TokenRun(broken.handle, 0, 2, [60]),
+    ]
+    finishing = finishing_batch(other, ids_of("hello"))
+    outcome = ledger.apply(REPLICA, dataclasses.replace(finishing, runs=[*runs, *finishing.runs]))
+    assert (outcome.broken, outcome.over, outcome.unknown_handles) == ([broken], [other], set())
+    assert (await other.result())[0][0].text == "hello"
+    with pytest.raises(Internal) as caught:
+        await broken.result()
+    assert caught.value.reason == "UNEXPECTED"
+    assert "nobody thought of" not in caught.value.message
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 100])
+async def test_a_batch_in_parts_is_the_batch(ledger, max_tokens):
+    def batches(first, second):
+        runs = [TokenRun(first.handle, 0, 0, ids_of("hello")), TokenRun(second.handle, 0, 0, ids_of("good day"))]
+        ends = [finishing_batch(live, run.token_ids) for live, run in zip((first, second), runs, strict=True)]
+        whole = make_batch(runs, [end for each in ends for end in each.ended], [e for x in ends for e in x.completed])
+        return whole.parts(max_tokens)
+
+    lives = open_live(ledger, "a"), open_live(ledger, "b")
+    for part in batches(*lives):
+        assert sum(len(run.token_ids) for run in part.runs) <= max_tokens or len(batches(*lives)) == 1
+        ledger.apply(REPLICA, part)
+    assert [(await live.result())[0][0].text for live in lives] == ["hello", "good day"]
+
+
 async def test_events_end_with_finished_and_completed(ledger):
     live = open_live(ledger)
     ledger.apply(REPLICA, finishing_batch(live, ids_of("hello")))

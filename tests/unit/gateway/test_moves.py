@@ -8,12 +8,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from gateway.requests.events import FinishReason, Usage
 from gateway.requests.ledger import Ledger
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import GenerationRequest, Sampling, Stopping
 from gateway.schedulers.replicas import Replicas
 from gateway.schedulers.scheduler_client import SchedulerClient
-from gateway.schedulers.scheduler_events import EventBatch, RequestFailed, TokenRun
+from gateway.schedulers.scheduler_events import EventBatch, RequestEnded, RequestFailed, SequenceEnded, TokenRun
 from quire.rpc.errors import ResourceExhausted
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, wrapped
@@ -142,6 +143,30 @@ async def test_those_that_a_full_queue_refuses_do_not_come_back_all_at_once():
     assert 0 < len(scheduler.submitted) - first < 250
     for live in requests:
         cluster.replicas.release(live)
+
+
+async def test_what_is_completed_counts_for_no_replica_though_its_client_still_reads():
+    def complete(scheduler: Scheduler, live: LiveRequest) -> None:
+        scheduler.tell(
+            runs=[TokenRun(live.handle, 0, 0, [50])],
+            ended=[SequenceEnded(live.handle, 0, 1, FinishReason.LENGTH, None, None)],
+            completed=[RequestEnded(live.handle, Usage(8, 1))],
+        )
+
+    cluster = Cluster(3, complete)
+    unread = [cluster.place(f"request {number}") for number in range(30)]
+    await until_true(lambda: all(live.is_completed for live in unread))
+    aborted = []
+    for scheduler in cluster.schedulers:
+        scheduler.abort = lambda handle, *_, **__: aborted.append(handle)
+    # They begin alike, so that all go to one replica as long as it has room: nothing counts but themselves.
+    for number in range(3):
+        live = cluster.place(f"later {number}")
+        await until_true(lambda live=live: live.is_completed)
+    assert sorted(len(scheduler.submitted) for scheduler in cluster.schedulers)[-1] >= 13 + 3
+    for live in unread:
+        cluster.replicas.leave(live)
+    assert aborted == []
 
 
 async def test_requests_are_spread_by_how_many_each_replica_has_now():
