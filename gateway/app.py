@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
@@ -13,6 +13,7 @@ import grpc.aio
 
 from gateway.auth.authenticator import Authenticator, KeyRing, NoAuthenticator
 from gateway.auth.interceptor import AuthInterceptor
+from gateway.body_memory import BodyMemory
 from gateway.grpc_api.generation_servicer import GenerationServicer
 from gateway.grpc_api.model_servicer import ModelServicer
 from gateway.grpc_api.prefix_servicer import PrefixServicer
@@ -117,10 +118,11 @@ class Gateway:
         app = make_http_app(generator, metrics, authenticator, settings, started_at_s=int(time.time()))
         if tracer is not None:
             app.add_middleware(TraceMiddleware)
-        http = HttpServer.bind(app, settings, metrics.count_refused_connection, tls.public)
+        bodies = BodyMemory(settings.max_total_body_bytes)
+        http = HttpServer.bind(app, settings, bodies, metrics.count_refused_connection, tls.public)
         auth = AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller)
         try:
-            rpc = await _start_rpc(settings, generator, gateway_id, auth, tls)
+            rpc = await _start_rpc(settings, generator, gateway_id, _interceptors(settings, auth, bodies), tls)
         except BaseException:
             http.close()
             raise
@@ -249,7 +251,11 @@ def _warn_if_open(settings: GatewaySettings, *addresses: str, is_encrypted: bool
 
 
 async def _start_rpc(
-    settings: GatewaySettings, generator: Generator, gateway_id: str, auth: AuthInterceptor, tls: GatewayTls
+    settings: GatewaySettings,
+    generator: Generator,
+    gateway_id: str,
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    tls: GatewayTls,
 ) -> RpcServer:
     servicers = {
         "generation": GenerationServicer(generator, TextService(generator)),
@@ -276,14 +282,16 @@ async def _start_rpc(
         limits=ConnectionLimits(
             settings.max_connections, settings.max_streams_per_connection, settings.handshake_timeout
         ),
-        interceptors=_interceptors(settings, auth),
+        interceptors=interceptors,
     )
 
 
-def _interceptors(settings: GatewaySettings, auth: AuthInterceptor) -> list[grpc.aio.ServerInterceptor]:
+def _interceptors(
+    settings: GatewaySettings, auth: AuthInterceptor, bodies: BodyMemory
+) -> list[grpc.aio.ServerInterceptor]:
     """What sees gRPC calls before their handlers do, the first one first."""
     slow_clients = SlowClientInterceptor(
-        sender_timeout_s=settings.slow_sender_timeout, reader_timeout_s=settings.slow_reader_timeout
+        bodies, sender_timeout_s=settings.slow_sender_timeout, reader_timeout_s=settings.slow_reader_timeout
     )
     if settings.otlp_traces_endpoint is None:
         return [auth, slow_clients]

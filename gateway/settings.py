@@ -44,6 +44,12 @@ class GatewayFlags(ServiceFlags):
     max_message_bytes: int = setting(
         4 * 1024 * 1024, "largest message that a client may send", parse=parse_bytes, minimum=1024
     )
+    max_total_body_bytes: int = setting(
+        256 * 1024 * 1024,
+        "largest sum of the requests that clients send and that are held at once; see docs/security.md",
+        parse=parse_bytes,
+        minimum=1024,
+    )
     max_prompt_tokens: int | None = setting(None, "longest prompt; none is what the model takes", minimum=1)
     max_logprobs: int = setting(20, "most log probabilities of a position", minimum=0)
     max_stop_strings: int = setting(16, "most stop strings of a request", minimum=0)
@@ -95,6 +101,11 @@ class GatewayFlags(ServiceFlags):
         super().__post_init__()
         if self.tls_client_auth and self.tls_dir is None:
             raise ValueError("--tls-client-auth asks for certificates, which needs TLS; give --tls-dir")
+        if self.max_total_body_bytes < self.max_message_bytes:
+            raise ValueError(
+                f"--max-total-body-bytes is {self.max_total_body_bytes}, less than one message may have "
+                f"(--max-message-bytes, {self.max_message_bytes})"
+            )
         if (self.public_cert is None) != (self.public_key is None):
             raise ValueError("--public-cert and --public-key go together; one of them is not given")
 

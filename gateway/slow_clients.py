@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from gateway.body_memory import BodyMemory
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument
 
 _logger = logging.getLogger(__name__)
@@ -28,7 +29,9 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
     generator functions, or write by themselves and as slowly as they like.
     """
 
-    def __init__(self, *, sender_timeout_s: float, reader_timeout_s: float) -> None:
+    def __init__(self, bodies: BodyMemory, *, sender_timeout_s: float, reader_timeout_s: float) -> None:
+        """The one request of a call counts in `bodies` until the call is over."""
+        self._bodies = bodies
         self._sender_timeout_s = sender_timeout_s
         self._reader_timeout_s = reader_timeout_s
 
@@ -68,7 +71,13 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
                 raise DeadlineExceeded(message, reason="SLOW_SENDER") from None
             if request is None:
                 raise InvalidArgument("the call has no request", reason="MALFORMED_MESSAGE")
-            return await behavior(request, context)
+            held = self._bodies.begin(_do_nothing)
+            try:
+                held.add(len(request) if isinstance(request, bytes) else request.ByteSize())
+                held.complete()
+                return await behavior(request, context)
+            finally:
+                held.release()
 
         return handle
 
@@ -98,6 +107,10 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
             raise DeadlineExceeded(message, reason="SLOW_READER")
 
         return handle
+
+
+def _do_nothing() -> None:
+    """A message comes whole, so it is never given up for another one."""
 
 
 class _WriteWatch:

@@ -1,4 +1,9 @@
-"""HTTP connections, and how much of the gateway each of them, and all of them, may take."""
+"""HTTP connections, and how much of the gateway each of them, and all of them, may take.
+
+It builds on classes that uvicorn keeps to itself. So pyproject.toml bounds uvicorn's version, and each limit has a test
+over a real socket: test_connection_limits.py, test_slow_clients.py, test_http_bodies.py and test_https.py in
+tests/service/gateway.
+"""
 
 import asyncio
 import logging
@@ -7,7 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import h11
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from gateway.body_memory import BodyMemory
+from gateway.http.bodies import IncomingBody
+from gateway.openai.errors import ErrorAnswer
 
 _logger = logging.getLogger(__name__)
 
@@ -17,24 +27,62 @@ class HttpLimits:
     """Of the connections to one port.
 
     Attributes:
-        max_connections: At once; further ones are closed.
-        sender_timeout_s: For the headers of a request, from the connection's begin or their own first byte.
+        max_connections: At once, those that are still in their TLS handshake among them; further ones are closed.
+        handshake_timeout_s: For the TLS handshake.
+        sender_timeout_s: For the headers of a request, from the connection's begin or their own first byte, and once
+            more for its body.
         reader_timeout_s: For a client to take something while output waits for it.
     """
 
     max_connections: int
+    handshake_timeout_s: float
     sender_timeout_s: float
     reader_timeout_s: float
 
 
-class LimitedProtocol(H11Protocol):
-    """The protocol of one HTTP connection within limits; `on_refusal` is told where it is one too many."""
+class Places:
+    """Counts the connections to one port, of which each takes a place from its first moment to its last."""
 
-    def __init__(self, *args: Any, limits: HttpLimits, on_refusal: Callable[[], None], **kwargs: Any) -> None:
-        """Takes all that uvicorn's protocol takes."""
+    def __init__(self, max_connections: int, on_refusal: Callable[[], None]) -> None:
+        """`on_refusal` is called for each connection that finds no place."""
+        self._max_connections = max_connections
+        self._on_refusal = on_refusal
+        self._holders: set[object] = set()
+
+    def take(self, holder: object) -> bool:
+        """Whether there was a place."""
+        if len(self._holders) >= self._max_connections:
+            self._on_refusal()
+            return False
+        self._holders.add(holder)
+        return True
+
+    def give_back(self, holder: object) -> None:
+        """Idempotent."""
+        self._holders.discard(holder)
+
+
+class LimitedProtocol(H11Protocol):
+    """The protocol of one HTTP connection within limits."""
+
+    def __init__(
+        self,
+        *args: Any,
+        limits: HttpLimits,
+        places: Places,
+        bodies: BodyMemory,
+        handshake: object | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Takes all that uvicorn's protocol takes. `handshake` holds the place that this connection has already."""
         super().__init__(*args, **kwargs)
         self._limits = limits
-        self._on_refusal = on_refusal
+        self._places = places
+        self._handshake = handshake
+        self._bodies = bodies
+        # What uvicorn calls for each request.
+        self._application = self.app
+        self.app = self._answer
         # Runs while more waits to be sent than is to be kept.
         self._writing: asyncio.TimerHandle | None = None
         # Runs while headers of a request are due.
@@ -42,11 +90,11 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self._limits.max_connections:
-            self._on_refusal()
-            transport.abort()
-        else:
+        self._places.give_back(self._handshake)
+        if self._places.take(self):
             self._reading = self._cut_later(self._limits.sender_timeout_s, "sent no request")
+        else:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -67,7 +115,33 @@ class LimitedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._writing = _stopped(self._writing)
         self._reading = _stopped(self._reading)
+        self._places.give_back(self)
         super().connection_lost(exc)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application for one request. Where the server stops before it has answered, the client is told."""
+        has_started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        timeout_s = self._limits.sender_timeout_s
+        body = IncomingBody(receive, send_and_note, self._bodies, timeout_s, self._has_whole_body)
+        try:
+            await self._application(scope, body.receive, body.send)
+        except asyncio.CancelledError:
+            # Only a server that stops cancels requests.
+            if has_started:
+                self.transport.abort()
+            else:
+                await _send_unavailable(send)
+        finally:
+            body.release()
+
+    def _has_whole_body(self) -> bool:
+        return self.conn.their_state is not h11.SEND_BODY
 
     def _watch_reader(self) -> None:
         """The connection is cut where no less waits to be sent after the time for a client to take something."""
@@ -86,6 +160,18 @@ class LimitedProtocol(H11Protocol):
     def _cut(self, why: str) -> None:
         _logger.info("an HTTP client %s in time; its connection is cut", why)
         self.transport.abort()
+
+
+async def _send_unavailable(send: Send) -> None:
+    answer = ErrorAnswer(503, "this gateway stopped before the request was answered; try again", "draining")
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(answer.body)).encode()),
+        (b"retry-after", b"1"),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> None:

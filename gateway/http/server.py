@@ -13,9 +13,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.http_middleware import AuthMiddleware
+from gateway.body_memory import BodyMemory
 from gateway.http.drain_middleware import DrainMiddleware
 from gateway.http.probes import probe_routes
-from gateway.http.protocol import HttpLimits, LimitedProtocol
+from gateway.http.protocol import HttpLimits, LimitedProtocol, Places
+from gateway.http.tls_listener import TlsListener
 from gateway.metrics import GatewayMetrics
 from gateway.openai.body import BodyLimits
 from gateway.openai.request_ids import RequestIdMiddleware
@@ -41,7 +43,7 @@ def make_http_app(
     started_at_s: int,
 ) -> Starlette:
     """The application. `started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
-    body_limits = BodyLimits(settings.max_message_bytes, settings.slow_sender_timeout)
+    body_limits = BodyLimits(settings.max_message_bytes)
     return Starlette(
         routes=[
             *openai_routes(generator, body_limits, started_at_s=started_at_s),
@@ -87,9 +89,9 @@ class HttpServer(uvicorn.Server):
         app: Starlette,
         listener: socket.socket,
         limits: HttpLimits,
+        bodies: BodyMemory,
         on_refusal: Callable[[], None],
         https: HttpsFiles | None,
-        handshake_timeout_s: float,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -107,50 +109,66 @@ class HttpServer(uvicorn.Server):
         )
         self._listener = listener
         self._limits = limits
-        self._on_refusal = on_refusal
+        self._places = Places(limits.max_connections, on_refusal)
+        self._bodies = bodies
         self._https = https
-        self._handshake_timeout_s = handshake_timeout_s
         self.address = str(TcpAddress(*listener.getsockname()[:2]))
 
     @classmethod
     def bind(
-        cls, app: Starlette, settings: GatewaySettings, on_refusal: Callable[[], None], tls: ServerTls | None
+        cls,
+        app: Starlette,
+        settings: GatewaySettings,
+        bodies: BodyMemory,
+        on_refusal: Callable[[], None],
+        tls: ServerTls | None,
     ) -> "HttpServer":
         """Listens where the settings say; `on_refusal` is told of each connection that is too many.
 
         Raises:
             ConfigurationError: it cannot listen there, or the files of `tls` are no good.
         """
-        limits = HttpLimits(settings.max_connections, settings.slow_sender_timeout, settings.slow_reader_timeout)
+        limits = HttpLimits(
+            max_connections=settings.max_connections,
+            handshake_timeout_s=settings.handshake_timeout,
+            sender_timeout_s=settings.slow_sender_timeout,
+            reader_timeout_s=settings.slow_reader_timeout,
+        )
         https = None if tls is None else HttpsFiles(tls)
         host, port = settings.http_host, settings.http_port
         check_bindable(TcpAddress(host, port), reuse_port=settings.reuse_port)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024, reuse_port=settings.reuse_port)
-        return cls(app, listener, limits, on_refusal, https, settings.handshake_timeout)
+        return cls(app, listener, limits, bodies, on_refusal, https)
 
     async def run_until_stopped(self) -> None:
         await self.serve(sockets=[self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """In the place of uvicorn's, which knows neither a time for handshakes nor certificates that change."""
-        tls: dict[str, Any] = {}
-        if self._https is not None:
-            tls = {"ssl": self._https.context(), "ssl_handshake_timeout": self._handshake_timeout_s}
-        loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(self._make_protocol, sock=each, backlog=self.config.backlog, **tls)
-            for each in sockets or []
-        ]
+        """In the place of uvicorn's, which knows neither these limits nor certificates that change."""
+        self.servers = [await self._listen(each) for each in sockets or []]
         self.started = True
 
-    def _make_protocol(self) -> asyncio.Protocol:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # The servers close their sockets.
+        await super().shutdown()
+
+    async def _listen(self, listener: socket.socket) -> Any:
+        if self._https is not None:
+            context = self._https.context()
+            return TlsListener(listener, context, self._make_protocol, self._limits, self._places)
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(self._make_protocol, sock=listener, backlog=self.config.backlog)
+
+    def _make_protocol(self, handshake: object | None = None) -> asyncio.Protocol:
         return LimitedProtocol(
             config=self.config,
             server_state=self.server_state,
             app_state={},
             limits=self._limits,
-            on_refusal=self._on_refusal,
+            places=self._places,
+            bodies=self._bodies,
+            handshake=handshake,
         )
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """From the bytes of a request to its body: media type, size, JSON, types."""
 
-import asyncio
 import codecs
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,8 +15,6 @@ from quire.rpc.errors import InvalidArgument, invalid_field
 
 BodyType = TypeVar("BodyType", bound=Body)
 
-# So much of a body that is too large is read and dropped: most clients look for the answer only when they sent it all.
-_MAX_DISCARDED_BYTES = 16 * 1024 * 1024
 _EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -33,10 +30,9 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How large a body may be, and how long it may take to come."""
+    """How large a body may be. How long it may take is the server's business (gateway/http/bodies.py)."""
 
     max_bytes: int
-    timeout_s: float
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
@@ -44,29 +40,16 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
 
     Raises:
         HttpError: it is not JSON by its media type, is encoded, is too large or takes too long.
+        QuireError: it was given up for the bodies of others.
         starlette.requests.ClientDisconnect: the client left before all of it came.
     """
     _check_media_type(request)
     _check_announced_size(request, limits.max_bytes)
-    try:
-        async with asyncio.timeout(limits.timeout_s):
-            return await _read_all(request, limits.max_bytes)
-    except TimeoutError:
-        raise _too_slow(limits.timeout_s) from None
-
-
-async def _read_all(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises HttpError when it has more than `max_bytes` bytes."""
     body = bytearray()
-    size = 0
     async for chunk in request.stream():
-        size += len(chunk)
-        if size <= max_bytes:
-            body += chunk
-        elif size > max_bytes + _MAX_DISCARDED_BYTES:
-            break
-    if size > max_bytes:
-        raise _too_large(max_bytes)
+        body += chunk
+        if len(body) > limits.max_bytes:
+            raise _too_large(limits.max_bytes)
     return bytes(body)
 
 
@@ -95,10 +78,8 @@ def _check_media_type(request: Request) -> None:
 
 
 def _check_announced_size(request: Request, max_bytes: int) -> None:
-    """Refuses a body that the client waits to be asked for, or that is too large to be read and dropped."""
     announced = request.headers.get("content-length", "")
-    size = int(announced) if announced.isdecimal() else 0
-    if size > max_bytes and ("expect" in request.headers or size > max_bytes + _MAX_DISCARDED_BYTES):
+    if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(max_bytes)
 
 
@@ -107,20 +88,7 @@ def _unsupported(message: str) -> HttpError:
 
 
 def _too_large(max_bytes: int) -> HttpError:
-    # What is left of the body is not read, so the connection cannot be used again.
-    return HttpError(
-        ErrorAnswer(
-            413,
-            f"the body is too large; the most is {max_bytes:,} bytes",
-            "body_too_large",
-            headers={"connection": "close"},
-        )
-    )
-
-
-def _too_slow(timeout_s: float) -> HttpError:
-    message = f"the body did not come within {timeout_s:g} s"
-    return HttpError(ErrorAnswer(408, message, "slow_sender", headers={"connection": "close"}))
+    return HttpError(ErrorAnswer(413, f"the body is too large; the most is {max_bytes:,} bytes", "body_too_large"))
 
 
 def _invalid(error: ValidationError) -> InvalidArgument:

@@ -1,6 +1,7 @@
 """HTTPS: whom the port believes, and what it shows after its files were renewed."""
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from quire.rpc.certificates import Authority
 from quire.rpc.tls import Role
 from tests.support.certificates import make_certificates
 from tests.support.gateway_process import RunningGateway, running_gateway
+from tests.support.scheduler_process import until
 
 SHORT_S = 0.3
 
@@ -140,3 +142,54 @@ async def test_a_handshake_that_never_ends_is_broken_off(tmp_path: Path, authori
         reader, writer = await asyncio.open_connection(host, int(port))
         assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
+
+
+async def test_a_handshake_that_runs_counts_as_a_connection_until_it_ends(tmp_path: Path, authority: Authority) -> None:
+    async with running_alone(tmp_path, max_connections=1) as gateway:
+        address = gateway.gateway.http_address.rpartition(":")
+        _, first = await asyncio.open_connection(address[0], int(address[2]))
+        reader, surplus = await asyncio.open_connection(address[0], int(address[2]))
+        # Closed in the clear, before any handshake.
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        surplus.close()
+        first.close()
+        assert await until(lambda: is_answered(gateway, trusting(tmp_path)))
+
+
+async def test_handshakes_that_fail_leave_their_places(tmp_path: Path, authority: Authority) -> None:
+    async with running_alone(tmp_path, max_connections=2) as gateway:
+        address = gateway.gateway.http_address.rpartition(":")
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(address[0], int(address[2]))
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+        assert await is_answered(gateway, trusting(tmp_path))
+
+
+async def test_a_request_right_behind_the_handshake_is_answered(gateway: RunningGateway, tmp_path: Path) -> None:
+    # One packet has the end of the handshake and the request.
+    address = gateway.gateway.http_address.rpartition(":")
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting(tmp_path).wrap_bio(incoming, outgoing, server_hostname="localhost")
+    reader, writer = await asyncio.open_connection(address[0], int(address[2]))
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                writer.write(outgoing.read())
+                incoming.write(await reader.read(65536))
+        client.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        writer.write(outgoing.read())
+        while True:
+            try:
+                answer = client.read(65536)
+                break
+            except ssl.SSLWantReadError:
+                incoming.write(await reader.read(65536))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    writer.close()

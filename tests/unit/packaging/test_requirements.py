@@ -42,6 +42,11 @@ def test_worker_installs_torch() -> None:
     assert "torch" in {name_of(requirement) for requirement in list_requirements(PYPROJECT, ["worker"])}
 
 
+def test_a_uvicorn_whose_private_classes_may_differ_is_not_installed() -> None:
+    (uvicorn,) = [each for each in list_requirements(PYPROJECT, ["gateway"]) if name_of(each) == "uvicorn"]
+    assert re.search(r"<0\.\d+$", uvicorn)
+
+
 def test_all_is_every_extra_but_those_of_development() -> None:
     extras = read_pyproject()["project"]["optional-dependencies"]
     assert extras["all"] == [f"quire[{','.join(extra for extra in extras if extra not in {'all', 'dev'})}]"]

@@ -1,0 +1,127 @@
+"""Bodies of HTTP requests: those that never end, those that nobody reads, and the memory that all of them may take."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from tests.support.gateway_process import running_gateway
+from tests.support.keys import KeysFile
+from tests.support.raw_http import connection_to, read_answer, read_to_end, request
+
+SHORT_S = 0.3
+MAX_BYTES = 20_000
+
+
+@pytest.mark.parametrize("sent", [b"", b"x"])
+@pytest.mark.parametrize("head", ["GET /health", "POST /health", "POST /nothing", "HEAD /version"])
+async def test_a_connection_closes_behind_an_answer_to_a_body_that_nobody_reads(scheduler, head, sent):
+    async with running_gateway(scheduler, slow_sender_timeout=SHORT_S) as gateway:
+        with await connection_to(gateway) as connection:
+            connection.sendall(request(head, {"content-length": "9"}))
+            answer = await read_answer(connection, has_body=not head.startswith("HEAD"))
+            assert answer.headers["connection"] == "close"
+            connection.sendall(sent)
+            assert await read_to_end(connection) == b""
+
+
+@pytest.mark.parametrize("framing", [{"content-length": "100"}, {"transfer-encoding": "chunked"}])
+async def test_a_caller_without_a_key_who_sends_half_a_body_is_answered_and_cut_off(scheduler, tmp_path, framing):
+    keys = KeysFile(tmp_path / "keys.json").path
+    async with running_gateway(scheduler, slow_sender_timeout=SHORT_S, keys_files=(keys,)) as gateway:
+        with await connection_to(gateway) as connection:
+            connection.sendall(request("POST /v1/completions", framing) + b"5\r\nxx")
+            answer = await read_answer(connection)
+            assert (answer.status, answer.headers["connection"]) == (401, "close")
+            assert await read_to_end(connection) == b""
+
+
+async def test_an_answer_does_not_wait_for_a_body_that_nobody_reads(scheduler):
+    async with running_gateway(scheduler, slow_sender_timeout=60) as gateway:
+        with await connection_to(gateway) as connection:
+            connection.sendall(request("GET /health", {"content-length": "9"}))
+            assert (await read_answer(connection)).status == 200
+
+
+async def test_a_body_that_nobody_reads_is_taken_in_for_a_while_so_that_its_sender_gets_the_answer(scheduler, tmp_path):
+    keys = KeysFile(tmp_path / "keys.json").path
+    async with (
+        running_gateway(scheduler, keys_files=(keys,)) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
+        for _ in range(3):
+            answer = await http.post("/v1/completions", content=b" " * 3_000_000)
+            assert (answer.status_code, answer.headers["connection"]) == (401, "close")
+
+
+async def test_a_connection_stays_open_behind_an_answer_to_a_body_that_came_whole(scheduler, tmp_path):
+    keys = KeysFile(tmp_path / "keys.json").path
+    async with running_gateway(scheduler, keys_files=(keys,)) as gateway:
+        with await connection_to(gateway) as connection:
+            for _ in range(2):
+                connection.sendall(request("POST /v1/completions", {"content-length": "9"}) + b"x" * 9)
+                answer = await read_answer(connection)
+                assert answer.status == 401
+                assert "connection" not in answer.headers
+
+
+async def test_a_body_that_comes_byte_by_byte_has_no_longer_than_one_that_stops(scheduler):
+    async with running_gateway(scheduler, slow_sender_timeout=SHORT_S) as gateway:
+        with await connection_to(gateway) as connection:
+            connection.sendall(request("POST /v1/completions", {"content-length": "100000"}))
+            answering = asyncio.ensure_future(read_answer(connection))
+            while not answering.done():
+                connection.sendall(b" ")
+                await asyncio.wait([answering], timeout=SHORT_S / 10)
+            assert answering.result().status == 408
+
+
+async def test_a_request_behind_another_one_in_the_same_packet_is_answered(scheduler):
+    async with running_gateway(scheduler) as gateway:
+        with await connection_to(gateway) as connection:
+            connection.sendall(request("GET /health") + request("GET /version"))
+            assert (await read_answer(connection)).status == 200
+            assert b"version" in (await read_answer(connection)).body
+
+
+async def test_of_too_many_bodies_the_one_that_has_come_for_longest_is_refused_and_a_quick_one_is_served(scheduler):
+    body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode().ljust(MAX_BYTES // 2)
+    limits = {"max_message_bytes": MAX_BYTES, "max_total_body_bytes": 2 * MAX_BYTES}
+    async with running_gateway(scheduler, **limits) as gateway:
+        slow = [await connection_to(gateway) for _ in range(3)]
+        try:
+            head = request("POST /v1/completions", {"content-length": str(MAX_BYTES)})
+            for connection in slow:
+                connection.sendall(head + b" " * (MAX_BYTES - 1))
+            # Two of them fill the memory, so the first is refused for the third.
+            refused = await read_answer(slow[0])
+            assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (
+                429,
+                "1",
+                "close",
+            )
+            assert refused.error["code"] == "bodies_full"
+            assert f"{2 * MAX_BYTES:,} bytes" in refused.error["message"]
+            async with httpx.AsyncClient(base_url=gateway.http_url) as http:
+                answers = [await http.post("/v1/completions", content=body) for _ in range(4)]
+            assert [answer.status_code for answer in answers] == [200] * 4
+        finally:
+            for connection in slow:
+                connection.close()
+
+
+async def test_bodies_of_requests_that_run_count_until_they_are_over(scheduler):
+    scheduler.emits.clear()
+    body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode().ljust(MAX_BYTES)
+    async with (
+        running_gateway(scheduler, max_message_bytes=MAX_BYTES, max_total_body_bytes=MAX_BYTES) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
+        running = asyncio.create_task(http.post("/v1/completions", content=body))
+        await scheduler.until(lambda: scheduler.live)
+        refused = await http.post("/v1/completions", content=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "bodies_full")
+        scheduler.emits.set()
+        assert (await running).status_code == 200
+        assert (await http.post("/v1/completions", content=body)).status_code == 200
