@@ -19,20 +19,21 @@ _MAX_CANCELLED = 256
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One stream of a gateway. `cancelled` are the newest of its requests that were ended by their ids: a gateway whose
-    stream breaks before it hears so submits them again, under the same handles."""
+    """One stream of a gateway. `cancelled` are handles and ids of the newest of its requests that were ended by their
+    ids: a gateway whose stream breaks before it hears so submits them again. Later requests may have its
+    handles."""
 
     client: ClientId
     gateway_id: str
     grace_period_s: float
     outbox: Outbox = field(default_factory=Outbox)
     live: dict[RequestKey, Request] = field(default_factory=dict)
-    cancelled: deque[Handle] = field(default_factory=lambda: deque(maxlen=_MAX_CANCELLED))
+    cancelled: deque[tuple[Handle, str]] = field(default_factory=lambda: deque(maxlen=_MAX_CANCELLED))
     grace: asyncio.TimerHandle | None = None
 
     def check_not_cancelled(self, handle: Handle, request_id: str) -> None:
         """Raises Cancelled where the gateway submits a request again that was cancelled."""
-        if handle in self.cancelled:
+        if (handle, request_id) in self.cancelled:
             raise was_cancelled(request_id)
 
 
@@ -101,7 +102,7 @@ class Connections:
         running = [(connection, key) for connection, key in named if self._abort(key)]
         for connection, key in running:
             del connection.live[key]
-            connection.cancelled.append(key.handle)
+            connection.cancelled.append((key.handle, request_id))
             connection.outbox.put_refusal(key.handle, was_cancelled(request_id))
         return bool(running)
 

@@ -6,7 +6,7 @@ from google.rpc import code_pb2
 
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
-from quire.rpc.errors import InvalidArgument, QuireError
+from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey
@@ -27,14 +27,31 @@ _FINISH_REASONS = {
 # From gateways
 
 
-def request_from_submit(submit: scheduler_pb2.Submit, client: ClientId, vocab_size: int) -> Request:
+_MAX_HANDLE = 2**31 - 1
+
+
+def handle_from(handle: int) -> Handle:
+    """Raises InvalidArgument for one that events, which carry handles as int32, could not name."""
+    if handle > _MAX_HANDLE:
+        raise invalid_field("handle", f"is {handle}; it must be at most {_MAX_HANDLE}")
+    return Handle(handle)
+
+
+def request_from_submit(
+    submit: scheduler_pb2.Submit, client: ClientId, *, vocab_size: int, max_num_seqs: int
+) -> Request:
     """A gateway's submission. Raises InvalidArgument."""
     num_returned = submit.sampling.n or 1
     beam = beam_from(submit.sampling)
     num_sequences = submit.sampling.best_of or (num_returned if beam is None else beam.width)
+    if num_sequences > max_num_seqs:
+        # Before anything is made of that size.
+        raise InvalidArgument(
+            f"the request has {num_sequences} sequences; at most {max_num_seqs} run at once", reason="NEVER_FITS"
+        )
     prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0, below=vocab_size)
     return Request(
-        key=RequestKey(client, Handle(submit.handle)),
+        key=RequestKey(client, handle_from(submit.handle)),
         request_id=submit.request_id,
         prompt=prompt.tolist(),
         sampling=sampling_from(submit, vocab_size),

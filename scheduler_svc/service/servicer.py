@@ -21,7 +21,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.core.request import Handle, Request, RequestKey
 from scheduler_svc.service.connections import Connection, Connections
 from scheduler_svc.service.durable import DurableRequests, Reader
-from scheduler_svc.service.gateway_convert import gateway_messages, request_from_submit, welcome_message
+from scheduler_svc.service.gateway_convert import gateway_messages, handle_from, request_from_submit, welcome_message
 from scheduler_svc.service.pinning import PinFailedError
 from scheduler_svc.service.readiness import Readiness
 from scheduler_svc.service.refusals import refusals
@@ -226,10 +226,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _accept(self, submit: scheduler_pb2.Submit, connection: Connection) -> None:
         """Queues the request. Raises what the gateway is told."""
         self._check_not_draining()
-        replica = self._loop.replica
+        replica, scheduler = self._loop.replica, self._loop.scheduler
         assert replica is not None
+        assert scheduler is not None
         check_sampling(submit, replica.max_logprobs)
-        request = request_from_submit(submit, connection.client, replica.vocab_size)
+        request = request_from_submit(
+            submit, connection.client, vocab_size=replica.vocab_size, max_num_seqs=scheduler.config.max_num_seqs
+        )
         connection.check_not_cancelled(request.key.handle, request.request_id)
         if submit.durable.resubmitted and self._goes_on(request, submit.durable.nonce, connection):
             return
@@ -277,6 +280,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _resume(self, resume: scheduler_pb2.Resume, connection: Connection) -> None:
         handle = Handle(resume.handle)
         try:
+            handle_from(resume.handle)
             durable = self._durable.find(resume.tenant, resume.request_id)
         except QuireError as error:
             connection.outbox.put_refusal(handle, error)

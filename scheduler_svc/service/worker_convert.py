@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.arrays import decode_float32, decode_int32, encode_float32, encode_int32
 from quire.logprob_columns import LogprobColumns
-from quire.rpc.errors import InvalidArgument
+from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.beam import Candidates
 from scheduler_svc.core.block import BlockHash, BlockId
@@ -104,7 +104,30 @@ class RankPlace(NamedTuple):
     world_size: int
 
 
+_MAX_INT32 = 2**31 - 1
+
+_BOUNDS = {
+    # A scheduler keeps about 100 bytes a block: 1.6 GB here.
+    "pool.num_gpu_blocks": (1, 1 << 24),
+    "pool.num_host_blocks": (0, 1 << 24),
+    "pool.block_size": (1, 1 << 16),
+    "model.vocab_size": (1, _MAX_INT32),
+    "model.max_model_len": (1, _MAX_INT32),
+    "limits.max_num_rows": (1, _MAX_INT32),
+    "limits.max_num_batched_tokens": (1, _MAX_INT32),
+    "limits.max_steps_in_flight": (1, _MAX_INT32),
+}
+"""The least and the greatest value of what workers report. Tables are made by it, and token ids and positions travel as
+int32."""
+
+
 def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
+    """Raises InvalidArgument that names the first value with which no scheduler can work."""
+    for name, (least, greatest) in _BOUNDS.items():
+        part, field = name.split(".")
+        value = getattr(getattr(info, part), field)
+        if not least <= value <= greatest:
+            raise invalid_field(f"info.{name}", f"is {value}; a scheduler works with {least} to {greatest}")
     return ReplicaInfo(
         worker_generation=info.worker_generation,
         block_size=info.pool.block_size,

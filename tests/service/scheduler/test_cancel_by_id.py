@@ -148,6 +148,20 @@ async def test_what_was_cancelled_while_its_gateway_was_away_does_not_come_back(
     again.close()
 
 
+async def test_the_handle_of_a_request_that_was_cancelled_serves_another(scheduler):
+    stream = await started(scheduler, 7)
+    await cancel(scheduler, "request-7")
+    await stream.read_until_over(7)
+    assert_cancelled(stream, 7)
+    stream.failed.clear()
+    other = make_submit(7, tenant="a")
+    other.request_id = "request-8"
+    await stream.submit(other)
+    await stream.read_until_over(7)
+    assert stream.outputs[7] == expected_tokens(7)
+    stream.close()
+
+
 async def test_an_id_that_no_request_has_is_not_found(scheduler):
     for request_id in ("", "request-7", "x" * 100_000):
         await assert_not_found(scheduler, request_id)

@@ -127,6 +127,8 @@ async def test_abort_frees_blocks_and_nothing_follows(scheduler, worker):
         (make_submit(1, max_tokens=0), code_pb2.INVALID_ARGUMENT, "max_tokens"),
         (make_submit(1, bad_token_sequences=[common_pb2.TokenIds(ids=[1000])]), code_pb2.INVALID_ARGUMENT, "1000"),
         (make_submit(1, bad_token_sequences=[common_pb2.TokenIds()]), code_pb2.INVALID_ARGUMENT, "is empty"),
+        # A list of that many would take 32 GB.
+        (make_submit(1, n=2**32 - 1, emitted=[1]), code_pb2.INVALID_ARGUMENT, "4294967295 sequences; at most 256 run"),
     ],
 )
 async def test_a_bad_submission_is_refused_alone(scheduler, submit, code, words):
@@ -137,6 +139,19 @@ async def test_a_bad_submission_is_refused_alone(scheduler, submit, code, words)
     assert stream.failed[1].code == code
     assert words in stream.failed[1].message
     assert stream.outputs[2] == expected_tokens(2)
+    stream.close()
+
+
+async def test_the_greatest_handle_serves_and_one_more_is_refused_alone(scheduler):
+    stream, _ = await GatewayStream.open(scheduler)
+    await stream.submit(make_submit(2**31))
+    await stream.call.write(scheduler_pb2.ConnectRequest(resume=scheduler_pb2.Resume(handle=2**32 - 1, request_id="x")))
+    await stream.submit(make_submit(2**31 - 1))
+    await stream.read_until_over(2**31, 2**31 - 1, 2**32 - 1)
+    for handle in (2**31, 2**32 - 1):
+        assert stream.failed[handle].code == code_pb2.INVALID_ARGUMENT
+        assert stream.failed[handle].message == f"handle is {handle}; it must be at most 2147483647"
+    assert stream.outputs[2**31 - 1] == expected_tokens(2**31 - 1)
     stream.close()
 
 

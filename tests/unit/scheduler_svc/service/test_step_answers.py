@@ -7,7 +7,7 @@ from quire.arrays import encode_float32, encode_int32
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step_plan import StepInFlight
-from scheduler_svc.service.worker_convert import step_answer
+from scheduler_svc.service.worker_convert import replica_info, step_answer
 
 VOCAB_SIZE = 50
 
@@ -66,3 +66,38 @@ def test_what_makes_no_sense_is_refused(changes, words):
 def test_rows_that_are_not_those_of_the_plan_are_refused_by_name(rows):
     with pytest.raises(ValueError, match=r"step 7 has rows \[4, 2\]; step 7 samples"):
         step_answer(make_result(), VOCAB_SIZE).check_rows(make_step(*rows))
+
+
+def make_info() -> worker_pb2.WorkerInfo:
+    return worker_pb2.WorkerInfo(
+        pool=worker_pb2.KvPoolGeometry(block_size=16, num_gpu_blocks=1, num_host_blocks=0),
+        model=worker_pb2.ModelGeometry(vocab_size=50, max_model_len=128),
+        limits=worker_pb2.WorkerLimits(max_num_rows=1, max_num_batched_tokens=1, max_steps_in_flight=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "greatest"),
+    [
+        ("pool.num_gpu_blocks", 1, 2**24),
+        ("pool.num_host_blocks", 0, 2**24),
+        ("pool.block_size", 1, 2**16),
+        ("model.vocab_size", 1, 2**31 - 1),
+        ("model.max_model_len", 1, 2**31 - 1),
+        ("limits.max_num_rows", 1, 2**31 - 1),
+        ("limits.max_num_batched_tokens", 1, 2**31 - 1),
+        ("limits.max_steps_in_flight", 1, 2**31 - 1),
+    ],
+)
+def test_a_worker_whose_numbers_make_no_sense_is_refused_by_name_before_tables_are_made(field, least, greatest):
+    part, name = field.split(".")
+    for value in (least - 1, greatest + 1):
+        info = make_info()
+        if 0 <= value < 2**32:
+            setattr(getattr(info, part), name, value)
+            with pytest.raises(InvalidArgument, match=f"info.{field} is {value}; a scheduler works with {least} to"):
+                replica_info(info)
+    for value in (least, greatest):
+        info = make_info()
+        setattr(getattr(info, part), name, value)
+        replica_info(info)
