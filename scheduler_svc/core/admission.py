@@ -1,4 +1,7 @@
-"""Who enters the batch: swapped groups first, then those that wait, as the policy has it."""
+"""Who enters the batch: of the groups that wait and those that are swapped, always the one that the policy names next.
+
+One that does not fit holds up all behind it, so that nobody starves under a stream of smaller ones.
+"""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -22,42 +25,52 @@ class Admission:
         self._trials = trials
 
     def displace(self, now: float) -> None:
-        """Makes room for a group that waits, where the policy lets it push out others; nobody leaves in vain."""
+        """Makes room for the next group, where the policy lets it push out others; nobody leaves in vain."""
         state = self._state
         if self._trials.are_on:
             return
-        while len(state.waiting) and len(state.running) and not len(state.swapped):
-            group, victim = state.policy.next_of(state.waiting), state.policy.victim_of(state.running)
+        while len(state.running) and (group := self._next()) is not None:
+            victim = state.policy.victim_of(state.running)
             if not state.policy.displaces(group, victim) or self._fits(group):
                 return
             if not self._fits(group, [each for each in state.running if state.policy.displaces(group, each)]):
                 return
-            self._preemption.displace(victim, now)
+            self._preemption.preempt(victim, now)
 
     def swap_in(self, now: float) -> None:
-        """Brings swapped groups back, lowest rank first. They compute with the decodes of this step."""
+        """Brings swapped groups back until one that waits is next. They compute with the decodes of this step."""
         state = self._state
         while len(state.swapped):
-            group = state.swapped.first()
-            if len(group.unfinished) > state.batch.rows.num_free or not self._has_room_to_swap_in(group):
+            group = self._next()
+            if group is None or group.request.key not in state.swapped or not self._fits(group):
                 return
             state.running.add(state.swapped.remove(group.request.key))
             group.timeline.run(now)
             self._return(group)
 
     def admit(self, now: float) -> None:
-        """Admits groups that wait, as far as rows, blocks and the token budget go; none while anything is swapped."""
+        """Admits groups that wait, as far as rows, blocks and the token budget go, until a swapped one is next: that
+        comes back before the next step."""
         state = self._state
-        while len(state.waiting) and state.batch.draft.budget > 0 and not len(state.swapped):
-            group = self._trials.next_of_waiting() if self._trials.are_on else state.policy.next_of(state.waiting)
-            if group is None or not self._fits(group):
+        while len(state.waiting) and state.batch.draft.budget > 0:
+            group = self._next()
+            if group is None or group.request.key not in state.waiting or not self._fits(group):
                 return
             state.running.add(state.waiting.remove(group.request.key))
             group.timeline.run(now)
             self._start(group)
 
+    def _next(self) -> SequenceGroup | None:
+        """Who enters the batch next; None where nobody may."""
+        state = self._state
+        if self._trials.are_on:
+            return state.swapped.first() if len(state.swapped) else self._trials.next_of_waiting()
+        if not len(state.waiting) and not len(state.swapped):
+            return None
+        return state.policy.next_of(state.waiting, state.swapped)
+
     def _fits(self, group: SequenceGroup, displaced: SequenceOf[SequenceGroup] = ()) -> bool:
-        """Whether there are rows and blocks for a group that waits, if `displaced` no longer ran."""
+        """Whether there are rows and blocks for a group that waits or is swapped, if `displaced` no longer ran."""
         state = self._state
         leaving = [sequence for each in displaced for sequence in each.unfinished]
         if len(group.unfinished) > state.batch.rows.num_free + len(leaving):
@@ -65,13 +78,25 @@ class Admission:
         alone, blocks = len(state.running) == len(displaced), state.batch.blocks
         if alone and displaced:
             return True
-        reserve = 0 if alone else blocks_to_grow(state.batch, _STEPS_AHEAD) + self._growth(group)
+        is_swapped = group.request.key in state.swapped
+        # A swapped group comes back before the decodes of the step take their blocks.
+        to_decode = blocks_for_decodes(state.batch) if is_swapped else 0
+        growth = 0 if is_swapped else self._growth(group)
+        reserve = 0 if alone else blocks_to_grow(state.batch, _STEPS_AHEAD) - to_decode + growth
         freed = blocks.freed_by(leaving, group.computing) if leaving else 0
-        while not blocks.can_allocate(group.computing, reserve=reserve, alone=alone, freed=freed):
+        while True:
+            needed = self._blocks_to_enter(group) + to_decode - freed
+            if blocks.has_room(needed, reserve=reserve, alone=alone):
+                return True
             # Whatever was accepted can run alone; a pin may not keep it from that.
             if not (alone and state.pins.give_way(blocks.pool)):
                 return False
-        return True
+
+    def _blocks_to_enter(self, group: SequenceGroup) -> int:
+        blocks = self._state.batch.blocks
+        if group.request.key in self._state.swapped:
+            return self._state.swap_space.blocks_needed(group.computing, blocks)
+        return blocks.blocks_to_allocate(group.computing)
 
     def _growth(self, group: SequenceGroup) -> int:
         """Blocks that a group that is to be admitted takes beyond those for its tokens, likewise."""
@@ -80,18 +105,6 @@ class Admission:
             max(0, blocks.blocks_for(min(each.num_tokens + _STEPS_AHEAD, last)) - blocks.blocks_for(each.num_tokens))
             for each in group.unfinished
         )
-
-    def _has_room_to_swap_in(self, group: SequenceGroup) -> bool:
-        state, blocks = self._state, self._state.batch.blocks
-        alone = not len(state.running)
-        running = blocks_for_decodes(state.batch)
-        reserve = blocks_to_grow(state.batch, _STEPS_AHEAD) - running
-        while True:
-            needed = running + state.swap_space.blocks_needed(group.computing, blocks)
-            if blocks.has_room(needed, reserve=reserve, alone=alone):
-                return True
-            if not (alone and state.pins.give_way(blocks.pool)):
-                return False
 
     def _return(self, group: SequenceGroup) -> None:
         batch, computing = self._state.batch, group.computing

@@ -26,12 +26,6 @@ class BlockManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(
-        self, sequences: SequenceOf[Sequence], *, reserve: int = 0, alone: bool = False, freed: int = 0
-    ) -> bool:
-        """Whether `allocate` of these sequences would succeed, once `freed` blocks more are free. See `has_room`."""
-        return self.has_room(self._needed(sequences) - freed, reserve=reserve, alone=alone)
-
     def freed_by(self, leaving: SequenceOf[Sequence], coming: SequenceOf[Sequence]) -> int:
         """Blocks that become free if those leaving give theirs back, but for those that the coming ones take over."""
         taken = {block for sequence in coming for block in self.hits(sequence)}
@@ -66,7 +60,7 @@ class BlockManager:
         being_computed.update(zip(hashes, sequence.block_table, strict=False))
         return len(shared) * self.block_size
 
-    def _needed(self, sequences: SequenceOf[Sequence]) -> int:
+    def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks that `allocate` takes, cached ones included."""
         known: set[BlockHash] = set()
         needed = 0

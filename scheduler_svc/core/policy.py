@@ -5,6 +5,7 @@ planned; everything else about scheduling is the same under all policies.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.queues import GroupQueue
@@ -23,12 +24,12 @@ class Policy:
         """The group's place in queues, unique and for good; lower goes first. `arrival` numbers requests."""
         return arrival
 
-    def arriving(self, tenant: str, waiting: GroupQueue) -> None:
-        """A request of this tenant is about to wait."""
+    def arriving(self, tenant: str, *queues: GroupQueue) -> None:
+        """A request of this tenant is about to join one of these queues, which hold all that are to enter the batch."""
 
-    def next_of(self, waiting: GroupQueue) -> SequenceGroup:
-        """Who is admitted next. The queue is not empty."""
-        return waiting.first()
+    def next_of(self, *queues: GroupQueue) -> SequenceGroup:
+        """Who of these queues enters the batch next. Not all of them are empty."""
+        return min((queue.first() for queue in queues if len(queue)), key=_rank)
 
     def victim_of(self, running: GroupQueue) -> SequenceGroup:
         """Who is preempted next. The queue is not empty."""
@@ -68,19 +69,20 @@ class FairPolicy(Policy):
         c = PREFILL_WEIGHT * (prompt tokens computed) + SAMPLE_WEIGHT * (tokens sampled),
 
     where what the prefix cache had costs nothing and recomputation after a preemption counts again, since it was
-    computed. The waiting tenant with the lowest counter is admitted next, with its oldest group. Under memory pressure
-    the tenant with the highest counter is preempted, newest group first. A tenant that comes back after it wanted
-    nothing starts from the lowest counter of those who wait, or, where nobody does, from that of the tenant whose turn
-    came last, so that idle time is not saved up.
+    computed. Of the tenants with groups that wait or are swapped, the one with the lowest counter is next to enter the
+    batch, with its oldest group. Under memory pressure the tenant with the highest counter is preempted, newest group
+    first. A tenant that comes back after it wanted nothing starts from the lowest counter of those who wait or are
+    swapped, or, where nobody does, from that of the tenant whose turn came last, so that idle time is not saved up.
 
-    Bound: let tenants f and g both have waiting requests all through some time without preemption, and let c_f >= c_g
-    at a moment t of it. When f was last admitted, at s, c_f(s) <= c_g(s). Since then c_f grew only by what the groups
-    of f that ran at s were still to get, at most max_num_seqs sequences of max_len tokens, so
+    Bound: let tenants f and g both have waiting or swapped requests all through some time in which nothing is computed
+    again, and let c_f >= c_g at a moment t of it. When a group of f last entered the batch, at s, c_f(s) <= c_g(s).
+    Since then c_f grew only by what the groups of f that ran at s were still to get, at most max_num_seqs sequences of
+    max_len tokens, so
 
         c_f(t) - c_g(t) <= U = SAMPLE_WEIGHT * max_num_seqs * max_len,
 
     and the service that both get in that time differs by at most 2 U, however long it is and whatever they ask for.
-    Each preemption of a group of f between s and t adds what is computed again.
+    Each preemption of a group of f adds what is computed again.
     """
 
     def __init__(self) -> None:
@@ -91,17 +93,20 @@ class FairPolicy(Policy):
         self._chosen: tuple[str, ...] = ()
         """The tenant whose turn came last; none before the first."""
 
-    def arriving(self, tenant: str, waiting: GroupQueue) -> None:
-        if tenant in waiting.tenants():
+    def arriving(self, tenant: str, *queues: GroupQueue) -> None:
+        if any(tenant in queue.tenants() for queue in queues):
             return
-        self._raise_floor(waiting)
+        self._raise_floor(queues)
         self.counters[tenant] = max(self._counter(tenant), self._floor)
 
-    def next_of(self, waiting: GroupQueue) -> SequenceGroup:
-        tenant = min(waiting.tenants(), key=lambda each: (self._counter(each), waiting.first_of(each).rank))
-        self._floor = max(self._floor, self._counter(tenant))
-        self._chosen = (tenant,)
-        return waiting.first_of(tenant)
+    def next_of(self, *queues: GroupQueue) -> SequenceGroup:
+        first = min(
+            (queue.first_of(tenant) for queue in queues for tenant in queue.tenants()),
+            key=lambda group: (self._counter(group.request.tenant), group.rank),
+        )
+        self._floor = max(self._floor, self._counter(first.request.tenant))
+        self._chosen = (first.request.tenant,)
+        return first
 
     def victim_of(self, running: GroupQueue) -> SequenceGroup:
         return running.last_of(
@@ -123,18 +128,22 @@ class FairPolicy(Policy):
         tenant = sequence.request.tenant
         self.counters[tenant] = self._counter(tenant) + service
 
-    def _raise_floor(self, waiting: GroupQueue) -> None:
+    def _raise_floor(self, queues: SequenceOf[GroupQueue]) -> None:
         # Who is served at once never waits beside others. Without the last of them the floor would stay for ever, and
         # all tenants that ever came would be ahead of it.
-        lowest = min(map(self._counter, waiting.tenants() or self._chosen), default=self._floor)
+        tenants = [tenant for queue in queues for tenant in queue.tenants()]
+        lowest = min(map(self._counter, tenants or self._chosen), default=self._floor)
         self._floor = max(self._floor, lowest)
         # A tenant at or below the floor starts from the floor whether it is remembered or not.
-        if len(self.counters) > 2 * len(waiting.tenants()) + 64:
+        if len(self.counters) > 2 * len(tenants) + 64:
+            wanting = set(tenants)
             self.counters = {
-                tenant: count
-                for tenant, count in self.counters.items()
-                if count > self._floor or tenant in waiting.tenants()
+                tenant: count for tenant, count in self.counters.items() if count > self._floor or tenant in wanting
             }
+
+
+def _rank(group: SequenceGroup) -> int:
+    return group.rank
 
 
 def make_policy(kind: PolicyKind) -> Policy:

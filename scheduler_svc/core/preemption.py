@@ -41,11 +41,6 @@ class Preemption:
             self._state.requeue(group)
             self._count(group, Milestone.RECOMPUTED, now)
 
-    def displace(self, group: SequenceGroup, now: float) -> None:
-        """Takes one running group out of the batch for one that waits; swapped groups would go before that one."""
-        self._state.requeue(group)
-        self._count(group, Milestone.RECOMPUTED, now)
-
     def _count(self, group: SequenceGroup, milestone: Milestone, now: float) -> None:
         group.timeline.note(milestone, now)
         group.preemptions += 1

@@ -277,7 +277,7 @@ class Scheduler:
             self._state.pins.remove(pin, self.blocks.pool)
 
     def _wait(self, group: SequenceGroup) -> None:
-        self._state.policy.arriving(group.request.tenant, self.waiting)
+        self._state.policy.arriving(group.request.tenant, self.waiting, self.swapped)
         self.waiting.add(group)
 
     # Losing the worker

@@ -2,6 +2,7 @@
 losses of the worker, and workers that come back with another pool, against what each request must get. Invariants are
 checked after every rule."""
 
+import math
 from dataclasses import replace
 
 from hypothesis import settings
@@ -131,7 +132,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self):
+        scheduler = self.driver.scheduler
+        before = [group for queue in (scheduler.waiting, scheduler.swapped) for group in queue]
+        are_trials = scheduler.trials.are_on
         self.driver.plan()
+        if are_trials or scheduler.trials.are_on or scheduler.config.policy is PolicyKind.FAIR:
+            return
+        entered = [group.rank for group in before if group.request.key in scheduler.running]
+        left = [group.rank for group in before if group.request.key not in scheduler.running]
+        assert max(entered, default=0) <= min(left, default=math.inf), "a group entered the batch past a better one"
 
     @rule()
     def result(self):
