@@ -139,7 +139,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if are_trials or scheduler.trials.are_on or scheduler.config.policy is PolicyKind.FAIR:
             return
         entered = [group.rank for group in before if group.request.key in scheduler.running]
-        left = [group.rank for group in before if group.request.key not in scheduler.running]
+        queues = (scheduler.waiting, scheduler.swapped)
+        left = [group.rank for group in before if any(group.request.key in queue for queue in queues)]
         assert max(entered, default=0) <= min(left, default=math.inf), "a group entered the batch past a better one"
 
     @rule()
