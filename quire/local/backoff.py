@@ -4,7 +4,8 @@
 class RestartBackoff:
     """Doubles the wait with each death in a row; a life long enough forgives what was before.
 
-    Who ended by itself, as services do when they are told to, did not die and waits no longer than after a first death.
+    Who ended by itself, as services do when they are told to or when they lost a peer, did not die and waits no longer
+    than after a first death.
     """
 
     def __init__(self, *, first_s: float = 0.1, longest_s: float = 5.0, forgiven_after_s: float = 30.0) -> None:

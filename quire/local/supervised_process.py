@@ -14,7 +14,7 @@ from pathlib import Path
 from quire.local.backoff import RestartBackoff
 from quire.local.line_pipe import LinePipe
 from quire.local.standard_error import tell
-from quire.rpc.process import CONFIGURATION_EXIT_STATUS
+from quire.rpc.process import CONFIGURATION_EXIT_STATUS, LOST_PEER_EXIT_STATUS
 from quire.settings import ConfigurationError
 
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
@@ -118,7 +118,8 @@ class SupervisedProcess:
             for line in self._refusals:
                 tell(line)
             # A service that was told to end, by an operator or to renew it, ends with status 0.
-            delay_s = self._backoff.delay_s(time.monotonic() - started_at, died=status != 0)
+            is_to_blame = status not in (0, LOST_PEER_EXIT_STATUS)
+            delay_s = self._backoff.delay_s(time.monotonic() - started_at, died=is_to_blame)
             self._report(f"{self.name} {_describe(status)}; starting it again in {delay_s:g} s")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from quire.settings import ConfigurationError
 
 CONFIGURATION_EXIT_STATUS = 2
+LOST_PEER_EXIT_STATUS = 75
+"""Of a process that cannot go on without another one that was lost (EX_TEMPFAIL: try again): no fault of its own."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OURS = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels")
 _logger = logging.getLogger(__name__)

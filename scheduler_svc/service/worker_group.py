@@ -30,7 +30,8 @@ class StepLink(Protocol):
 async def attach_workers(
     addresses: Sequence[str], epoch: int, timeout_s: float, tls: TlsIdentity | None = None
 ) -> StepLink:
-    """Attaches all ranks of a replica under one epoch.
+    """Attaches all ranks of a replica under one epoch, or none: a rank that waits for one that cannot be had is not
+    waited for.
 
     Args:
         addresses: in order of rank.
@@ -38,17 +39,18 @@ async def attach_workers(
     Raises:
         WorkerLostError: one of them cannot be had, or they are not the ranks of one group.
     """
-    attached = await asyncio.gather(
-        *(WorkerLink.attach(address, epoch, timeout_s, tls) for address in addresses), return_exceptions=True
-    )
-    links = [link for link in attached if isinstance(link, WorkerLink)]
+    attaching = [asyncio.create_task(WorkerLink.attach(address, epoch, timeout_s, tls)) for address in addresses]
     try:
-        for outcome in attached:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        done, _ = await asyncio.wait(attaching, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        links = [task.result() for task in attaching]
         _check_places(links)
     except BaseException:
-        await asyncio.gather(*(link.close() for link in links))
+        for task in attaching:
+            task.cancel()
+        outcomes = await asyncio.gather(*attaching, return_exceptions=True)
+        await asyncio.gather(*(outcome.close() for outcome in outcomes if isinstance(outcome, WorkerLink)))
         raise
     return links[0] if len(links) == 1 else WorkerGroup(links, epoch)
 

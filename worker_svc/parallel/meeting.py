@@ -5,9 +5,11 @@ started it starts it again, and the ranks meet anew.
 """
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -17,17 +19,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from quire.rpc.address import TcpAddress, is_local, parse_address
+from quire.rpc.process import LOST_PEER_EXIT_STATUS
 from quire.settings import ConfigurationError
 from worker_svc.leaving import leave_process
 from worker_svc.parallel.distributed_ranks import DistributedRanks
+from worker_svc.parallel.lifeline import Lifelines
 from worker_svc.parallel.ranks import ALONE, Ranks
 from worker_svc.parallel.shared_memory import share_memory
 from worker_svc.parallel.shared_ranks import SharedMemoryRanks
 from worker_svc.settings import WorkerSettings
 
-LEFT_BY_ANOTHER_RANK = 75
-"""Exit status of a rank that lost another one (EX_TEMPFAIL: try again)."""
-
+_CONNECT_TIMEOUT_S = 5.0
+_CONNECT_INTERVAL_S = 0.05
 _logger = logging.getLogger(__name__)
 
 
@@ -107,7 +110,7 @@ def backend_for(device: torch.device) -> str:
 
 
 def _leave(why: str) -> NoReturn:
-    leave_process(f"{why}; the ranks are to meet anew", LEFT_BY_ANOTHER_RANK)
+    leave_process(f"{why}; the ranks are to meet anew", LOST_PEER_EXIT_STATUS)
 
 
 def _serve_store(address: TcpAddress, patience: Patience) -> TCPStore:
@@ -122,6 +125,14 @@ def _open_store(address: TcpAddress, patience: Patience) -> TCPStore:
     return TCPStore(address.host, address.port, None, False, patience.meeting)
 
 
+def _wait_until_served(address: TcpAddress, deadline: float) -> None:
+    """Returns soon after rank 0 listens, or at the deadline; a TCPStore alone comes back ever more seldom."""
+    while time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S):
+            return
+        time.sleep(_CONNECT_INTERVAL_S)
+
+
 def _enter(served: TCPStore | None, address: TcpAddress, rank: int, size: int, patience: Patience) -> TCPStore:
     """The store of a group that this rank is new to: the `served` one, or that of rank 0.
 
@@ -130,6 +141,8 @@ def _enter(served: TCPStore | None, address: TcpAddress, rank: int, size: int, p
     """
     deadline = time.monotonic() + patience.meeting.total_seconds()
     while True:
+        if served is None:
+            _wait_until_served(address, deadline)
         store = _open_store(address, patience) if served is None else served
         try:
             if store.add(_entered(rank), 1) == 1:
@@ -145,10 +158,14 @@ def _start_watch(address: TcpAddress, rank: int, size: int, patience: Patience) 
     store = _open_store(address, patience)
     # Not a daemon, as the device thread that calls this is: the interpreter would end it on its way out of the store,
     # inside C++, and that aborts the process.
-    threading.Thread(target=_watch, args=(store, rank, size, patience, _leave), name="ranks", daemon=False).start()
+    threading.Thread(
+        target=_watch, args=(store, address, rank, size, patience, _leave), name="ranks", daemon=False
+    ).start()
 
 
-def _watch(store: TCPStore, rank: int, size: int, patience: Patience, leave: Callable[[str], NoReturn]) -> None:
+def _watch(
+    store: TCPStore, address: TcpAddress, rank: int, size: int, patience: Patience, leave: Callable[[str], NoReturn]
+) -> None:
     """Leaves when another rank died, was started again or is silent. The store goes with rank 0.
 
     Returns when the main thread has ended.
@@ -157,8 +174,17 @@ def _watch(store: TCPStore, rank: int, size: int, patience: Patience, leave: Cal
     others = [other for other in range(size) if other != rank]
     beats = dict.fromkeys(others, -1)
     heard_at = dict.fromkeys(others, time.monotonic())
+    lifelines = Lifelines(leave)
+    to_connect = [] if rank else others.copy()
+    offer = lifelines.offer(address.host, address.port) if rank else None
     while main.is_alive():
         try:
+            if offer is not None:
+                store.set(_lifeline(rank), offer)
+                offer = None
+            for other in [other for other in to_connect if store.check([_lifeline(other)])]:
+                to_connect.remove(other)
+                lifelines.connect(other, store.get(_lifeline(other)).decode())
             store.add(_beat(rank), 1)
             now = time.monotonic()
             for other in others:
@@ -171,6 +197,7 @@ def _watch(store: TCPStore, rank: int, size: int, patience: Patience, leave: Cal
         except RuntimeError as error:
             leave(f"rank 0 and its store are gone: {error}")
         main.join(patience.beat_s)
+    lifelines.say_goodbye()
 
 
 def _entered(rank: int) -> str:
@@ -179,3 +206,7 @@ def _entered(rank: int) -> str:
 
 def _beat(rank: int) -> str:
     return f"beat/{rank}"
+
+
+def _lifeline(rank: int) -> str:
+    return f"lifeline/{rank}"

@@ -132,6 +132,12 @@ async def test_a_process_that_is_told_to_end_is_started_again_at_once_however_of
     assert supervision.reports == ["thing ended with status 0; starting it again in 0.01 s"] * 4
 
 
+async def test_a_process_that_lost_a_peer_is_started_again_at_once_however_often(supervise) -> None:
+    supervision = supervise("import sys; sys.exit(75)")
+    await until_true(lambda: len(supervision.reports) >= 4)
+    assert supervision.reports[:4] == ["thing ended with status 75; starting it again in 0.01 s"] * 4
+
+
 async def test_status_2_is_final(supervise) -> None:
     supervision = supervise("import sys; sys.exit(2)")
     with pytest.raises(ServiceRefused, match="thing"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -62,6 +63,34 @@ async def test_ranks_of_one_group_are_attached_as_one(tmp_path: Path) -> None:
         assert link.info.worker_generation == 5
         # Nothing was sent, so what comes is a sign of life.
         assert await link.receive() is None
+
+
+class LoneRanks(AgreeingRanks):
+    """A rank that waits for another one, until it is told that nobody comes."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2, 5)
+        self.nobody_comes = threading.Event()
+        # While the worker starts.
+        self.nobody_comes.set()
+
+    def agree(self, scheduler_epoch: int, step_id: int) -> None:
+        self.nobody_comes.wait()
+
+
+async def test_a_rank_that_waits_for_one_that_cannot_be_had_is_not_waited_for(tmp_path: Path) -> None:
+    """While ranks start, one is there a little sooner than the others."""
+    model = TinyCausalLM()
+    model.ranks = ranks = LoneRanks()
+    async with running_worker(tmp_path, model, heartbeat_interval_s=0.05) as first:
+        ranks.nobody_comes.clear()
+        attaching = asyncio.create_task(attach_workers((first, f"unix:{tmp_path / 'nobody'}"), 1, 300.0))
+        try:
+            # Else the first one says after a while that the second is missing.
+            with pytest.raises(WorkerLostError, match="nobody"):
+                await attaching
+        finally:
+            ranks.nobody_comes.set()
 
 
 def make_plan() -> StepPlan:

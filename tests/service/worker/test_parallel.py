@@ -12,9 +12,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from quire.rpc.address import free_port
+from quire.rpc.process import LOST_PEER_EXIT_STATUS
 from quire.settings import ConfigurationError
 from worker_svc.parallel import meeting as parallel
-from worker_svc.parallel.meeting import LEFT_BY_ANOTHER_RANK, Patience, meet, warn_if_exposed
+from worker_svc.parallel.meeting import Patience, meet, warn_if_exposed
 from worker_svc.settings import WorkerSettings
 
 TIMEOUT_S = 60
@@ -73,7 +74,7 @@ def test_ranks_compute_the_same_and_end_in_order(by: str) -> None:
 @BOTH_WAYS
 def test_ranks_that_are_about_to_run_different_steps_leave(by: str) -> None:
     with running_ranks("rank", by) as ranks:
-        assert [ended(rank)[0] for rank in ranks] == [LEFT_BY_ANOTHER_RANK] * 2
+        assert [ended(rank)[0] for rank in ranks] == [LOST_PEER_EXIT_STATUS] * 2
 
 
 @BOTH_WAYS
@@ -89,7 +90,7 @@ def test_ranks_of_older_epochs_drop_their_steps_until_all_are_at_the_newest(by: 
 def test_ranks_leave_when_a_step_fails_on_one_of_them(by: str) -> None:
     with running_ranks("fail", by) as ranks:
         (status, errors), (other_status, _) = [ended(rank) for rank in ranks]
-        assert (status, other_status) == (LEFT_BY_ANOTHER_RANK, LEFT_BY_ANOTHER_RANK)
+        assert (status, other_status) == (LOST_PEER_EXIT_STATUS, LOST_PEER_EXIT_STATUS)
         assert "no room on rank 0" in errors
         assert "rank 0: step 1 failed on the device; the ranks are to meet anew; leaving" in errors
 
@@ -101,15 +102,27 @@ def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int, by: str
         survivor = ranks[1 - victim]
         ranks[victim].kill()
         status, errors = ended(survivor, "\n")
-        assert status == LEFT_BY_ANOTHER_RANK
+        assert status == LOST_PEER_EXIT_STATUS
         assert "the ranks are to meet anew; leaving" in errors
+
+
+@pytest.mark.parametrize(("victim", "survivors"), [(0, (1, 2)), (1, (0, 2))])
+def test_ranks_that_wait_for_nothing_leave_at_once_when_another_one_dies(
+    victim: int, survivors: tuple[int, ...]
+) -> None:
+    """And not after ten seconds of silence."""
+    with running_ranks("wait", "memory", size=3) as ranks:
+        ranks[victim].kill()
+        outcomes = [(ranks[survivor].wait(TIMEOUT_S), stream(ranks[survivor].stderr).read()) for survivor in survivors]
+    assert all(status == LOST_PEER_EXIT_STATUS for status, _ in outcomes)
+    assert not any("silent" in errors for _, errors in outcomes)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again(rank: int) -> None:
     with running_rank(rank, 2, free_port(), "sum", "memory", meeting_s=1.0) as alone:
         status, errors = ended(alone)
-    assert status == LEFT_BY_ANOTHER_RANK
+    assert status == LOST_PEER_EXIT_STATUS
     assert "the 2 ranks did not meet at --tensor-parallel-address" in errors
 
 
@@ -120,7 +133,7 @@ def test_a_rank_waits_no_longer_for_one_that_died_while_they_met() -> None:
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=TIMEOUT_S))
         assert [store.add("entered/1", 1) for _ in range(2)] == [1, 2]
         status, errors = ended(survivor)
-    assert status == LEFT_BY_ANOTHER_RANK
+    assert status == LOST_PEER_EXIT_STATUS
     assert "rank 1 was started again" in errors
 
 

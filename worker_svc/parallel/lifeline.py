@@ -1,0 +1,95 @@
+"""How ranks notice at once that another one died: a TCP connection between rank 0 and each other rank, which the kernel
+closes with the process, whatever ends it.
+
+Each rank but the first listens where it is seen from the first one's address, and rank 0 connects to it, as Gloo does.
+Where no connection comes about, and where a machine is lost without a word, signs of life remain (`meeting.py`).
+"""
+
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+_GOODBYE = b"."
+_CONNECT_TIMEOUT_S = 5.0
+_logger = logging.getLogger(__name__)
+
+
+class Lifelines:
+    """The connections of one rank. Used by one thread; each connection is read by a daemon thread of its own.
+
+    Args:
+        leave: ends this process, saying why.
+    """
+
+    def __init__(self, leave: Callable[[str], NoReturn]) -> None:
+        self._leave = leave
+        self._connections: list[socket.socket] = []
+
+    def offer(self, first_host: str, first_port: int) -> str:
+        """Listens for rank 0, which is at this address, in the background. Returns what rank 0 connects by; empty where
+        there is no way to listen."""
+        token = secrets.token_hex(16)
+        try:
+            listener = socket.create_server((_own_host(first_host, first_port), 0), family=_family(first_host))
+        except OSError as error:
+            _logger.info("no lifeline to rank 0: %s", error)
+            return ""
+        threading.Thread(target=self._accept, args=(listener, token.encode()), name="lifeline 0", daemon=True).start()
+        host, port = listener.getsockname()[:2]
+        return f"{port} {token} {host}"
+
+    def connect(self, rank: int, offer: str) -> None:
+        """Connects rank 0 to what another rank offers."""
+        if not offer:
+            return
+        port, token, host = offer.split(" ", 2)
+        try:
+            connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
+            connection.sendall(token.encode())
+        except OSError as error:
+            _logger.info("no lifeline to rank %d: %s", rank, error)
+            return
+        self._connections.append(connection)
+        threading.Thread(target=self._hold, args=(connection, rank), name=f"lifeline {rank}", daemon=True).start()
+
+    def say_goodbye(self) -> None:
+        """This process ends in order, which is no loss to the others."""
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.sendall(_GOODBYE)
+
+    def _accept(self, listener: socket.socket, token: bytes) -> None:
+        with listener:
+            while True:
+                connection, _ = listener.accept()
+                connection.settimeout(_CONNECT_TIMEOUT_S)
+                with suppress(OSError):
+                    if secrets.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token):
+                        break
+                connection.close()
+        self._connections.append(connection)
+        self._hold(connection, 0)
+
+    def _hold(self, connection: socket.socket, rank: int) -> None:
+        connection.settimeout(None)
+        try:
+            last_word = connection.recv(1)
+        except OSError:
+            last_word = b""
+        if last_word != _GOODBYE:
+            self._leave(f"rank {rank} died")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+
+
+def _own_host(first_host: str, first_port: int) -> str:
+    """The address of this machine on the way to rank 0. Nothing is sent."""
+    with socket.socket(_family(first_host), socket.SOCK_DGRAM) as probe:
+        probe.connect((first_host, first_port))
+        return probe.getsockname()[0]
