@@ -115,7 +115,10 @@ def _make_rig(model: CausalLM, num_rows: int, num_blocks: int, **options: Any) -
 
 def _answers(output: StepOutput) -> dict[int, Answer]:
     """By row; those whose logits were not finite have no log probability."""
-    logprobs = {each.row: each.chosen_logprob for each in output.logprobs}
+    logprobs: dict[int, float] = {}
+    if output.logprobs is not None:
+        with_logprobs = output.rows[output.logprobs.samples].tolist()
+        logprobs = dict(zip(with_logprobs, output.logprobs.columns.chosen_logprobs.tolist(), strict=True))
     rows = zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)
     return {row: (token, logprobs.get(row, math.nan)) for row, token in rows}
 

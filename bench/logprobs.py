@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import Series, write_results
-from gateway.requests.prompt_logprobs import PromptLogprobs
+from gateway.requests.logprobs import TokenLogprobs
 from gateway.schedulers.scheduler_convert import event_batch_from
+from quire.arrays import encode_logprobs
 from quire.logprob_columns import LogprobColumns
 from quire.scheduler.v1 import scheduler_pb2
 from quire.worker.v1 import worker_pb2
@@ -58,14 +59,14 @@ def main(arguments: argparse.Namespace) -> None:
 def _step_result(num_tokens: int, num_top: int) -> bytes:
     """What a worker says, of one row."""
     rng = np.random.default_rng(0)
-    columns = LogprobColumns(
+    columns = LogprobColumns.of_lines(
         rng.standard_normal(num_tokens, np.float32),
         rng.integers(1, _VOCAB_SIZE, num_tokens, np.int32),
         rng.integers(0, _VOCAB_SIZE, (num_tokens, num_top), np.int32),
         rng.standard_normal((num_tokens, num_top), np.float32),
     )
     result = worker_pb2.StepResult(step_id=1)
-    columns.encode(result.prompt_logprobs.add(row=0, first_position=1))
+    encode_logprobs(columns, result.prompt_logprobs.add(row=0, first_position=1))
     return result.SerializeToString()
 
 
@@ -75,8 +76,8 @@ def _through_scheduler(message: bytes, request: Request) -> bytes:
     return events_message(outgoing).SerializeToString()
 
 
-def _through_gateway(message: bytes) -> PromptLogprobs:
-    kept = PromptLogprobs()
+def _through_gateway(message: bytes) -> TokenLogprobs:
+    kept = TokenLogprobs()
     for run in event_batch_from(scheduler_pb2.ConnectResponse.FromString(message).events).prompt_runs:
         kept.add(run.token_ids, run.columns)
     return kept

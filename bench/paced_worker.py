@@ -64,7 +64,7 @@ class PacedStep:
             step_id=self._step.step_id,
             rows=rows,
             token_ids=np.full(len(rows), _TOKEN_ID, np.int32),
-            logprobs=(),
+            logprobs=None,
             candidates=(),
             failed_rows=(),
             timings=StepTimings(self._queue_us, 0, model_us, 0),

@@ -3,11 +3,13 @@
 import sys
 from array import array as packed_array
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from quire.rpc.errors import invalid_field
+from quire.logprob_columns import LogprobColumns
+from quire.rpc.errors import InvalidArgument, invalid_field
 
 _INT32 = np.dtype("<i4")
 _INT32_LIMITS = np.iinfo(np.int32)
@@ -70,6 +72,45 @@ def decode_float32(data: bytes, field: str, *, columns: int = 1) -> NDArray[np.f
         InvalidArgument: the length is not that of whole rows.
     """
     return _decode(data, field, _FLOAT32, columns)
+
+
+class LogprobMessage(Protocol):
+    """A message with the fields of log probabilities at some positions."""
+
+    chosen_logprobs: bytes
+    chosen_ranks: bytes
+    top_counts: bytes
+    top_token_ids: bytes
+    top_logprobs: bytes
+
+
+def encode_logprobs(columns: LogprobColumns, message: LogprobMessage) -> None:
+    """Fills the message's fields."""
+    message.chosen_logprobs = encode_float32(columns.chosen_logprobs)
+    message.chosen_ranks = encode_int32(columns.chosen_ranks)
+    message.top_counts = encode_int32(columns.top_counts)
+    message.top_token_ids = encode_int32(columns.top_token_ids)
+    message.top_logprobs = encode_float32(columns.top_logprobs)
+
+
+def decode_logprobs(message: LogprobMessage, *, vocab_size: int | None = None) -> LogprobColumns:
+    """What the message's fields hold, as read-only views of them.
+
+    Raises:
+        InvalidArgument: there is no position, the fields do not fit each other, or an id is not in the vocabulary.
+    """
+    chosen = decode_float32(message.chosen_logprobs, "chosen_logprobs")
+    ranks = decode_int32(message.chosen_ranks, "chosen_ranks", minimum=1)
+    counts = decode_int32(message.top_counts, "top_counts", minimum=0)
+    top_ids = decode_int32(message.top_token_ids, "top_token_ids", minimum=0, below=vocab_size)
+    top = decode_float32(message.top_logprobs, "top_logprobs")
+    num_top = int(counts.sum(dtype=np.int64))
+    if not len(chosen) or not len(ranks) == len(counts) == len(chosen) or not len(top_ids) == len(top) == num_top:
+        raise InvalidArgument(
+            f"log probabilities of {len(chosen)} positions come with {len(ranks)} ranks, {len(counts)} counts that sum "
+            f"to {num_top}, {len(top_ids)} top token ids and {len(top)} top log probabilities"
+        )
+    return LogprobColumns(chosen, ranks, counts, top_ids, top)
 
 
 def _range_of(data: bytes, array: NDArray[np.int32]) -> tuple[int, int]:

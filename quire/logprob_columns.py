@@ -1,36 +1,61 @@
-"""Log probabilities at many positions, as arrays inside messages: a long prompt has thousands of them."""
+"""Log probabilities as columns: what every process keeps and sends of them, from the worker's result to the answer.
 
+A position is a token and what was likely at its place. It takes 12 bytes and 8 more for each of the most likely tokens;
+Python objects are made where an answer is written, a few positions at a time.
+"""
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.arrays import decode_float32, decode_int32, encode_float32, encode_int32
-from quire.rpc.errors import InvalidArgument
+_INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
 
+POSITION_BYTES = 12
+"""Of a position without the most likely tokens."""
 
-class LogprobMessage(Protocol):
-    """A message with the fields that `LogprobColumns` fills and reads."""
-
-    chosen_logprobs: bytes
-    chosen_ranks: bytes
-    top_token_ids: bytes
-    top_logprobs: bytes
+TOP_BYTES = 8
+"""Of each of the most likely tokens at a position."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobColumns:
-    """Log probabilities at m positions, of the token that stands there and of the k most likely ones, best first."""
+    """Log probabilities at m positions, of the token that stands there and of the most likely ones, best first.
+
+    How many of the most likely tokens there are may differ from position to position; t is their sum.
+    """
 
     chosen_logprobs: NDArray[np.float32]
     """[m]"""
     chosen_ranks: NDArray[np.int32]
     """[m], 1 for the most likely token."""
+    top_counts: NDArray[np.int32]
+    """[m], how many of the most likely tokens each position has."""
     top_token_ids: NDArray[np.int32]
-    """[m, k]"""
+    """[t], position by position."""
     top_logprobs: NDArray[np.float32]
-    """[m, k]"""
+    """[t], position by position."""
+
+    @classmethod
+    def of_lines(
+        cls,
+        chosen_logprobs: NDArray[np.float32],
+        chosen_ranks: NDArray[np.int32],
+        top_token_ids: NDArray[np.int32],
+        top_logprobs: NDArray[np.float32],
+        top_counts: NDArray[np.integer] | None = None,
+    ) -> Self:
+        """From lines of equal width, [m, k]; with `top_counts` a position has only the first so many of its line."""
+        num_positions, width = top_token_ids.shape
+        if top_counts is None:
+            counts = np.full(num_positions, width, np.int32)
+            return cls(chosen_logprobs, chosen_ranks, counts, top_token_ids.ravel(), top_logprobs.ravel())
+        counts = np.minimum(top_counts, width).astype(np.int32)
+        kept = np.arange(width) < counts[:, None]
+        return cls(chosen_logprobs, chosen_ranks, counts, top_token_ids[kept], top_logprobs[kept])
 
     def __len__(self) -> int:
         """How many positions."""
@@ -39,38 +64,124 @@ class LogprobColumns:
     @property
     def size(self) -> int:
         """How many log probabilities."""
-        return len(self) + self.top_logprobs.size
+        return len(self) + len(self.top_logprobs)
 
-    def without_first(self, num_positions: int) -> Self:
-        """Those behind the first positions."""
+    @property
+    def num_bytes(self) -> int:
+        """What the columns take."""
+        return POSITION_BYTES * len(self) + TOP_BYTES * len(self.top_logprobs)
+
+    def part(self, begin: int, end: int) -> Self:
+        """The positions from `begin` to `end`, exclusive, as views."""
+        first = int(self.top_counts[:begin].sum())
+        return self._view(begin, end, first, first + int(self.top_counts[begin:end].sum()))
+
+    def split(self, lengths: Iterable[int]) -> Iterator[Self]:
+        """Consecutive parts of so many positions each, as views."""
+        top_ends = np.cumsum(self.top_counts)
+        begin = top_begin = 0
+        for length in lengths:
+            end = begin + length
+            top_end = int(top_ends[end - 1]) if end else 0
+            yield self._view(begin, end, top_begin, top_end)
+            begin, top_begin = end, top_end
+
+    def take(self, positions: NDArray[np.integer]) -> Self:
+        """The positions with these indices, in their order."""
+        if len(positions) == len(self) and np.array_equal(positions, np.arange(len(self))):
+            return self
+        counts = self.top_counts[positions]
+        starts = (np.cumsum(self.top_counts) - self.top_counts)[positions]
+        # For each place in the result, where it comes from: within a position they are consecutive.
+        sources = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         return type(self)(
-            self.chosen_logprobs[num_positions:],
-            self.chosen_ranks[num_positions:],
-            self.top_token_ids[num_positions:],
-            self.top_logprobs[num_positions:],
+            self.chosen_logprobs[positions],
+            self.chosen_ranks[positions],
+            counts,
+            self.top_token_ids[sources],
+            self.top_logprobs[sources],
         )
 
-    def encode(self, message: LogprobMessage) -> None:
-        """Fills the message's fields."""
-        message.chosen_logprobs = encode_float32(self.chosen_logprobs)
-        message.chosen_ranks = encode_int32(self.chosen_ranks)
-        message.top_token_ids = encode_int32(self.top_token_ids)
-        message.top_logprobs = encode_float32(self.top_logprobs)
+    def _view(self, begin: int, end: int, top_begin: int, top_end: int) -> Self:
+        return type(self)(
+            self.chosen_logprobs[begin:end],
+            self.chosen_ranks[begin:end],
+            self.top_counts[begin:end],
+            self.top_token_ids[top_begin:top_end],
+            self.top_logprobs[top_begin:top_end],
+        )
 
-    @classmethod
-    def decode(cls, message: LogprobMessage, *, vocab_size: int | None = None) -> Self:
-        """What the message's fields hold, as read-only views of them.
 
-        Raises:
-            InvalidArgument: the fields do not fit each other, or an id is not in the vocabulary.
-        """
-        chosen = decode_float32(message.chosen_logprobs, "chosen_logprobs")
-        ranks = decode_int32(message.chosen_ranks, "chosen_ranks", minimum=1)
-        top_ids = decode_int32(message.top_token_ids, "top_token_ids", minimum=0, below=vocab_size)
-        top = decode_float32(message.top_logprobs, "top_logprobs")
-        if not len(chosen) or len(ranks) != len(chosen) or len(top_ids) != len(top) or len(top) % len(chosen):
-            raise InvalidArgument(
-                f"log probabilities of {len(chosen)} positions come with {len(ranks)} ranks, {len(top_ids)} top token "
-                f"ids and {len(top)} top log probabilities"
+class LogprobLog:
+    """Positions in the order in which they came: added at the end, taken from the front."""
+
+    # The columns' bytes, in the order of the fields of LogprobColumns; none before the first position.
+    __slots__ = ("_buffers",)
+
+    def __init__(self) -> None:
+        self._buffers: tuple[bytearray, ...] = ()
+
+    def __len__(self) -> int:
+        """How many positions."""
+        return len(self._buffers[0]) // _FLOAT32.itemsize if self._buffers else 0
+
+    @property
+    def size(self) -> int:
+        """How many log probabilities."""
+        return len(self) + len(self._buffers[-1]) // _FLOAT32.itemsize if self._buffers else 0
+
+    def append(self, columns: LogprobColumns) -> None:
+        """Copies the columns to the end."""
+        self._add(
+            (
+                columns.chosen_logprobs.astype(_FLOAT32, copy=False).tobytes(),
+                columns.chosen_ranks.astype(_INT32, copy=False).tobytes(),
+                columns.top_counts.astype(_INT32, copy=False).tobytes(),
+                columns.top_token_ids.astype(_INT32, copy=False).tobytes(),
+                columns.top_logprobs.astype(_FLOAT32, copy=False).tobytes(),
             )
-        return cls(chosen, ranks, top_ids.reshape(len(chosen), -1), top.reshape(len(chosen), -1))
+        )
+
+    def extend(self, other: "LogprobLog") -> None:
+        """Copies all of another one to the end."""
+        self._add(other._buffers)
+
+    def copy(self) -> "LogprobLog":
+        copied = LogprobLog()
+        copied.extend(self)
+        return copied
+
+    def columns(self) -> LogprobColumns:
+        """All positions, as a copy."""
+        return _columns_of(map(bytes, self._buffers or [b""] * 5))
+
+    def take(self, num_positions: int) -> LogprobColumns:
+        """Removes the first positions and returns them, all where there are no more."""
+        if num_positions >= len(self):
+            taken, self._buffers = self.columns(), ()
+            return taken
+        num_bytes = num_positions * _INT32.itemsize
+        num_top_bytes = int(np.frombuffer(self._buffers[2][:num_bytes], _INT32).sum()) * _INT32.itemsize
+        sizes = (num_bytes, num_bytes, num_bytes, num_top_bytes, num_top_bytes)
+        taken = _columns_of(bytes(buffer[:size]) for buffer, size in zip(self._buffers, sizes, strict=True))
+        for buffer, size in zip(self._buffers, sizes, strict=True):
+            del buffer[:size]
+        return taken
+
+    def _add(self, columns: Iterable[bytes | bytearray]) -> None:
+        if not self._buffers:
+            self._buffers = tuple(bytearray(column) for column in columns)
+            return
+        for buffer, column in zip(self._buffers, columns, strict=False):
+            buffer += column
+
+
+def _columns_of(columns: Iterable[bytes]) -> LogprobColumns:
+    chosen_logprobs, chosen_ranks, top_counts, top_token_ids, top_logprobs = columns
+    return LogprobColumns(
+        np.frombuffer(chosen_logprobs, _FLOAT32),
+        np.frombuffer(chosen_ranks, _INT32),
+        np.frombuffer(top_counts, _INT32),
+        np.frombuffer(top_token_ids, _INT32),
+        np.frombuffer(top_logprobs, _FLOAT32),
+    )

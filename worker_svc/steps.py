@@ -192,14 +192,11 @@ class AdmittedStep:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log probability of a row's chosen token, and the most likely tokens, best first."""
+    """The log probabilities of some of a step's sampled tokens."""
 
-    row: int
-    chosen_logprob: float
-    chosen_rank: int
-    """1 for the most likely token."""
-    top_token_ids: Int32Array
-    top_logprobs: NDArray[np.float32]
+    samples: Int32Array
+    """Indices into `StepOutput.rows`, rising."""
+    columns: LogprobColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +235,8 @@ class StepOutput:
     step_id: int
     rows: Int32Array
     token_ids: Int32Array
-    logprobs: tuple[TokenLogprobs, ...]
+    logprobs: TokenLogprobs | None
+    """None where no row asks for them."""
     candidates: tuple[RowCandidates, ...]
     failed_rows: tuple[int, ...]
     """Rows whose logits were not finite; their token means nothing."""

@@ -1,7 +1,7 @@
 """What was generated, as responses of the protocol."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from gateway.kserve.inference_convert import OUTPUTS, Inference
 from gateway.kserve.tensor_convert import Element, add_output
@@ -71,7 +71,7 @@ class Responder:
         }
         return in_stream(self._response(values), is_final=True)
 
-    def _logprobs(self, logprobs: Sequence[PositionLogprobs]) -> bytes:
+    def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> bytes:
         """Log probabilities as JSON: for each token an object of the chosen and the most likely ones, by token id."""
         if self._texts is None:
             return b""
@@ -99,5 +99,5 @@ def error_response(model: str, request_id: str, message: str) -> pb.ModelStreamI
     return response
 
 
-def _summed(logprobs: Sequence[PositionLogprobs]) -> float:
+def _summed(logprobs: Iterable[PositionLogprobs]) -> float:
     return sum(each.chosen.logprob for each in logprobs)

@@ -1,6 +1,6 @@
 """/v1/chat/completions: answers and chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gateway.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -64,7 +64,7 @@ class ChatShaper:
         self._started.add(index)
         return _ROLE
 
-    def _logprobs(self, logprobs: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any] | None:
         return chat_logprobs(self._texts, logprobs) if self._body.logprobs and self._texts is not None else None
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class CompletionShaper:
                 event = self._shown(event)
                 choice = self._choice(position, event) | NOT_FINISHED
             case Finished(sequence_index=index):
-                choice = self._choice(position, Chunk(index, 0, [], "", [])) | self._finish(position, event)
+                choice = self._choice(position, Chunk(index, 0, [], "")) | self._finish(position, event)
         return self._head.fields("text_completion") | {"choices": [choice]} | self._usage_so_far.after(event)
 
     def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class CompletionShaper:
         return {"index": index} | choices[chunk.sequence_index].take(chunk)
 
     def _shown(self, chunk: Chunk) -> Chunk:
-        return Chunk(chunk.sequence_index, chunk.offset, [], "", []) if self._is_echo_alone else chunk
+        return Chunk(chunk.sequence_index, chunk.offset, [], "") if self._is_echo_alone else chunk
 
     def _finish(self, position: int, finished: Finished) -> dict[str, Any]:
         return CUT if self._is_echo_alone else finish_fields(finished, self._live[position].request.stopping)

@@ -21,7 +21,7 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = text_offset
 
-    def shape(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None]) -> dict[str, Any]:
+    def shape(self, token_ids: Sequence[int], logprobs: Iterable[PositionLogprobs | None]) -> dict[str, Any]:
         """The next tokens of the choice. A token without an entry has no log probability; a prompt's first has none."""
         offsets: list[int] = []
         for token_id in token_ids:
@@ -42,7 +42,7 @@ class CompletionLogprobs:
         return top | {self._texts.key_of(entry.chosen.token_id): _finite(entry.chosen.logprob)}
 
 
-def chat_logprobs(texts: TokenTexts, logprobs: Sequence[PositionLogprobs]) -> dict[str, Any]:
+def chat_logprobs(texts: TokenTexts, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any]:
     content = [
         _chat_entry(texts, entry.chosen) | {"top_logprobs": [_chat_entry(texts, each) for each in entry.top]}
         for entry in logprobs

@@ -38,7 +38,7 @@ class Chunk:
     offset: int
     token_ids: list[int]
     text: str
-    logprobs: list[PositionLogprobs]
+    logprobs: Collection[PositionLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class GeneratedSequence:
 
     token_ids: list[int]
     text: str
-    logprobs: list[PositionLogprobs]
+    logprobs: Collection[PositionLogprobs]
     finished: Finished
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from gateway.requests.events import Chunk, Completed, Event, GeneratedSequence, Usage
-from gateway.requests.prompt_logprobs import PromptLogprobs
+from gateway.requests.logprobs import TokenLogprobs
 from gateway.requests.request import GenerationRequest
 from gateway.requests.sequence_stream import SequenceStream, TokenGapError
 from gateway.schedulers.scheduler_events import PromptRun, RequestEnded, SequenceEnded, TokenRun
@@ -46,7 +46,7 @@ class LiveRequest:
         self.submissions = 0
         self.moves = 0
         self.awaits_usage = False
-        self.prompt_logprobs = PromptLogprobs()
+        self.prompt_logprobs = TokenLogprobs()
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
         self._arrived_at = clock()
@@ -125,7 +125,7 @@ class LiveRequest:
                 f"an event starts at {run.first_position}"
             )
         if seen < len(run.columns):
-            self.prompt_logprobs.add(run.token_ids[seen:], run.columns.without_first(seen))
+            self.prompt_logprobs.add(run.token_ids[seen:], run.columns.part(seen, len(run.columns)))
 
     def end_sequence(self, end: SequenceEnded) -> None:
         """Raises TokenGapError when tokens of the sequence are missing."""
@@ -248,6 +248,6 @@ class LiveRequest:
 
 
 def _generated(stream: SequenceStream) -> GeneratedSequence:
-    chunk = stream.take_chunk(len(stream.token_ids)) or Chunk(stream.index, 0, [], "", [])
+    chunk = stream.take_chunk(len(stream.token_ids)) or Chunk(stream.index, 0, [], "")
     assert stream.finished is not None
     return GeneratedSequence(chunk.token_ids, chunk.text, chunk.logprobs, stream.finished)

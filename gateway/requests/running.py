@@ -1,7 +1,7 @@
 """Several requests that are one to the caller: started together, read together, ended together."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -89,7 +89,7 @@ def _num_prompt_logprobs(live: LiveRequest) -> int:
     return (1 + (live.request.prompt_logprobs or 0)) * len(live.prompt_logprobs)
 
 
-def _num_logprobs(live: LiveRequest, logprobs: Sequence[PositionLogprobs]) -> int:
+def _num_logprobs(live: LiveRequest, logprobs: Collection[PositionLogprobs]) -> int:
     return (1 + (live.request.logprobs or 0)) * len(logprobs)
 
 

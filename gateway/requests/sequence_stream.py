@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from gateway.requests.events import Chunk, Finished, FinishReason, PositionLogprobs
+from gateway.requests.events import Chunk, Finished, FinishReason
+from gateway.requests.logprobs import TokenLogprobs
 from gateway.text.clean_up import TextPieces
 from gateway.text.stop_strings import StopMatcher
+from quire.logprob_columns import LogprobColumns, LogprobLog
 
 
 class TokenGapError(Exception):
@@ -47,16 +49,16 @@ class SequenceStream:
         self._left_over_text = ""
         self._finish_taken = False
         self._pending_texts: list[str] = []
-        self._pending_logprobs: list[PositionLogprobs] = []
+        self._pending_logprobs = LogprobLog()
         # Text that became certain after the last token.
         self._last_text = ""
         self._cumulative_logprob: float | None = None
 
-    def accept(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> int:
+    def accept(self, offset: int, token_ids: Sequence[int], logprobs: LogprobColumns | None = None) -> int:
         """Takes the tokens that are new; returns their number. Tokens that were seen before are dropped, and so are
         those after the end: until the scheduler hears that a stop string ended the sequence, it goes on with it.
 
-        `offset` is the position of the first one in the output; `logprobs` has one entry a token, or none.
+        `offset` is the position of the first one in the output; `logprobs` has one position a token.
 
         Raises:
             TokenGapError: tokens before `offset` never came.
@@ -67,13 +69,17 @@ class SequenceStream:
         if seen < 0:
             raise TokenGapError(f"sequence {self.index} has {len(self.token_ids)} tokens, an event starts at {offset}")
         before = len(self.token_ids)
+        chosen = None if logprobs is None else logprobs.chosen_logprobs.tolist()
         for position in range(seen, len(token_ids)):
             if self.finished is not None:
                 break
-            if logprobs:
-                self._accept_logprobs(logprobs[position])
+            if chosen is not None:
+                self._cumulative_logprob = (self._cumulative_logprob or 0.0) + chosen[position]
             self._accept_token(token_ids[position])
-        return len(self.token_ids) - before
+        count = len(self.token_ids) - before
+        if logprobs is not None and count:
+            self._pending_logprobs.append(logprobs.part(seen, seen + count))
+        return count
 
     def end(
         self, num_tokens: int, reason: FinishReason, stop_token_id: int | None, cumulative_logprob: float | None
@@ -119,10 +125,10 @@ class SequenceStream:
         text, self._left_over_text = self._left_over_text + text, ""
         if not count and not text:
             return None
-        chunk = Chunk(self.index, offset, self.token_ids[offset:end], text, self._pending_logprobs[:count])
+        token_ids = self.token_ids[offset:end]
+        chunk = Chunk(self.index, offset, token_ids, text, TokenLogprobs(token_ids, self._take_logprobs(count)))
         self._taken = end
         del self._pending_texts[:count]
-        del self._pending_logprobs[:count]
         return chunk
 
     def take_finished(self) -> Finished | None:
@@ -141,7 +147,7 @@ class SequenceStream:
             self._left_over_text += self._unknown_text(text)
         self._taken += count
         del self._pending_texts[:count]
-        del self._pending_logprobs[:count]
+        self._take_logprobs(count)
 
     def _unknown_text(self, text: str) -> str:
         known = self._known_characters or 0
@@ -173,9 +179,9 @@ class SequenceStream:
                 cumulative_logprob=self._cumulative_logprob,
             )
 
-    def _accept_logprobs(self, logprobs: PositionLogprobs) -> None:
-        self._pending_logprobs.append(logprobs)
-        self._cumulative_logprob = (self._cumulative_logprob or 0.0) + logprobs.chosen.logprob
+    def _take_logprobs(self, count: int) -> LogprobColumns | None:
+        """Those of the first pending tokens, None where none came."""
+        return self._pending_logprobs.take(count) if self._pending_logprobs else None
 
     def _release_rest(self, text: str) -> str | None:
         """Adds the text after the last token; returns the stop string that it completed, if any."""

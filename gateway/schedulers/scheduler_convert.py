@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from gateway.requests.events import FinishReason, Logprob, PositionLogprobs, Usage
+import numpy as np
+
+from gateway.requests.events import FinishReason, Usage
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import BeamSearch, EarlyStopping, GenerationRequest
 from gateway.requests.sequence_stream import SequenceStream
@@ -15,9 +17,8 @@ from gateway.schedulers.scheduler_events import (
     TokenRun,
     Welcome,
 )
-from quire.arrays import decode_int32, encode_int32
+from quire.arrays import decode_int32, decode_logprobs, encode_int32
 from quire.common.v1 import common_pb2
-from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import InvalidArgument, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
 from quire.tracing import TraceContext
@@ -204,10 +205,9 @@ def _token_runs(message: scheduler_pb2.TokenEvents) -> list[TokenRun]:
             f"columns differ in length: handles {len(handles)}, sequence_indices {len(indices)}, "
             f"offsets {len(offsets)}, token_ids {len(token_ids)}"
         )
-    logprobs = _logprobs_by_event(message, len(handles))
     runs: list[TokenRun] = []
     run: TokenRun | None = None
-    for event, (handle, index, offset, token_id) in enumerate(zip(handles, indices, offsets, token_ids, strict=True)):
+    for handle, index, offset, token_id in zip(handles, indices, offsets, token_ids, strict=True):
         if (
             run is None
             or run.handle != handle
@@ -217,39 +217,37 @@ def _token_runs(message: scheduler_pb2.TokenEvents) -> list[TokenRun]:
             run = TokenRun(handle, index, offset, [])
             runs.append(run)
         run.token_ids.append(token_id)
-        if event in logprobs:
-            run.logprobs.append(logprobs[event])
-    for run in runs:
-        if len(run.logprobs) not in (0, len(run.token_ids)):
-            raise InvalidArgument(f"handle {run.handle}: {len(run.token_ids)} tokens, {len(run.logprobs)} logprobs")
+    if message.HasField("token_logprobs"):
+        _add_logprobs(runs, message.token_logprobs, len(handles))
     return runs
 
 
-def _logprobs_by_event(message: scheduler_pb2.TokenEvents, num_events: int) -> dict[int, PositionLogprobs]:
-    found = {entry.event: _position_logprobs(entry.logprobs) for entry in message.logprobs}
-    if found and max(found) >= num_events:
-        raise InvalidArgument(f"logprobs.event is {max(found)}; there are {num_events} events")
-    return found
+def _add_logprobs(runs: Sequence[TokenRun], message: scheduler_pb2.TokenLogprobs, num_events: int) -> None:
+    """Cuts the columns into those of each run, all of whose tokens have log probabilities, or none."""
+    events = decode_int32(message.events, "token_logprobs.events", minimum=0, below=num_events)
+    columns = decode_logprobs(message)
+    if len(events) != len(columns) or not (events[1:] > events[:-1]).all():
+        raise InvalidArgument(
+            f"token_logprobs has {len(columns)} positions for {len(events)} events; they must be as many, and rising"
+        )
+    ends = np.cumsum([len(run.token_ids) for run in runs])
+    counts = np.diff(np.searchsorted(events, ends), prepend=0).tolist()
+    for run, count, part in zip(runs, counts, columns.split(counts), strict=True):
+        if count not in (0, len(run.token_ids)):
+            raise InvalidArgument(f"handle {run.handle}: {len(run.token_ids)} tokens, {count} logprobs")
+        run.logprobs = part if count else None
 
 
 def _prompt_run(message: scheduler_pb2.PromptLogprobs) -> PromptRun:
     if not message.first_position:
         raise InvalidArgument(f"prompt_logprobs.first_position is 0 for handle {message.handle}; it is 1 at least")
     token_ids = decode_int32(message.token_ids, "prompt_logprobs.token_ids", minimum=0)
-    columns = LogprobColumns.decode(message)
+    columns = decode_logprobs(message)
     if len(token_ids) != len(columns):
         raise InvalidArgument(
             f"handle {message.handle}: log probabilities of {len(columns)} of {len(token_ids)} tokens"
         )
     return PromptRun(message.handle, message.first_position, token_ids, columns)
-
-
-def _position_logprobs(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
-    chosen = message.chosen
-    return PositionLogprobs(
-        Logprob(chosen.token_id, chosen.logprob, chosen.rank),
-        tuple(Logprob(entry.token_id, entry.logprob, entry.rank) for entry in message.top),
-    )
 
 
 def _sequence_ended(message: scheduler_pb2.SequenceEnd) -> SequenceEnded:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.requests.events import FinishReason, PositionLogprobs, Usage
+from gateway.requests.events import FinishReason, Usage
 from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import QuireError
 
@@ -29,19 +29,19 @@ class Welcome:
 
 @dataclass(slots=True)
 class TokenRun:
-    """Consecutive tokens of one sequence; `logprobs` has one entry a token, or none."""
+    """Consecutive tokens of one sequence; `logprobs` has one position a token, where there are any."""
 
     handle: int
     sequence_index: int
     offset: int
     token_ids: list[int]
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    logprobs: LogprobColumns | None = None
 
     def piece(self, start: int, end: int) -> "TokenRun":
         """The tokens from `start` to before `end`, as far as there are any."""
-        return TokenRun(
-            self.handle, self.sequence_index, self.offset + start, self.token_ids[start:end], self.logprobs[start:end]
-        )
+        token_ids = self.token_ids[start:end]
+        logprobs = None if self.logprobs is None else self.logprobs.part(start, start + len(token_ids))
+        return TokenRun(self.handle, self.sequence_index, self.offset + start, token_ids, logprobs)
 
 
 @dataclass(frozen=True, slots=True)

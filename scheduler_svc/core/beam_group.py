@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+
+from quire.logprob_columns import LogprobColumns
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.beam import Candidates, Continuation, Hypothesis
-from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.sequence import BeamGroup, Sequence
 
 
@@ -47,7 +49,7 @@ def _fork(beams: SequenceOf[Sequence], continuations: SequenceOf[Continuation], 
     return chosen
 
 
-def _append(sequence: Sequence, each: Continuation, position: PositionLogprobs | None, batch: Batch) -> None:
+def _append(sequence: Sequence, each: Continuation, position: LogprobColumns | None, batch: Batch) -> None:
     assert sequence.row is not None
     batch.draft.append_token(sequence.row, sequence.num_tokens, each.token_id)
     batch.rows.chose(sequence.row)
@@ -60,15 +62,20 @@ def _keep_logprobs(group: BeamGroup, hypothesis: Hypothesis, candidates: Sequenc
     sequence = group.beams[hypothesis.parent]
     last = _position(sequence, candidates[hypothesis.parent], hypothesis.rank)
     if last is not None:
-        group.logprobs[hypothesis] = [*sequence.held_back, last]
+        logprobs = group.logprobs[hypothesis] = sequence.held_back.copy()
+        logprobs.append(last)
 
 
-def _position(sequence: Sequence, candidates: Candidates, rank: int) -> PositionLogprobs | None:
+def _position(sequence: Sequence, candidates: Candidates, rank: int) -> LogprobColumns | None:
     """The log probabilities of a beam's candidate, where the request asks for them."""
     num_top = sequence.request.sampling.logprobs
     if num_top is None:
         return None
-    chosen = TokenLogprob(int(candidates.token_ids[rank]), float(candidates.logprobs[rank]), rank + 1)
-    best = zip(candidates.token_ids[:num_top], candidates.logprobs[:num_top], strict=True)
-    top = tuple(TokenLogprob(int(token_id), float(value), place) for place, (token_id, value) in enumerate(best, 1))
-    return PositionLogprobs(chosen, top)
+    token_ids, logprobs = candidates.token_ids[:num_top], candidates.logprobs[:num_top]
+    return LogprobColumns(
+        np.array([candidates.logprobs[rank]], np.float32),
+        np.array([rank + 1], np.int32),
+        np.array([len(token_ids)], np.int32),
+        np.array(token_ids, np.int32),
+        np.array(logprobs, np.float32),
+    )

@@ -4,7 +4,8 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from scheduler_svc.core.logprobs import PositionLogprobs
+from quire.logprob_columns import LogprobColumns, LogprobLog
+from scheduler_svc.core.logprobs import SampleLogprobs
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.sequence import BeamGroup, FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
@@ -16,21 +17,32 @@ class EventLog:
     def __init__(self) -> None:
         self.by_client: dict[ClientId, ClientEvents] = {}
 
-    def token(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> None:
-        """The sequence's newest token. Where sequences are selected at the end, it is held back."""
-        if not sequence.request.selects:
-            self._emit(sequence, sequence.index, sequence.num_output_tokens - 1, token_id, logprobs)
-        elif logprobs is not None:
-            sequence.cumulative_logprob += logprobs.chosen.logprob
+    def hold_back(self, sequence: Sequence, logprobs: LogprobColumns | None) -> None:
+        """The log probabilities of the newest token of a sequence that may or may not be selected at the end."""
+        if logprobs is None:
+            return
+        sequence.cumulative_logprob += float(logprobs.chosen_logprobs[0])
+        if sequence.request.sampling.logprobs is not None:
             sequence.held_back.append(logprobs)
 
     def tokens(
-        self, clients: np.ndarray, handles: np.ndarray, indices: np.ndarray, offsets: np.ndarray, token_ids: np.ndarray
+        self,
+        clients: np.ndarray,
+        handles: np.ndarray,
+        indices: np.ndarray,
+        offsets: np.ndarray,
+        token_ids: np.ndarray,
+        samples: np.ndarray,
+        logprobs: SampleLogprobs | None,
     ) -> None:
-        """Tokens without log probabilities, of requests that get each at once. int64[n] each."""
+        """Tokens of requests that get each at once. int64[n] each; `samples` are their indices among the step's."""
         for client in np.unique(clients).tolist():
             own = clients == client
             events = self._of(ClientId(client))
+            if logprobs is not None:
+                places, columns = logprobs.of(samples[own])
+                events.with_logprobs += (places + len(events.token_ids)).tolist()
+                events.logprobs.append(columns)
             events.handles += handles[own].tolist()
             events.sequence_indices += indices[own].tolist()
             events.offsets += offsets[own].tolist()
@@ -53,9 +65,8 @@ class EventLog:
     def _deliver_best(self, group: SequenceGroup) -> None:
         """The sequences with the highest mean log probability, best first."""
         ranked = sorted(group.sequences, key=lambda each: -each.cumulative_logprob / each.num_output_tokens)
-        wants_logprobs = group.request.sampling.logprobs is not None
         for index, sequence in enumerate(ranked[: group.request.num_returned]):
-            self._emit_all(sequence, index, sequence.output, sequence.held_back if wants_logprobs else None)
+            self._emit_all(sequence, index, sequence.output, sequence.held_back)
             assert sequence.finish_reason is not None
             end = _sequence_end(sequence, index, sequence.finish_reason)
             self._of(group.request.key.client).finished.append(end)
@@ -64,7 +75,9 @@ class EventLog:
         """What the search found, best first."""
         key = group.request.key
         for index, hypothesis in enumerate(beams.search.best()[: group.request.num_returned]):
-            self._emit_all(group.sequences[0], index, hypothesis.token_ids, beams.logprobs.get(hypothesis))
+            self._emit_all(
+                group.sequences[0], index, hypothesis.token_ids, beams.logprobs.get(hypothesis, LogprobLog())
+            )
             self._of(key.client).finished.append(
                 SequenceEnd(
                     handle=key.handle,
@@ -76,23 +89,17 @@ class EventLog:
                 )
             )
 
-    def _emit_all(
-        self, sequence: Sequence, index: int, output: SequenceOf[int], logprobs: list[PositionLogprobs] | None
-    ) -> None:
-        for offset, token_id in enumerate(output):
-            self._emit(sequence, index, offset, token_id, None if logprobs is None else logprobs[offset])
-
-    def _emit(
-        self, sequence: Sequence, index: int, offset: int, token_id: int, logprobs: PositionLogprobs | None
-    ) -> None:
+    def _emit_all(self, sequence: Sequence, index: int, output: SequenceOf[int], logprobs: LogprobLog) -> None:
+        """All tokens of a sequence; `logprobs` has one position for each, or none."""
         key = sequence.request.key
         events = self._of(key.client)
-        if logprobs is not None:
-            events.logprobs.append((len(events.token_ids), logprobs))
-        events.handles.append(key.handle)
-        events.sequence_indices.append(index)
-        events.offsets.append(offset)
-        events.token_ids.append(token_id)
+        first = len(events.token_ids)
+        events.with_logprobs += range(first, first + len(logprobs))
+        events.logprobs.extend(logprobs)
+        events.handles += [key.handle] * len(output)
+        events.sequence_indices += [index] * len(output)
+        events.offsets += range(len(output))
+        events.token_ids += output
 
     def request_failure(self, group: SequenceGroup, reason: str, message: str) -> None:
         key = group.request.key

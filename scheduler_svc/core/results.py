@@ -10,7 +10,7 @@ import numpy as np
 from scheduler_svc.core.beam import Candidates, NoCandidatesError
 from scheduler_svc.core.beam_group import advance
 from scheduler_svc.core.events import EventLog
-from scheduler_svc.core.logprobs import PositionLogprobs
+from scheduler_svc.core.logprobs import SampleLogprobs
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.state import SchedulerState
@@ -26,22 +26,26 @@ def check_result(step: StepInFlight, result: StepResult, table: RowTable) -> Non
     Rows that were released since the step was planned are not looked at, as `take` drops what is said of them.
     """
     _check_tokens(step, result)
-    reported = {*result.logprobs, *result.failures, *result.candidates}
+    reported = {*result.failures, *result.candidates}
     if reported and (strangers := reported.difference(step.rows.tolist())):
         raise ValueError(f"the result of step {step.step_id} reports rows {sorted(strangers)}, which do not sample")
     current = table.incarnation[step.rows] == step.incarnations
     if result.failures:
         current &= ~np.isin(step.rows, list(result.failures))
-    rows, token_ids = step.rows[current], result.token_ids[current]
+    rows = step.rows[current]
     for row in rows[table.dependent[rows]].tolist():
         _check_candidates(row, step.step_id, result.candidates.get(row))
-    wanted = table.wants_logprobs[rows]
-    for row, token_id in zip(rows[wanted].tolist(), token_ids[wanted].tolist(), strict=True):
-        sequence = table.sequences[row]
-        assert sequence is not None
-        _check_logprobs(row, step.step_id, token_id, result.logprobs.get(row), sequence.request.sampling.logprobs or 0)
-    if result.logprobs and (unasked := result.logprobs.keys() & set(rows[~wanted].tolist())):
-        raise ValueError(f"the result of step {step.step_id} has log probabilities of rows {sorted(unasked)}, unasked")
+    has_logprobs = np.zeros(len(step.rows), dtype=bool)
+    if result.logprobs is not None:
+        _check_logprobs(step, current, result.logprobs, table)
+        has_logprobs[result.logprobs.samples] = True
+    wants_logprobs = table.wants_logprobs[step.rows]
+    if (current & wants_logprobs & ~has_logprobs).any():
+        missing = step.rows[current & wants_logprobs & ~has_logprobs].tolist()
+        raise ValueError(f"the result of step {step.step_id} has no log probabilities of rows {missing}")
+    if (current & ~wants_logprobs & has_logprobs).any():
+        unasked = step.rows[current & ~wants_logprobs & has_logprobs].tolist()
+        raise ValueError(f"the result of step {step.step_id} has log probabilities of rows {unasked}, unasked")
 
 
 def _check_tokens(step: StepInFlight, result: StepResult) -> None:
@@ -75,17 +79,20 @@ def _check_candidates(row: int, step_id: int, candidates: Candidates | None) -> 
         raise ValueError(f"the candidates of row {row} in the result of step {step_id} are not in order of likelihood")
 
 
-def _check_logprobs(row: int, step_id: int, token_id: int, position: PositionLogprobs | None, num_top: int) -> None:
-    if position is None:
-        raise ValueError(f"the result of step {step_id} has no log probabilities of row {row}")
-    if position.chosen.token_id != token_id:
+def _check_logprobs(step: StepInFlight, current: np.ndarray, logprobs: SampleLogprobs, table: RowTable) -> None:
+    logprobs.check(len(step.rows))
+    columns, rows = logprobs.columns, step.rows[logprobs.samples]
+    is_current = current[logprobs.samples]
+    too_many = is_current & (columns.top_counts > table.num_logprobs[rows])
+    if too_many.any():
         raise ValueError(
-            f"row {row} sampled token {token_id} in step {step_id}, and reports that of {position.chosen.token_id}"
+            f"rows {rows[too_many].tolist()} report {columns.top_counts[too_many].tolist()} likely tokens in step "
+            f"{step.step_id}; asked for {table.num_logprobs[rows][too_many].tolist()}"
         )
-    if len(position.top) > num_top:
-        raise ValueError(f"row {row} reports {len(position.top)} likely tokens in step {step_id}; asked for {num_top}")
-    if not all(entry.logprob < math.inf for entry in (position.chosen, *position.top)):
-        raise ValueError(f"a log probability of row {row} in the result of step {step_id} is no number")
+    # Both comparisons are false for NaN.
+    are_numbers = (columns.chosen_logprobs[is_current] < math.inf).all()
+    if not (are_numbers and (columns.top_logprobs[np.repeat(is_current, columns.top_counts)] < math.inf).all()):
+        raise ValueError(f"a log probability in the result of step {step.step_id} is no number")
 
 
 class Results:
@@ -104,20 +111,28 @@ class Results:
         table = self._state.batch.rows
         current = table.incarnation[step.rows] == step.incarnations
         self._seal(step, current, result)
-        rows, token_ids = step.rows[current], result.token_ids[current]
-        plain = table.is_plain[rows]
-        if result.logprobs or result.failures:
-            plain &= ~np.isin(rows, [*result.logprobs, *result.failures])
+        plain = current & table.is_plain[step.rows]
+        if result.failures:
+            plain &= ~np.isin(step.rows, [*result.failures])
         if plain.any():
-            self._append_plain(rows[plain], token_ids[plain], step.num_computed[current][plain])
-        for row, token_id in zip(rows[~plain].tolist(), token_ids[~plain].tolist(), strict=True):
-            self._take_row(row, token_id, result)
+            self._append_plain(step, np.flatnonzero(plain), result)
+        for sample in np.flatnonzero(current & ~plain).tolist():
+            self._take_sample(sample, int(step.rows[sample]), result)
 
-    def _append_plain(self, rows: np.ndarray, token_ids: np.ndarray, num_computed: np.ndarray) -> None:
-        """Rows that have nothing but a token each: the events are made of whole arrays."""
+    def _append_plain(self, step: StepInFlight, samples: np.ndarray, result: StepResult) -> None:
+        """Samples that are a token each and nothing else: the events are made of whole arrays."""
         table = self._state.batch.rows
+        rows, token_ids, num_computed = step.rows[samples], result.token_ids[samples], step.num_computed[samples]
         offsets = num_computed - table.num_prompt[rows]
-        self.events.tokens(table.client[rows], table.handle[rows], table.index[rows], offsets, token_ids)
+        self.events.tokens(
+            table.client[rows],
+            table.handle[rows],
+            table.index[rows],
+            offsets,
+            token_ids,
+            samples,
+            result.logprobs,
+        )
         # The newest token is not computed yet.
         is_milestone = (offsets == table.num_emitted[rows]) | (num_computed + 1 >= table.max_len[rows])
         sequences = [table.sequences[row] for row in rows.tolist()]
@@ -127,7 +142,7 @@ class Results:
             if is_due or token_id in sequence.request.stop_token_ids:
                 self._on_milestone(sequence)
 
-    def _take_row(self, row: int, token_id: int, result: StepResult) -> None:
+    def _take_sample(self, sample: int, row: int, result: StepResult) -> None:
         sequence = self._state.batch.rows.sequences[row]
         # Released rows were sorted out before; a group may only end here by a failure of this very step.
         if sequence is None:
@@ -139,8 +154,8 @@ class Results:
         elif failure is not None:
             self._fail(sequence, failure)
         else:
-            sequence.token_ids.append(token_id)
-            self.events.token(sequence, token_id, result.logprobs.get(row))
+            sequence.token_ids.append(int(result.token_ids[sample]))
+            self.events.hold_back(sequence, None if result.logprobs is None else result.logprobs.of_sample(sample))
             self._on_milestone(sequence)
 
     def _seal(self, step: StepInFlight, current: np.ndarray, result: StepResult) -> None:

@@ -24,6 +24,7 @@ class RowTable:
     num_emitted   int64: output tokens that the sequence had when it was submitted
     is_plain      bool: each token is an event of its own at once; not where sequences are selected at the end
     wants_logprobs  bool: the worker reports the log probability of each token
+    num_logprobs  int64: of so many of the most likely tokens at most besides
     prefills      bool: the row still computes what it came with, in chunks; it samples with the last one
     shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
     dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
@@ -46,6 +47,7 @@ class RowTable:
         self.num_emitted = np.zeros(max_num_rows, dtype=np.int64)
         self.is_plain = np.zeros(max_num_rows, dtype=bool)
         self.wants_logprobs = np.zeros(max_num_rows, dtype=bool)
+        self.num_logprobs = np.zeros(max_num_rows, dtype=np.int64)
         self.prefills = np.zeros(max_num_rows, dtype=bool)
         self.shares_tail = np.zeros(max_num_rows, dtype=bool)
         self.dependent = np.zeros(max_num_rows, dtype=bool)
@@ -105,6 +107,7 @@ class RowTable:
         self.num_emitted[row] = sequence.num_emitted_tokens
         self.is_plain[row] = not request.selects
         self.wants_logprobs[row] = request.beam is None and (request.selects or request.sampling.logprobs is not None)
+        self.num_logprobs[row] = request.sampling.logprobs or 0
         self.shares_tail[row] = False
         self.dependent[row] = request.beam is not None
         sequence.row = row

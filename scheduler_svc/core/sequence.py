@@ -3,9 +3,9 @@
 import enum
 from dataclasses import dataclass, field
 
+from quire.logprob_columns import LogprobLog
 from scheduler_svc.core.beam import BeamSearch, Candidates, Hypothesis
 from scheduler_svc.core.block import BlockId
-from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.prefix_cache import PrefixHashes
 from scheduler_svc.core.request import EmittedSequence, Request
 
@@ -57,7 +57,7 @@ class Sequence:
     row: int | None = None
     finish_reason: FinishReason | None = None
     cumulative_logprob: float = 0.0
-    held_back: list[PositionLogprobs] = field(default_factory=list)
+    held_back: LogprobLog = field(default_factory=LogprobLog)
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +87,7 @@ class Sequence:
         """Takes over all that the parent has but its blocks and its row."""
         self.token_ids = list(parent.token_ids)
         self.prefix_hashes = parent.prefix_hashes.copy()
-        self.held_back = list(parent.held_back)
+        self.held_back = parent.held_back.copy()
 
     def end_reason(self) -> FinishReason | None:
         """Whether the sequence ends with its newest token."""
@@ -132,7 +132,7 @@ class BeamGroup:
     search: BeamSearch
     beams: list[Sequence]
     candidates: dict[int, Candidates] = field(default_factory=dict)
-    logprobs: dict[Hypothesis, list[PositionLogprobs]] = field(default_factory=dict)
+    logprobs: dict[Hypothesis, LogprobLog] = field(default_factory=dict)
     num_generated: int = 0
     """Tokens that all beams were given, dropped ones too."""
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.logprob_columns import LogprobLog
 from scheduler_svc.core.beam import Candidates
 from scheduler_svc.core.block import BlockHash, BlockId
-from scheduler_svc.core.logprobs import PositionLogprobs
+from scheduler_svc.core.logprobs import SampleLogprobs
 from scheduler_svc.core.request import Handle, RequestKey, RowSampling
 from scheduler_svc.core.sequence import FinishReason
 
@@ -78,13 +79,13 @@ class StepInFlight:
 class StepResult:
     """What the workers answered: one token id for each of `StepPlan.samples`, in that order.
 
-    `logprobs`, `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates,
-    means nothing.
+    `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates, means
+    nothing. `logprobs` is None where no row asks for them.
     """
 
     step_id: int
     token_ids: np.ndarray
-    logprobs: Mapping[int, PositionLogprobs] = field(default_factory=dict)
+    logprobs: SampleLogprobs | None = None
     failures: Mapping[int, str] = field(default_factory=dict)
     candidates: Mapping[int, Candidates] = field(default_factory=dict)
 
@@ -133,14 +134,17 @@ class RequestFailure:
 
 @dataclass(slots=True)
 class ClientEvents:
-    """All that happened in one step to the requests of one client. The four lists describe tokens, one entry each."""
+    """All that happened in one step to the requests of one client. The first four lists describe tokens, one entry
+    each."""
 
     handles: list[Handle] = field(default_factory=list)
     sequence_indices: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[tuple[int, PositionLogprobs]] = field(default_factory=list)
-    """Index into the lists above, and the token's log probabilities."""
+    with_logprobs: list[int] = field(default_factory=list)
+    """Which of the tokens have log probabilities, as rising indices into the lists above."""
+    logprobs: LogprobLog = field(default_factory=LogprobLog)
+    """One position for each of `with_logprobs`."""
     finished: list[SequenceEnd] = field(default_factory=list)
     completed: list[RequestEnd] = field(default_factory=list)
     failed: list[RequestFailure] = field(default_factory=list)

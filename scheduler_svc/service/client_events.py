@@ -1,8 +1,10 @@
 """What happened to a client's requests, taken apart and put together."""
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 
-from scheduler_svc.core.logprobs import PositionLogprobs
 from scheduler_svc.core.request import Handle, RequestKey
 from scheduler_svc.core.step_plan import ClientEvents, RequestFailure
 
@@ -14,15 +16,18 @@ def by_request(events: ClientEvents) -> dict[Handle, ClientEvents]:
     def part_of(handle: Handle) -> ClientEvents:
         return parts.setdefault(handle, ClientEvents())
 
-    logprobs: dict[int, PositionLogprobs] = dict(events.logprobs)
-    for event, handle in enumerate(events.handles):
+    columns = events.logprobs.columns() if events.with_logprobs else None
+    for handle, begin, end in _runs(events.handles):
         part = part_of(handle)
-        if event in logprobs:
-            part.logprobs.append((len(part.handles), logprobs[event]))
-        part.handles.append(handle)
-        part.sequence_indices.append(events.sequence_indices[event])
-        part.offsets.append(events.offsets[event])
-        part.token_ids.append(events.token_ids[event])
+        if columns is not None:
+            first, last = bisect_left(events.with_logprobs, begin), bisect_left(events.with_logprobs, end)
+            shift = len(part.handles) - begin
+            part.with_logprobs += [event + shift for event in events.with_logprobs[first:last]]
+            part.logprobs.append(columns.part(first, last))
+        part.handles += events.handles[begin:end]
+        part.sequence_indices += events.sequence_indices[begin:end]
+        part.offsets += events.offsets[begin:end]
+        part.token_ids += events.token_ids[begin:end]
     for finished in events.finished:
         part_of(finished.handle).finished.append(finished)
     for completed in events.completed:
@@ -32,10 +37,20 @@ def by_request(events: ClientEvents) -> dict[Handle, ClientEvents]:
     return parts
 
 
+def _runs(handles: list[Handle]) -> Iterator[tuple[Handle, int, int]]:
+    """Stretches of equal handles: whose, from where, to where."""
+    begin = 0
+    for handle, stretch in groupby(handles):
+        end = begin + sum(1 for _ in stretch)
+        yield handle, begin, end
+        begin = end
+
+
 def append(kept: ClientEvents, new: ClientEvents) -> None:
     """Adds what happened later."""
     before = len(kept.handles)
-    kept.logprobs += [(before + event, logprobs) for event, logprobs in new.logprobs]
+    kept.with_logprobs += [before + event for event in new.with_logprobs]
+    kept.logprobs.extend(new.logprobs)
     kept.handles += new.handles
     kept.sequence_indices += new.sequence_indices
     kept.offsets += new.offsets
@@ -52,7 +67,8 @@ def under(events: ClientEvents, key: RequestKey) -> ClientEvents:
         list(events.sequence_indices),
         list(events.offsets),
         list(events.token_ids),
-        list(events.logprobs),
+        list(events.with_logprobs),
+        events.logprobs.copy(),
         [replace(end, handle=key.handle) for end in events.finished],
         [replace(end, handle=key.handle) for end in events.completed],
         [RequestFailure(key, failure.reason, failure.message) for failure in events.failed],

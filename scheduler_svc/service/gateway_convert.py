@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from google.rpc import code_pb2
 
-from quire.arrays import decode_int32, encode_int32
+from quire.arrays import decode_int32, encode_int32, encode_logprobs
 from quire.common.v1 import common_pb2
+from quire.logprob_columns import LogprobLog
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
@@ -133,11 +133,8 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
     message.offsets = encode_int32([offset for batch in batches for offset in batch.offsets])
     message.token_ids = encode_int32([token_id for batch in batches for token_id in batch.token_ids])
     message.prompt_logprobs.extend(map(_prompt_logprobs_message, outgoing.prompt_logprobs))
-    first = 0
+    _add_token_logprobs(message, batches)
     for batch in batches:
-        for event, logprobs in batch.logprobs:
-            message.logprobs.add(event=first + event, logprobs=_position_logprobs_message(logprobs))
-        first += len(batch.token_ids)
         message.finished.extend(map(_sequence_end_message, batch.finished))
         message.completed.extend(map(_request_end_message, batch.completed))
         message.failed.extend(map(_failure_message, batch.failed))
@@ -146,22 +143,25 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
     return scheduler_pb2.ConnectResponse(events=message)
 
 
+def _add_token_logprobs(message: scheduler_pb2.TokenEvents, batches: list[ClientEvents]) -> None:
+    events: list[int] = []
+    logprobs = LogprobLog()
+    first = 0
+    for batch in batches:
+        events += [first + event for event in batch.with_logprobs]
+        logprobs.extend(batch.logprobs)
+        first += len(batch.token_ids)
+    if events:
+        message.token_logprobs.events = encode_int32(events)
+        encode_logprobs(logprobs.columns(), message.token_logprobs)
+
+
 def _prompt_logprobs_message(entry: PromptLogprobs) -> scheduler_pb2.PromptLogprobs:
     message = scheduler_pb2.PromptLogprobs(
         handle=entry.handle, first_position=entry.first_position, token_ids=encode_int32(entry.token_ids)
     )
-    entry.columns.encode(message)
+    encode_logprobs(entry.columns, message)
     return message
-
-
-def _position_logprobs_message(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
-    return common_pb2.PositionLogprobs(
-        chosen=_logprob_message(position.chosen), top=[_logprob_message(entry) for entry in position.top]
-    )
-
-
-def _logprob_message(entry: TokenLogprob) -> common_pb2.Logprob:
-    return common_pb2.Logprob(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank)
 
 
 def _sequence_end_message(end: SequenceEnd) -> scheduler_pb2.SequenceEnd:

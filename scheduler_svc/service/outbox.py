@@ -120,5 +120,5 @@ class Outbox:
 
 
 def _size_of(events: ClientEvents) -> int:
-    logprobs = sum(1 + len(position.top) for _, position in events.logprobs)
-    return len(events.token_ids) + logprobs + len(events.finished) + len(events.completed) + len(events.failed)
+    num_ends = len(events.finished) + len(events.completed) + len(events.failed)
+    return len(events.token_ids) + events.logprobs.size + num_ends

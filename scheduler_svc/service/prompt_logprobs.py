@@ -54,7 +54,8 @@ class PromptLogprobs:
         if position >= self.end:
             return None
         known = position - self.first_position
-        return PromptLogprobs(self.handle, position, self.token_ids[known:], self.columns.without_first(known))
+        columns = self.columns.part(known, len(self.columns))
+        return PromptLogprobs(self.handle, position, self.token_ids[known:], columns)
 
 
 class PromptLogprobsRouter:

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.arrays import decode_float32, decode_int32, encode_float32, encode_int32
-from quire.logprob_columns import LogprobColumns
+from quire.arrays import decode_float32, decode_int32, decode_logprobs, encode_float32, encode_int32
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.beam import Candidates
 from scheduler_svc.core.block import BlockHash, BlockId
-from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
+from scheduler_svc.core.logprobs import SampleLogprobs
 from scheduler_svc.core.prefix_cache import HASH_BYTES
 from scheduler_svc.core.request import RowSampling
 from scheduler_svc.core.step_plan import RowAssignment, StepInFlight, StepPlan, StepResult
@@ -193,23 +192,25 @@ def _step_result(message: worker_pb2.StepResult, rows: np.ndarray, vocab_size: i
     token_ids = decode_int32(message.token_ids, "token_ids", minimum=0, below=vocab_size)
     if len(rows) != len(token_ids):
         raise InvalidArgument(f"step {message.step_id} has {len(rows)} rows and {len(token_ids)} token ids")
-    tokens_of = dict(zip(rows.tolist(), token_ids.tolist(), strict=True)) if message.logprobs else {}
     return StepResult(
         step_id=message.step_id,
         token_ids=token_ids.astype(np.int64),
-        logprobs=_logprobs(message, tokens_of, vocab_size),
+        logprobs=_logprobs(message, len(rows), vocab_size) if message.HasField("token_logprobs") else None,
         failures={failure.row: failure.detail for failure in message.failures},
         candidates={entry.row: _candidates(entry, vocab_size) for entry in message.candidates},
     )
 
 
-def _logprobs(
-    message: worker_pb2.StepResult, tokens_of: dict[int, int], vocab_size: int
-) -> dict[int, PositionLogprobs]:
-    for entry in message.logprobs:
-        if entry.row not in tokens_of:
-            raise InvalidArgument(f"step {message.step_id} has log probabilities of row {entry.row}, but no token")
-    return {entry.row: _position_logprobs(entry, tokens_of[entry.row], vocab_size) for entry in message.logprobs}
+def _logprobs(message: worker_pb2.StepResult, num_samples: int, vocab_size: int) -> SampleLogprobs:
+    logprobs = message.token_logprobs
+    samples = decode_int32(logprobs.samples, "token_logprobs.samples", minimum=0, below=num_samples)
+    columns = decode_logprobs(logprobs, vocab_size=vocab_size)
+    if len(samples) != len(columns) or not (samples[1:] > samples[:-1]).all():
+        raise InvalidArgument(
+            f"step {message.step_id} has log probabilities of {len(columns)} tokens for the samples "
+            f"{samples.tolist()}, which must be as many and rising"
+        )
+    return SampleLogprobs(samples.astype(np.int64), columns)
 
 
 def _candidates(entry: worker_pb2.RowCandidates, vocab_size: int) -> Candidates:
@@ -221,18 +222,5 @@ def _candidates(entry: worker_pb2.RowCandidates, vocab_size: int) -> Candidates:
 
 
 def _prompt_logprobs(message: worker_pb2.RowPromptLogprobs, vocab_size: int) -> RowPromptLogprobs:
-    columns = LogprobColumns.decode(message, vocab_size=vocab_size)
+    columns = decode_logprobs(message, vocab_size=vocab_size)
     return RowPromptLogprobs(message.row, message.first_position, columns)
-
-
-def _position_logprobs(entry: worker_pb2.RowLogprobs, token_id: int, vocab_size: int) -> PositionLogprobs:
-    chosen = TokenLogprob(token_id, entry.chosen_logprob, entry.chosen_rank)
-    return PositionLogprobs(chosen, _top_logprobs(entry, vocab_size))
-
-
-def _top_logprobs(entry: worker_pb2.RowLogprobs, vocab_size: int) -> tuple[TokenLogprob, ...]:
-    ids = decode_int32(entry.top_token_ids, "top_token_ids", minimum=0, below=vocab_size).tolist()
-    values = decode_float32(entry.top_logprobs, "top_logprobs").tolist()
-    if len(ids) != len(values):
-        raise InvalidArgument(f"row {entry.row} has {len(ids)} top token ids and {len(values)} top logprobs")
-    return tuple(TokenLogprob(*pair, rank=rank) for rank, pair in enumerate(zip(ids, values, strict=True), start=1))

@@ -13,6 +13,7 @@ from tests.support.fake_pool import BlockError, ForeignBlockError
 from tests.support.fake_rows import SharedBlockError
 from tests.support.fake_runner import FakeRunner, candidates_at, token_at
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.logprobs import lines_by_row
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch
 
 CONFIG = FakeWorkerConfig(block_size=4, num_host_blocks=6, failing_seeds=frozenset([13]))
@@ -51,7 +52,7 @@ async def test_logprobs_name_the_token_first_and_candidates_follow_from_the_toke
     )
     token_id = token_at(0, 5)
     assert ints(result.token_ids) == [token_id, 0]
-    assert ints(result.logprobs[0].top_token_ids) == [token_id, token_id + 1, token_id + 2]
+    assert lines_by_row(result)[0].top_token_ids == [token_id, token_id + 1, token_id + 2]
     token_ids, logprobs = candidates_at(PROMPT, 2)
     assert ints(result.candidates[0].token_ids) == token_ids.tolist()
     assert result.candidates[0].logprobs == logprobs.tobytes()

@@ -12,12 +12,13 @@ from scheduler_svc.core import invariants
 from scheduler_svc.core.beam import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.block import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
+from scheduler_svc.core.logprobs import SampleLogprobs
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.prefix_cache import PrefixHashes
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import ClientEvents, StepPlan, StepResult, Usage
+from tests.support.logprobs import Line, columns_of
 
 CLIENT = ClientId(0)
 VOCAB_SIZE = 50
@@ -176,11 +177,12 @@ class FakeDevice:
         }
         sampled = [0 if row in candidates else self._sample(row) for row, _ in plan.samples.tolist()]
         logprobs = {
-            row: PositionLogprobs(TokenLogprob(token_id, token_logprob(self.rows[row].seed, token_id), 1), ())
-            for (row, _), token_id in zip(plan.samples.tolist(), sampled, strict=True)
+            sample: Line(token_logprob(self.rows[row].seed, token_id))
+            for sample, ((row, _), token_id) in enumerate(zip(plan.samples.tolist(), sampled, strict=True))
             if self.rows[row].logprobs is not None
         }
-        return StepResult(plan.step_id, np.array(sampled, dtype=np.int64), logprobs, candidates=candidates)
+        reported = SampleLogprobs(np.array(list(logprobs)), columns_of(logprobs.values())) if logprobs else None
+        return StepResult(plan.step_id, np.array(sampled, dtype=np.int64), reported, candidates=candidates)
 
     def _move(self, pairs: np.ndarray, source: Slots, target: Slots) -> None:
         assert len(set(pairs[:, 1].tolist())) == len(pairs), "a block is written twice"

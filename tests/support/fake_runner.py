@@ -10,6 +10,7 @@ import numpy as np
 from quire.logprob_columns import LogprobColumns
 from tests.support.fake_pool import BlockError, FakePool
 from tests.support.fake_rows import FakeRows
+from tests.support.logprobs import Line, columns_of
 from worker_svc.device.sealed_blocks import SealInventory
 from worker_svc.steps import (
     AdmittedStep,
@@ -151,7 +152,7 @@ class FakeRunner:
         ends = dict(zip(batch.rows.tolist(), (batch.num_computed_tokens + batch.num_new_tokens).tolist(), strict=True))
         rows = batch.samples[:, 0]
         token_ids = np.zeros(len(rows), np.int32)
-        logprobs, candidates, failed = [], [], []
+        with_logprobs, logprobs, candidates, failed = [], [], [], []
         for place, (row, source) in enumerate(batch.samples.tolist()):
             sampling, prefixes = self._rows[row].sampling, self._rows[row].prefixes
             has_failed = sampling.seed in self._failing_seeds
@@ -163,12 +164,14 @@ class FakeRunner:
                 token_ids[place] = token_id
                 prefixes.append(token_id)
                 if sampling.logprobs is not None and not has_failed:
-                    logprobs.append(TokenLogprobs(row, -0.5, 1, *self._top(token_id, sampling.logprobs)))
+                    with_logprobs.append(place)
+                    logprobs.append(Line(-0.5, 1, *self._top(token_id, sampling.logprobs)))
             elif not has_failed:
                 best = candidates_at(prefixes.token_ids, sampling.num_candidates, self._vocab_size)
                 candidates.append(RowCandidates(row, *best))
         timings = StepTimings(0, 0, 0, 0)
-        return StepOutput(step_id, rows, token_ids, tuple(logprobs), tuple(candidates), tuple(failed), timings)
+        reported = TokenLogprobs(np.array(with_logprobs, np.int32), columns_of(logprobs)) if logprobs else None
+        return StepOutput(step_id, rows, token_ids, reported, tuple(candidates), tuple(failed), timings)
 
     def _judge_prompts(self, batch: Batch) -> tuple[PromptLogprobs, ...]:
         """The token at position p has log probability -p and rank p."""
@@ -180,7 +183,9 @@ class FakeRunner:
             if count is not None and judged:
                 positions = np.array(judged, np.int32)
                 top_ids, top = zip(*(self._top(position, count) for position in judged), strict=True)
-                columns = LogprobColumns(-positions.astype(np.float32), positions, np.stack(top_ids), np.stack(top))
+                columns = LogprobColumns.of_lines(
+                    -positions.astype(np.float32), positions, np.stack(top_ids), np.stack(top)
+                )
                 reports.append(PromptLogprobs(row, start + 1, columns))
         return tuple(reports)
 

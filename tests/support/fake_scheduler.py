@@ -9,15 +9,15 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 from google.rpc import code_pb2
 
-from quire.arrays import decode_int32, encode_float32, encode_int32
+from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import NotFound
 from quire.rpc.server import RpcServer
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_pins import FakePins
+from tests.support.logprobs import Line, fill, token_logprobs
 
 SERVICE = "quire.scheduler.v1.SchedulerService"
 
@@ -55,10 +55,9 @@ def delivery(handle: int, hypotheses: Sequence[Hypothesis], prompt_tokens: int) 
     ]
     columns = zip(*rows, strict=True) if rows else [()] * 4
     events.handles, events.sequence_indices, events.offsets, events.token_ids = map(encode_int32, map(list, columns))
-    logprobs = [logprob for hypothesis in hypotheses for logprob in hypothesis.logprobs]
-    for event, logprob in enumerate(logprobs):
-        chosen = common_pb2.Logprob(token_id=rows[event][3], logprob=logprob, rank=1)
-        events.logprobs.add(event=event, logprobs=common_pb2.PositionLogprobs(chosen=chosen))
+    lines = [Line(logprob) for hypothesis in hypotheses for logprob in hypothesis.logprobs]
+    if lines:
+        events.token_logprobs.CopyFrom(token_logprobs(dict(enumerate(lines))))
     for index, hypothesis in enumerate(hypotheses):
         is_stop = hypothesis.stop_token_id is not None
         events.finished.add(
@@ -321,6 +320,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         self._step_id += 1
         self._heard.set()
         columns: tuple[list[int], ...] = ([], [], [], [])
+        lines: dict[int, Line] = {}
         events = scheduler_pb2.TokenEvents(step_id=self._step_id)
         for handle, request in list(self.live.items()):
             if not request.num_emitted or self.repeats_events:
@@ -328,13 +328,16 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
             start = max(request.num_emitted - 1, 0) if self.repeats_events else request.num_emitted
             for position in range(start, request.num_emitted + self.tokens_per_step):
                 token_id = self.rule(request.prompt, position)
-                self._add_logprobs(events, request, len(columns[0]), token_id)
+                if (logprobs := self._logprobs(request, token_id)) is not None:
+                    lines[len(columns[0])] = logprobs
                 for column, value in zip(columns, (handle, 0, position, token_id), strict=True):
                     column.append(value)
                 if position >= request.num_emitted and self._is_over(request, position, token_id, events):
                     del self.live[handle]
                     break
         events.handles, events.sequence_indices, events.offsets, events.token_ids = map(encode_int32, columns)
+        if lines:
+            events.token_logprobs.CopyFrom(token_logprobs(lines))
         return events
 
     def _is_over(self, request: FakeRequest, position: int, token_id: int, events: scheduler_pb2.TokenEvents) -> bool:
@@ -351,28 +354,24 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         return True
 
     @staticmethod
-    def _add_logprobs(events: scheduler_pb2.TokenEvents, request: FakeRequest, event: int, token_id: int) -> None:
+    def _logprobs(request: FakeRequest, token_id: int) -> Line | None:
+        """The token and those after it in the vocabulary, as the most likely ones."""
         if not request.submit.output.HasField("logprobs"):
-            return
-        chosen = common_pb2.Logprob(token_id=token_id, logprob=-0.5, rank=1)
-        top = [
-            common_pb2.Logprob(token_id=token_id + rank, logprob=-0.5 - rank, rank=rank + 1)
-            for rank in range(request.submit.output.logprobs)
-        ]
-        logprobs = common_pb2.PositionLogprobs(chosen=chosen, top=top)
-        events.logprobs.append(scheduler_pb2.EventLogprobs(event=event, logprobs=logprobs))
+            return None
+        ranks = range(request.submit.output.logprobs)
+        return Line(-0.5, 1, [token_id + rank for rank in ranks], [-0.5 - rank for rank in ranks])
 
     @staticmethod
     def _add_prompt_logprobs(events: scheduler_pb2.TokenEvents, request: FakeRequest) -> None:
         if not request.submit.output.HasField("prompt_logprobs"):
             return
-        token_ids, positions = request.prompt[1:], np.arange(1, len(request.prompt))
+        token_ids, positions = request.prompt[1:], range(1, len(request.prompt))
         if not token_ids:
             return
         entry = events.prompt_logprobs.add(
             handle=request.submit.handle, first_position=1, token_ids=encode_int32(token_ids)
         )
-        entry.chosen_logprobs, entry.chosen_ranks = encode_float32(-positions), encode_int32(positions)
+        fill(entry, [Line(-float(position), position) for position in positions])
 
     def _welcome(self) -> scheduler_pb2.Welcome:
         return scheduler_pb2.Welcome(

@@ -14,6 +14,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.fake_runner import token_at
+from tests.support.logprobs import Line, lines_by_event
 
 
 @contextlib.asynccontextmanager
@@ -118,7 +119,7 @@ class GatewayStream:
     ends: dict[int, scheduler_pb2.SequenceEnd] = field(default_factory=dict)
     completed: dict[int, scheduler_pb2.RequestEnd] = field(default_factory=dict)
     failed: dict[int, scheduler_pb2.RequestFailure] = field(default_factory=dict)
-    logprobs: dict[int, list[common_pb2.PositionLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[Line]] = field(default_factory=dict)
     num_messages: int = 0
     readiness: list[bool] = field(default_factory=list)
 
@@ -163,8 +164,8 @@ class GatewayStream:
             output = self.outputs[handle] if index == 0 else self.samples.setdefault((handle, index), [])
             assert offset == len(output), "an event was lost or repeated"
             output.append(token_id)
-        for entry in events.logprobs:
-            self.logprobs.setdefault(int(handles[entry.event]), []).append(entry.logprobs)
+        for event, line in lines_by_event(events).items():
+            self.logprobs.setdefault(int(handles[event]), []).append(line)
         self.ends |= {end.handle: end for end in events.finished}
         self.completed |= {end.handle: end for end in events.completed}
         self.failed |= {failure.handle: failure for failure in events.failed}

@@ -98,10 +98,10 @@ class LaunchedStep:
         token_ids, is_finite, *rest = computed.copy.arrays()
         failed_prompts = find_failed_rows(computed.prompts, rest[-4:]) if computed.prompts is not None else ()
         is_usable = is_finite & ~self._prompt_failures.take(self._step, failed_prompts)
-        logprobs, candidates, prompt_logprobs = (), (), ()
+        logprobs, candidates, prompt_logprobs = None, (), ()
         if sampled.logprobs is not None:
             arrays, rest = rest[:4], rest[4:]
-            logprobs = report_logprobs(sampled.rows, sampled.columns, sampled.logprobs.indices, arrays, is_usable)
+            logprobs = report_logprobs(sampled.columns, sampled.logprobs.indices, arrays, is_usable)
         if sampled.candidates is not None:
             arrays, rest = rest[:2], rest[2:]
             candidates = report_candidates(sampled.rows, sampled.columns, sampled.candidates.indices, arrays, is_usable)

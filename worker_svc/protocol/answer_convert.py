@@ -1,6 +1,6 @@
 """What the worker answers, from values to messages."""
 
-from quire.arrays import encode_float32, encode_int32
+from quire.arrays import encode_float32, encode_int32, encode_logprobs
 from quire.worker.v1 import worker_pb2
 from worker_svc.info import WorkerInfo
 from worker_svc.steps import PromptLogprobs, RowCandidates, SealedBlocks, StepOutput, TokenLogprobs
@@ -17,7 +17,7 @@ def result_message(output: StepOutput) -> RunResponse:
         step_id=output.step_id,
         rows=encode_int32(output.rows),
         token_ids=encode_int32(output.token_ids),
-        logprobs=[_logprobs_message(each) for each in output.logprobs],
+        token_logprobs=None if output.logprobs is None else _logprobs_message(output.logprobs),
         prompt_logprobs=[_prompt_logprobs_message(each) for each in output.prompt_logprobs],
         candidates=[_candidates_message(each) for each in output.candidates],
         failures=[
@@ -92,19 +92,15 @@ def info_message(info: WorkerInfo) -> worker_pb2.WorkerInfo:
     )
 
 
-def _logprobs_message(logprobs: TokenLogprobs) -> worker_pb2.RowLogprobs:
-    return worker_pb2.RowLogprobs(
-        row=logprobs.row,
-        chosen_logprob=logprobs.chosen_logprob,
-        chosen_rank=logprobs.chosen_rank,
-        top_token_ids=encode_int32(logprobs.top_token_ids),
-        top_logprobs=encode_float32(logprobs.top_logprobs),
-    )
+def _logprobs_message(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    message = worker_pb2.TokenLogprobs(samples=encode_int32(logprobs.samples))
+    encode_logprobs(logprobs.columns, message)
+    return message
 
 
 def _prompt_logprobs_message(logprobs: PromptLogprobs) -> worker_pb2.RowPromptLogprobs:
     message = worker_pb2.RowPromptLogprobs(row=logprobs.row, first_position=logprobs.first_position)
-    logprobs.columns.encode(message)
+    encode_logprobs(logprobs.columns, message)
     return message
 
 

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.logprob_columns import LogprobColumns
 from worker_svc.sampling.ranking import best_tokens
 from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.steps import Int32Array, TokenLogprobs
+from worker_svc.steps import TokenLogprobs
 from worker_svc.to_device import to_device
 
 
@@ -83,14 +84,15 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, temperature: NDArray[np.float
 
 
 def report_logprobs(
-    rows: Int32Array, columns: SamplingColumns, indices: np.ndarray, arrays: list[np.ndarray], usable: np.ndarray
-) -> tuple[TokenLogprobs, ...]:
+    columns: SamplingColumns, indices: np.ndarray, arrays: list[np.ndarray], usable: np.ndarray
+) -> TokenLogprobs | None:
     """What the rows asked for, from the values of `LogprobValues.tensors()`; rows that are not usable get nothing."""
-    chosen, ranks, token_ids, values = arrays
-    logprobs = []
-    for place, index in enumerate(indices):
-        if usable[index]:
-            row, count = int(rows[index]), int(columns.num_logprobs[index])
-            top_ids, top_values = token_ids[place, :count].astype(np.int32), values[place, :count]
-            logprobs.append(TokenLogprobs(row, float(chosen[place]), int(ranks[place]), top_ids, top_values))
-    return tuple(logprobs)
+    places = np.flatnonzero(usable[indices])
+    if not len(places):
+        return None
+    chosen, ranks, token_ids, values = (array[places] for array in arrays)
+    samples = indices[places]
+    reported = LogprobColumns.of_lines(
+        chosen, ranks.astype(np.int32), token_ids.astype(np.int32), values, columns.num_logprobs[samples]
+    )
+    return TokenLogprobs(samples.astype(np.int32), reported)

@@ -109,7 +109,7 @@ def report_prompt_logprobs(result: PromptResult, arrays: list[np.ndarray]) -> tu
     )
     for row, first_position, count, width in entries:
         places = slice(start, start + count)
-        columns = LogprobColumns(
+        columns = LogprobColumns.of_lines(
             chosen[places],
             ranks[places].astype(np.int32),
             token_ids[places, :width].astype(np.int32),

@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from quire.arrays import decode_int32
+from quire.arrays import decode_int32, decode_logprobs
 from quire.common.v1 import common_pb2
-from quire.logprob_columns import LogprobColumns
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import make_submit, running_scheduler, state_of, wait_attached
@@ -54,8 +53,8 @@ class Reader:
 
 
 def positions_of(report):
-    token_ids, columns = decode_int32(report.token_ids, "token_ids"), LogprobColumns.decode(report, vocab_size=100)
-    num_top = [columns.top_logprobs.shape[1]] * len(columns)
+    token_ids, columns = decode_int32(report.token_ids, "token_ids"), decode_logprobs(report, vocab_size=100)
+    num_top = columns.top_counts.tolist()
     chosen = (token_ids.tolist(), columns.chosen_logprobs.tolist(), columns.chosen_ranks.tolist())
     return list(zip(*chosen, num_top, strict=True))
 

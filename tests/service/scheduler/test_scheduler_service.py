@@ -91,8 +91,8 @@ async def test_logprobs_come_with_each_token_where_asked(scheduler):
     await stream.submit(make_submit(1, max_tokens=4, output=common_pb2.OutputOptions(logprobs=2)))
     await stream.submit(make_submit(2, max_tokens=4))
     await stream.read_until_over(1, 2)
-    assert [entry.chosen.token_id for entry in stream.logprobs[1]] == stream.outputs[1]
-    assert [[top.rank for top in entry.top] for entry in stream.logprobs[1]] == [[1, 2]] * 4
+    # The stand-in for the worker reports the token itself, then those that follow it in the vocabulary.
+    assert [line.top_token_ids for line in stream.logprobs[1]] == [[token, token + 1] for token in stream.outputs[1]]
     assert 2 not in stream.logprobs
     stream.close()
 

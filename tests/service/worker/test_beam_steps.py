@@ -9,6 +9,7 @@ import torch
 
 from quire.arrays import encode_int32
 from tests.support.beam_rows import BeamRows, Ranked, ranked
+from tests.support.logprobs import lines_by_row
 from tests.support.tiny_causal_lm import VOCAB_SIZE, TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch
 from tests.support.worker_server import running_worker
@@ -118,8 +119,7 @@ async def test_a_beam_and_a_drawing_row_share_a_step(client: StepClient, model: 
     )
     token_id = int(model.naive_logits(PROMPT[:3]).argmax())
     assert ints(result.token_ids) == [token_id, 0, 0]
-    assert [each.row for each in result.logprobs] == [1]
-    assert ints(result.logprobs[0].top_token_ids) == [token_id]
+    assert {row: line.top_token_ids for row, line in lines_by_row(result).items()} == {1: [token_id]}
     assert [(each.row, len(ints(each.token_ids))) for each in result.candidates] == [(0, 2), (2, 5)]
     assert_best_of(ranked(result.candidates[1]), model.naive_logits(PROMPT[:4]).log_softmax(0))
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.arrays import encode_float32, encode_int32
-from quire.logprob_columns import LogprobColumns
+from quire.arrays import decode_logprobs, encode_float32, encode_int32
 from quire.worker.v1 import worker_pb2
+from tests.support.logprobs import lines_by_row
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch
 from tests.support.worker_server import running_worker
@@ -122,11 +122,12 @@ async def test_prompt_logprobs_are_those_of_the_model_at_any_chunk_size(tmp_path
             batch = make_batch([2, 3], [new, new], [start, start], [])
             result = await client.run(assign=[*assign, other] if start == 0 else [], batch=batch)
             reports += result.prompt_logprobs
-    columns = [LogprobColumns.decode(report) for report in reports]
+    columns = [decode_logprobs(report) for report in reports]
     chosen, ranks, top_ids, top_values = (
         np.concatenate([getattr(each, name) for each in columns])
         for name in ("chosen_logprobs", "chosen_ranks", "top_token_ids", "top_logprobs")
     )
+    top_ids, top_values = top_ids.reshape(-1, 2), top_values.reshape(-1, 2)
     assert {report.row for report in reports} == {3}
     assert [report.first_position for report in reports] == list(range(1, len(PROMPT), chunk))[: len(reports)]
     assert len(chosen) == len(PROMPT) - 1
@@ -155,9 +156,9 @@ async def test_prompt_logprobs_of_a_long_prompt_never_make_all_logits_at_once(
         (report,) = (await client.run(assign=[assign], batch=make_batch([3], [9], [0]))).prompt_logprobs
     assert widths == [3, 3, 2, 1]
     expected = [model.naive_logits(PROMPT[:p]).log_softmax(0)[PROMPT[p]] for p in range(1, len(PROMPT))]
-    columns = LogprobColumns.decode(report)
+    columns = decode_logprobs(report)
     np.testing.assert_allclose(columns.chosen_logprobs, expected, atol=1e-4)
-    assert columns.top_logprobs.shape == (len(PROMPT) - 1, 0)
+    assert columns.top_counts.tolist() == [0] * (len(PROMPT) - 1)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 9])
@@ -188,7 +189,7 @@ async def test_a_row_whose_prompt_has_bad_logits_fails_when_it_samples(tmp_path:
         bad = await prefill(client)
         assert [failure.row for failure in bad.failures] == [3, 4]
         assert bad.failures[0].reason == worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS
-        assert (ints(bad.rows), ints(bad.token_ids), len(bad.logprobs)) == ([2, 3, 4], [healthy, 0, 0], 0)
+        assert (ints(bad.rows), ints(bad.token_ids), lines_by_row(bad)) == ([2, 3, 4], [healthy, 0, 0], {})
         model.change_logits = lambda logits: logits
         await client.run(release=encode_int32([2, 3, 4]), batch=make_batch([], [], []))
         good = await prefill(client)

@@ -12,6 +12,7 @@ import torch
 from quire.arrays import encode_int32
 from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable, from_rpc_error
 from quire.worker.v1 import worker_pb2
+from tests.support.logprobs import lines_by_row
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch, worker_stub
 from tests.support.worker_server import running_worker
@@ -211,12 +212,11 @@ async def test_log_probabilities_come_for_the_rows_that_ask(client: StepClient, 
         assign=[make_assign(0, PROMPT, [2, 9]), make_assign(1, PROMPT, [3, 4], logprobs=3)],
         batch=make_batch([0, 1], [5, 5], [0, 0]),
     )
-    (logprobs,) = result.logprobs
+    ((row, logprobs),) = lines_by_row(result).items()
     expected = service.model.naive_logits(PROMPT).log_softmax(0).sort(descending=True)
-    assert logprobs.row == 1
-    assert logprobs.chosen_rank == 1
-    assert logprobs.chosen_logprob == pytest.approx(float(expected.values[0]), abs=1e-5)
-    assert ints(logprobs.top_token_ids) == expected.indices[:3].tolist()
+    assert (row, logprobs.rank) == (1, 1)
+    assert logprobs.logprob == pytest.approx(float(expected.values[0]), abs=1e-5)
+    assert logprobs.top_token_ids == expected.indices[:3].tolist()
     assert ints(result.token_ids)[1] == int(expected.indices[0])
 
 

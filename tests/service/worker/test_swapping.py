@@ -8,6 +8,7 @@ import pytest
 from quire.arrays import encode_int32
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
+from tests.support.logprobs import Line, lines_by_row
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch
 from tests.support.worker_server import running_worker
 
@@ -15,7 +16,7 @@ PROMPT = [3, 1, 4, 1, 5, 9]
 OTHER = [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5]
 # A log probability is a whole float32, so that equal ones mean equal keys and values.
 SAMPLING = {"logprobs": 5, "temperature": 1.0, "seed": 11}
-Answers = list[tuple[int, worker_pb2.RowLogprobs]]
+Answers = list[tuple[int, Line]]
 
 
 @pytest.fixture
@@ -32,10 +33,9 @@ def operations(**pairs: Iterable[tuple[int, int]]) -> worker_pb2.CacheOperations
 
 def answers(result: worker_pb2.StepResult, *rows: int) -> Answers:
     """The token and log probabilities of each row, without the row's number."""
-    found = {}
-    for row, token_id, logprobs in zip(ints(result.rows), ints(result.token_ids), result.logprobs, strict=True):
-        logprobs.row = 0
-        found[row] = (token_id, logprobs)
+    lines = lines_by_row(result)
+    tokens = zip(ints(result.rows), ints(result.token_ids), strict=True)
+    found = {row: (token_id, lines[row]) for row, token_id in tokens}
     return [found[row] for row in rows]
 
 

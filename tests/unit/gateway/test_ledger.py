@@ -18,8 +18,8 @@ from gateway.schedulers.scheduler_events import (
     SequenceEnded,
     TokenRun,
 )
-from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import AlreadyExists, Cancelled, Internal, ResourceExhausted
+from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())
@@ -399,8 +399,8 @@ async def test_what_arrived_and_was_refused_is_not_waited_for(ledger):
 
 
 def prompt_run(live, first_position, count):
-    token_ids, top = np.arange(first_position, first_position + count, dtype=np.int32), np.zeros((count, 0))
-    columns = LogprobColumns(np.full(count, -0.5, np.float32), np.ones(count, np.int32), top, top)
+    token_ids = np.arange(first_position, first_position + count, dtype=np.int32)
+    columns = columns_of([Line(-0.5)] * count)
     return EventBatch([], [], [], [], [PromptRun(live.handle, first_position, token_ids, columns)])
 
 

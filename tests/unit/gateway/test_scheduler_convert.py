@@ -3,12 +3,13 @@
 import pytest
 
 from gateway.requests.events import FinishReason, Logprob, PositionLogprobs
-from gateway.requests.prompt_logprobs import PromptLogprobs
+from gateway.requests.logprobs import TokenLogprobs
 from gateway.schedulers.scheduler_convert import event_batch_from
-from quire.arrays import encode_float32, encode_int32
+from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, ResourceExhausted
 from quire.scheduler.v1 import scheduler_pb2
+from tests.support.logprobs import Line, fill, lines_of, token_logprobs
 
 
 def make_events(rows, **fields):
@@ -17,9 +18,8 @@ def make_events(rows, **fields):
     return scheduler_pb2.TokenEvents(**columns, **fields)
 
 
-def logprobs(event, token_id):
-    chosen = common_pb2.Logprob(token_id=token_id, logprob=-1.0, rank=2)
-    return scheduler_pb2.EventLogprobs(event=event, logprobs=common_pb2.PositionLogprobs(chosen=chosen, top=[chosen]))
+def logprobs(*events):
+    return token_logprobs({event: Line(-float(event), 2, [event], [-0.5]) for event in events})
 
 
 def test_consecutive_tokens_of_one_sequence_are_one_run():
@@ -36,25 +36,23 @@ def test_consecutive_tokens_of_one_sequence_are_one_run():
 
 def test_logprobs_go_to_their_tokens():
     rows = [(1, 0, 0, 50), (2, 0, 0, 60), (2, 0, 1, 61)]
-    plain, reported = event_batch_from(make_events(rows, logprobs=[logprobs(2, 61), logprobs(1, 60)])).runs
-    assert plain.logprobs == []
-    assert [entry.chosen.token_id for entry in reported.logprobs] == [60, 61]
-    assert reported.logprobs[0].top[0].rank == 2
+    plain, reported = event_batch_from(make_events(rows, token_logprobs=logprobs(1, 2))).runs
+    assert plain.logprobs is None
+    assert lines_of(reported.logprobs) == [Line(-1.0, 2, [1], [-0.5]), Line(-2.0, 2, [2], [-0.5])]
 
 
 def prompt_logprobs(token_ids):
     message = scheduler_pb2.PromptLogprobs(handle=1, first_position=4, token_ids=encode_int32(token_ids))
-    message.chosen_logprobs, message.chosen_ranks = encode_float32([-1.0, -2.0]), encode_int32([3, 1])
-    message.top_token_ids, message.top_logprobs = encode_int32([7, 8]), encode_float32([-0.5, -0.25])
+    fill(message, [Line(-1.0, 3, [7], [-0.5]), Line(-2.0, 1, [8], [-0.25])])
     return message
 
 
 def test_logprobs_of_a_prompt_are_read_position_by_position():
     (run,) = event_batch_from(make_events([], prompt_logprobs=[prompt_logprobs([50, 60])])).prompt_runs
     assert (run.handle, run.first_position) == (1, 4)
-    taken = PromptLogprobs()
+    taken = TokenLogprobs()
     taken.add(run.token_ids, run.columns)
-    taken.add(run.token_ids[1:], run.columns.without_first(1))
+    taken.add(run.token_ids[1:], run.columns.part(1, 2))
     first = PositionLogprobs(Logprob(50, -1.0, 3), (Logprob(7, -0.5, 1),))
     second = PositionLogprobs(Logprob(60, -2.0, 1), (Logprob(8, -0.25, 1),))
     assert list(taken) == [first, second, second]
@@ -79,8 +77,8 @@ def test_ends_and_failures():
         scheduler_pb2.TokenEvents(handles=encode_int32([1, 2]), offsets=encode_int32([0])),
         make_events([(-1, 0, 0, 5)]),
         make_events([(1, 0, 0, -5)]),
-        make_events([(1, 0, 0, 5)], logprobs=[logprobs(1, 5)]),
-        make_events([(1, 0, 0, 5), (1, 0, 1, 6)], logprobs=[logprobs(0, 5)]),
+        make_events([(1, 0, 0, 5)], token_logprobs=logprobs(1)),
+        make_events([(1, 0, 0, 5), (1, 0, 1, 6)], token_logprobs=logprobs(0)),
         make_events([], finished=[scheduler_pb2.SequenceEnd(handle=1)]),
         make_events([], prompt_logprobs=[prompt_logprobs([50])]),
         make_events([], prompt_logprobs=[prompt_logprobs([50, -1])]),

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.requests.events import FinishReason, Logprob, PositionLogprobs
+from gateway.requests.events import FinishReason
 from gateway.requests.sequence_stream import SequenceStream, TokenGapError
+from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())
@@ -31,8 +32,8 @@ def take_all(stream, max_tokens=1000):
     return chunks
 
 
-def logprobs_of(token_id):
-    return PositionLogprobs(Logprob(token_id, -0.25, 1), ())
+def logprobs_of(token_ids):
+    return columns_of([Line(-0.25)] * len(token_ids))
 
 
 def test_pending_tokens_join_one_chunk():
@@ -154,7 +155,7 @@ def test_finished_comes_once_and_after_all_chunks():
 
 def test_logprobs_go_with_their_tokens():
     stream = make_stream()
-    stream.accept(0, [60, 61, 62], [logprobs_of(token_id) for token_id in (60, 61, 62)])
+    stream.accept(0, [60, 61, 62], logprobs_of([60, 61, 62]))
     chunks = take_all(stream, 2)
     assert [[entry.chosen.token_id for entry in chunk.logprobs] for chunk in chunks] == [[60, 61], [62]]
 
@@ -162,14 +163,14 @@ def test_logprobs_go_with_their_tokens():
 def test_a_stop_string_sums_the_logprobs_of_its_tokens():
     stream = make_stream(stop=["the"])
     token_ids = ids_of("the")
-    stream.accept(0, token_ids, [logprobs_of(token_id) for token_id in token_ids])
+    stream.accept(0, token_ids, logprobs_of(token_ids))
     assert stream.finished.cumulative_logprob == -0.25 * len(token_ids)
 
 
 @pytest.mark.parametrize("of_the_scheduler", [None, -7.0])
 def test_the_sum_of_the_logprobs_is_reported_whoever_ends_the_sequence(of_the_scheduler):
     stream = make_stream()
-    stream.accept(0, [60, 61, 62], [logprobs_of(token_id) for token_id in (60, 61, 62)])
+    stream.accept(0, [60, 61, 62], logprobs_of([60, 61, 62]))
     stream.end(3, FinishReason.LENGTH, None, of_the_scheduler)
     assert stream.finished.cumulative_logprob == -0.75
 

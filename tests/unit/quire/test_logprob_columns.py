@@ -1,37 +1,78 @@
-"""Log probabilities as arrays inside messages."""
+"""Log probabilities as columns, and as arrays inside messages."""
 
 import numpy as np
 import pytest
 
-from quire.arrays import encode_float32, encode_int32
-from quire.logprob_columns import LogprobColumns
+from quire.arrays import decode_logprobs, encode_float32, encode_int32, encode_logprobs
+from quire.logprob_columns import LogprobColumns, LogprobLog
 from quire.rpc.errors import InvalidArgument
 from quire.scheduler.v1 import scheduler_pb2
 from quire.worker.v1 import worker_pb2
+from tests.support.logprobs import Line, columns_of, lines_of, log_of
+
+MESSAGES = [
+    worker_pb2.TokenLogprobs,
+    worker_pb2.RowPromptLogprobs,
+    scheduler_pb2.TokenLogprobs,
+    scheduler_pb2.PromptLogprobs,
+]
 
 
-def columns(num_positions: int, num_top: int) -> LogprobColumns:
+def lines(*widths: int) -> list[Line]:
     """Position p has log probability -p and rank p + 1; its i-th most likely token is p + i."""
-    positions, top = np.arange(num_positions, dtype=np.int32), np.arange(num_top, dtype=np.int32)
-    top_ids = positions[:, None] + top
-    return LogprobColumns(-positions.astype(np.float32), positions + 1, top_ids, -top_ids.astype(np.float32))
+    return [
+        Line(-float(place), place + 1, [place + rank for rank in range(width)], [-float(rank) for rank in range(width)])
+        for place, width in enumerate(widths)
+    ]
 
 
-@pytest.mark.parametrize("kind", [worker_pb2.RowPromptLogprobs, scheduler_pb2.PromptLogprobs])
-@pytest.mark.parametrize(("num_positions", "num_top"), [(1, 0), (1, 3), (700, 20)])
-def test_what_was_encoded_is_decoded(kind, num_positions, num_top):
-    message, sent = kind(), columns(num_positions, num_top)
-    sent.encode(message)
-    received = LogprobColumns.decode(kind.FromString(message.SerializeToString()), vocab_size=720)
-    assert (len(received), received.size) == (num_positions, num_positions * (1 + num_top))
-    for name in ("chosen_logprobs", "chosen_ranks", "top_token_ids", "top_logprobs"):
-        np.testing.assert_array_equal(getattr(received, name), getattr(sent, name), strict=True)
+@pytest.mark.parametrize("kind", MESSAGES)
+@pytest.mark.parametrize("widths", [[0], [3], [20] * 700, [0, 5, 20, 0, 1]])
+def test_what_was_encoded_is_decoded(kind, widths):
+    message, sent = kind(), lines(*widths)
+    encode_logprobs(columns_of(sent), message)
+    received = decode_logprobs(kind.FromString(message.SerializeToString()), vocab_size=720)
+    assert (len(received), received.size) == (len(widths), len(widths) + sum(widths))
+    assert received.num_bytes == 12 * len(widths) + 8 * sum(widths)
+    assert lines_of(received) == sent
 
 
-def test_the_first_positions_can_be_left_out():
-    rest = columns(5, 2).without_first(3)
-    assert rest.chosen_ranks.tolist() == [4, 5]
-    assert rest.top_token_ids.tolist() == [[3, 4], [4, 5]]
+def test_lines_of_one_width_are_cut_to_what_each_position_asks_for():
+    top = np.arange(6, dtype=np.int32).reshape(2, 3)
+    chosen, ranks = np.array([-1.0, -2.0], np.float32), np.array([1, 2], np.int32)
+    whole = LogprobColumns.of_lines(chosen, ranks, top, -top.astype(np.float32))
+    assert [line.top_token_ids for line in lines_of(whole)] == [[0, 1, 2], [3, 4, 5]]
+    cut = LogprobColumns.of_lines(chosen, ranks, top, -top.astype(np.float32), np.array([9, 1]))
+    assert [line.top_token_ids for line in lines_of(cut)] == [[0, 1, 2], [3]]
+    assert [line.top_logprobs for line in lines_of(cut)] == [[0, -1, -2], [-3]]
+
+
+@pytest.mark.parametrize("picked", [[], [4], [0, 2], [3, 1, 3], [0, 1, 2, 3, 4]])
+def test_any_positions_can_be_picked(picked):
+    each = lines(0, 2, 0, 3, 1)
+    assert lines_of(columns_of(each).take(np.array(picked, np.int64))) == [each[place] for place in picked]
+
+
+def test_positions_are_cut_into_consecutive_parts():
+    each = lines(2, 0, 3, 1, 0)
+    columns = columns_of(each)
+    assert [lines_of(part) for part in columns.split([0, 2, 1, 0, 2])] == [[], each[:2], each[2:3], [], each[3:]]
+    assert lines_of(columns.part(2, 4)) == each[2:4]
+    assert lines_of(columns.part(5, 5)) == []
+
+
+def test_a_log_grows_at_the_end_and_is_taken_from_the_front():
+    each, log = lines(2, 0, 3, 1, 0, 4), LogprobLog()
+    assert (len(log), log.size, lines_of(log.columns()), lines_of(log.take(3))) == (0, 0, [], [])
+    log.append(columns_of(each[:1]))
+    log.append(columns_of(each[1:4]))
+    before = log.columns()
+    assert (len(log), log.size) == (4, 10)
+    assert lines_of(log.take(3)) == each[:3]
+    log.extend(log_of(each[4:]))
+    other = log.copy()
+    assert lines_of(log.take(99)) == each[3:]
+    assert (len(log), len(other), lines_of(before)) == (0, 3, each[:4])
 
 
 @pytest.mark.parametrize(
@@ -41,19 +82,23 @@ def test_the_first_positions_can_be_left_out():
         ({"chosen_logprobs": b"123"}, "chosen_logprobs has 3 bytes"),
         ({"chosen_ranks": encode_int32([1])}, "1 ranks"),
         ({"chosen_ranks": encode_int32([1, 0, 1])}, "chosen_ranks holds 0"),
+        ({"top_counts": encode_int32([4, 4])}, "2 counts"),
+        ({"top_counts": encode_int32([4, 9, -1])}, "top_counts holds -1"),
+        ({"top_counts": encode_int32([4, 4, 3])}, "that sum to 11"),
+        ({"top_counts": encode_int32([2**31 - 1] * 3)}, "that sum to 6442450941"),
         ({"top_token_ids": encode_int32(range(6))}, "6 top token ids and 12"),
         ({"top_token_ids": encode_int32([-1] * 12)}, "top_token_ids holds -1"),
         ({"top_token_ids": encode_int32([9] * 12)}, "top_token_ids holds 9"),
         (
             {"top_token_ids": encode_int32(range(4)), "top_logprobs": encode_float32([-1.0] * 4)},
-            "of 3 positions come with 3 ranks, 4 top token ids",
+            "of 3 positions come with 3 ranks, 3 counts that sum to 12, 4 top token ids",
         ),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(fields, reason):
     message = scheduler_pb2.PromptLogprobs()
-    columns(3, 4).encode(message)
+    encode_logprobs(columns_of(lines(4, 4, 4)), message)
     for name, value in fields.items():
         setattr(message, name, value)
     with pytest.raises(InvalidArgument, match=reason):
-        LogprobColumns.decode(message, vocab_size=9)
+        decode_logprobs(message, vocab_size=9)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from quire.arrays import encode_float32, encode_int32
-from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
+from tests.support.logprobs import Line, columns_of, lines_by_row
 from tests.support.worker_client import make_assign, make_batch
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.protocol.answer_convert import attached_message, info_message, result_message
@@ -277,7 +277,7 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
         step_id=4,
         rows=np.array([2, 3, 5], np.int32),
         token_ids=np.array([8, 0, 0], np.int32),
-        logprobs=(TokenLogprobs(2, -0.5, 1, np.array([8, 9], np.int32), np.array([-0.5, -1.5], np.float32)),),
+        logprobs=TokenLogprobs(np.array([0], np.int32), columns_of([Line(-0.5, 1, [8, 9], [-0.5, -1.5])])),
         candidates=(RowCandidates(5, np.array([7], np.int32), np.array([-0.25], np.float32)),),
         failed_rows=(3,),
         timings=StepTimings(1, 2, 3, 2**40),
@@ -285,12 +285,7 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
             PromptLogprobs(
                 3,
                 17,
-                LogprobColumns(
-                    np.array([-2.5, -3.0], np.float32),
-                    np.array([4, 5], np.int32),
-                    np.array([[1], [2]], np.int32),
-                    np.array([[-0.125], [-0.25]], np.float32),
-                ),
+                columns_of([Line(-2.5, 4, [1], [-0.125]), Line(-3.0, 5, [2], [-0.25])]),
             ),
         ),
     )
@@ -298,8 +293,7 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
     assert result.step_id == 4
     assert result.rows == encode_int32([2, 3, 5])
     assert result.token_ids == encode_int32([8, 0, 0])
-    assert result.logprobs[0].chosen_logprob == -0.5
-    assert result.logprobs[0].top_token_ids == encode_int32([8, 9])
+    assert lines_by_row(result) == {2: Line(-0.5, 1, [8, 9], [-0.5, -1.5])}
     assert result.candidates[0].token_ids == encode_int32([7])
     assert [failure.row for failure in result.failures] == [3]
     (prompt,) = result.prompt_logprobs

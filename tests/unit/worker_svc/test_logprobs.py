@@ -1,6 +1,7 @@
 import numpy as np
 import torch
 
+from tests.support.logprobs import lines_of
 from tests.support.sampling import make_columns, make_sampling
 from worker_svc.sampling.logprobs import gather_logprobs, logprobs_of, report_logprobs
 
@@ -12,21 +13,23 @@ def test_nothing_is_computed_when_no_row_asks() -> None:
 
 
 def test_rows_get_what_they_ask_for() -> None:
-    rows = np.array([7, 3, 5], np.int32)
     columns = make_columns(
         [make_sampling(logprobs=2, temperature=2.0), make_sampling(logprobs=0, temperature=0.0), make_sampling()]
     )
     gathered = gather_logprobs(LOGITS, torch.tensor([3, 0, 1]), columns)
     assert gathered is not None
     arrays = [tensor.numpy() for tensor in gathered.values.tensors()]
-    first, second = report_logprobs(rows, columns, gathered.indices, arrays, np.ones(3, bool))
+    reported = report_logprobs(columns, gathered.indices, arrays, np.ones(3, bool))
+    assert reported is not None
+    assert reported.samples.tolist() == [0, 1]
+    first, second = lines_of(reported.columns)
     scaled = (LOGITS[0] / 2).log_softmax(0)
-    assert (first.row, first.chosen_rank) == (7, 2)
-    np.testing.assert_allclose(first.chosen_logprob, scaled[3], rtol=1e-5)
-    assert first.top_token_ids.tolist() == [1, 3]
+    assert first.rank == 2
+    np.testing.assert_allclose(first.logprob, scaled[3], rtol=1e-5)
+    assert first.top_token_ids == [1, 3]
     np.testing.assert_allclose(first.top_logprobs, scaled[[1, 3]], rtol=1e-5)
-    assert (second.row, second.chosen_rank, second.top_token_ids.tolist()) == (3, 1, [])
-    np.testing.assert_allclose(second.chosen_logprob, LOGITS[1].log_softmax(0)[0], rtol=1e-5)
+    assert (second.rank, second.top_token_ids) == (1, [])
+    np.testing.assert_allclose(second.logprob, LOGITS[1].log_softmax(0)[0], rtol=1e-5)
 
 
 def test_rows_that_are_not_usable_get_nothing_and_rows_that_search_ask_for_nothing_here() -> None:
@@ -36,8 +39,10 @@ def test_rows_that_are_not_usable_get_nothing_and_rows_that_search_ask_for_nothi
     assert gathered.indices.tolist() == [0, 1]
     arrays = [tensor.numpy() for tensor in gathered.values.tensors()]
     usable = np.array([False, True, True])
-    (reported,) = report_logprobs(np.arange(3, dtype=np.int32), columns, gathered.indices, arrays, usable)
-    assert reported.row == 1
+    reported = report_logprobs(columns, gathered.indices, arrays, usable)
+    assert reported is not None
+    assert (reported.samples.tolist(), len(reported.columns)) == ([1], 1)
+    assert report_logprobs(columns, gathered.indices, arrays, np.zeros(3, bool)) is None
 
 
 def test_equally_likely_tokens_are_ranked_by_id_as_greedy_choice_does():

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.core.beam import BeamParameters, Candidates
-from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
+from scheduler_svc.core.logprobs import SampleLogprobs
 from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepResult
 from tests.support.core_driver import CLIENT, Driver, make_config, make_request
+from tests.support.logprobs import Line, columns_of
 
 ENOUGH = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
 
@@ -53,8 +54,10 @@ def state_of(scheduler: Scheduler) -> bytes:
 ids = st.one_of(st.integers(-2, 60), st.sampled_from([-(2**40), 2**31 - 1, 2**31, 2**40]))
 values = st.sampled_from([0.0, -1.0, -0.5, -math.inf, math.inf, math.nan, -1e300])
 rows = st.integers(-1, 25)
-entries = st.builds(TokenLogprob, ids, values, st.integers(0, 3))
-positions = st.builds(PositionLogprobs, entries, st.lists(entries, max_size=3).map(tuple))
+# As columns hold them.
+floats = values.filter(lambda value: not -math.inf < value < -1e30)
+int32_ids = ids.filter(lambda value: abs(value) < 2**31)
+positions = st.builds(Line, floats, st.integers(0, 3), st.lists(int32_ids, max_size=3), st.lists(floats, max_size=3))
 candidates = st.builds(Candidates, st.lists(ids, max_size=4), st.lists(values, max_size=4))
 
 
@@ -75,8 +78,12 @@ def mutations(draw: st.DrawFn) -> Callable[[StepResult], StepResult]:
                 st.just(lambda r: with_tokens(r, r.token_ids.reshape(1, -1))),
             )
         )
+    if field == "logprobs":
+        samples = np.array(draw(st.lists(st.integers(-1, 11), max_size=4)), np.int64)
+        reported = SampleLogprobs(samples, columns_of(draw(st.lists(positions, max_size=4))))
+        return lambda result: replace(result, logprobs=reported)
     row, nth = draw(rows), draw(st.integers(0, 9))
-    entry = {"logprobs": positions, "failures": st.just("NaN"), "candidates": candidates}[field]
+    entry = {"failures": st.just("NaN"), "candidates": candidates}[field]
     added = draw(entry)
 
     def change(result: StepResult) -> StepResult:
@@ -99,6 +106,11 @@ def with_tokens(result: StepResult, token_ids: np.ndarray) -> StepResult:
 
 def with_candidates(result: StepResult, token_ids: list[int], logprobs: list[float]) -> StepResult:
     return replace(result, candidates=dict.fromkeys(result.candidates, Candidates(token_ids, logprobs)))
+
+
+def with_logprobs_of(result: StepResult, *samples: int, line: Line | None = None) -> StepResult:
+    columns = columns_of([line or Line(-1.0)] * len(samples))
+    return replace(result, logprobs=SampleLogprobs(np.array(samples), columns))
 
 
 def changed(array: np.ndarray, index: int, value: int) -> np.ndarray:
@@ -135,8 +147,13 @@ def test_a_result_that_makes_no_sense_changes_nothing(num_steps, changes):
         (lambda r: with_tokens(r, r.token_ids[1:]), "sampled 10 rows, its result has 9 tokens"),
         (lambda r: with_tokens(r, r.token_ids - 60), r"sampled tokens from -60 to -?\d+; they are in \[0, 2\*\*31\)"),
         (lambda r: with_tokens(r, r.token_ids * 1.0), "are float64, not integers"),
-        (lambda r: replace(r, logprobs={}), "no log probabilities of row 3"),
-        (lambda r: replace(r, logprobs=r.logprobs | {0: r.logprobs[3]}), r"log probabilities of rows \[0\], unasked"),
+        (lambda r: replace(r, logprobs=None), r"no log probabilities of rows \[3, 4, 5, 6\]"),
+        (lambda r: with_logprobs_of(r, 0, 3, 4, 5, 6), r"log probabilities of rows \[0\], unasked"),
+        (lambda r: with_logprobs_of(r, 3, 4, 6, 5), r"samples \[3, 4, 6, 5\] out of 10, not rising"),
+        (lambda r: with_logprobs_of(r, 3, 4, 5, 10), r"samples \[3, 4, 5, 10\] out of 10"),
+        (lambda r: with_logprobs_of(r, 3, 4, 5, 6, line=Line(math.nan)), "is no number"),
+        (lambda r: with_logprobs_of(r, 3, 4, 5, 6, line=Line(-1.0, 1, [1], [math.inf])), "report"),
+        (lambda r: with_logprobs_of(r, 3, 4, 5, 6, line=Line(-1.0, 1, [1, 2], [-1.0])), "not of one length"),
         (lambda r: replace(r, failures={23: "NaN"}), r"reports rows \[23\], which do not sample"),
         (lambda r: replace(r, candidates={}), "no candidates of row 7"),
         (lambda r: with_candidates(r, [1, 2], [-1.0]), "2 candidates of row 7"),
@@ -158,7 +175,7 @@ def test_what_a_result_says_of_rows_that_were_released_since_is_not_looked_at():
     assert result is not None
     driver.scheduler.abort(make_request(2).key)
     driver.scheduler.abort(make_request(4).key)
-    assert driver.scheduler.apply(replace(result, logprobs={3: result.logprobs[3]} | dict(result.logprobs)), 0.0)
+    assert driver.scheduler.apply(result, 0.0)
     driver.check()
 
 

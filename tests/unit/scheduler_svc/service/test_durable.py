@@ -6,7 +6,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import Cancelled
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request
 from scheduler_svc.core.sequence import FinishReason
@@ -16,6 +15,7 @@ from scheduler_svc.service.durable import MAX_CANCELLED, DurableLimits, DurableR
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 from tests.support.core_driver import make_request
+from tests.support.logprobs import Line, columns_of
 
 NONCE = 7
 
@@ -117,8 +117,7 @@ async def test_a_sequence_that_ended_under_an_earlier_scheduler_is_replayed_with
 async def test_log_probabilities_of_a_prompt_that_is_computed_again_are_kept_and_sent_once(durable):
     def report(first_position: int, count: int) -> PromptLogprobs:
         positions = np.arange(first_position, first_position + count, dtype=np.int32)
-        top = np.zeros((count, 0), np.int32)
-        columns = LogprobColumns(-positions.astype(np.float32), positions, top, top.astype(np.float32))
+        columns = columns_of(Line(-float(position), int(position)) for position in positions)
         return PromptLogprobs(admitted.key.handle, first_position, positions.tolist(), columns)
 
     admitted = durable.admit(make_request(1, tenant="a"), NONCE, b"")

@@ -6,13 +6,13 @@ from quire.arrays import decode_int32
 from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import ResourceExhausted
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
-from scheduler_svc.core.logprobs import PositionLogprobs, TokenLogprob
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step_plan import ClientEvents, SequenceEnd
 from scheduler_svc.service.gateway_convert import events_message
 from scheduler_svc.service.outbox import MAX_SIZE, Outbox, Outgoing
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
+from tests.support.logprobs import Line, columns_of, lines_by_event
 
 
 def make_events(*tokens: tuple[int, int, int]) -> ClientEvents:
@@ -37,7 +37,9 @@ def make_prompt(handle: int, size: int) -> PromptLogprobs:
     """Log probabilities of so many tokens as to be of this size: with the 20 most likely ones at each position."""
     num_positions = size // 21
     ranks, top_ids = np.full(num_positions, 2**31 - 1, np.int32), np.full((num_positions, 20), 2**31 - 1, np.int32)
-    columns = LogprobColumns(np.full(num_positions, -1.5, np.float32), ranks, top_ids, top_ids.astype(np.float32))
+    columns = LogprobColumns.of_lines(
+        np.full(num_positions, -1.5, np.float32), ranks, top_ids, top_ids.astype(np.float32)
+    )
     return PromptLogprobs(Handle(handle), 1, range(num_positions), columns)
 
 
@@ -73,13 +75,12 @@ async def test_logprobs_keep_pointing_at_their_token_when_steps_are_merged():
     outbox = Outbox()
     outbox.put(1, make_events((1, 0, 5), (2, 0, 6)))
     second = make_events((1, 1, 7), (2, 1, 8))
-    second.logprobs.append((1, PositionLogprobs(TokenLogprob(8, -0.1, 1), ())))
+    second.with_logprobs.append(1)
+    second.logprobs.append(columns_of([Line(-0.5, 1, [8], [-0.5])]))
     outbox.put(2, second)
     outgoing = await outbox.take()
     assert outgoing is not None
-    (entry,) = events_message(outgoing).events.logprobs
-    assert entry.event == 3
-    assert entry.logprobs.chosen.token_id == 8
+    assert lines_by_event(events_message(outgoing).events) == {3: Line(-0.5, 1, [8], [-0.5])}
 
 
 async def test_take_waits_for_events_and_refusals_wake_it():

@@ -3,23 +3,21 @@
 import numpy as np
 import pytest
 
-from quire.arrays import encode_float32, encode_int32
+from quire.arrays import encode_int32
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step_plan import StepInFlight
 from scheduler_svc.service.worker_convert import replica_info, step_answer
+from tests.support.logprobs import Line, fill, lines_of
 
 VOCAB_SIZE = 50
 
 
-def make_logprobs(row: int = 4, *, token_ids: tuple[int, ...] = (11,)) -> worker_pb2.RowLogprobs:
-    return worker_pb2.RowLogprobs(
-        row=row,
-        chosen_logprob=-0.5,
-        chosen_rank=1,
-        top_token_ids=encode_int32(list(token_ids)),
-        top_logprobs=encode_float32([-0.5]),
-    )
+def make_logprobs(*samples: int, num_lines: int = 1, token_ids: tuple[int, ...] = (11,)) -> worker_pb2.TokenLogprobs:
+    message = worker_pb2.TokenLogprobs(samples=encode_int32(list(samples)))
+    fill(message, [Line(-0.5, 1, [11], [-0.5])] * num_lines)
+    message.top_token_ids = encode_int32(list(token_ids))
+    return message
 
 
 def make_result(**changes) -> worker_pb2.StepResult:
@@ -34,9 +32,11 @@ def make_step(*rows: int) -> StepInFlight:
 
 
 def test_tokens_and_log_probabilities_are_those_of_their_rows():
-    answer = step_answer(make_result(logprobs=[make_logprobs(2, token_ids=(12,))]), VOCAB_SIZE)
+    answer = step_answer(make_result(token_logprobs=make_logprobs(1, token_ids=(12,))), VOCAB_SIZE)
     assert (answer.rows.tolist(), answer.result.token_ids.tolist()) == ([4, 2], [11, 12])
-    assert answer.result.logprobs[2].chosen.token_id == 12
+    logprobs = answer.result.logprobs
+    assert logprobs.of_sample(0) is None
+    assert lines_of(logprobs.of_sample(1)) == [Line(-0.5, 1, [12], [-0.5])]
     answer.check_rows(make_step(4, 2))
 
 
@@ -51,9 +51,11 @@ def test_a_step_that_samples_nothing_has_no_rows():
         ({"rows": b"\1"}, "rows"),
         ({"rows": encode_int32([4])}, "1 rows and 2 token ids"),
         ({"token_ids": encode_int32([11, VOCAB_SIZE])}, "token_ids"),
-        ({"logprobs": [make_logprobs(row=3)]}, "step 7 has log probabilities of row 3, but no token"),
-        ({"logprobs": [make_logprobs(token_ids=(1, 2))]}, "row 4 has 2 top token ids and 1 top logprobs"),
-        ({"logprobs": [make_logprobs(token_ids=(VOCAB_SIZE,))]}, "top_token_ids"),
+        ({"token_logprobs": make_logprobs(2)}, "token_logprobs.samples holds 2"),
+        ({"token_logprobs": make_logprobs(0, 1)}, "log probabilities of 1 tokens"),
+        ({"token_logprobs": make_logprobs(1, 0, num_lines=2, token_ids=(1, 2))}, "must be as many and rising"),
+        ({"token_logprobs": make_logprobs(0, token_ids=(1, 2))}, "2 top token ids and 1 top log prob"),
+        ({"token_logprobs": make_logprobs(0, token_ids=(VOCAB_SIZE,))}, "top_token_ids"),
         ({"candidates": [worker_pb2.RowCandidates(row=4)]}, "row 4 has 0 candidates"),
     ],
 )
