@@ -1,4 +1,4 @@
-"""How many processors this process may use: what it may run on, and what a container's limit leaves of that."""
+"""How many processors and how much memory this process may use: what there is, and what a container's limit leaves."""
 
 import os
 from collections.abc import Iterator
@@ -14,21 +14,51 @@ def num_processors(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
     return max(1, min([available, *(int(limit) for limit in _limits(cgroups, own))]))
 
 
+def available_memory(
+    cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS, machine: Path = Path("/proc/meminfo")
+) -> int | None:
+    """Bytes that could be taken now without anything being killed for it; None where the system does not say."""
+    in_kib = _fields(machine).get("MemAvailable:")
+    available = [] if in_kib is None else [in_kib * 1024]
+    available += [left for group in _groups_of("memory", cgroups, own) if (left := _memory_left(group)) is not None]
+    return max(min(available), 0) if available else None
+
+
+def _memory_left(group: Path) -> int | None:
+    """What the limit of a control group leaves; what its files take in the page cache is given back when needed."""
+    for limit, usage, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        most, used = _read(group / limit), _read(group / usage)
+        if most.isdecimal() and used.isdecimal():
+            statistics = _fields(group / "memory.stat")
+            cached = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            return int(most) - int(used) + cached
+    return None
+
+
 def _limits(cgroups: Path, own: Path) -> Iterator[float]:
     """Processors that the control groups around this process allow it, where they do not allow all."""
+    for group in _groups_of("cpu", cgroups, own):
+        for limit in (_limit_of_version_2(group), _limit_of_version_1(group)):
+            if limit is not None:
+                yield limit
+
+
+def _groups_of(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
+    """The control groups around this process in which a controller sets limits, the innermost first."""
     for line in _read(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            root, limit_of = cgroups, _limit_of_version_2
-        elif "cpu" in controllers.split(","):
-            root, limit_of = cgroups / "cpu", _limit_of_version_1
+            root = cgroups
+        elif controller in controllers.split(","):
+            root = cgroups / controller
         else:
             continue
         # Inside a container the path may be that of the host, of which only the root is to be seen.
         group = root / path.lstrip("/")
-        for directory in (group, *group.parents):
-            if directory.is_relative_to(root) and (limit := limit_of(directory)) is not None:
-                yield limit
+        yield from (directory for directory in (group, *group.parents) if directory.is_relative_to(root))
 
 
 def _limit_of_version_2(group: Path) -> float | None:
@@ -39,6 +69,12 @@ def _limit_of_version_2(group: Path) -> float | None:
 def _limit_of_version_1(group: Path) -> float | None:
     quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
     return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Of a file with a name and a number a line."""
+    lines = (line.split() for line in _read(file).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def _read(file: Path) -> str:

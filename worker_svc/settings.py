@@ -41,7 +41,7 @@ class WorkerFlags(StepFlags):
     kv_cache_memory: int | None = setting(
         None,
         "memory of the KV pool, all of which is taken; not given, on cpu what max_num_seqs sequences of max_model_len "
-        "tokens need and at most 1GiB, on cuda what is left",
+        "tokens need and at most 1GiB or half of what is available, on cuda what is left",
         parse=parse_bytes,
         metavar="BYTES",
     )
@@ -50,7 +50,7 @@ class WorkerFlags(StepFlags):
     swap_space: int | None = setting(
         None,
         "host memory for swapped blocks, 0 for none; not given, on cpu as many blocks as the KV pool has and at most "
-        "1GiB, on cuda 4GiB",
+        "1GiB, on cuda 4GiB, and at most half of what is available beside the KV pool",
         parse=parse_bytes,
         metavar="BYTES",
     )

@@ -9,7 +9,8 @@ import torch
 
 from kernels import ops
 from quire.model_directory import ModelDirectory, resolve_model
-from quire.processors import num_processors
+from quire.processors import available_memory, num_processors
+from quire.rpc.address import is_local
 from quire.settings import ConfigurationError
 from worker_svc.device.cuda_graphs import check_cuda_graphs, record_cuda_graphs
 from worker_svc.device.device_loop import DeviceLoop
@@ -87,6 +88,7 @@ def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLo
     if with_graphs:
         record_cuda_graphs(runner, model.device)
     warm_up(runner, pool.geometry, geometry.max_model_len, limits)
+    pool.populate()
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-time.time_ns())
@@ -143,6 +145,7 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
         most_useful_blocks=limits.max_num_rows * -(-geometry.max_model_len // settings.block_size),
         dtype=dtype,
         num_padding_blocks=int(settings.cuda_graphs == "on"),
+        host_memory=_memory_of_each_rank(settings),
     )
     available = None
     if model.device.type == "cuda" and request.num_gpu_blocks is None and request.kv_cache_memory is None:
@@ -164,6 +167,13 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
     if tokens < geometry.max_model_len:
         _logger.warning("the KV pool holds %d tokens; sequences longer than that are refused", tokens)
     return pool
+
+
+def _memory_of_each_rank(settings: WorkerSettings) -> int | None:
+    """What is available on this machine now, shared by the ranks that are on it. None of them has a pool yet."""
+    available = available_memory()
+    ranks_here = settings.tensor_parallel_size if is_local(settings.tensor_parallel_address) else 1
+    return None if available is None else available // ranks_here
 
 
 def requested_pool_dtype(name: str, model: CausalLM) -> torch.dtype:

@@ -1,14 +1,19 @@
 """The KV pool: one tensor a layer on the device, and as many on the host for swapped blocks (paper, section 4.2)."""
 
+import logging
 import os
+import threading
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.huge_pages import want_huge_pages
+from kernels.host_memory import lazy_zeros, populate
 from kernels.int8_cache import line_bytes
+from quire.processors import available_memory
 from quire.settings import ConfigurationError
 from worker_svc.info import PoolGeometry
 from worker_svc.models.base import CausalLM
@@ -16,6 +21,10 @@ from worker_svc.models.base import CausalLM
 CPU_POOL_BYTES = 1 << 30
 CPU_SWAP_BYTES = 1 << 30
 PINNED_SWAP_BYTES = 4 << 30
+_POPULATED_AT_ONCE = 1 << 22
+_KEPT_FREE = 1 << 28
+_LOWEST_PRIORITY = 19
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,13 @@ class KvPool:
     host: tuple[Tensor, ...]
     padding_block: int | None = None
     """A further block of `gpu`, which no sequence ever has: rows that pad a batch write there."""
+
+    def populate(self) -> None:
+        """Has the system give the memory of a pool on the CPU in the background, ahead of its use: a step that is the
+        first to touch a page waits for it."""
+        layers = [weakref.ref(layer) for layer in self.gpu if layer.device.type == "cpu"]
+        if layers:
+            threading.Thread(target=_populate, args=(layers,), name="populate", daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +62,8 @@ class PoolRequest:
     """What keys and values are stored in; None takes the model's."""
     num_padding_blocks: int = 0
     """Of the memory, what is not for sequences."""
+    host_memory: int | None = None
+    """Bytes of this machine that may be taken for pools; None where that is not known."""
 
 
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype | None = None) -> int:
@@ -75,35 +93,43 @@ def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: 
     elif available_bytes is not None:
         memory, most, advice = available_bytes, None, "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
     else:
-        memory, most, advice = CPU_POOL_BYTES, request.most_useful_blocks, "set --kv-cache-memory"
+        memory, most, advice = _half_at_most(CPU_POOL_BYTES, request.host_memory), request.most_useful_blocks, None
     count = max(memory, 0) // bytes_per_block - request.num_padding_blocks
     if count < 1:
         raise ConfigurationError(
             f"the KV pool has {max(memory, 0)} bytes and one block takes {bytes_per_block}; "
-            f"{advice} or lower --block-size"
+            f"{advice or 'set --kv-cache-memory'} or lower --block-size"
         )
     return count if most is None else min(count, most)
 
 
-def num_host_blocks(swap_space: int | None, bytes_per_block: int, device: torch.device, gpu_blocks: int) -> int:
+def num_host_blocks(
+    swap_space: int | None, bytes_per_block: int, device: torch.device, gpu_blocks: int, left_bytes: int | None = None
+) -> int:
     """How many blocks the host gets for what is swapped out.
 
     Args:
-        swap_space: Bytes. None takes 4 GiB beside CUDA; on the CPU as many blocks as the pool there has, at most 1 GiB.
+        swap_space: Bytes. None takes 4 GiB beside CUDA; on the CPU as many blocks as the pool there has, at most 1 GiB;
+            and half of what is left at most.
         bytes_per_block: Over all layers.
         device: Where the other pool is.
         gpu_blocks: How many blocks that has.
+        left_bytes: Memory of this machine that is left beside the other pool; None where that is not known.
 
     Raises:
-        ConfigurationError: a size that holds no block, or is more than the machine has.
+        ConfigurationError: a size that holds no block, or is more than is left.
     """
     if swap_space is None:
         on_cpu = device.type == "cpu"
-        count = (CPU_SWAP_BYTES if on_cpu else PINNED_SWAP_BYTES) // bytes_per_block
+        count = _half_at_most(CPU_SWAP_BYTES if on_cpu else PINNED_SWAP_BYTES, left_bytes) // bytes_per_block
         return min(count, gpu_blocks) if on_cpu else count
     # Untouched memory costs nothing, so that too much of it would be granted, and the process killed when it is used.
-    if swap_space > (memory := _machine_memory()):
-        raise ConfigurationError(f"--swap-space is {swap_space} bytes; this machine has {memory} bytes of memory")
+    if left_bytes is not None and swap_space > left_bytes:
+        beside = " beside the KV pool" if device.type == "cpu" else ""
+        raise ConfigurationError(
+            f"--swap-space is {swap_space} bytes; this worker can have {left_bytes} bytes of memory{beside}, set it to "
+            "at most that"
+        )
     if 0 < swap_space < bytes_per_block:
         raise ConfigurationError(
             f"--swap-space is {swap_space} bytes and one block takes {bytes_per_block}; raise it, or use 0 for none"
@@ -111,8 +137,27 @@ def num_host_blocks(swap_space: int | None, bytes_per_block: int, device: torch.
     return swap_space // bytes_per_block
 
 
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _half_at_most(num_bytes: int, left_bytes: int | None) -> int:
+    """What is taken without being asked for leaves as much again."""
+    return num_bytes if left_bytes is None else min(num_bytes, left_bytes // 2)
+
+
+def _check_memory(request: PoolRequest, pool_bytes: int) -> None:
+    """Before anything is mapped: pages are taken when they are touched, and a process for which there are none left is
+    killed then.
+
+    Raises:
+        ConfigurationError: this machine does not have the memory of a pool on the CPU.
+    """
+    if request.host_memory is None or pool_bytes <= request.host_memory:
+        return
+    if request.num_gpu_blocks is not None:
+        given = f"--num-gpu-blocks is {request.num_gpu_blocks}, which take {pool_bytes} bytes"
+    else:
+        given = f"--kv-cache-memory is {request.kv_cache_memory} bytes"
+    raise ConfigurationError(
+        f"{given}; this worker can have {request.host_memory} bytes of memory, set it to at most that"
+    )
 
 
 def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | None) -> PoolGeometry:
@@ -120,10 +165,15 @@ def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | 
     dtype = request.dtype or model.dtype
     bytes_per_block = block_bytes(model, request.block_size, dtype)
     gpu_blocks = num_gpu_blocks(request, bytes_per_block, available_bytes)
+    left_bytes = request.host_memory
+    if model.device.type == "cpu":
+        pool_bytes = gpu_blocks * bytes_per_block
+        _check_memory(request, pool_bytes)
+        left_bytes = None if left_bytes is None else left_bytes - pool_bytes
     return PoolGeometry(
         block_size=request.block_size,
         num_gpu_blocks=gpu_blocks,
-        num_host_blocks=num_host_blocks(request.swap_space, bytes_per_block, model.device, gpu_blocks),
+        num_host_blocks=num_host_blocks(request.swap_space, bytes_per_block, model.device, gpu_blocks, left_bytes),
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
@@ -135,9 +185,9 @@ def pool_geometry(model: CausalLM, request: PoolRequest, available_bytes: int | 
 def allocate_pool(
     geometry: PoolGeometry, device: torch.device, dtype: torch.dtype, *, with_padding: bool = False
 ) -> KvPool:
-    """Allocates all tensors: the device's zeroed, the host's untouched, and pinned where the device copies by DMA.
+    """Allocates all tensors: the device's zero, the host's untouched, and pinned where the device copies by DMA.
 
-    Memory of the host that is not pinned is taken by the system only as blocks are swapped out.
+    Memory of the host that is not pinned is given by the system as blocks are first written to; see `KvPool.populate`.
 
     Args:
         dtype: of keys and values; what they are kept in is for the kernels to say.
@@ -164,10 +214,24 @@ def allocate_pool(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    layer = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu":
-        want_huge_pages(layer)
-    return layer.zero_()
+    return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _populate(layers: Sequence["weakref.ref[Tensor]"]) -> None:
+    """In the order in which blocks are handed out first, over all layers. Ends early where the pool is gone."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    first = layers[0]()
+    half = 0 if first is None else first.nbytes // 2
+    for start in range(0, half, _POPULATED_AT_ONCE):
+        num_bytes = min(_POPULATED_AT_ONCE, half - start)
+        left = available_memory()
+        if left is not None and left < _KEPT_FREE + 2 * num_bytes * len(layers):
+            _logger.warning("memory runs short: %d bytes are available, and the KV pool will take more of it", left)
+            return
+        for layer in layers:
+            tensor = layer()
+            if tensor is None or not all(populate(tensor, half * part + start, num_bytes) for part in range(2)):
+                return
 
 
 def _layer_shape(geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype) -> tuple[int, ...]:

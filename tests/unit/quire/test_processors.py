@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.processors import num_processors
+from quire.processors import available_memory, num_processors
 
 AVAILABLE = len(os.sched_getaffinity(0))
 
@@ -54,3 +54,31 @@ def test_control_groups_of_version_1_count_too(limited) -> None:
 
 def test_without_control_groups_all_that_it_may_run_on_count(tmp_path: Path) -> None:
     assert num_processors(tmp_path, tmp_path / "missing") == AVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/\n", {}, 8192),
+        ("0::/\n", {"memory.max": "max", "memory.current": "9000"}, 8192),
+        ("0::/\n", {"memory.max": "7000", "memory.current": "6000"}, 1000),
+        ("0::/a\n", {"a/memory.max": "7000", "a/memory.current": "7000", "memory.max": "9", "memory.current": "10"}, 0),
+        (
+            "0::/\n",
+            {"memory.max": "7000", "memory.current": "6000", "memory.stat": "anon 7\nactive_file 20\ninactive_file 3"},
+            1023,
+        ),
+        ("3:memory:/\n", {"memory/memory.limit_in_bytes": "5000", "memory/memory.usage_in_bytes": "1000"}, 4000),
+    ],
+)
+def test_memory_is_what_the_machine_and_the_limits_of_containers_leave(
+    tmp_path: Path, own: str, files: dict[str, str], expected: int
+) -> None:
+    for name, text in {"own": own, "meminfo": "MemTotal: 99 kB\nMemAvailable:    8 kB\n", **files}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") == expected
+
+
+def test_a_system_that_does_not_tell_its_memory_has_no_limit(tmp_path: Path) -> None:
+    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") is None

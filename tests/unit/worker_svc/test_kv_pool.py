@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from quire.settings import ConfigurationError
+from tests.support.processes import wait_true
 from tests.support.steps import int32, make_operations, make_step
 from tests.support.tiny_causal_lm import TinyCausalLM
+from worker_svc.device import kv_pool
 from worker_svc.device.cache_ops import BlockMoves
 from worker_svc.device.kv_pool import (
     KvPool,
@@ -127,12 +129,73 @@ def test_a_given_swap_space_is_used_whole(swap_space: int, count: int) -> None:
     ("swap_space", "way_out"),
     [
         (BLOCK_BYTES - 1, f"one block takes {BLOCK_BYTES}; raise it, or use 0"),
-        (1 << 60, "this machine has [0-9]+ bytes"),
+        (9001, "this worker can have 9000 bytes of memory beside the KV pool, set it to at most that"),
     ],
 )
 def test_a_swap_space_that_cannot_be_is_refused_with_value_and_limit(swap_space: int, way_out: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--swap-space is {swap_space} bytes.* {way_out}"):
-        num_host_blocks(swap_space, BLOCK_BYTES, CPU, 5)
+        num_host_blocks(swap_space, BLOCK_BYTES, CPU, 5, left_bytes=9000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_memory": 64 << 30}, f"--kv-cache-memory is {64 << 30} bytes; this worker can have {1 << 30} bytes"),
+        (
+            {"num_gpu_blocks": 1 << 22},
+            f"--num-gpu-blocks is {1 << 22}, which take {BLOCK_BYTES << 22} bytes; .* at most",
+        ),
+        (
+            {"num_gpu_blocks": 1 << 21, "swap_space": 1 << 30},
+            r"--swap-space is 1073741824 bytes; .* beside the KV pool",
+        ),
+    ],
+)
+def test_a_pool_that_memory_does_not_hold_is_refused_before_any_of_it_is_taken(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        pool_geometry(TinyCausalLM(), make_request(host_memory=1 << 30, **changes), None)
+
+
+def test_what_was_not_asked_for_leaves_half_of_the_memory() -> None:
+    request = make_request(host_memory=1 << 20, swap_space=None, most_useful_blocks=10**9)
+    geometry = pool_geometry(TinyCausalLM(), request, None)
+    assert geometry.num_gpu_blocks * BLOCK_BYTES == 1 << 19
+    assert geometry.num_host_blocks * BLOCK_BYTES == 1 << 18
+
+
+def test_a_large_pool_is_zero_and_takes_no_memory_before_it_is_used() -> None:
+    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(1 << 30) // BLOCK_BYTES), None)
+    before = resident_bytes()
+    pool = allocate_pool(geometry, CPU, torch.float32)
+    assert not pool.gpu[0][:, -1].any()
+    assert resident_bytes() - before < 32 << 20
+
+
+def test_a_pool_is_populated_in_the_background_while_it_is_used() -> None:
+    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(256 << 20) // BLOCK_BYTES), None)
+    pool = allocate_pool(geometry, CPU, torch.float32)
+    before = resident_bytes()
+    pool.gpu[0][:, 7] = 7.0
+    pool.populate()
+    pool.gpu[0][:, -1] = 8.0
+    wait_true(lambda: resident_bytes() - before > 250 << 20, timeout_s=60)
+    assert (pool.gpu[0][:, 7] == 7.0).all()
+    assert (pool.gpu[0][:, -1] == 8.0).all()
+    assert not pool.gpu[0][:, 8].any()
+
+
+def test_population_stops_where_memory_runs_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(256 << 20) // BLOCK_BYTES), None)
+    pool = allocate_pool(geometry, CPU, torch.float32)
+    monkeypatch.setattr(kv_pool, "available_memory", lambda: 1 << 28)
+    before = resident_bytes()
+    pool.populate()
+    wait_true(lambda: "memory runs short" in caplog.text)
+    assert resident_bytes() - before < 32 << 20
 
 
 def test_host_memory_is_taken_only_as_blocks_are_swapped_out() -> None:
