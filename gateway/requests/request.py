@@ -186,7 +186,7 @@ class GenerationRequest:
     durable: bool = False
     """It runs on without its reader for a while, and can be resumed."""
     nonce: int = 0
-    """Tells a durable one from others that have its id before or after it; 64 bits."""
+    """Tells it from others that have its id before or after it; 64 bits."""
     trace: TraceContext | None = None
     """The span that schedulers continue, where the request is traced."""
 

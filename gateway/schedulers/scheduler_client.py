@@ -17,6 +17,7 @@ from gateway.schedulers.scheduler_convert import (
     abort_message,
     credit_message,
     detach_message,
+    end_unread_message,
     event_batch_from,
     hello_message,
     resume_message,
@@ -78,8 +79,8 @@ class SchedulerRefusedError(Exception):
 class SchedulerClient:
     """Keeps one stream to one scheduler open for as long as `run` runs, and reconnects with backoff.
 
-    Nothing is ever sent to a scheduler that is not connected: after `on_connected` the listener submits again whatever
-    should run there.
+    Nothing is ever sent to a scheduler that is not connected: in `on_connected` the listener submits again whatever
+    should run there, and the scheduler then ends what else it has of this gateway.
 
     Attributes:
         address: Where the scheduler listens.
@@ -233,8 +234,9 @@ class SchedulerClient:
         self.is_connected = True
         self.is_ready = True
         self.welcome = welcome
-        self._send(credit_message(_MESSAGES_AHEAD))
+        self._send(credit_message(_MESSAGES_AHEAD, 0))
         self._listener.on_connected(self)
+        self._send(end_unread_message())
 
     def _disconnect(self) -> None:
         self.is_connected = False
@@ -273,7 +275,7 @@ class SchedulerClient:
                         await _let_readers_run()
                     num_taken += 1
                     if num_taken % _MESSAGES_OF_CREDIT == 0:
-                        self._send(credit_message(_MESSAGES_OF_CREDIT))
+                        self._send(credit_message(_MESSAGES_OF_CREDIT, num_taken))
                 case "state":
                     self._change_readiness(message.state.ready)
 

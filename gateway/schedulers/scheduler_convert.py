@@ -42,9 +42,14 @@ def hello_message(gateway_id: str, grace_period_ms: int) -> scheduler_pb2.Connec
     )
 
 
-def credit_message(num_messages: int) -> scheduler_pb2.ConnectRequest:
-    """So many messages of events more can be taken."""
-    return scheduler_pb2.ConnectRequest(credit=scheduler_pb2.Credit(messages=num_messages))
+def credit_message(num_messages: int, num_taken: int) -> scheduler_pb2.ConnectRequest:
+    """So many messages of events more can be taken, besides those that were taken in."""
+    return scheduler_pb2.ConnectRequest(credit=scheduler_pb2.Credit(messages=num_messages, taken=num_taken))
+
+
+def end_unread_message() -> scheduler_pb2.ConnectRequest:
+    """Whatever of this gateway was not submitted again is to end."""
+    return scheduler_pb2.ConnectRequest(end_unread=scheduler_pb2.EndUnread())
 
 
 def abort_message(handle: int, sequence_index: int | None, *, wants_usage: bool) -> scheduler_pb2.ConnectRequest:
@@ -74,6 +79,9 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
                 common_pb2.TokenIds(ids=sequence) for sequence in request.sampling.bad_token_sequences
             ],
             emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
+            nonce=request.nonce,
+            resubmitted=live.submissions > 1,
+            num_prompt_logprobs=len(live.prompt_logprobs),
         )
     )
 
@@ -141,8 +149,6 @@ def _durable_message(live: LiveRequest) -> scheduler_pb2.Durable:
     return scheduler_pb2.Durable(
         stop=stopping.stop,
         include_stop_string=stopping.include_stop_string,
-        resubmitted=live.submissions > 1,
-        nonce=live.request.nonce,
     )
 
 

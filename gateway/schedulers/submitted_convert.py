@@ -42,7 +42,7 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
         num_sequences=submit.sampling.n,
         best_of=submit.sampling.best_of,
         durable=True,
-        nonce=submit.durable.nonce,
+        nonce=submit.nonce,
         trace=_trace_from(submit.trace_context) if submit.HasField("trace_context") else None,
     )
 

@@ -68,7 +68,8 @@ class Request:
     `num_sequences` are sampled (`best_of`), of which the `num_returned` (`n`) with the highest mean log probability are
     delivered. With `beam`, sequences are the beams of a search, as many as it is wide, and the `num_returned` best
     hypotheses are delivered. `emitted` is empty, or holds for each sequence what an earlier scheduler produced:
-    generation goes on after it and counts it against `max_tokens`. `stop_token_ids` holds the model's eos ids too.
+    generation goes on after it and counts it against `max_tokens`. What was `accepted_before`, by this scheduler or an
+    earlier one, is not refused for the queue's bounds. `stop_token_ids` holds the model's eos ids too.
     Cached prefixes are shared within a tenant. `traceparent` is carried to the workers as it is.
     """
 
@@ -85,6 +86,7 @@ class Request:
     priority: int = 0
     beam: BeamParameters | None = None
     traceparent: str | None = None
+    accepted_before: bool = False
 
     @property
     def selects(self) -> bool:

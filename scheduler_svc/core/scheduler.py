@@ -112,6 +112,11 @@ class Scheduler:
         """All live requests: those that run, then swapped ones, then those that wait."""
         return self._state.groups()
 
+    def group(self, key: RequestKey) -> SequenceGroup | None:
+        """A live request; None where it is not known (any more)."""
+        queue = self._state.queue_of(key)
+        return None if queue is None else queue.get(key)
+
     @property
     def num_live(self) -> int:
         """Requests that are not over."""
@@ -133,7 +138,7 @@ class Scheduler:
     def submit(self, request: Request, now: float) -> None:
         """Puts a request into the queue. Raises a RefusedError (see `errors`) and changes nothing.
 
-        A request with emitted tokens was accepted before, so the queue's bounds do not hold for it.
+        The queue's bounds do not hold for a request that was accepted before.
         """
         if self._state.queue_of(request.key) is not None:
             raise DuplicateKeyError(f"handle {request.key.handle} already stands for a live request")
@@ -142,7 +147,6 @@ class Scheduler:
         rank = self._state.policy.rank(request, self._num_arrivals)
         self._num_arrivals += 1
         self._wait(SequenceGroup.of(request, rank, self.config.block_size, now))
-        self._trials.submitted(request.key)
 
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
         """Ends one sequence of a request, and the request with its last one. Returns whether the request was live.
@@ -165,12 +169,8 @@ class Scheduler:
 
     def abort(self, key: RequestKey) -> bool:
         """Ends a request at once and frees its blocks. Returns whether there was one."""
+        self._trials.ended(key)
         return self._state.end_group(key) is not None
-
-    def replace(self, key: RequestKey, successor: RequestKey) -> bool:
-        """As `abort`, for a request that is about to be submitted again under another key."""
-        self._trials.replaced(key, successor)
-        return self.abort(key)
 
     def preempt(self, key: RequestKey, now: float) -> bool:
         """Takes a running request out of the batch; it comes back by itself. Returns whether it ran."""
@@ -214,7 +214,7 @@ class Scheduler:
 
     def _remove(self, pin: Pin) -> None:
         self._state.pins.remove(pin, self.blocks.pool)
-        self._state.end_group(pin.key)
+        self.abort(pin.key)
 
     # Steps
 
@@ -250,6 +250,7 @@ class Scheduler:
         results = Results(self._state, now)
         results.take(step, result)
         for group in results.ended:
+            self._trials.ended(group.request.key)
             self._settle_pin(group)
         return results.events.by_client
 
@@ -318,6 +319,7 @@ class Scheduler:
     def _fail(self, group: SequenceGroup, message: str, *, reason: str) -> dict[ClientId, ClientEvents]:
         """Ends a live request that is at fault."""
         self._state.end_group(group.request.key)
+        self._trials.ended(group.request.key)
         self._settle_pin(group)
         events = EventLog()
         events.request_failure(group, reason, message)
@@ -358,6 +360,7 @@ class Scheduler:
             try:
                 check_request(group.request, self.config)
             except RefusedError as error:
+                self._trials.ended(group.request.key)
                 message = f"the worker came back smaller: {error}"
                 failures.append(RequestFailure(group.request.key, "POOL_SHRANK", message))
             else:

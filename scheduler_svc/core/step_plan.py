@@ -148,3 +148,7 @@ class ClientEvents:
     finished: list[SequenceEnd] = field(default_factory=list)
     completed: list[RequestEnd] = field(default_factory=list)
     failed: list[RequestFailure] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.handles or self.finished or self.completed or self.failed)

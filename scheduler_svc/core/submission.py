@@ -24,8 +24,8 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
 
 
 def check_queue(request: Request, waiting: GroupQueue, config: SchedulerConfig) -> None:
-    """Raises QueueFullError. A request with emitted tokens was accepted before, so the bounds do not hold for it."""
-    if request.emitted:
+    """Raises QueueFullError. The bounds do not hold for a request that was accepted before."""
+    if request.emitted or request.accepted_before:
         return
     if len(waiting) >= config.max_waiting_requests:
         raise QueueFullError(f"{len(waiting)} requests are waiting; the queue takes {config.max_waiting_requests}")

@@ -22,12 +22,6 @@ class Fault:
     detail: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    losses: Losses | None
-    is_suspect: bool
-
-
 class Trials:
     """Runs suspects one by one. A refused step does not say whose row it was refused for, a lost worker not even that
     it was for a step; and after an attachment the next steps have the same rows: it could happen for ever.
@@ -49,8 +43,6 @@ class Trials:
         self._losses: dict[RequestKey, Losses] = {}
         self._has_answered = False
         self._loss: Loss | None = None
-        # What is known of requests that are about to come again, by the keys that they come under.
-        self._replaced: dict[RequestKey, _Record] = {}
 
     @property
     def are_on(self) -> bool:
@@ -95,22 +87,9 @@ class Trials:
         """Goes on with the trials of a scheduler whose requests were taken over."""
         self._suspects, self._losses, self._loss = old._suspects, old._losses, old._loss
 
-    def replaced(self, key: RequestKey, successor: RequestKey) -> None:
-        """A request ends here, and its gateway submits it again under another key, as it does whenever the worker comes
-        back with another pool: what its losses say of it stays true."""
-        if key in self._losses or key in self._suspects:
-            self._replaced[successor] = _Record(self._losses.get(key), key in self._suspects)
-
-    def submitted(self, key: RequestKey) -> None:
-        """A request waits from now on."""
-        record = self._replaced.pop(key, None)
-        if record is None:
-            return
-        if record.losses is not None:
-            self._losses[key] = record.losses
-        # Where others run, a trial would wait for their ends.
-        if record.is_suspect and not len(self._state.running):
-            self._suspects.add(key)
+    def ended(self, key: RequestKey) -> None:
+        """A request is over: what its losses said of it is forgotten."""
+        self._losses.pop(key, None)
 
     def answered(self, step: StepInFlight) -> None:
         """The oldest step in flight was answered: one more in favour of whoever is on trial."""
@@ -140,11 +119,11 @@ class Trials:
         return next(group for group in state.waiting if group.request.key in self._suspects)
 
     def _count(self, loss: Loss) -> None:
-        """One more loss for all who ran; what is known of requests that are over is forgotten."""
+        """One more loss for all who ran and are still live."""
         for key, progress in loss.progress.items():
+            if self._state.queue_of(key) is None:
+                continue
             self._losses[key] = Losses.after(self._losses.get(key), progress, alone=self.are_on)
-        self._losses = {key: losses for key, losses in self._losses.items() if self._state.queue_of(key) is not None}
-        self._replaced.clear()
 
     def _fault(self, key: RequestKey, loss: Loss) -> Fault:
         queue = self._state.queue_of(key)

@@ -18,11 +18,11 @@ from quire.tracing import open_tracer
 from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.connections import Connections
-from scheduler_svc.service.durable import DURABLE_CLIENT, DurableLimits, DurableRequests
-from scheduler_svc.service.metrics import DurableCollector, SchedulerMetrics, StateCollector
+from scheduler_svc.service.metrics import RequestCollector, SchedulerMetrics, StateCollector
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 from scheduler_svc.service.readiness import Readiness
 from scheduler_svc.service.request_spans import RequestSpans
+from scheduler_svc.service.requests import GATEWAYS, DurableLimits, Requests
 from scheduler_svc.service.servicer import SchedulerServicer
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.settings import SchedulerSettings
@@ -36,25 +36,21 @@ class _Audience:
     """All that hear of what happens to requests."""
 
     connections: Connections
-    durable: DurableRequests
+    requests: Requests
     spans: RequestSpans
 
     def deliver(self, step_id: int, events: dict[ClientId, ClientEvents]) -> None:
-        if DURABLE_CLIENT in events:
-            self.durable.deliver(step_id, events[DURABLE_CLIENT])
-        self.connections.deliver(step_id, events)
+        self.requests.deliver(step_id, events[GATEWAYS])
         self.spans.delivered(events)
 
     def deliver_prompt_logprobs(self, routed: dict[ClientId, list[PromptLogprobs]]) -> None:
-        self.durable.deliver_prompt_logprobs(routed.get(DURABLE_CLIENT, ()))
-        self.connections.deliver_prompt_logprobs(routed)
+        self.requests.deliver_prompt_logprobs(routed.get(GATEWAYS, ()))
 
     async def leave_none_unread(self) -> None:
         """For a scheduler that drains, and so lets no gateway connect any more: once none is connected, nobody will
         ever read what is live, and it ends."""
         await self.connections.wait_none_open()
-        self.connections.end_broken()
-        self.durable.forget_all()
+        self.requests.end_all_unread()
 
 
 async def serve(settings: SchedulerSettings) -> None:
@@ -69,27 +65,22 @@ async def serve(settings: SchedulerSettings) -> None:
         spans.aborted(key)
         return had_one
 
-    def replace(key: RequestKey, successor: RequestKey) -> bool:
-        had_one = loop.replace(key, successor)
-        spans.aborted(key)
-        return had_one
-
-    connections = Connections(abort, replace)
     limits = DurableLimits(settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace)
-    durable = DurableRequests(abort, limits)
+    requests = Requests(abort, lambda key: loop.progress(key), limits)
+    connections = Connections(requests)
 
     def report_ready(is_ready: bool) -> None:
         server.set_serving(is_ready)
         connections.report_readiness(is_ready)
 
     readiness = Readiness(report_ready)
-    audience = _Audience(connections, durable, spans)
+    audience = _Audience(connections, requests, spans)
     loop = StepLoop(
         settings, metrics, audience.deliver, audience.deliver_prompt_logprobs, readiness.set_attached, identity
     )
-    servicer = SchedulerServicer(loop, connections, durable, readiness, time.monotonic, spans)
+    servicer = SchedulerServicer(loop, connections, requests, readiness, time.monotonic, spans)
     metrics.watch(StateCollector(lambda: loop.scheduler))
-    metrics.watch(DurableCollector(durable))
+    metrics.watch(RequestCollector(requests))
 
     operators = None if identity is None else ServerTls.for_operators(identity)
     server = await _start_server(settings, servicer, identity, operators)

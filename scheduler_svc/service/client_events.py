@@ -1,9 +1,11 @@
 """What happened to a client's requests, taken apart and put together."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+
+import numpy as np
 
 from scheduler_svc.core.request import Handle, RequestKey
 from scheduler_svc.core.step_plan import ClientEvents, RequestFailure
@@ -46,18 +48,20 @@ def _runs(handles: list[Handle]) -> Iterator[tuple[Handle, int, int]]:
         begin = end
 
 
-def append(kept: ClientEvents, new: ClientEvents) -> None:
-    """Adds what happened later."""
-    before = len(kept.handles)
-    kept.with_logprobs += [before + event for event in new.with_logprobs]
-    kept.logprobs.extend(new.logprobs)
-    kept.handles += new.handles
-    kept.sequence_indices += new.sequence_indices
-    kept.offsets += new.offsets
-    kept.token_ids += new.token_ids
-    kept.finished += new.finished
-    kept.completed += new.completed
-    kept.failed += new.failed
+def select(events: ClientEvents, places: Sequence[int], handles: list[Handle]) -> ClientEvents:
+    """The tokens at these places, in rising order, as those of other handles, one for each. The ends are left out."""
+    part = ClientEvents(
+        handles,
+        [events.sequence_indices[place] for place in places],
+        [events.offsets[place] for place in places],
+        [events.token_ids[place] for place in places],
+    )
+    if events.with_logprobs:
+        positions = {place: position for position, place in enumerate(events.with_logprobs)}
+        part.with_logprobs = [new for new, place in enumerate(places) if place in positions]
+        taken = [positions[places[new]] for new in part.with_logprobs]
+        part.logprobs.append(events.logprobs.columns().take(np.array(taken, np.int64)))
+    return part
 
 
 def under(events: ClientEvents, key: RequestKey) -> ClientEvents:

@@ -9,13 +9,14 @@ from quire.common.v1 import common_pb2
 from quire.logprob_columns import LogprobLog
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey
+from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 from scheduler_svc.service.replica import ReplicaInfo
+from scheduler_svc.service.requests import GATEWAYS
 from scheduler_svc.service.sampling_convert import beam_from, sampling_from
 
 _FINISH_REASONS = {
@@ -37,10 +38,8 @@ def handle_from(handle: int) -> Handle:
     return Handle(handle)
 
 
-def request_from_submit(
-    submit: scheduler_pb2.Submit, client: ClientId, *, vocab_size: int, max_num_seqs: int
-) -> Request:
-    """A gateway's submission. Raises InvalidArgument."""
+def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_num_seqs: int) -> Request:
+    """A gateway's submission, under the gateway's own handle. Raises InvalidArgument."""
     num_returned = submit.sampling.n or 1
     beam = beam_from(submit.sampling)
     num_sequences = submit.sampling.best_of or (num_returned if beam is None else beam.width)
@@ -51,7 +50,7 @@ def request_from_submit(
         )
     prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0, below=vocab_size)
     return Request(
-        key=RequestKey(client, handle_from(submit.handle)),
+        key=RequestKey(GATEWAYS, handle_from(submit.handle)),
         request_id=submit.request_id,
         prompt=prompt.tolist(),
         sampling=sampling_from(submit, vocab_size),
@@ -63,6 +62,7 @@ def request_from_submit(
         num_returned=num_returned,
         priority=submit.priority,
         beam=beam,
+        accepted_before=submit.resubmitted,
     )
 
 

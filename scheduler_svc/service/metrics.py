@@ -1,7 +1,6 @@
 """Prometheus metrics of the scheduler."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -10,7 +9,7 @@ from prometheus_client.registry import Collector
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import ClientEvents, RequestFailure, StepPlan
-from scheduler_svc.service.durable import DurableRequests
+from scheduler_svc.service.requests import Requests
 
 _FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
@@ -30,7 +29,6 @@ class SchedulerMetrics:
         self._at_fault = Counter("requests_at_fault", "Requests that the worker was lost for.", ["reason"], **make)
         self._plan_time = Histogram("plan_seconds", "Time to plan a step.", buckets=_FAST, **make)
         self._step_time = Histogram("step_seconds", "From planning a step to its result.", buckets=_STEP, **make)
-        self._outcome_of_aborts = "aborted"
 
     def planned(self, plan: StepPlan, seconds: float) -> None:
         self._steps.inc()
@@ -48,17 +46,7 @@ class SchedulerMetrics:
 
     def aborted(self, count: int) -> None:
         """`count` requests were ended from outside: by their gateways, or by their ids."""
-        self._ended.labels(self._outcome_of_aborts).inc(count)
-
-    @contextmanager
-    def replacing(self) -> Iterator[None]:
-        """For a block that waits for nothing: what it aborts is submitted again by its gateway, and counts as
-        replaced."""
-        self._outcome_of_aborts = "replaced"
-        try:
-            yield
-        finally:
-            self._outcome_of_aborts = "aborted"
+        self._ended.labels("aborted").inc(count)
 
     def lost_worker(self) -> None:
         self._losses.inc()
@@ -102,17 +90,19 @@ class StateCollector(Collector):
         yield from (requests, blocks, host_blocks, preempted, swapped)
 
 
-class DurableCollector(Collector):
-    """Gauges of what is kept of durable requests, read at scrape time."""
+class RequestCollector(Collector):
+    """Gauges of what is kept of requests, read at scrape time."""
 
-    def __init__(self, durable: DurableRequests) -> None:
-        self._durable = durable
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
+        unread = GaugeMetricFamily("quire_scheduler_unread_requests", "Requests that wait for a reader.")
+        unread.add_metric([], self._requests.num_unread)
         requests = GaugeMetricFamily("quire_scheduler_durable_requests", "Durable requests that are kept.")
-        requests.add_metric([], len(self._durable))
+        requests.add_metric([], self._requests.num_durable)
         tokens = GaugeMetricFamily(
             "quire_scheduler_durable_tokens", "Tokens of durable requests, those that may still come included."
         )
-        tokens.add_metric([], self._durable.num_tokens)
-        yield from (requests, tokens)
+        tokens.add_metric([], self._requests.num_durable_tokens)
+        yield from (unread, requests, tokens)

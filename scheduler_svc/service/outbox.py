@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.rpc.errors import QuireError
@@ -36,6 +36,13 @@ class Outgoing:
     def has_events(self) -> bool:
         return bool(self.batches or self.prompt_logprobs or self.refusals or self.aborted)
 
+    @property
+    def ended(self) -> Iterator[Handle]:
+        """The requests whose ends are in it."""
+        for batch in self.batches:
+            yield from (end.handle for end in batch.completed)
+            yield from (failure.key.handle for failure in batch.failed)
+
 
 class Outbox:
     """Keeps events until the gateway's stream takes them. Putting never waits: what piles up behind a slow stream goes
@@ -45,11 +52,14 @@ class Outbox:
     What one request gets by one call goes out together, however much it is: a gateway that loses its scheduler half-way
     through a selection of sequences would ask the next one to go on with what it has.
 
-    A gateway that gives credit gets no more messages of events than it has given credit for.
+    A gateway that gives credit gets no more messages of events than it has given credit for. Each is kept until the
+    gateway has taken it in; on a stream without credit that is as soon as it is written.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Outgoing] = deque()
+        self._sent: deque[Outgoing] = deque()
+        self._num_taken = 0
         self._is_ready: bool | None = None
         self._credit: int | None = None
         self._wake = asyncio.Event()
@@ -89,26 +99,59 @@ class Outbox:
     def is_closed(self) -> bool:
         return self._closed
 
+    @property
+    def has_credit(self) -> bool:
+        """Whether the gateway gives credit at all."""
+        return self._credit is not None
+
+    @property
+    def num_sent(self) -> int:
+        """How many messages of events went out."""
+        return self._num_taken + len(self._sent)
+
     def close(self) -> None:
         """Nobody reads any more."""
         self._closed = True
         self._wake.set()
 
+    def taken(self, num_messages: int) -> list[Outgoing]:
+        """The gateway has taken in so many messages of events, all together. Returns those that are new. Raises
+        ValueError where not so many were sent."""
+        if num_messages > self.num_sent:
+            raise ValueError(f"{num_messages} messages were taken in, {self.num_sent} were sent")
+        new = [self._sent.popleft() for _ in range(num_messages - self._num_taken)]
+        self._num_taken += len(new)
+        return new
+
+    def untaken(self) -> list[Outgoing]:
+        """What the gateway has not taken in, in order."""
+        return [*self._sent, *self._waiting]
+
     async def take(self) -> Outgoing | None:
-        """Waits for events, and for credit, and returns what goes out next; None once the outbox is closed."""
+        """Waits until `poll` has something, and returns that; None once the outbox is closed."""
         while not self._closed:
             self._wake.clear()
-            if self._credit != 0 and (self._waiting or self._is_ready is not None):
-                return self._next()
+            if (outgoing := self.poll()) is not None:
+                return outgoing
             await self._wake.wait()
         return None
 
-    def _next(self) -> Outgoing:
-        outgoing = self._waiting.popleft() if self._waiting else Outgoing()
+    def poll(self) -> Outgoing | None:
+        """What may go out now, None where that is nothing. Events need credit, readiness does not."""
+        if self._closed or not (self._may_send_events or self._is_ready is not None):
+            return None
+        outgoing = Outgoing()
+        if self._may_send_events:
+            outgoing = self._waiting.popleft()
+            self._sent.append(outgoing)
+            if self._credit is not None:
+                self._credit -= 1
         outgoing.is_ready, self._is_ready = self._is_ready, None
-        if self._credit is not None and outgoing.has_events:
-            self._credit -= 1
         return outgoing
+
+    @property
+    def _may_send_events(self) -> bool:
+        return bool(self._waiting) and self._credit != 0
 
     def _make_room(self, size: int) -> Outgoing:
         """Where to put something of this size."""

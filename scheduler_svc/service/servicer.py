@@ -18,14 +18,16 @@ from quire.rpc.errors import (
     invalid_field,
 )
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_svc.core.request import Handle, Request, RequestKey
-from scheduler_svc.service.connections import Connection, Connections
-from scheduler_svc.service.durable import DurableRequests, Reader
+from scheduler_svc.core.request import Handle, Request
+from scheduler_svc.service.connections import Connections
 from scheduler_svc.service.gateway_convert import gateway_messages, handle_from, request_from_submit, welcome_message
+from scheduler_svc.service.history import Held
+from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.pinning import PinFailedError
 from scheduler_svc.service.readiness import Readiness
 from scheduler_svc.service.refusals import refusals
 from scheduler_svc.service.request_spans import RequestSpans
+from scheduler_svc.service.requests import Connection, OwnedRequest, Reader, Requests
 from scheduler_svc.service.sampling_convert import check_sampling
 from scheduler_svc.service.state_convert import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
@@ -44,14 +46,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self,
         loop: StepLoop,
         connections: Connections,
-        durable: DurableRequests,
+        requests: Requests,
         readiness: Readiness,
         clock: Callable[[], float],
         spans: RequestSpans,
     ) -> None:
         self._loop = loop
         self._connections = connections
-        self._durable = durable
+        self._requests = requests
         self._readiness = readiness
         self._clock = clock
         self._spans = spans
@@ -70,8 +72,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 connection.outbox.put_readiness(False)
             while (outgoing := await connection.outbox.take()) is not None:
                 started = self._clock()
-                for message in gateway_messages(outgoing):
+                for message in self._messages(outgoing, connection):
                     yield message
+                if not connection.outbox.has_credit:
+                    self._requests.taken(connection, connection.outbox.num_sent)
                 if outgoing.batches:
                     self._loop.trace.emitted(outgoing.step_id, started, self._clock())
                 if self._is_outdated(version):
@@ -81,8 +85,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 await reader
         finally:
             reader.cancel()
-            self._durable.detach_all(connection)
             self._connections.close(connection)
+
+    def _messages(self, outgoing: Outgoing, connection: Connection) -> list[scheduler_pb2.ConnectResponse]:
+        try:
+            return list(gateway_messages(outgoing))
+        except Exception:
+            # Kept for the next stream it would end that one, too. As it is, what was in it is computed again.
+            self._requests.taken(connection, connection.outbox.num_sent)
+            raise
 
     async def GetState(
         self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
@@ -129,16 +140,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def FindDurable(
         self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.FindDurableResponse:
-        durable = self._durable.find(request.tenant, request.request_id)
-        submit = None if request.state_only else scheduler_pb2.Submit.FromString(durable.description)
-        generated = len(durable.events.token_ids)
-        return scheduler_pb2.FindDurableResponse(submit=submit, is_over=durable.is_over, generated_tokens=generated)
+        owned = self._requests.find(request.tenant, request.request_id)
+        assert owned.durable is not None
+        return scheduler_pb2.FindDurableResponse(
+            submit=None if request.state_only else scheduler_pb2.Submit.FromString(owned.durable.description),
+            is_over=owned.is_over,
+            generated_tokens=owned.history.num_tokens,
+        )
 
     async def Cancel(
         self, request: scheduler_pb2.CancelRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.CancelResponse:
-        cancelled = [each.cancel(request.tenant, request.request_id) for each in (self._durable, self._connections)]
-        if not any(cancelled):
+        if not self._requests.cancel(request.tenant, request.request_id):
             raise NotFound(f'request_id "{request.request_id[:128]}" names no request', reason="REQUEST_NOT_FOUND")
         return scheduler_pb2.CancelResponse()
 
@@ -198,49 +211,69 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 return
             match message.WhichOneof("message"):
                 case "submit":
-                    self._submit(message.submit, connection)
+                    self._submit(message.submit, Reader(connection, Handle(message.submit.handle)))
                 case "abort":
-                    self._abort(message.abort, connection)
+                    self._abort(message.abort, Reader(connection, Handle(message.abort.handle)))
                 case "resume":
-                    self._resume(message.resume, connection)
+                    self._resume(message.resume, Reader(connection, Handle(message.resume.handle)))
                 case "detach":
-                    self._detach(Handle(message.detach.handle), connection)
+                    self._detach(Reader(connection, Handle(message.detach.handle)))
+                case "end_unread":
+                    self._requests.end_unread(connection.gateway_id)
                 case "credit":
-                    if not message.credit.messages:
-                        raise invalid_field("credit.messages", "is 0; it must be at least 1")
-                    connection.outbox.add_credit(message.credit.messages)
+                    self._take_credit(message.credit, connection)
                 case other:
                     raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
 
-    def _submit(self, submit: scheduler_pb2.Submit, connection: Connection) -> None:
+    def _take_credit(self, credit: scheduler_pb2.Credit, connection: Connection) -> None:
+        if not credit.messages:
+            raise invalid_field("credit.messages", "is 0; it must be at least 1")
         try:
-            self._accept(submit, connection)
+            self._requests.taken(connection, credit.taken)
+        except ValueError as error:
+            raise invalid_field("credit.taken", f"is {credit.taken}: {error}") from error
+        connection.outbox.add_credit(credit.messages)
+
+    def _submit(self, submit: scheduler_pb2.Submit, reader: Reader) -> None:
+        try:
+            self._accept(submit, reader)
         except QuireError as error:
-            connection.outbox.put_refusal(Handle(submit.handle), error)
+            reader.connection.outbox.put_refusal(reader.handle, error)
         except Exception as error:
             # The gateway would submit it again over its next stream, and lose that one, too.
             _logger.error("request %s could not be taken", submit.request_id, exc_info=error)
             refusal = Internal("an unexpected error; the scheduler's log has more", reason="UNEXPECTED")
-            connection.outbox.put_refusal(Handle(submit.handle), refusal)
+            reader.connection.outbox.put_refusal(reader.handle, refusal)
 
-    def _accept(self, submit: scheduler_pb2.Submit, connection: Connection) -> None:
-        """Queues the request. Raises what the gateway is told."""
-        self._check_not_draining()
+    def _accept(self, submit: scheduler_pb2.Submit, reader: Reader) -> None:
+        """Queues the request, unless it is one that is known. Raises what the gateway is told."""
         replica, scheduler = self._loop.replica, self._loop.scheduler
         assert replica is not None
         assert scheduler is not None
         check_sampling(submit, replica.max_logprobs)
-        request = request_from_submit(
-            submit, connection.client, vocab_size=replica.vocab_size, max_num_seqs=scheduler.config.max_num_seqs
-        )
-        connection.check_not_cancelled(request.key.handle, request.request_id)
-        if submit.durable.resubmitted and self._goes_on(request, submit.durable.nonce, connection):
+        request = request_from_submit(submit, vocab_size=replica.vocab_size, max_num_seqs=scheduler.config.max_num_seqs)
+        if submit.resubmitted and self._goes_on(request, submit, reader):
             return
-        if _can_be_replayed(submit):
-            self._accept_durable(request, submit, connection)
-            return
-        self._queue(request, submit)
-        connection.live[request.key] = request
+        self._check_not_draining()
+        description = submit.SerializeToString() if _can_be_replayed(submit) else None
+        owned, request = self._requests.admit(request, submit.nonce, reader, description)
+        try:
+            self._queue(request, submit)
+        except Exception:
+            self._requests.forget(owned)
+            raise
+
+    def _goes_on(self, request: Request, submit: scheduler_pb2.Submit, reader: Reader) -> bool:
+        """Hands a request that is submitted again to its gateway, where it is known. Returns whether it is."""
+        held = Held.of(request, submit.num_prompt_logprobs)
+        owned = self._requests.resubmitted(request, submit.nonce, reader.connection.gateway_id, held)
+        if owned is None:
+            return False
+        self._requests.attach(owned, reader, held)
+        for index in held.ended:
+            # A stop string ended it, and the Abort that said so may be lost.
+            self._abort(scheduler_pb2.Abort(handle=reader.handle, sequence_index=index, wants_usage=True), reader)
+        return True
 
     def _queue(self, request: Request, submit: scheduler_pb2.Submit) -> None:
         """Hands a request to the core. Raises what the gateway is told."""
@@ -260,60 +293,39 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         with refusals(self._loop.retry, self._clock()):
             self._loop.submit(request)
 
-    def _goes_on(self, request: Request, nonce: int, connection: Connection) -> bool:
-        """Hands a durable request that is submitted again to its gateway. Returns whether it was still known."""
-        known = self._durable.resubmitted(request, nonce, connection.gateway_id)
-        if known is None:
-            return False
-        self._durable.attach(known, Reader(connection, request.key.handle), replays=True)
-        return True
-
-    def _accept_durable(self, request: Request, submit: scheduler_pb2.Submit, connection: Connection) -> None:
-        durable = self._durable.admit(request, submit.durable.nonce, submit.SerializeToString())
-        try:
-            self._queue(dataclasses.replace(request, key=durable.key), submit)
-        except QuireError:
-            self._durable.forget(durable)
-            raise
-        self._durable.attach(durable, Reader(connection, request.key.handle), replays=False)
-
-    def _resume(self, resume: scheduler_pb2.Resume, connection: Connection) -> None:
-        handle = Handle(resume.handle)
+    def _resume(self, resume: scheduler_pb2.Resume, reader: Reader) -> None:
         try:
             handle_from(resume.handle)
-            durable = self._durable.find(resume.tenant, resume.request_id)
+            self._requests.attach(self._requests.find(resume.tenant, resume.request_id), reader, Held())
         except QuireError as error:
-            connection.outbox.put_refusal(handle, error)
-        else:
-            self._durable.attach(durable, Reader(connection, handle), replays=True)
+            reader.connection.outbox.put_refusal(reader.handle, error)
 
-    def _detach(self, handle: Handle, connection: Connection) -> None:
-        durable = self._durable.read_by(connection, handle)
-        if durable is not None:
-            self._durable.detach(durable)
+    def _detach(self, reader: Reader) -> None:
+        owned = self._requests.read_by(reader)
+        if owned is not None and owned.durable is not None:
+            self._requests.detach(owned)
         else:
-            self._abort(scheduler_pb2.Abort(handle=handle), connection)
+            self._abort(scheduler_pb2.Abort(handle=reader.handle), reader)
 
-    def _abort(self, abort: scheduler_pb2.Abort, connection: Connection) -> None:
-        handle = Handle(abort.handle)
-        durable = self._durable.read_by(connection, handle)
-        key = RequestKey(connection.client, handle) if durable is None else durable.key
-        usage = usage_so_far(self._loop.scheduler, key, self._clock())
-        if abort.HasField("sequence_index"):
-            self._loop.abort_sequence(key, abort.sequence_index)
-            self._spans.sequence_aborted(key)
-            if usage is None or usage_so_far(self._loop.scheduler, key, self._clock()) is not None:
-                return
-        if durable is not None and (abort.wants_usage or durable.is_over):
-            self._durable.end(durable, usage)
-        elif durable is not None:
-            self._durable.forget(durable)
-        else:
-            connection.live.pop(key, None)
-            self._loop.abort(key)
-            self._spans.aborted(key)
+    def _abort(self, abort: scheduler_pb2.Abort, reader: Reader) -> None:
+        owned = self._requests.read_by(reader)
+        usage = None if owned is None else usage_so_far(self._loop.scheduler, owned.key, self._clock())
+        if abort.HasField("sequence_index") and not (
+            owned is not None and usage is not None and self._abort_last_sequence(owned, abort.sequence_index)
+        ):
+            return
+        if owned is not None and owned.durable is not None and (abort.wants_usage or owned.is_over):
+            self._requests.end(owned, usage)
+        elif owned is not None:
+            self._requests.forget(owned)
         if abort.wants_usage:
-            connection.outbox.put_aborted(handle, usage)
+            reader.connection.outbox.put_aborted(reader.handle, usage)
+
+    def _abort_last_sequence(self, owned: OwnedRequest, index: int) -> bool:
+        """Ends one sequence of a live request. Returns whether that ended the request."""
+        self._loop.abort_sequence(owned.key, index)
+        self._spans.sequence_aborted(owned.key)
+        return usage_so_far(self._loop.scheduler, owned.key, self._clock()) is None
 
 
 def _can_be_replayed(submit: scheduler_pb2.Submit) -> bool:

@@ -11,7 +11,9 @@ from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfi
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SequenceStatus
 from scheduler_svc.core.step_plan import ClientEvents
+from scheduler_svc.service.history import SequenceProgress
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.pinning import Pinning
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs, PromptLogprobsRouter
@@ -91,19 +93,23 @@ class StepLoop:
 
     def abort(self, key: RequestKey) -> bool:
         """Ends a request; its blocks are free at once. Returns whether there was one."""
-        return self.scheduler is not None and self._note_end(self.scheduler.abort(key))
-
-    def replace(self, key: RequestKey, successor: RequestKey) -> bool:
-        """As `abort`, for a request that its gateway is about to submit again under another key."""
-        if self.scheduler is None:
-            return False
-        with self._metrics.replacing():
-            return self._note_end(self.scheduler.replace(key, successor))
-
-    def _note_end(self, has_ended: bool) -> bool:
-        if has_ended:
+        had_one = self.scheduler is not None and self.scheduler.abort(key)
+        if had_one:
             self._note_aborted(1)
-        return has_ended
+        return had_one
+
+    def progress(self, key: RequestKey) -> list[SequenceProgress] | None:
+        """How far the sequences of a live request are that are said to its reader; None where it is over."""
+        group = None if self.scheduler is None else self.scheduler.group(key)
+        if group is None:
+            return None
+        if group.request.selects:
+            # Which ones these are is known in the end.
+            return []
+        return [
+            SequenceProgress(each.index, each.num_output_tokens, each.status is SequenceStatus.FINISHED)
+            for each in group.sequences
+        ]
 
     def abort_sequence(self, key: RequestKey, index: int) -> None:
         """Ends one sequence of a request, and the request with its last one."""

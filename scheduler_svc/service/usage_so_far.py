@@ -11,11 +11,8 @@ from scheduler_svc.core.step_plan import Usage
 
 def usage_so_far(scheduler: Scheduler | None, key: RequestKey, now: float) -> Usage | None:
     """None where the request is not live (any more), or nothing was ever attached. `now` is of the core's clock."""
-    if scheduler is not None:
-        for queue in (scheduler.running, scheduler.swapped, scheduler.waiting):
-            if key in queue:
-                return _until(now, queue.get(key))
-    return None
+    group = None if scheduler is None else scheduler.group(key)
+    return None if group is None else _until(now, group)
 
 
 def _until(now: float, group: SequenceGroup) -> Usage:

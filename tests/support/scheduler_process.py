@@ -21,8 +21,9 @@ from tests.support.logprobs import Line, lines_by_event
 async def running_scheduler(
     socket: str, worker: str, **settings
 ) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
-    """Runs the service on a unix socket until the block ends; yields a stub that is connected to it."""
-    address = f"unix:{socket}"
+    """Runs the service on a unix socket, or where `listen` says, until the block ends; yields a stub that is connected
+    to it."""
+    address = settings.get("listen", f"unix:{socket}")
     values = {"listen": address, "workers": (worker,), "drain_timeout": 0.0, "log_level": "warning"} | settings
     task = asyncio.create_task(serve(SchedulerSettings(**values)))
     channel = open_channel(address)
@@ -103,6 +104,17 @@ def make_submit(
     return submit
 
 
+def resubmit(stream: "GatewayStream", handle: int, **fields) -> scheduler_pb2.Submit:
+    """A request of a stream that broke, as its gateway submits it again, with all that it has."""
+    submit = make_submit(handle, resubmitted=True, num_prompt_logprobs=stream.num_prompt_logprobs(handle), **fields)
+    samples = {index: output for (of, index), output in stream.samples.items() if of == handle}
+    for index, output in sorted({0: stream.outputs[handle], **samples}.items()):
+        if output:
+            finished = (handle, index) in stream.ended
+            submit.emitted.add(sequence_index=index, token_ids=encode_int32(output), finished=finished)
+    return submit
+
+
 def expected_tokens(handle: int, *, prompt_len: int = 5, max_tokens: int = 8) -> list[int]:
     return [token_at(handle, prompt_len + i) for i in range(max_tokens)]
 
@@ -121,21 +133,53 @@ class GatewayStream:
     failed: dict[int, scheduler_pb2.RequestFailure] = field(default_factory=dict)
     logprobs: dict[int, list[Line]] = field(default_factory=dict)
     num_messages: int = 0
+    num_events: int = 0
+    """Messages of events that came."""
     readiness: list[bool] = field(default_factory=list)
+    gives_credit: bool = False
+    ended: set[tuple[int, int]] = field(default_factory=set)
+    """Handles and indices of the sequences that have ended."""
+    prompt_logprobs: dict[int, int] = field(default_factory=dict)
+    """Of each request, at how many positions of the prompt they came."""
 
     @classmethod
     async def open(
-        cls, stub: scheduler_pb2_grpc.SchedulerServiceStub, gateway_id: str = "gateway-a", grace_period_ms: int = 0
+        cls,
+        stub: scheduler_pb2_grpc.SchedulerServiceStub,
+        gateway_id: str = "gateway-a",
+        grace_period_ms: int = 0,
+        credit: int | None = None,
     ) -> tuple["GatewayStream", scheduler_pb2.Welcome]:
-        stream = cls(stub.Connect())
+        """With credit, each message that is read is taken in and gives credit for one more."""
+        stream = cls(stub.Connect(), gives_credit=credit is not None)
         hello = scheduler_pb2.Hello(gateway_id=gateway_id, grace_period_ms=grace_period_ms)
         await stream.call.write(scheduler_pb2.ConnectRequest(hello=hello))
-        return stream, (await stream.call.read()).welcome
+        welcome = (await stream.call.read()).welcome
+        if credit:
+            await stream.give_credit(credit)
+        return stream, welcome
+
+    async def give_credit(self, num_messages: int = 1) -> None:
+        credit = scheduler_pb2.Credit(messages=num_messages, taken=self.num_events)
+        await self.call.write(scheduler_pb2.ConnectRequest(credit=credit))
 
     async def submit(self, submit: scheduler_pb2.Submit) -> None:
-        emitted = decode_int32(submit.emitted[0].token_ids, "emitted").tolist() if submit.emitted else []
-        self.outputs[submit.handle] = emitted
+        self.outputs[submit.handle] = []
+        self.ended -= {end for end in self.ended if end[0] == submit.handle}
+        for each in submit.emitted:
+            token_ids = decode_int32(each.token_ids, "emitted").tolist()
+            if each.sequence_index:
+                self.samples[submit.handle, each.sequence_index] = token_ids
+            else:
+                self.outputs[submit.handle] = token_ids
+        self.prompt_logprobs[submit.handle] = submit.num_prompt_logprobs
         await self.call.write(scheduler_pb2.ConnectRequest(submit=submit))
+
+    async def end_unread(self) -> None:
+        await self.call.write(scheduler_pb2.ConnectRequest(end_unread=scheduler_pb2.EndUnread()))
+
+    def num_prompt_logprobs(self, handle: int) -> int:
+        return self.prompt_logprobs.get(handle, 0)
 
     async def abort(self, handle: int) -> None:
         await self.call.write(scheduler_pb2.ConnectRequest(abort=scheduler_pb2.Abort(handle=handle)))
@@ -145,6 +189,8 @@ class GatewayStream:
         message = await self.call.read()
         assert isinstance(message, scheduler_pb2.ConnectResponse), "the stream ended"
         self._take(message)
+        if self.gives_credit and message.HasField("events"):
+            await self.give_credit()
 
     async def read_to_end(self, timeout_s: float = 10.0) -> None:
         """Takes in messages until the scheduler ends the stream."""
@@ -157,6 +203,12 @@ class GatewayStream:
         if message.HasField("state"):
             self.readiness.append(message.state.ready)
         events = message.events
+        self.num_events += message.HasField("events")
+        for entry in events.prompt_logprobs:
+            num_positions = len(entry.token_ids) // 4
+            seen = self.num_prompt_logprobs(entry.handle)
+            assert entry.first_position == seen + 1, "a position of a prompt was lost or repeated"
+            self.prompt_logprobs[entry.handle] = seen + num_positions
         handles, offsets = decode_int32(events.handles, "handles"), decode_int32(events.offsets, "offsets")
         indices, token_ids = decode_int32(events.sequence_indices, "indices"), decode_int32(events.token_ids, "ids")
         columns = (column.tolist() for column in (handles, indices, offsets, token_ids))
@@ -167,6 +219,10 @@ class GatewayStream:
         for event, line in lines_by_event(events).items():
             self.logprobs.setdefault(int(handles[event]), []).append(line)
         self.ends |= {end.handle: end for end in events.finished}
+        for end in events.finished:
+            assert (end.handle, end.sequence_index) not in self.ended, "a sequence ended twice"
+            self.ended.add((end.handle, end.sequence_index))
+        assert not any(end.handle in self.completed for end in events.completed), "a request ended twice"
         self.completed |= {end.handle: end for end in events.completed}
         self.failed |= {failure.handle: failure for failure in events.failed}
 

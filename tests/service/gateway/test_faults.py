@@ -95,7 +95,9 @@ async def test_resubmission_carries_parameters_seed_and_emitted_tokens(gateway, 
     emitted = decode_int32(second.emitted[0].token_ids, "token_ids").tolist()
     assert emitted == expected_ids("hello", len(emitted))
     assert emitted
+    assert second.resubmitted
     second.ClearField("emitted")
+    second.ClearField("resubmitted")
     assert first == second
 
 

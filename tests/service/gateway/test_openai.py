@@ -70,7 +70,7 @@ async def test_the_scheduler_gets_what_it_gets_over_grpc(gateway, client, schedu
     )
     await gateway.generation.Chat(request)
     over_http, over_grpc = scheduler.submits
-    over_grpc.handle = over_http.handle
+    over_grpc.handle, over_grpc.nonce = over_http.handle, over_http.nonce
     assert over_http == over_grpc
 
 

@@ -10,6 +10,7 @@ from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
     make_submit,
+    resubmit,
     state_of,
     until,
     wait_nothing_in_use,
@@ -135,11 +136,11 @@ async def test_what_was_cancelled_while_its_gateway_was_away_does_not_come_back(
     await wait_nothing_in_use(scheduler)
     worker.hang.clear()
     again, _ = await GatewayStream.open(scheduler, "gateway-a", grace_period_ms=LONG_GRACE_MS)
-    await again.submit(make_submit(7, tenant="a", emitted=first.outputs[7]))
+    await again.submit(resubmit(first, 7, tenant="a", max_tokens=900))
     await again.read_until_over(7)
     assert_cancelled(again, 7)
     await assert_not_found(scheduler, "request-7")
-    # Under another handle the id is free again.
+    # For another request the id is free again.
     reused = make_submit(8, tenant="a")
     reused.request_id = "request-7"
     await again.submit(reused)

@@ -19,6 +19,7 @@ from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
     make_submit,
+    resubmit,
     running_scheduler,
     state_of,
     until,
@@ -38,17 +39,17 @@ async def test_a_gateway_that_leaves_has_its_requests_aborted_after_the_grace_pe
     await wait_nothing_in_use(scheduler)
 
 
-async def test_a_gateway_that_comes_back_resubmits_and_the_old_stream_ends(scheduler):
+async def test_a_gateway_that_comes_back_with_less_than_it_was_sent_gets_the_rest_anew(scheduler):
     first, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
-    await first.submit(make_submit(1, max_tokens=900))
+    await first.submit(make_submit(1, max_tokens=300))
     while len(first.outputs[1]) < 5:
         await first.read()
-    emitted = first.outputs[1][:5]
+    first.outputs[1] = first.outputs[1][:1]
     first.close()
     second, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
-    await second.submit(make_submit(1, max_tokens=40, emitted=emitted))
+    await second.submit(resubmit(first, 1, max_tokens=300))
     await second.read_until_over(1)
-    assert second.outputs[1] == expected_tokens(1, max_tokens=40)
+    assert second.outputs[1] == expected_tokens(1, max_tokens=300)
     state = await state_of(scheduler)
     assert (state.running_requests, state.waiting_requests) == (0, 0)
     second.close()
@@ -357,10 +358,10 @@ async def test_a_scheduler_whose_last_request_was_refused_drains(scheduler):
 async def test_a_submission_that_cannot_be_taken_fails_alone(scheduler, monkeypatch):
     real = servicer.request_from_submit
 
-    def request_from_submit(submit, *args):
+    def request_from_submit(submit, **limits):
         if submit.handle == 1:
             raise ZeroDivisionError("nobody thought of this")
-        return real(submit, *args)
+        return real(submit, **limits)
 
     monkeypatch.setattr(servicer, "request_from_submit", request_from_submit)
     stream, _ = await GatewayStream.open(scheduler)
@@ -393,7 +394,7 @@ async def test_a_stream_whose_events_cannot_be_written_ends_and_the_next_one_goe
     await until(left)
     assert servicer.gateway_messages is real
     again, _ = await GatewayStream.open(scheduler, grace_period_ms=60_000)
-    await again.submit(make_submit(1, max_tokens=30))
+    await again.submit(resubmit(stream, 1, max_tokens=30))
     await again.read_until_over(1)
     assert again.outputs[1] == expected_tokens(1, max_tokens=30)
     again.close()

@@ -15,6 +15,7 @@ from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
     make_submit,
+    resubmit,
     running_scheduler,
     state_of,
     until,
@@ -42,7 +43,7 @@ async def test_running_requests_go_on_in_another_pool_once_their_gateway_has_con
         await wait_attached(stub)
         first, welcome = await GatewayStream.open(stub, grace_period_ms=GRACE_MS)
         assert (welcome.num_gpu_blocks, welcome.block_size) == (256, 16)
-        durable = {3: scheduler_pb2.Durable(resubmitted=True)}
+        durable = {3: scheduler_pb2.Durable()}
         for handle in (1, 2, 3):
             await first.submit(make_submit(handle, max_tokens=60, durable=durable.get(handle)))
         while len(first.outputs[3]) < 10:
@@ -52,8 +53,8 @@ async def test_running_requests_go_on_in_another_pool_once_their_gateway_has_con
         second, welcome = await GatewayStream.open(stub, grace_period_ms=GRACE_MS)
         assert (welcome.num_gpu_blocks, welcome.block_size, welcome.max_model_len) == (40, 8, 320)
         for handle in (1, 2):
-            await second.submit(make_submit(handle, max_tokens=60, emitted=first.outputs[handle]))
-        await second.submit(make_submit(3, max_tokens=60, durable=durable[3]))
+            await second.submit(resubmit(first, handle, max_tokens=60))
+        await second.submit(resubmit(first, 3, max_tokens=60, durable=durable[3]))
         await second.read_until_over(1, 2, 3)
         for handle in (1, 2, 3):
             assert second.outputs[handle] == expected_tokens(handle, max_tokens=60)
@@ -77,7 +78,7 @@ async def test_requests_that_no_longer_fit_after_the_worker_came_back_smaller_fa
         await first.read_to_end()
         assert first.failed[1].reason == "POOL_SHRANK"
         second, _ = await GatewayStream.open(stub, grace_period_ms=GRACE_MS)
-        await second.submit(make_submit(2, max_tokens=40, emitted=first.outputs[2]))
+        await second.submit(resubmit(first, 2, max_tokens=40))
         await second.read_until_over(2)
         assert second.outputs[2] == expected_tokens(2, max_tokens=40)
         metrics = await read_metrics(port)

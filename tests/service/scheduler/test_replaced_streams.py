@@ -13,6 +13,7 @@ from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
     make_submit,
+    resubmit,
     running_scheduler,
     state_of,
     until,
@@ -67,7 +68,7 @@ async def test_what_arrives_by_a_replaced_stream_is_not_taken(scheduler, worker)
     second.close()
 
 
-async def test_what_is_submitted_again_counts_as_replaced_and_what_is_left_behind_as_aborted(worker, tmp_path):
+async def test_what_is_submitted_again_goes_on_and_what_is_left_behind_is_aborted(worker, tmp_path):
     port = free_port()
     async with running_scheduler(str(tmp_path / "s.sock"), worker.address, metrics_port=port) as scheduler:
         await wait_attached(scheduler)
@@ -79,9 +80,10 @@ async def test_what_is_submitted_again_counts_as_replaced_and_what_is_left_behin
         await until_waiting(scheduler, 2)
         first.close()
         second, _ = await GatewayStream.open(scheduler, "gateway-a")
-        await second.submit(make_submit(1))
+        await second.submit(resubmit(first, 1))
+        await second.end_unread()
         await until_waiting(scheduler, 1)
-        assert (await outcomes(port)) == {"replaced": 2}
+        assert (await outcomes(port)) == {"aborted": 1}
         second.close()
         await wait_nothing_in_use(scheduler)
-        assert (await outcomes(port)) == {"replaced": 2, "aborted": 1}
+        assert (await outcomes(port)) == {"aborted": 2}

