@@ -18,6 +18,7 @@ from quire.rpc.errors import FieldViolation, InvalidArgument
 from quire.settings import ConfigurationError
 
 _INLINE_CHARACTERS = 4096
+_CHARACTERS_OF_A_MESSAGE = 32
 _SPECIAL_TOKEN_SECTIONS = ("extra_special_tokens", "model_specific_special_tokens")
 
 
@@ -29,8 +30,6 @@ class ServedModel:
     sampling_defaults: SamplingOptions
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
-    tokenizer_config: Mapping[str, Any]
-    """What tokenizer_config.json says (`ModelDirectory.tokenizer_config`)."""
     executor: Executor
 
     @classmethod
@@ -51,7 +50,6 @@ class ServedModel:
             sampling_defaults=_sampling_defaults(directory),
             tokenizer=Tokenizer.open(directory.tokenizer_file(), executor, directory.tokenizer_config),
             chat_template=template,
-            tokenizer_config=directory.tokenizer_config,
             executor=executor,
         )
 
@@ -68,11 +66,19 @@ class ServedModel:
             violation = FieldViolation("messages", description)
             raise InvalidArgument(f"messages {description}", reason="NO_CHAT_TEMPLATE", violations=[violation])
         render = functools.partial(self.chat_template.render, messages, add_generation_prompt=add_generation_prompt)
-        if sum(len(message.content) for message in messages) <= _INLINE_CHARACTERS:
+        if _size(messages) <= _INLINE_CHARACTERS:
             text = render()
         else:
             text = await asyncio.get_running_loop().run_in_executor(self.executor, render)
         return await self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _size(messages: Sequence[ChatMessage]) -> int:
+    """In characters, of which a message takes some even where it has none itself."""
+    return sum(
+        _CHARACTERS_OF_A_MESSAGE + len(message.role) + len(message.content) + len(message.name or "")
+        for message in messages
+    )
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

@@ -56,6 +56,9 @@ class GatewayFlags(ServiceFlags):
     max_stop_string_bytes: int = setting(1024, "longest stop string, in UTF-8", minimum=1)
     max_stop_token_ids: int = setting(128, "most stop token ids of a request", minimum=0)
     max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1, maximum=MAX_CHAT_MESSAGES)
+    max_call_sequences: int = setting(
+        1024, "most sequences of a call: those that run for each of its prompts, times the prompts", minimum=1
+    )
     max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
 

@@ -34,6 +34,7 @@ from gateway.requests.request import (
 )
 from gateway.schedulers.scheduler_events import Welcome
 from gateway.settings import MAX_CHAT_MESSAGES
+from gateway.text.text_service import TokenizedText
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.rpc.errors import invalid_field
@@ -47,6 +48,9 @@ StreamResponse = TypeVar(
     generation_pb2.ChatStreamResponse,
     generation_pb2.ResumeStreamResponse,
 )
+
+FEW_TOKENS = 4096
+"""So many are put into a message in less than a millisecond."""
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -63,13 +67,16 @@ _EARLY_STOPPING = {
 
 
 def options_of_generate(message: GenerateMessage) -> RequestOptions:
-    """What the caller asked for, as it came: `validation` checks it. The prompt is None where there is none."""
+    """What the caller asked for, as it came: `validation` checks it. The prompt is None where there is none.
+
+    Lists are the message's own: they may have millions of entries, and most of those are refused for their number.
+    """
     prompt: Prompt | None = None
     match message.WhichOneof("prompt"):
         case "text":
             prompt = TextPrompt(message.text)
         case "token_ids":
-            prompt = TokenPrompt(tuple(message.token_ids.ids))
+            prompt = TokenPrompt(message.token_ids.ids)
     return _options(message, prompt)
 
 
@@ -108,10 +115,19 @@ def prefix_of(message: prefix_pb2.PinPrefixRequest) -> Prompt | None:
         case "text":
             return TextPrompt(message.text)
         case "token_ids":
-            return TokenPrompt(tuple(message.token_ids.ids))
+            return TokenPrompt(message.token_ids.ids)
         case "chat":
             return chat_prompt(message.chat.messages, "chat.messages")
     return None
+
+
+def tokenized_response(tokenized: TokenizedText) -> generation_pb2.TokenizeResponse:
+    """The answer to Tokenize. It is made in pieces: where that is done in a thread, others get their turns between."""
+    response = generation_pb2.TokenizeResponse(max_model_len=tokenized.max_model_len)
+    for begin in range(0, len(tokenized.token_ids), FEW_TOKENS):
+        response.token_ids.extend(tokenized.token_ids[begin : begin + FEW_TOKENS])
+        response.tokens.extend(tokenized.tokens[begin : begin + FEW_TOKENS])
+    return response
 
 
 def generated_response(
@@ -230,9 +246,9 @@ def _sampling_options(message: common_pb2.SamplingParameters) -> SamplingOptions
         presence_penalty=optional(message, "presence_penalty"),
         frequency_penalty=optional(message, "frequency_penalty"),
         repetition_penalty=optional(message, "repetition_penalty"),
-        logit_bias=dict(message.logit_bias),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(message.bad_words),
+        logit_bias=message.logit_bias,
+        allowed_token_ids=message.allowed_token_ids,
+        bad_words=message.bad_words,
     )
 
 
@@ -248,8 +264,8 @@ def _stopping_options(message: common_pb2.StoppingParameters) -> StoppingOptions
     return StoppingOptions(
         max_tokens=optional(message, "max_tokens"),
         min_tokens=optional(message, "min_tokens"),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
+        stop=message.stop,
+        stop_token_ids=message.stop_token_ids,
         ignore_eos=message.ignore_eos,
         include_stop_string=message.include_stop_string,
     )

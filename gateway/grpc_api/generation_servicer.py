@@ -1,5 +1,6 @@
 """quire.gateway.v1.GenerationService over the generator."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -81,14 +82,14 @@ class GenerationServicer:
             convert.tokenize_input(request),
             add_special_tokens=request.add_special_tokens or not request.HasField("add_special_tokens"),
         )
-        return TokenizeResponse(
-            token_ids=tokenized.token_ids, tokens=tokenized.tokens, max_model_len=tokenized.max_model_len
-        )
+        if len(tokenized.token_ids) <= convert.FEW_TOKENS:
+            return convert.tokenized_response(tokenized)
+        return await asyncio.to_thread(convert.tokenized_response, tokenized)
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         text = await self._texts.detokenize(
             convert.optional(request, "model"),
-            tuple(request.token_ids),
+            request.token_ids,
             include_special_tokens=request.include_special_tokens,
         )
         return DetokenizeResponse(text=text)

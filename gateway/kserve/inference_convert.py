@@ -1,7 +1,7 @@
 """A ModelInferRequest as what it asks for: its prompts, how they are sampled, what comes back."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.kserve.parameter_convert import INPUT_NAME, SamplingFields, read_sampling_fields
@@ -11,9 +11,6 @@ from gateway.openai.schemas import CompletionBody
 from gateway.requests.request import RequestOptions, TextPrompt
 from gateway.requests.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
-
-# Each prompt is a request of its own.
-MAX_PROMPTS = 1024
 
 INPUTS = {
     "text_input": "BYTES",
@@ -105,7 +102,7 @@ def read_inference(request: pb.ModelInferRequest, *, in_stream: bool) -> Inferen
     return Inference(
         id=request.id,
         prompts=prompts,
-        options=tuple(_options(body, prompt) for prompt in prompts),
+        options=_options(body, prompts),
         streams=streams,
         includes_input=not streams and not flags["exclude_input_in_output"],
         outputs=outputs,
@@ -124,9 +121,11 @@ def _logprobs(
     return body.logprobs if outputs.isdisjoint(_OF_LOGPROBS) else body.logprobs or 0
 
 
-def _options(body: CompletionBody, prompt: str) -> RequestOptions:
+def _options(body: CompletionBody, prompts: Sequence[str]) -> tuple[RequestOptions, ...]:
+    """Those of all prompts, which have the same parameters, as one object."""
     # The protocol's id is the client's own and may be used twice at once, so the gateway makes the one it runs by.
-    return dataclasses.replace(completion_options(body, TextPrompt(prompt), ""), request_id=None)
+    options = dataclasses.replace(completion_options(body, None, ""), request_id=None)
+    return tuple(dataclasses.replace(options, prompt=TextPrompt(prompt)) for prompt in prompts)
 
 
 def _prompts(violations: Violations, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -134,7 +133,6 @@ def _prompts(violations: Violations, inputs: Mapping[str, Tensor]) -> tuple[str,
     if tensor is None:
         violations.add("inputs", "has no text_input")
         return ()
-    violations.check_count(tensor.contents, tensor.values, MAX_PROMPTS)
     return tuple(_text(violations, tensor, position) for position in range(len(tensor.values)))
 
 

@@ -13,6 +13,9 @@ Element = bytes | int | float
 InputTensor = pb.ModelInferRequest.InferInputTensor
 OutputTensor = pb.ModelInferRequest.InferRequestedOutputTensor
 
+MAX_ELEMENTS = 1024
+"""Of an input. Each prompt is a request of its own."""
+
 _SIZE = struct.Struct("<I")
 _CONTENTS = {
     "BYTES": "bytes_contents",
@@ -66,7 +69,7 @@ def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> 
             violations.add(f"{field}.name", f'is "{shortened(tensor.name)}" a second time')
         elif _check_head(violations, field, tensor, datatypes):
             contents = f"raw_input_contents[{position}]" if raw else f"{field}.contents.{_CONTENTS[tensor.datatype]}"
-            values = _raw_values(tensor.datatype, raw[position]) if raw else _typed_values(tensor)
+            values = _raw_values(tensor, raw[position]) if raw else _typed_values(tensor)
             _check_shape(violations, field, tensor, values, contents)
             found[tensor.name] = Tensor(field, contents, values or [])
     violations.raise_if_any()
@@ -110,7 +113,11 @@ def _check_shape(
 ) -> None:
     """The shape is [N] or [N, 1], and there are N values; `values` is None where they cannot be read."""
     shape = list(tensor.shape)
-    if len(shape) not in (1, 2) or shape[0] < 1 or shape[1:] not in ([], [1]):
+    if values is not None and len(values) > MAX_ELEMENTS:
+        violations.add(
+            contents, f"has more than {MAX_ELEMENTS:,} elements, which is the most; send fewer prompts at once"
+        )
+    elif len(shape) not in (1, 2) or shape[0] < 1 or shape[1:] not in ([], [1]):
         violations.add(f"{field}.shape", f"is {shortened(str(shape))}; it must be [N] or [N, 1] with N of at least 1")
     elif values is None:
         violations.add(contents, f"is no sequence of elements of {tensor.datatype}")
@@ -118,17 +125,18 @@ def _check_shape(
         violations.add(f"{field}.shape", f"is {shape}, of {shape[0]:,} elements; {len(values):,} came in {contents}")
 
 
-def _typed_values(tensor: InputTensor) -> list[Value]:
-    return list(getattr(tensor.contents, _CONTENTS[tensor.datatype]))
+def _typed_values(tensor: InputTensor) -> Sequence[Value]:
+    return getattr(tensor.contents, _CONTENTS[tensor.datatype])
 
 
-def _raw_values(datatype: str, data: bytes) -> list[Value] | None:
-    """None where the bytes are no elements of that datatype."""
-    if datatype == "BOOL":
-        return [byte != 0 for byte in data]
+def _raw_values(tensor: InputTensor, data: bytes) -> list[Value] | None:
+    """None where the bytes are no elements of the tensor's datatype. Of too many, a few more than may be are read."""
+    most = MAX_ELEMENTS + 1
+    if tensor.datatype == "BOOL":
+        return [byte != 0 for byte in data[:most]]
     values: list[Value] = []
     position = 0
-    while position < len(data):
+    while position < len(data) and len(values) < most:
         start = position + _SIZE.size
         if start > len(data):
             return None

@@ -1,5 +1,6 @@
 """One call of the API: the requests that it stands for, and the shape of its answer."""
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import Prompt, RequestOptions, TextPrompt, TokenPrompt
 from gateway.requests.validation import check_model, check_prompt
 from gateway.requests.violations import Violations
+from gateway.text.tokenizer import Tokenizer
+from gateway.turns import Turns
 from quire.rpc.errors import QuireError
 
 # Each prompt is a request of its own; a body that fits otherwise could hold millions of them.
@@ -51,7 +54,7 @@ class Call(Protocol):
         """What a field of the request at `position` is called in the body."""
         ...
 
-    def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper: ...
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper: ...
 
 
 class ChatCall:
@@ -73,7 +76,7 @@ class ChatCall:
     def param_name(self, position: int, field: str) -> str:
         return param_name(self.body, field)
 
-    def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper:
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper:
         return ChatShaper(self.head, self.body, live[0], texts)
 
 
@@ -99,10 +102,15 @@ class CompletionCall:
             _check_shared_id(self.body.request_id, num_prompts)
         first_id = _request_id(self.body, self.head)
         ids = [first_id] if num_prompts == 1 else [f"{first_id}-{position}" for position in range(num_prompts)]
-        return [
-            completion_options(self.body, await self._encoded(generator, position), ids[position])
-            for position in range(num_prompts)
-        ]
+        # All have the same parameters, as one object.
+        options = completion_options(self.body, None, first_id)
+        turns = Turns()
+        requests: list[RequestOptions] = []
+        for position, request_id in enumerate(ids):
+            prompt = await self._encoded(generator, position)
+            requests.append(dataclasses.replace(options, prompt=prompt, request_id=request_id))
+            await turns.pause()
+        return requests
 
     def param_name(self, position: int, field: str) -> str:
         name = param_name(self.body, field)
@@ -110,8 +118,12 @@ class CompletionCall:
             return name
         return f"prompt[{position}]{name.removeprefix('prompt')}"
 
-    def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper:
-        return CompletionShaper(self.head, self.body, self._prompts, live, generator.model.tokenizer, texts)
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper:
+        tokenizer = generator.model.tokenizer
+        echoes: list[str] = []
+        for prompt, each in zip(self._prompts, live, strict=True):
+            echoes.append(await _echo_text(prompt, each, tokenizer) if self.body.echo else "")
+        return CompletionShaper(self.head, self.body, self._prompts, echoes, live, tokenizer, texts)
 
     async def _encoded(self, generator: Generator, position: int) -> Prompt | None:
         """A prompt as the generator shall see it: as tokens, where its text is to get no special ones.
@@ -131,6 +143,15 @@ class CompletionCall:
         except QuireError as error:
             raise HttpError(error_answer(error, partial(self.param_name, position))) from error
         return TokenPrompt(await generator.model.tokenizer.encode(prompt.text, add_special_tokens=False))
+
+
+async def _echo_text(prompt: Prompt | None, live: LiveRequest, tokenizer: Tokenizer) -> str:
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    request = live.request
+    return await tokenizer.decode_any(
+        request.prompt_token_ids.tolist(), include_special_tokens=request.include_special_tokens
+    )
 
 
 def _head(prefix: str, body: GenerationBody, model: str) -> Head:

@@ -27,11 +27,13 @@ class CompletionShaper:
         head: Head,
         body: CompletionBody,
         prompts: Sequence[Prompt | None],
+        echoes: Sequence[str],
         live: Sequence[LiveRequest],
         tokenizer: Tokenizer,
         texts: TokenTexts | None,
     ) -> None:
-        """`texts` are those of the tokens, where log probabilities are asked for."""
+        """`echoes` are what each text begins with; `texts` are those of the tokens, where log probabilities are asked
+        for."""
         self._head = head
         self._body = body
         self._live = live
@@ -39,8 +41,8 @@ class CompletionShaper:
         self._tokenizer = tokenizer
         self._is_echo_alone = is_echo_alone(body)
         self._choices = [
-            [self._make_choice(prompt, each) for _ in each.sequences]
-            for prompt, each in zip(prompts, live, strict=True)
+            [self._make_choice(prompt, echo, each) for _ in each.sequences]
+            for prompt, echo, each in zip(prompts, echoes, live, strict=True)
         ]
         self._usage_so_far = ChunkUsage(body, live)
 
@@ -90,9 +92,8 @@ class CompletionShaper:
         logprobs = self._live[position].prompt_logprobs
         return {"prompt_logprobs": prompt_logprobs(self._texts, logprobs, self._body.prompt_logprobs)}
 
-    def _make_choice(self, prompt: Prompt | None, live: LiveRequest) -> "_Choice":
+    def _make_choice(self, prompt: Prompt | None, echo: str, live: LiveRequest) -> "_Choice":
         request = live.request
-        echo = self._echo_text(prompt, live) if self._body.echo else ""
         if self._body.logprobs is None or self._texts is None:
             return _Choice(live, echo, None, None)
         shapers = [
@@ -109,13 +110,6 @@ class CompletionShaper:
             )
         ]
         return _Choice(live, echo, shapers[0] if self._body.echo else None, shapers[1])
-
-    def _echo_text(self, prompt: Prompt | None, live: LiveRequest) -> str:
-        if isinstance(prompt, TextPrompt):
-            return prompt.text
-        request = live.request
-        token_ids = request.prompt_token_ids.tolist()
-        return self._tokenizer.decode(token_ids, include_special_tokens=request.include_special_tokens)
 
 
 class _Choice:

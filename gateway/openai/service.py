@@ -41,7 +41,7 @@ class OpenAiService:
         requests = await call.requests(self._generator)
         texts = await self._texts_for(call)
         async with self._running(call, requests) as live:
-            shaper = call.shaper(self._generator, live, texts)
+            shaper = await call.shaper(self._generator, live, texts)
             return await answer(live, lambda results: as_json(shaper.whole(results)))
 
     async def _stream(self, call: Call) -> AsyncGenerator[bytes, None]:
@@ -52,7 +52,7 @@ class OpenAiService:
             self._running(call, requests) as live,
             aclosing(events(live)) as all_events,
         ):
-            shaper = call.shaper(self._generator, live, texts)
+            shaper = await call.shaper(self._generator, live, texts)
             async for position, event in all_events:
                 if isinstance(event, Completed):
                     usages.append(event.usage)

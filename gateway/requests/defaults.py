@@ -24,16 +24,25 @@ def resolve_sampling(
         top_k=_first(asked.top_k, defaults.top_k, 0),
         top_p=_first(asked.top_p, defaults.top_p, 1.0),
         min_p=_first(asked.min_p, defaults.min_p, 0.0),
-        # A negative one is the number of 64 bits that has the same bits, as torch has it.
-        seed=secrets.randbits(64) if asked.seed is None else asked.seed % 2**64,
+        seed=_seed(asked),
         presence_penalty=_first(asked.presence_penalty, defaults.presence_penalty, 0.0),
         frequency_penalty=_first(asked.frequency_penalty, defaults.frequency_penalty, 0.0),
         repetition_penalty=_first(asked.repetition_penalty, defaults.repetition_penalty, 1.0),
-        logit_bias=asked.logit_bias,
+        logit_bias=dict(asked.logit_bias),
         allowed_token_ids=tuple(dict.fromkeys(asked.allowed_token_ids)),
         bad_token_sequences=bad_sequences,
         beam_search=None if asked.beam_search is None else _resolve_beam_search(asked.beam_search),
     )
+
+
+def sampling_of_another(asked: SamplingOptions, resolved: Sampling) -> Sampling:
+    """The sampling of another request that asks the same; `resolved` is that of the first one."""
+    return resolved if asked.seed is not None else dataclasses.replace(resolved, seed=_seed(asked))
+
+
+def _seed(asked: SamplingOptions) -> int:
+    """A negative one is the number of 64 bits that has the same bits, as torch has it."""
+    return secrets.randbits(64) if asked.seed is None else asked.seed % 2**64
 
 
 def _resolve_beam_search(asked: BeamSearchOptions) -> BeamSearch:

@@ -12,7 +12,7 @@ from gateway.auth.caller import Caller, current_caller
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.requests.answer_size import check_answer_size
-from gateway.requests.defaults import num_candidates, resolve_sampling
+from gateway.requests.defaults import num_candidates, resolve_sampling, sampling_of_another
 from gateway.requests.durable_uses import DurableUses
 from gateway.requests.ledger import Ledger
 from gateway.requests.limits import Limits, limits_of
@@ -23,6 +23,7 @@ from gateway.requests.request import (
     GenerationRequest,
     Prompt,
     RequestOptions,
+    Sampling,
     Stopping,
     StoppingOptions,
     TextPrompt,
@@ -30,13 +31,43 @@ from gateway.requests.request import (
 )
 from gateway.requests.request_spans import RequestSpans
 from gateway.requests.request_statistics import RequestStatistics
-from gateway.requests.validation import check_choice, check_request, resolve_max_tokens
+from gateway.requests.validation import check_another, check_choice, check_request, resolve_max_tokens
 from gateway.schedulers.replicas import Replicas
 from gateway.schedulers.requests_by_id_client import FoundRequest, RequestsById, no_such_request
 from gateway.settings import GatewaySettings
 from gateway.text.bad_words import bad_token_sequences
+from gateway.turns import Turns
 from quire.rpc.errors import Aborted, Cancelled, Unavailable
 from quire.tracing import TraceContext, Tracer
+
+
+class CallParameters:
+    """What the requests of one call have in common besides their prompts: checked and completed for the first of them.
+
+    The parameters may be long, and a call may stand for a thousand requests.
+    """
+
+    def __init__(self) -> None:
+        self._options: RequestOptions | None = None
+        self._sampling: Sampling | None = None
+
+    def remember(self, options: RequestOptions, sampling: Sampling) -> None:
+        """The options were let pass, and `sampling` is what is meant by them."""
+        self._options, self._sampling = options, sampling
+
+    def known(self, options: RequestOptions) -> Sampling | None:
+        """The sampling of a request, where its options are those of the one before but for prompt and id."""
+        before = self._options
+        if before is None or self._sampling is None:
+            return None
+        same = (
+            options.model == before.model
+            and options.sampling is before.sampling
+            and options.stopping is before.stopping
+            and options.output is before.output
+            and options.priority == before.priority
+        )
+        return sampling_of_another(options.sampling, self._sampling) if same else None
 
 
 class Generator:
@@ -90,8 +121,9 @@ class Generator:
         return limits_of(self._settings, welcomes, self.model.tokenizer.longest_token_bytes)
 
     @asynccontextmanager
-    async def run(self, options: RequestOptions) -> AsyncIterator[LiveRequest]:
-        """A running request. Leaving the context before its end, by whatever way, aborts it.
+    async def run(self, options: RequestOptions, call: CallParameters | None = None) -> AsyncIterator[LiveRequest]:
+        """A running request. Leaving the context before its end, by whatever way, aborts it. Requests of one call share
+        `call`.
 
         Raises:
             QuireError: it is refused; nothing was submitted.
@@ -100,7 +132,7 @@ class Generator:
             caller = current_caller()
             with self.arriving():
                 caller.account.check()
-                live = self._open(await self._prepare(options, caller, span.context))
+                live = self._open(await self._prepare(options, caller, span.context, call or CallParameters()))
             span.opened(live)
             try:
                 admitted = caller.account.admitted(len(live.request.prompt_token_ids), lambda: live.num_computed_tokens)
@@ -178,19 +210,33 @@ class Generator:
         live.fail(Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
         self.replicas.release(live)
 
-    async def _prepare(self, options: RequestOptions, caller: Caller, trace: TraceContext | None) -> GenerationRequest:
+    async def _prepare(
+        self, options: RequestOptions, caller: Caller, trace: TraceContext | None, call: CallParameters
+    ) -> GenerationRequest:
+        turns = Turns()
         limits = await self.limits()
-        check_request(options, limits, caller.visible(self.model.name))
+        sampling = call.known(options)
+        if sampling is None:
+            check_request(options, limits, caller.visible(self.model.name))
+        else:
+            check_another(options, limits)
+        await turns.pause()
         priority = caller.priority_of(options.priority, options.priority_sign)
         if options.request_id is not None:
             self._ledger.check_unused(caller.tenant, options.request_id)
         field, token_ids = await self._encode(options.prompt)
         best_of = num_candidates(options.sampling)
         max_tokens = resolve_max_tokens(field, token_ids, options.stopping.max_tokens, best_of, limits)
-        bad_sequences = await bad_token_sequences(self.model.tokenizer, options.sampling.bad_words, limits.vocab_size)
-        sampling = resolve_sampling(options.sampling, self.model.sampling_defaults, bad_sequences)
         stopping = self._resolve_stopping(options.stopping, max_tokens)
-        check_choice(sampling, stopping)
+        if sampling is None:
+            words = options.sampling.bad_words
+            bad_sequences = await bad_token_sequences(self.model.tokenizer, words, limits.vocab_size)
+            await turns.pause()
+            sampling = resolve_sampling(options.sampling, self.model.sampling_defaults, bad_sequences)
+            await turns.pause()
+            check_choice(sampling, stopping)
+            call.remember(options, sampling)
+        await turns.pause()
         request = GenerationRequest(
             request_id=options.request_id or f"{self._settings.request_id_prefix}{secrets.token_hex(16)}",
             tenant=caller.tenant,

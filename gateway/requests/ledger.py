@@ -19,6 +19,7 @@ from gateway.schedulers.scheduler_events import (
     TokenRun,
 )
 from gateway.text.clean_up import TextPieces
+from gateway.text.stop_strings import StopStrings
 from quire.rpc.errors import AlreadyExists, FieldViolation, QuireError
 
 # Handles travel as int32.
@@ -87,12 +88,14 @@ class Ledger:
         """Enters a request. Raises AlreadyExists when a live request of its tenant has its id."""
         self.check_unused(request.tenant, request.request_id)
         stopping = request.stopping
+        stop_strings = StopStrings(stopping.stop) if stopping.stop else None
+        ending_token_ids = stopping.ending_token_ids
         streams = [
             SequenceStream(
                 index,
                 make_detokenizer(),
-                stopping.stop,
-                stopping.ending_token_ids,
+                stop_strings,
+                ending_token_ids,
                 min_tokens=stopping.min_tokens,
                 include_stop_string=stopping.include_stop_string,
             )

@@ -20,6 +20,10 @@ MAX_BEAM_CANDIDATES = 2048
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_BYTES = 128
+# Of all sequences of a call: each of them is searched for all stop strings.
+MAX_CALL_STOP_BYTES = 4 * 1024 * 1024
+# Of all requests of a call: each of them carries all parameters to its scheduler.
+MAX_CALL_PARAMETER_ENTRIES = 4 * 1024 * 1024
 MAX_TIME_TO_LIVE_MS = 24 * 60 * 60 * 1000
 # Texts that are no prompts may be counted too, whatever the model takes.
 MIN_TOKENIZE_BYTES = 256 * 1024
@@ -52,6 +56,8 @@ class Limits:
         max_model_len: The most tokens of prompt and output together.
         max_prompt_tokens: Always below max_model_len, so that at least one token can be generated.
         longest_token_bytes: No token spells more text, in UTF-8.
+        max_n: The most sequences of one request.
+        max_call_sequences: The most sequences of all requests of one call, those that are not returned included.
     """
 
     pools: tuple[Pool, ...]
@@ -66,6 +72,7 @@ class Limits:
     max_stop_token_ids: int
     max_chat_messages: int
     max_n: int
+    max_call_sequences: int
 
     def fewest_tokens(self, num_bytes: int) -> int:
         """A text of so many bytes of UTF-8 has at least so many tokens."""
@@ -99,5 +106,6 @@ def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_to
         max_stop_string_bytes=settings.max_stop_string_bytes,
         max_stop_token_ids=settings.max_stop_token_ids,
         max_chat_messages=settings.max_chat_messages,
-        max_n=min(MAX_N, *(welcome.max_num_seqs for welcome in welcomes)),
+        max_n=min(MAX_N, settings.max_call_sequences, *(welcome.max_num_seqs for welcome in welcomes)),
+        max_call_sequences=settings.max_call_sequences,
     )

@@ -9,15 +9,18 @@ from typing import TypeVar
 from gateway.auth.caller import current_caller
 from gateway.requests.answer_size import check_prompt_logprobs, num_prompt_logprobs
 from gateway.requests.events import Chunk, Completed, Event, Finished, GeneratedSequence, PositionLogprobs, Usage
-from gateway.requests.generator import Generator
+from gateway.requests.generator import CallParameters, Generator
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import RequestOptions
+from gateway.requests.validation import check_call
+from gateway.turns import Turns
 from quire.rpc.errors import QuireError
 
 Result = tuple[list[GeneratedSequence], Usage]
 Answer = TypeVar("Answer")
 # So many log probabilities take longer to be made into an answer than other calls should wait for.
 _LARGE = 10_000
+_ENDED_AT_ONCE = 16
 # Events of requests by position, and the error that ends one of them.
 _Queue = asyncio.Queue[tuple[int, Event | Exception]]
 
@@ -36,15 +39,21 @@ async def running(
     Log probabilities of prompts count as often as the answer has them: once, or with each sequence.
     """
     try:
+        check_call(requests[0], len(requests), await generator.limits())
         current_caller().account.check_call(len(requests))
     except QuireError as error:
         raise refusal(0, error) from error
     async with AsyncExitStack() as stack:
         live: list[LiveRequest] = []
         num_logprobs = 0
+        parameters, turns = CallParameters(), Turns()
         for position, options in enumerate(requests):
             try:
-                live.append(await stack.enter_async_context(generator.run(options)))
+                if position % _ENDED_AT_ONCE == 0:
+                    # Between the ends of those before and of those after it, others run.
+                    stack.push_async_callback(asyncio.sleep, 0)
+                live.append(await stack.enter_async_context(generator.run(options, parameters)))
+                await turns.pause()
                 request = live[-1].request
                 copies = request.num_sequences if shows_prompt_by_sequence else 1
                 num_logprobs += num_prompt_logprobs(request) * copies

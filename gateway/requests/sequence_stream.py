@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from gateway.requests.events import Chunk, Finished, FinishReason
 from gateway.requests.logprobs import TokenLogprobs
 from gateway.text.clean_up import TextPieces
-from gateway.text.stop_strings import StopMatcher
+from gateway.text.stop_strings import StopMatcher, StopStrings
 from quire.logprob_columns import LogprobColumns, LogprobLog
 
 
@@ -24,7 +24,7 @@ class SequenceStream:
         self,
         index: int,
         detokenizer: TextPieces,
-        stop_strings: Sequence[str],
+        stop_strings: StopStrings | None,
         ending_token_ids: frozenset[int],
         *,
         min_tokens: int = 0,
@@ -35,7 +35,7 @@ class SequenceStream:
         self.token_ids: list[int] = []
         self.finished: Finished | None = None
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stop_strings) if stop_strings else None
+        self._matcher = None if stop_strings is None else StopMatcher(stop_strings)
         self._ending_token_ids = ending_token_ids
         self._min_tokens = min_tokens
         self._includes_stop_string = include_stop_string

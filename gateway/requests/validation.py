@@ -11,6 +11,8 @@ from gateway.requests.beam_validation import check_beam_search
 from gateway.requests.limits import (
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORDS,
+    MAX_CALL_PARAMETER_ENTRIES,
+    MAX_CALL_STOP_BYTES,
     MAX_LOGIT_BIAS,
     MAX_NAME_LENGTH,
     MAX_REPETITION_PENALTY,
@@ -36,6 +38,7 @@ from gateway.requests.violations import Violations, shortened, shown, utf8_size
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
+_CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_LENGTH}}}")
 
 
@@ -76,6 +79,80 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     check_model(request.model, served_model)
     violations = Violations()
     check_prompt(violations, request.prompt, limits)
+    _check_parameters(violations, request, limits)
+    _check_request_id(violations, request.request_id)
+    violations.raise_if_any()
+
+
+def check_another(request: RequestOptions, limits: Limits) -> None:
+    """Checks a request that has model and parameters of one that `check_request` has let pass.
+
+    Raises:
+        InvalidArgument: its prompt or its id is at fault.
+    """
+    violations = Violations()
+    check_prompt(violations, request.prompt, limits)
+    _check_request_id(violations, request.request_id)
+    violations.raise_if_any()
+
+
+def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> None:
+    """Checks what a call asks for by making so many requests with the same parameters. What is too much for one request
+    already is left to `check_request`.
+
+    Raises:
+        InvalidArgument: there would be too many sequences, or too many copies of long parameters.
+    """
+    violations = Violations()
+    sampling, stopping = request.sampling, request.stopping
+    field, per_request = _sequences_of(sampling)
+    count = num_requests * per_request
+    if count > limits.max_call_sequences and per_request <= limits.max_n:
+        violations.add(
+            field,
+            f"is {per_request:,} for each of {num_requests:,} prompts, {count:,} sequences together; a call may have "
+            f"at most {limits.max_call_sequences:,}; send fewer prompts at once, or ask for fewer sequences of each",
+        )
+    if len(stopping.stop) <= limits.max_stop_strings:
+        num_bytes = sum(map(utf8_size, stopping.stop))
+        if num_bytes * count > MAX_CALL_STOP_BYTES:
+            violations.add(
+                "stopping.stop",
+                f"has {num_bytes:,} bytes for each of {count:,} sequences, {num_bytes * count:,} together; a call may "
+                f"have at most {MAX_CALL_STOP_BYTES:,}; send fewer prompts at once, or shorter stop strings",
+            )
+    for field, values in (
+        ("sampling.allowed_token_ids", sampling.allowed_token_ids),
+        ("sampling.logit_bias", sampling.logit_bias),
+        ("stopping.stop_token_ids", stopping.stop_token_ids),
+    ):
+        if len(values) * num_requests > MAX_CALL_PARAMETER_ENTRIES and len(values) <= limits.vocab_size:
+            violations.add(
+                field,
+                f"has {len(values):,} entries for each of {num_requests:,} prompts, {len(values) * num_requests:,} "
+                f"together; a call may have at most {MAX_CALL_PARAMETER_ENTRIES:,}; send fewer prompts at once",
+            )
+    violations.raise_if_any()
+
+
+def _sequences_of(sampling: SamplingOptions) -> tuple[str, int]:
+    """How many sequences run for a request, and the field that says so."""
+    if sampling.beam_search is not None:
+        return "sampling.beam_search.beam_width", max(sampling.beam_search.beam_width, 1)
+    if sampling.best_of is not None:
+        return "sampling.best_of", max(sampling.best_of, 1)
+    return "sampling.n", max(sampling.n or 1, 1)
+
+
+def _check_request_id(violations: Violations, request_id: str | None) -> None:
+    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+        shown = shortened(request_id)
+        violations.add(
+            "request_id", f'is "{shown}"; it must be 1 to {MAX_REQUEST_ID_LENGTH} characters of [A-Za-z0-9._:-]'
+        )
+
+
+def _check_parameters(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     if request.sampling.beam_search is None:
         _check_drawing(violations, request.sampling, request.stopping, limits)
     else:
@@ -83,13 +160,7 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     _check_sampling(violations, request.sampling, limits)
     _check_stopping(violations, request.stopping, limits)
     _check_output(violations, request.output, limits)
-    if request.request_id is not None and not _REQUEST_ID.fullmatch(request.request_id):
-        shown = shortened(request.request_id)
-        violations.add(
-            "request_id", f'is "{shown}"; it must be 1 to {MAX_REQUEST_ID_LENGTH} characters of [A-Za-z0-9._:-]'
-        )
     violations.check_range("priority", request.priority, -100, 100)
-    violations.raise_if_any()
 
 
 def check_prompt(
@@ -158,7 +229,7 @@ def _check_prompt_length(
         field,
         f"has {count} tokens; a prompt may have at most {limits.max_prompt_tokens:,}, so the prompt is too long; "
         f"{_context_length(limits)}",
-        reason="CONTEXT_LENGTH_EXCEEDED",
+        reason=_CONTEXT_LENGTH_EXCEEDED,
     )
     return False
 
@@ -210,7 +281,7 @@ def resolve_max_tokens(
             "stopping.max_tokens",
             f"is {max_tokens:,} after a prompt of {prompt_tokens:,} tokens, together {prompt_tokens + max_tokens:,}; "
             f"a sequence can have at most {limits.max_model_len:,} tokens here, since {_context_length(limits)}",
-            reason="CONTEXT_LENGTH_EXCEEDED",
+            reason=_CONTEXT_LENGTH_EXCEEDED,
         )
         violations.raise_if_any()
     return max_tokens

@@ -25,6 +25,7 @@ from gateway.schedulers.scheduler_convert import (
     welcome_from,
 )
 from gateway.schedulers.scheduler_events import EventBatch, Welcome
+from gateway.turns import Turns
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError, Unavailable, from_rpc_error
 from quire.rpc.tls import TlsIdentity
@@ -270,7 +271,9 @@ class SchedulerClient:
         async for message in responses:
             match message.WhichOneof("message"):
                 case "events":
+                    turns = Turns()
                     for part in event_batch_from(message.events).parts(_TOKENS_AT_ONCE):
+                        await turns.pause()
                         self._listener.on_events(self, part)
                         await _let_readers_run()
                     num_taken += 1

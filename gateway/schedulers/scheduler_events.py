@@ -1,6 +1,6 @@
 """What a scheduler says, as values."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,9 +98,9 @@ class EventBatch:
     """To be applied before `runs`: they came no later than the tokens that follow them."""
 
     def parts(self, max_tokens: int) -> "list[EventBatch]":
-        """Batches of at most that many tokens which are this one when they are applied in order. The first has the log
-        probabilities of prompts, the last has whatever ended."""
-        if sum(len(run.token_ids) for run in self.runs) <= max_tokens:
+        """Batches of at most that many tokens, or about as many ends, which are this one when they are applied in
+        order. A request's completion is in the same one as its ends."""
+        if sum(len(run.token_ids) for run in self.runs) + len(self.ended) <= max_tokens:
             return [self]
         parts: list[list[TokenRun]] = [[]]
         room = max_tokens
@@ -114,7 +114,15 @@ class EventBatch:
                 parts[-1].append(piece)
                 start += len(piece.token_ids)
                 room -= len(piece.token_ids)
-        first, *middle = (EventBatch(runs, [], [], []) for runs in parts)
-        batches = [replace(first, prompt_runs=self.prompt_runs), *middle]
-        batches[-1] = replace(batches[-1], ended=self.ended, completed=self.completed, failed=self.failed)
-        return batches
+        batches = [EventBatch([], [], [], [], self.prompt_runs), *(EventBatch(runs, [], [], []) for runs in parts)]
+        ends: dict[int, list[SequenceEnded]] = {completion.handle: [] for completion in self.completed}
+        for end in self.ended:
+            ends.setdefault(end.handle, []).append(end)
+        completed = {completion.handle: completion for completion in self.completed}
+        for handle, of_request in ends.items():
+            if len(batches[-1].ended) >= max_tokens or batches[-1].runs:
+                batches.append(EventBatch([], [], [], []))
+            batches[-1].ended.extend(of_request)
+            if handle in completed:
+                batches[-1].completed.append(completed[handle])
+        return [*batches, EventBatch([], [], [], self.failed)]

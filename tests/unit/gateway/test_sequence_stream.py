@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from gateway.requests.events import FinishReason
 from gateway.requests.sequence_stream import SequenceStream, TokenGapError
+from gateway.text.stop_strings import StopStrings
 from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
 
@@ -22,7 +23,8 @@ def text_of(token_ids):
 
 
 def make_stream(stop=(), ending=(EOS,), **stopping):
-    return SequenceStream(0, TOKENIZER.detokenizer(include_special_tokens=False), stop, frozenset(ending), **stopping)
+    stops = StopStrings(stop) if stop else None
+    return SequenceStream(0, TOKENIZER.detokenizer(include_special_tokens=False), stops, frozenset(ending), **stopping)
 
 
 def take_all(stream, max_tokens=1000):

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.text.stop_strings import StopMatcher
+from gateway.text.stop_strings import StopMatcher, StopStrings
 
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4)
 PIECES = st.lists(st.text(alphabet="abcd", max_size=6), max_size=12)
@@ -13,7 +13,7 @@ PIECES = st.lists(st.text(alphabet="abcd", max_size=6), max_size=12)
 
 def run(stop_strings, pieces):
     """The delivered text, held text included, and the stop string that ended it."""
-    matcher = StopMatcher(stop_strings)
+    matcher = StopMatcher(StopStrings(stop_strings))
     delivered = ""
     for piece in pieces:
         text, stop_string = matcher.push(piece)
@@ -41,7 +41,7 @@ def test_equals_a_search_of_the_whole_text(stop_strings, pieces):
 @settings(deadline=None)
 @given(stop_strings=STOPS, pieces=PIECES)
 def test_holds_back_only_what_may_become_a_stop_string(stop_strings, pieces):
-    matcher = StopMatcher(stop_strings)
+    matcher = StopMatcher(StopStrings(stop_strings))
     seen = delivered = ""
     for piece in pieces:
         text, stop_string = matcher.push(piece)
@@ -66,7 +66,7 @@ def test_the_longest_wins_where_two_end_together():
 
 
 def test_a_long_repetitive_stop_string_costs_little():
-    matcher = StopMatcher(["a" * 1000 + "b"])
+    matcher = StopMatcher(StopStrings(["a" * 1000 + "b"]))
     assert matcher.push("a" * 20_000) == ("a" * 19_000, None)
 
 
@@ -74,7 +74,7 @@ def test_a_long_repetitive_stop_string_costs_little():
 def test_what_is_passed_over_stops_nothing_but_may_begin_a_match(text, start, cuts):
     stop_strings = ["aba", "bb", "aabaab"]
     start = min(start, len(text))
-    matcher, out, found = StopMatcher(stop_strings), "", None
+    matcher, out, found = StopMatcher(StopStrings(stop_strings)), "", None
     edges = sorted({0, len(text), start, *(min(cut, len(text)) for cut in cuts)})
     for first, last in itertools.pairwise(edges):
         if last <= start:

@@ -36,6 +36,7 @@ LIMITS = Limits(
     max_stop_token_ids=3,
     max_chat_messages=2,
     max_n=128,
+    max_call_sequences=256,
 )
 
 

@@ -26,6 +26,7 @@ LIMITS = Limits(
     max_stop_token_ids=8,
     max_chat_messages=8,
     max_n=8,
+    max_call_sequences=1024,
 )
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-2, 9), st.floats(), st.text(max_size=8), st.just("never")

@@ -1,0 +1,211 @@
+"""Whatever one caller sends, the gateway's event loop is never kept for long: all others share it.
+
+A turn shall take 20 ms at most. The tests allow more, since shared processors take longer for the same. Without what
+they are about, each of these calls keeps the loop for a hundred milliseconds to minutes.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+import pytest_asyncio
+
+from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
+from quire.inference import open_inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import error_of
+from tests.support.measured_gateway import MeasuredGateway, measured_gateway
+
+LONGEST_TURN_MS = 80
+MAX_MODEL_LEN = 60_000
+NUM_PROMPTS = 1024
+STOPS = [letter * 999 + "." for letter in "abcd"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def measured() -> AsyncIterator[tuple[MeasuredGateway, FakeScheduler]]:
+    scheduler = FakeScheduler(max_model_len=MAX_MODEL_LEN)
+    await scheduler.start()
+    async with measured_gateway(scheduler) as gateway:
+        yield gateway, scheduler
+    await scheduler.stop()
+
+
+@pytest.fixture
+def scheduler(measured) -> FakeScheduler:
+    return measured[1]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def http(measured) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=measured[0].http_url, timeout=60) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def channel(measured) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(measured[0].grpc_address) as channel:
+        yield channel
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def short_turns(measured):
+    await measured[0].longest_turn_ms()
+    yield
+    milliseconds, name = await measured[0].longest_turn_ms()
+    assert milliseconds < LONGEST_TURN_MS, name
+
+
+async def given_up(calling: asyncio.Task[httpx.Response]) -> None:
+    """The client closes the connection."""
+    calling.cancel()
+    await asyncio.gather(calling, return_exceptions=True)
+
+
+def infer(channel: grpc.aio.Channel, request: pb.ModelInferRequest):
+    method = "/inference.GRPCInferenceService/ModelInfer"
+    call = channel.unary_unary(method, pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString)
+    return call(request, timeout=60)
+
+
+def inference(num_prompts: int, *, raw: bytes | None = None, **parameters: Any) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name="quire-tiny")
+    prompts = request.inputs.add(name="text_input", datatype="BYTES", shape=[num_prompts])
+    if raw is None:
+        prompts.contents.bytes_contents.extend([b"hello"] * num_prompts)
+    else:
+        request.raw_input_contents.append(raw)
+    if parameters:
+        tensor = request.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+        tensor.contents.bytes_contents.append(json.dumps(parameters).encode())
+    return request
+
+
+async def test_too_many_sequences_of_a_call_are_refused_over_http(http):
+    response = await http.post("/v1/completions", json={"prompt": ["hello"] * NUM_PROMPTS, "n": 128, "stop": STOPS})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "n")
+    for part in ("n is 128", "1,024 prompts", "131,072 sequences", "at most 1,024", "send fewer prompts"):
+        assert part in error["message"]
+    assert "stop has 4,000 bytes" in error["message"]
+
+
+async def test_too_many_sequences_of_a_call_are_refused_over_kserve(channel):
+    error = await error_of(infer(channel, inference(NUM_PROMPTS, n=128, stop=STOPS)))
+    assert isinstance(error, InvalidArgument)
+    assert error.violations[0].field == 'inputs[1].contents.bytes_contents[0]["n"]'
+    assert "131,072 sequences" in error.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_thousand_prompts_with_long_stop_strings(http, scheduler, stream):
+    body = {"prompt": ["hello"] * NUM_PROMPTS, "stop": STOPS, "max_tokens": 2, "stream": stream}
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200
+    assert response.text.count('"finish_reason":"length"') == NUM_PROMPTS
+    assert len({submit.sampling.seed for submit in scheduler.submits[-NUM_PROMPTS:]}) == NUM_PROMPTS
+
+
+async def test_a_thousand_prompts_with_many_parameters_are_given_up(http, scheduler):
+    words = [f"word {number} and what follows it" for number in range(128)]
+    body = {
+        "prompt": ["hello there " * 100] * NUM_PROMPTS,
+        "bad_words": words,
+        "logit_bias": {str(token_id): 1 for token_id in range(1024)},
+        "allowed_token_ids": list(range(2000)),
+    }
+    with scheduler.standing_still():
+        before = len(scheduler.submits)
+        calling = asyncio.create_task(http.post("/v1/completions", json=body))
+        await scheduler.until(lambda: len(scheduler.submits) - before >= 200)
+        await given_up(calling)
+        await scheduler.until(lambda: not scheduler.live)
+
+
+async def test_a_thousand_prompts_over_kserve(channel):
+    answer = await infer(channel, inference(NUM_PROMPTS, stop=STOPS, max_tokens=2))
+    assert len(answer.outputs[0].contents.bytes_contents) == NUM_PROMPTS
+
+
+async def test_a_long_prompt_of_token_ids_is_echoed_by_many_sequences(http, scheduler):
+    body = {"prompt": [[7] * 50_000], "n": 128, "echo": True}
+    with scheduler.standing_still():
+        before = len(scheduler.submits)
+        calling = asyncio.create_task(http.post("/v1/completions", json=body))
+        await scheduler.until(lambda: len(scheduler.submits) > before)
+        # Behind it, so that what is made for the echo was made.
+        assert (await http.get("/v1/models")).status_code == 200
+        await given_up(calling)
+        await scheduler.until(lambda: not scheduler.live)
+
+
+async def test_many_sequences_with_long_stop_strings_over_grpc(channel, scheduler):
+    request = generation_pb2.GenerateRequest(text="hello")
+    request.sampling.n = 128
+    request.stopping.stop.extend(letter * 1000 for letter in "abcdefghijklmnop")
+    with scheduler.standing_still():
+        before = len(scheduler.submits)
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=60)
+        waiting = asyncio.ensure_future(call)
+        await scheduler.until(lambda: len(scheduler.submits) > before)
+        waiting.cancel()
+        await scheduler.until(lambda: not scheduler.live)
+
+
+@pytest.mark.parametrize(
+    ("field", "fill"),
+    [
+        ("token_ids.ids", lambda request: request.token_ids.ids.extend([1] * 3_000_000)),
+        ("stopping.stop", lambda request: request.stopping.stop.extend(["a"] * 1_000_000)),
+        ("sampling.allowed_token_ids", lambda request: request.sampling.allowed_token_ids.extend([1] * 3_000_000)),
+    ],
+)
+async def test_lists_of_millions_are_refused_for_their_length(
+    channel, field: str, fill: Callable[[generation_pb2.GenerateRequest], None]
+):
+    request = generation_pb2.GenerateRequest()
+    fill(request)
+    error = await error_of(generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=60))
+    assert isinstance(error, InvalidArgument)
+    assert field in [violation.field for violation in error.violations]
+
+
+async def test_a_raw_tensor_of_a_million_elements_is_refused_for_its_length(channel):
+    error = await error_of(infer(channel, inference(1_000_000, raw=bytes(4) * 1_000_000)))
+    assert isinstance(error, InvalidArgument)
+    assert "more than 1,024 elements" in error.message
+
+
+async def test_a_long_text_is_tokenized(http, channel):
+    text = "a b " * 100_000
+    response = await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})
+    answer = response.json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > 200_000
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    tokenized = await stub.Tokenize(generation_pb2.TokenizeRequest(text=text), timeout=60)
+    assert list(tokenized.token_ids) == answer["tokens"]
+
+
+async def test_a_conversation_of_many_empty_messages_is_tokenized(http):
+    response = await http.post("/tokenize", json={"messages": [{"role": "user", "content": ""}] * 1024})
+    assert response.json()["count"] > 1024
+
+
+async def test_a_long_output_that_comes_at_once(channel, scheduler):
+    """As when a stream is resumed."""
+    scheduler.tokens_per_step = 40_000
+    try:
+        request = generation_pb2.GenerateRequest(text="hello")
+        request.stopping.max_tokens = 40_000
+        request.stopping.ignore_eos = True
+        request.stopping.stop.extend(STOPS)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        answer = await stub.Generate(request, timeout=60)
+    finally:
+        scheduler.tokens_per_step = 1
+    assert len(answer.sequences[0].token_ids) == 40_000

@@ -1,0 +1,102 @@
+"""A gateway in a process of its own, in which the turns of its event loop are measured.
+
+What is measured is the processor time of single callbacks, so that a busy machine makes no difference.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.app import serve
+from gateway.settings import GatewaySettings
+from tests.support.fake_scheduler import FakeScheduler
+
+
+@dataclass
+class MeasuredGateway:
+    """The gateway's addresses, and what its loop did."""
+
+    grpc_address: str
+    http_url: str
+    process: asyncio.subprocess.Process
+
+    async def longest_turn_ms(self) -> tuple[float, str]:
+        """The longest turn since this was asked before, and what had it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(b"\n")
+        async with asyncio.timeout(30):
+            milliseconds, name = json.loads(await self.process.stdout.readline())
+        return milliseconds, name
+
+
+@contextlib.asynccontextmanager
+async def measured_gateway(scheduler: FakeScheduler, **settings: Any) -> AsyncIterator[MeasuredGateway]:
+    """Runs a gateway, connected to the scheduler, until the block ends."""
+    values = {"grpc_port": 0, "http_port": 0, "schedulers": (scheduler.address,), "drain_timeout": 0.0} | settings
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.support.measured_gateway",
+        json.dumps(values),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            line = (await process.stdout.readline()).decode()
+            await scheduler.until_known()
+        addresses = dict(word.split("=") for word in line.split() if "=" in word)
+        gateway = MeasuredGateway(addresses["grpc"], f"http://{addresses['http']}", process)
+        await gateway.longest_turn_ms()
+        yield gateway
+    finally:
+        process.kill()
+        await process.wait()
+
+
+class _Turns:
+    """The longest callback of the main thread's event loop."""
+
+    def __init__(self) -> None:
+        self.longest: tuple[float, str] = (0.0, "")
+        self._main = threading.get_ident()
+
+    def install(self) -> None:
+        run = asyncio.Handle._run
+
+        def measured(handle: asyncio.Handle) -> None:
+            name = _name_of(handle)
+            began = time.thread_time()
+            run(handle)
+            if (seconds := time.thread_time() - began) > self.longest[0] and threading.get_ident() == self._main:
+                self.longest = seconds, name
+
+        asyncio.Handle._run = measured
+
+    def report_on_demand(self) -> None:
+        """Answers each line of stdin."""
+        for _ in sys.stdin:
+            (seconds, name), self.longest = self.longest, (0.0, "")
+            print(json.dumps([seconds * 1000, name]), flush=True)
+
+
+def _name_of(handle: asyncio.Handle) -> str:
+    callback = handle._callback
+    task = getattr(callback, "__self__", None)
+    return repr(task.get_coro()) if isinstance(task, asyncio.Task) else repr(callback)
+
+
+if __name__ == "__main__":
+    arguments = json.loads(sys.argv[1])
+    turns = _Turns()
+    turns.install()
+    threading.Thread(target=turns.report_on_demand, daemon=True).start()
+    asyncio.run(serve(GatewaySettings(**arguments | {"schedulers": tuple(arguments["schedulers"])})))
