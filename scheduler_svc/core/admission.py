@@ -3,10 +3,10 @@
 One that does not fit holds up all behind it, so that nobody starves under a stream of smaller ones.
 """
 
-from collections.abc import Sequence as SequenceOf
-
+from scheduler_svc.core.block_manager import LeavingTables
 from scheduler_svc.core.planning import blocks_for_decodes, blocks_to_grow, plan_chunk
 from scheduler_svc.core.preemption import Preemption
+from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.trials import Trials
@@ -14,6 +14,13 @@ from scheduler_svc.core.trials import Trials
 _STEPS_AHEAD = 1
 """For so many steps after the one that a group is admitted to, all who run find blocks to grow into; else it would come
 and go with every block that becomes free. ADR 0012 has what more and fewer cost."""
+
+_MAX_ADMISSIONS = 128
+"""Groups that are admitted in one step, so that planning it never takes long; the next step goes on. Only prompts of a
+few tokens, or cached ones, are so many."""
+
+_MAX_DISPLACED = 128
+"""Groups that are pushed out in one step, likewise. Nobody else is admitted before the one that they make room for."""
 
 
 class Admission:
@@ -23,26 +30,68 @@ class Admission:
         self._state = state
         self._preemption = preemption
         self._trials = trials
+        # Whom nobody could make room for, and what ran and was free then.
+        self._in_vain: tuple[RequestKey, int, int] | None = None
 
     def displace(self, now: float) -> None:
         """Makes room for the next group, where the policy lets it push out others; nobody leaves in vain."""
         state = self._state
-        if self._trials.are_on:
+        if self._trials.are_on or not len(state.running) or (group := self._next()) is None:
             return
-        while len(state.running) and (group := self._next()) is not None:
-            victim = state.policy.victim_of(state.running)
-            if not state.policy.displaces(group, victim) or self._fits(group):
-                return
-            if not self._fits(group, [each for each in state.running if state.policy.displaces(group, each)]):
-                return
-            self._preemption.preempt(victim, now)
+        lowest = state.policy.displaces_from(group)
+        if lowest is None or state.running.last().rank < lowest:
+            return
+        growing = blocks_to_grow(state.batch, _STEPS_AHEAD)
+        if not self._fits(group, growing):
+            for victim in self._victims(group, lowest, growing)[:_MAX_DISPLACED]:
+                self._preemption.preempt(victim, now)
+
+    def _victims(self, group: SequenceGroup, lowest: int, growing: int) -> list[SequenceGroup]:
+        """The groups of rank `lowest` and above that make room for `group`, the last ones first and no more than it
+        takes; none where all of them do not."""
+        state, rows, blocks = self._state, self._state.batch.rows, self._state.batch.blocks
+        needed, reserve = self._blocks_needed(group, growing)
+        missing = blocks.missing(needed, reserve=reserve)
+        missing_rows = len(group.unfinished) - rows.num_free
+        # If all leave it runs alone, as everybody can.
+        all_leave = state.running.first().rank >= lowest
+        if not all_leave:
+            may_leave = rows.active & (rows.rank >= lowest)
+            # As if nobody shared: mostly that is too little already.
+            if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or self._was_in_vain(group):
+                return []
+        leaving = LeavingTables(blocks.pool, taken=[block for each in group.computing for block in blocks.hits(each)])
+        victims: list[SequenceGroup] = []
+        for victim in reversed(state.running):
+            if victim.rank < lowest:
+                break
+            victims.append(victim)
+            missing_rows -= len(victim.unfinished)
+            missing -= sum(leaving.leave(sequence.block_table) for sequence in victim.unfinished)
+            if missing <= 0 and missing_rows <= 0:
+                return victims
+        if all_leave:
+            return victims
+        self._in_vain = (group.request.key, state.running.num_changes, blocks.pool.num_free)
+        return []
+
+    def _was_in_vain(self, group: SequenceGroup) -> bool:
+        """Whether nobody has left since all victims of this group were found to be too few."""
+        if self._in_vain is None:
+            return False
+        key, num_changes, num_free = self._in_vain
+        state = self._state
+        is_same = key == group.request.key and num_changes == state.running.num_changes
+        return is_same and state.batch.blocks.pool.num_free <= num_free
 
     def swap_in(self, now: float) -> None:
         """Brings swapped groups back until one that waits is next. They compute with the decodes of this step."""
         state = self._state
         while len(state.swapped):
             group = self._next()
-            if group is None or group.request.key not in state.swapped or not self._fits(group):
+            if group is None or group.request.key not in state.swapped:
+                return
+            if not self._fits(group, blocks_to_grow(state.batch, _STEPS_AHEAD)):
                 return
             state.running.add(state.swapped.remove(group.request.key))
             group.timeline.run(now)
@@ -52,13 +101,23 @@ class Admission:
         """Admits groups that wait, as far as rows, blocks and the token budget go, until a swapped one is next: that
         comes back before the next step."""
         state = self._state
-        while len(state.waiting) and state.batch.draft.budget > 0:
-            group = self._next()
-            if group is None or group.request.key not in state.waiting or not self._fits(group):
+        growing: int | None = None
+        for _ in range(_MAX_ADMISSIONS):
+            if not len(state.waiting) or state.batch.draft.budget <= 0:
                 return
+            group = self._next()
+            if group is None or group.request.key not in state.waiting:
+                return
+            if growing is None:
+                growing = blocks_to_grow(state.batch, _STEPS_AHEAD)
+            if not self._fits(group, growing):
+                return
+            growth = self._growth(group)
             state.running.add(state.waiting.remove(group.request.key))
             group.timeline.run(now)
             self._start(group)
+            # What one sequence adds is known; several may share.
+            growing = growing + growth if len(group.unfinished) == 1 else None
 
     def _next(self) -> SequenceGroup | None:
         """Who enters the batch next; None where nobody may."""
@@ -69,34 +128,29 @@ class Admission:
             return None
         return state.policy.next_of(state.waiting, state.swapped)
 
-    def _fits(self, group: SequenceGroup, displaced: SequenceOf[SequenceGroup] = ()) -> bool:
-        """Whether there are rows and blocks for a group that waits or is swapped, if `displaced` no longer ran."""
-        state = self._state
-        leaving = [sequence for each in displaced for sequence in each.unfinished]
-        if len(group.unfinished) > state.batch.rows.num_free + len(leaving):
+    def _fits(self, group: SequenceGroup, growing: int) -> bool:
+        """Whether there are rows and blocks for a group that waits or is swapped, beside those who run and take
+        `growing` blocks in the next steps."""
+        state, blocks = self._state, self._state.batch.blocks
+        if len(group.unfinished) > state.batch.rows.num_free:
             return False
-        alone, blocks = len(state.running) == len(displaced), state.batch.blocks
-        if alone and displaced:
-            return True
-        is_swapped = group.request.key in state.swapped
-        # A swapped group comes back before the decodes of the step take their blocks.
-        to_decode = blocks_for_decodes(state.batch) if is_swapped else 0
-        growth = 0 if is_swapped else self._growth(group)
-        reserve = 0 if alone else blocks_to_grow(state.batch, _STEPS_AHEAD) - to_decode + growth
-        freed = blocks.freed_by(leaving, group.computing) if leaving else 0
+        alone = not len(state.running)
         while True:
-            needed = self._blocks_to_enter(group) + to_decode - freed
+            needed, reserve = self._blocks_needed(group, growing)
             if blocks.has_room(needed, reserve=reserve, alone=alone):
                 return True
             # Whatever was accepted can run alone; a pin may not keep it from that.
             if not (alone and state.pins.give_way(blocks.pool)):
                 return False
 
-    def _blocks_to_enter(self, group: SequenceGroup) -> int:
-        blocks = self._state.batch.blocks
-        if group.request.key in self._state.swapped:
-            return self._state.swap_space.blocks_needed(group.computing, blocks)
-        return blocks.blocks_to_allocate(group.computing)
+    def _blocks_needed(self, group: SequenceGroup, growing: int) -> tuple[int, int]:
+        """Free blocks that go as the group enters, and those that must be left then, unless it runs alone."""
+        state, blocks = self._state, self._state.batch.blocks
+        if group.request.key not in state.swapped:
+            return blocks.blocks_to_allocate(group.computing), growing + self._growth(group)
+        # A swapped group comes back before the decodes of the step take their blocks.
+        to_decode = blocks_for_decodes(state.batch)
+        return state.swap_space.blocks_needed(group.computing, blocks) + to_decode, growing - to_decode
 
     def _growth(self, group: SequenceGroup) -> int:
         """Blocks that a group that is to be admitted takes beyond those for its tokens, likewise."""

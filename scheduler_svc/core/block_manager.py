@@ -9,6 +9,9 @@ from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.sequence import Sequence
 
+_HASHES_AT_FIRST = 16
+"""Blocks at the start of a sequence that are hashed to look for them; more where all of these are cached."""
+
 
 class BlockManager:
     """Gives sequences blocks as their tokens come, never ahead of them, and lets them share what is cached.
@@ -26,16 +29,14 @@ class BlockManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def freed_by(self, leaving: SequenceOf[Sequence], coming: SequenceOf[Sequence]) -> int:
-        """Blocks that become free if those leaving give theirs back, but for those that the coming ones take over."""
-        taken = {block for sequence in coming for block in self.hits(sequence)}
-        held = Counter(block for sequence in leaving for block in sequence.block_table)
-        return sum(self.pool.ref_count(block) == count for block, count in held.items() if block not in taken)
-
     def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
         """Whether a group that takes this many free blocks may start. `reserve` blocks are left free, and no fewer than
         the watermark, unless it would run `alone`, when they protect nobody."""
         return num_blocks + (0 if alone else max(reserve, self._watermark_blocks)) <= self.pool.num_free
+
+    def missing(self, num_blocks: int, *, reserve: int) -> int:
+        """How many blocks more must be free before such a group may start beside others."""
+        return num_blocks + max(reserve, self._watermark_blocks) - self.pool.num_free
 
     def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """Gives sequences without blocks those for all their tokens; returns for each how many tokens it need not
@@ -44,16 +45,19 @@ class BlockManager:
         Raises OutOfBlocksError.
         """
         being_computed: dict[BlockHash, BlockId] = {}
-        return [self._allocate_one(sequence, being_computed) for sequence in sequences]
+        several = len(sequences) > 1
+        return [self._allocate_one(sequence, being_computed, several=several) for sequence in sequences]
 
-    def _allocate_one(self, sequence: Sequence, being_computed: dict[BlockHash, BlockId]) -> int:
+    def _allocate_one(self, sequence: Sequence, being_computed: dict[BlockHash, BlockId], *, several: bool) -> int:
         assert not sequence.block_table, "the sequence has blocks already"
-        hashes = self._shareable(sequence)
-        shared = self.pool.hits(hashes)
-        for content in hashes[len(shared) :]:
-            if content not in being_computed:
-                break
-            shared.append(being_computed[content])
+        shared = self.hits(sequence)
+        hashes: list[BlockHash] = []
+        if several:
+            hashes = self._shareable(sequence)
+            for content in hashes[len(shared) :]:
+                if content not in being_computed:
+                    break
+                shared.append(being_computed[content])
         self.pool.touch(shared)
         fresh = self.pool.allocate(self.blocks_for(sequence.num_tokens) - len(shared))
         sequence.block_table = [*shared, *fresh]
@@ -62,6 +66,9 @@ class BlockManager:
 
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks that `allocate` takes, cached ones included."""
+        if len(sequences) == 1:
+            hits = self.hits(sequences[0])
+            return self.blocks_for(sequences[0].num_tokens) - len(hits) + self.pool.num_free_of(hits)
         known: set[BlockHash] = set()
         needed = 0
         for sequence in sequences:
@@ -102,8 +109,8 @@ class BlockManager:
     def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         """Seals the blocks with logical indices from `first` to before `end`, all of them full; returns those that can
         be hit from now on."""
-        hashes = sequence.prefix_hashes.first(end, sequence.token_ids)
-        pairs = zip(sequence.block_table[first:end], hashes[first:], strict=True)
+        hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
+        pairs = zip(sequence.block_table[first:end], hashes, strict=True)
         return [(block, content) for block, content in pairs if self.pool.seal(block, content)]
 
     def still_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> list[tuple[BlockId, BlockHash]]:
@@ -116,13 +123,43 @@ class BlockManager:
         sequence.block_table = []
 
     def hits(self, sequence: Sequence) -> list[BlockId]:
-        """The cached blocks that hold the start of the sequence."""
-        return self.pool.hits(self._shareable(sequence))
+        """The cached blocks that hold the start of the sequence. Hashes little further than there are hits."""
+        most, ahead = self._num_shareable(sequence), _HASHES_AT_FIRST
+        while True:
+            hashes = sequence.prefix_hashes.first(min(ahead, most), sequence.token_ids)
+            blocks = self.pool.hits(hashes)
+            if len(blocks) < len(hashes) or ahead >= most:
+                return blocks
+            ahead *= 4
 
     def _shareable(self, sequence: Sequence) -> list[BlockHash]:
-        """Hashes of the blocks that the sequence may take from others. At least one token is left to compute, so that
-        there are logits."""
-        if not sequence.uses_prefix_cache:
-            return []
-        num_blocks = (sequence.num_tokens - 1) // self.block_size
-        return sequence.prefix_hashes.first(num_blocks, sequence.token_ids)
+        """Hashes of the blocks that the sequence may take from others."""
+        return sequence.prefix_hashes.first(self._num_shareable(sequence), sequence.token_ids)
+
+    def _num_shareable(self, sequence: Sequence) -> int:
+        """Blocks that the sequence may take from others. At least one token is left to compute, so that there are
+        logits."""
+        return (sequence.num_tokens - 1) // self.block_size if sequence.uses_prefix_cache else 0
+
+
+class LeavingTables:
+    """Counts the blocks that become free if block tables are given back one after the other, but for those `taken`."""
+
+    def __init__(self, pool: BlockPool, taken: Iterable[BlockId]) -> None:
+        self._pool = pool
+        self._taken = set(taken)
+        self._left: Counter[BlockId] = Counter()
+        """How many of its holders left, of each block that had several."""
+
+    def leave(self, table: SequenceOf[BlockId]) -> int:
+        """Blocks that this table frees, after those before it."""
+        pool = self._pool
+        freed = alone = pool.num_held_alone(table)
+        if self._taken:
+            freed -= sum(block in self._taken and pool.ref_count(block) == 1 for block in table)
+        if alone < len(table):
+            for block in table:
+                if pool.ref_count(block) > 1:
+                    self._left[block] += 1
+                    freed += self._left[block] == pool.ref_count(block) and block not in self._taken
+        return freed

@@ -47,6 +47,16 @@ class BlockPool:
         """How many block tables hold this block."""
         return self._ref_counts[block]
 
+    def num_held_alone(self, table: Sequence[BlockId]) -> int:
+        """Blocks of a table that no other one holds."""
+        counts = self._ref_counts
+        return sum(counts[block] == 1 for block in table)
+
+    def num_free_of(self, blocks: Sequence[BlockId]) -> int:
+        """Those of the blocks that nobody holds."""
+        counts = self._ref_counts
+        return sum(counts[block] == 0 for block in blocks)
+
     def hash_of(self, block: BlockId) -> BlockHash | None:
         """The hash under which the block is sealed."""
         return self._hashes[block]
@@ -55,15 +65,29 @@ class BlockPool:
         """Takes `count` free blocks, each with a reference count of 1. Raises OutOfBlocksError and changes nothing."""
         if count > len(self._free):
             raise OutOfBlocksError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
-        return [self._take() for _ in range(count)]
+        blocks = self._free.pop(count)
+        for block in blocks:
+            content = self._hashes[block]
+            if content is not None:
+                del self._by_hash[content]
+                self._hashes[block] = None
+            self._ref_counts[block] = 1
+        return blocks
 
     def free(self, blocks: Sequence[BlockId]) -> None:
         """Drops one reference of each block of a table, given in logical order."""
+        counts, hashes, free = self._ref_counts, self._hashes, self._free
         for block in reversed(blocks):
-            assert self._ref_counts[block] > 0, f"block {block} was freed twice"
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                self._let_go(block)
+            count = counts[block]
+            assert count > 0, f"block {block} was freed twice"
+            counts[block] = count - 1
+            if count > 1:
+                continue
+            if hashes[block] is None:
+                free.append_first(block)
+            else:
+                self._num_held_sealed -= 1
+                free.append(block)
 
     def hits(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
         """The blocks sealed under the first of these hashes, up to the first that is not there."""
@@ -106,19 +130,3 @@ class BlockPool:
     def free_blocks(self) -> tuple[BlockId, ...]:
         """The free blocks in the order in which they will be handed out."""
         return tuple(self._free)
-
-    def _take(self) -> BlockId:
-        block = self._free.pop()
-        content = self._hashes[block]
-        if content is not None:
-            del self._by_hash[content]
-            self._hashes[block] = None
-        self._ref_counts[block] = 1
-        return block
-
-    def _let_go(self, block: BlockId) -> None:
-        if self._hashes[block] is None:
-            self._free.append_first(block)
-        else:
-            self._num_held_sealed -= 1
-            self._free.append(block)

@@ -30,8 +30,7 @@ def plan_decodes(batch: Batch) -> None:
         return
     _append_blocks(batch, batch.rows.without_slot(rows))
     _copy_shared_tails(batch)
-    ones = np.ones(len(rows), dtype=np.int64)
-    batch.draft.add(rows, ones, batch.rows.num_computed[rows], sampling=ones.astype(bool))
+    batch.draft.decode(rows, batch.rows.num_computed[rows])
 
 
 def plan_prefills(batch: Batch, running: GroupQueue) -> None:
@@ -46,14 +45,10 @@ def plan_chunk(batch: Batch, row: int, running: GroupQueue) -> None:
     """As much of the row's uncomputed tokens as the budget has room for. The last chunk samples, for all sequences of
     the group where they start from one prompt."""
     rows = batch.rows
-    remaining = int(rows.num_tokens[row] - rows.num_computed[row])
+    num_computed = int(rows.num_computed[row])
+    remaining = int(rows.num_tokens[row]) - num_computed
     chunk = min(remaining, batch.draft.budget)
-    batch.draft.add(
-        np.array([row]),
-        np.array([chunk]),
-        np.array([rows.num_computed[row]]),
-        sampling=np.array([chunk == remaining]),
-    )
+    batch.draft.add_chunk(row, chunk, num_computed, samples=chunk == remaining)
     if chunk == remaining:
         _fork_samples(batch, row, running.get(batch.sequence(row).request.key))
 

@@ -35,9 +35,10 @@ class Policy:
         """Who is preempted next. The queue is not empty."""
         return running.last()
 
-    def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
-        """Whether the one that waits may push out the one that runs, where it cannot be admitted otherwise."""
-        return False
+    def displaces_from(self, waiting: SequenceGroup) -> int | None:
+        """The lowest rank of those who run that the one that waits may push out, where it cannot be admitted otherwise;
+        None where it may push out nobody."""
+        return None
 
     def planned(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
         """A step was planned. `prefills` says which rows of its batch have not sampled before it."""
@@ -52,8 +53,8 @@ class PriorityPolicy(Policy):
     def rank(self, request: Request, arrival: int) -> int:
         return (MAX_PRIORITY - request.priority) * _RANKS_PER_PRIORITY + arrival
 
-    def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
-        return waiting.request.priority > running.request.priority
+    def displaces_from(self, waiting: SequenceGroup) -> int | None:
+        return (MAX_PRIORITY - waiting.request.priority + 1) * _RANKS_PER_PRIORITY
 
 
 PREFILL_WEIGHT = 1

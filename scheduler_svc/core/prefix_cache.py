@@ -20,11 +20,16 @@ def root_hash(tenant: str) -> BlockHash:
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of a full block behind the prefix `parent`."""
-    return BlockHash(blake2b(array("i", token_ids).tobytes(), digest_size=HASH_BYTES, key=parent).digest())
+    return _chained(parent, array("i", token_ids).tobytes())
+
+
+def _chained(parent: BlockHash, packed: bytes) -> BlockHash:
+    # A parent has one length, so nothing else is hashed to the same bytes.
+    return BlockHash(blake2b(parent + packed, digest_size=HASH_BYTES).digest())
 
 
 class PrefixHashes:
-    """The hashes of a sequence's full blocks, computed once each, as its tokens come."""
+    """The hashes of a sequence's full blocks, computed once each, when they are first asked for."""
 
     def __init__(self, tenant: str, block_size: int) -> None:
         self._hashes: list[BlockHash] = []
@@ -33,13 +38,24 @@ class PrefixHashes:
 
     def first(self, count: int, token_ids: Sequence[int]) -> list[BlockHash]:
         """The hashes of the first `count` blocks, all of which `token_ids` fills."""
-        while len(self._hashes) < count:
-            start = len(self._hashes) * self._block_size
-            block = token_ids[start : start + self._block_size]
-            assert len(block) == self._block_size, "only full blocks have a hash"
-            self._parent = block_hash(self._parent, block)
-            self._hashes.append(self._parent)
+        self._compute(count, token_ids)
         return self._hashes[:count]
+
+    def between(self, first: int, end: int, token_ids: Sequence[int]) -> list[BlockHash]:
+        """The hashes of the blocks from `first` to before `end`, likewise."""
+        self._compute(end, token_ids)
+        return self._hashes[first:end]
+
+    def _compute(self, count: int, token_ids: Sequence[int]) -> None:
+        known = len(self._hashes)
+        if known >= count:
+            return
+        packed = array("i", token_ids[known * self._block_size : count * self._block_size]).tobytes()
+        block_bytes = 4 * self._block_size
+        assert len(packed) == (count - known) * block_bytes, "only full blocks have a hash"
+        for start in range(0, len(packed), block_bytes):
+            self._parent = _chained(self._parent, packed[start : start + block_bytes])
+            self._hashes.append(self._parent)
 
     def copy(self) -> "PrefixHashes":
         """For a sequence that forks: the same so far, going its own way from here."""

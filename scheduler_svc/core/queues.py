@@ -22,12 +22,17 @@ class GroupQueue:
         self._tokens: dict[RequestKey, int] = {}
         self.num_tokens = 0
         """Tokens that all groups have to compute, at the time when they were put in, if none is cached."""
+        self.num_changes = 0
+        """How often a group was put in or taken out."""
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         return (self._by_rank[rank] for rank in self._ranks)
+
+    def __reversed__(self) -> Iterator[SequenceGroup]:
+        return (self._by_rank[rank] for rank in reversed(self._ranks))
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._by_key
@@ -62,6 +67,7 @@ class GroupQueue:
         insort(self._ranks, group.rank)
         insort(self._of_tenant.setdefault(group.request.tenant, []), group.rank)
         self._by_rank[group.rank] = self._by_key[key] = group
+        self.num_changes += 1
         self._tokens[key] = group.num_tokens_to_compute
         self.num_tokens += self._tokens[key]
 
@@ -69,6 +75,7 @@ class GroupQueue:
         """Takes a group out and returns it. KeyError where it is not here."""
         group = self._by_key.pop(key)
         del self._by_rank[group.rank]
+        self.num_changes += 1
         _take_out(self._ranks, group.rank)
         tenant = group.request.tenant
         _take_out(self._of_tenant[tenant], group.rank)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from scheduler_svc.core.beam import BeamParameters, num_candidates
 
@@ -17,9 +17,8 @@ Handle = NewType("Handle", int)
 """A gateway's own number for one of its live requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestKey:
-    """What tells a live request from all others."""
+class RequestKey(NamedTuple):
+    """What tells a live request from all others. A tuple, since every table of requests hashes it."""
 
     client: ClientId
     handle: Handle

@@ -146,7 +146,10 @@ class Scheduler:
         check_queue(request, self.waiting, self.config)
         rank = self._state.policy.rank(request, self._num_arrivals)
         self._num_arrivals += 1
-        self._wait(SequenceGroup.of(request, rank, self.config.block_size, now))
+        group = SequenceGroup.of(request, rank, self.config.block_size, now)
+        # Hashes what is cached of it here, and not in the step that admits it.
+        self.blocks.hits(group.unfinished[0])
+        self._wait(group)
 
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
         """Ends one sequence of a request, and the request with its last one. Returns whether the request was live.

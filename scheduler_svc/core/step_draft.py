@@ -27,21 +27,24 @@ class StepDraft:
         self._seeds: dict[int, int] = {}
         self._tokens: dict[int, tuple[int, int]] = {}
         self._blocks: dict[tuple[int, int], BlockId] = {}
-        self._rows: list[np.ndarray] = []
-        self._num_new_tokens: list[np.ndarray] = []
-        self._num_computed: list[np.ndarray] = []
-        self._samples: list[np.ndarray] = []
+        # Rows that decode, as arrays, and after them chunks of single rows: (row, new tokens, computed tokens).
+        self._decodes = np.zeros((0, 3), dtype=np.int64)
+        self._chunks: list[tuple[int, int, int]] = []
+        self._chunk_samples: list[tuple[int, int]] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
-        return not self._rows
+        return not (len(self._decodes) or self._chunks)
 
     def release(self, row: int) -> None:
         """The row holds nothing any more; what was to be said of it before is void."""
-        for changes in (self._assign, self._parent_of, self._seeds, self._tokens):
-            changes.pop(row, None)
-        self._blocks = {place: block for place, block in self._blocks.items() if place[0] != row}
+        self._assign.pop(row, None)
+        self._parent_of.pop(row, None)
+        self._seeds.pop(row, None)
+        self._tokens.pop(row, None)
+        if self._blocks:
+            self._blocks = {place: block for place, block in self._blocks.items() if place[0] != row}
         self._release[row] = None
 
     def assign(self, assignment: RowAssignment) -> None:
@@ -65,23 +68,32 @@ class StepDraft:
         """Pairs (GPU block, host block). A host block that was given back since, before any plan, goes to another."""
         self._swap_out.update((host, gpu) for gpu, host in pairs)
 
-    def add(self, rows: np.ndarray, num_new: np.ndarray, num_computed: np.ndarray, sampling: np.ndarray) -> None:
-        """Adds rows to the batch; `sampling` says which of them sample. All arrays have the length of `rows`."""
-        self.budget -= int(num_new.sum())
-        assert self.budget >= 0, "the step exceeds its token budget"
-        self._rows.append(rows)
-        self._num_new_tokens.append(num_new)
-        self._num_computed.append(num_computed)
-        self._samples.append(np.stack((rows[sampling], rows[sampling]), axis=1))
+    def decode(self, rows: np.ndarray, num_computed: np.ndarray) -> None:
+        """Adds rows that compute one token each, and sample. int64[n] each. To be called once, before chunks."""
+        assert self.is_empty, "decodes come once, and first"
+        self._spend(len(rows))
+        self._decodes = np.stack((rows, np.ones_like(rows), num_computed), axis=1)
+
+    def add_chunk(self, row: int, num_new: int, num_computed: int, *, samples: bool) -> None:
+        """Adds a chunk of one row, with which it samples or does not."""
+        self._spend(num_new)
+        self._chunks.append((row, num_new, num_computed))
+        if samples:
+            self._chunk_samples.append((row, row))
 
     def sample_from(self, parent: int, child: int) -> None:
         """Lets the child's row sample from the logits of the parent's."""
-        self._samples.append(np.array([[child, parent]]))
+        self._chunk_samples.append((child, parent))
+
+    def _spend(self, num_tokens: int) -> None:
+        self.budget -= num_tokens
+        assert self.budget >= 0, "the step exceeds its token budget"
 
     def finish(self, step_id: int) -> StepPlan:
         """The step as a value. The draft must not be empty."""
         forks = [(parent, child) for child, parent in self._parent_of.items()]
         deltas = [(row, index, block) for (row, index), block in self._blocks.items()]
+        batch = np.concatenate((self._decodes, _array(self._chunks, 3)))
         return StepPlan(
             step_id=step_id,
             swap_out=_array([(gpu, host) for host, gpu in self._swap_out.items()], 2),
@@ -93,10 +105,10 @@ class StepDraft:
             reseed=tuple(self._seeds.items()),
             set_tokens=_array([(row, *chosen) for row, chosen in self._tokens.items()], 3),
             block_table_deltas=_array(deltas, 3),
-            rows=np.concatenate(self._rows),
-            num_new_tokens=np.concatenate(self._num_new_tokens),
-            num_computed_tokens=np.concatenate(self._num_computed),
-            samples=np.concatenate(self._samples),
+            rows=np.ascontiguousarray(batch[:, 0]),
+            num_new_tokens=np.ascontiguousarray(batch[:, 1]),
+            num_computed_tokens=np.ascontiguousarray(batch[:, 2]),
+            samples=np.concatenate((self._decodes[:, [0, 0]], _array(self._chunk_samples, 2))),
             sealed=tuple(self.sealed),
         )
 

@@ -10,8 +10,10 @@ def test_the_queue_behaves_like_a_list(num_blocks, operations):
     queue, model, out = FreeQueue(num_blocks), list(range(num_blocks)), []
     for operation, pick in operations:
         if operation == "pop" and model:
-            out.append(model.pop(0))
-            assert queue.pop() == out[-1]
+            count = min(1 + pick % 3, len(model))
+            out += model[:count]
+            del model[:count]
+            assert queue.pop(count) == out[-count:]
         elif operation == "remove" and model:
             out.append(model.pop(pick % len(model)))
             queue.remove(BlockId(out[-1]))

@@ -1,0 +1,240 @@
+"""Calls of the core that are rare, or grow with more than the rows of a step: what each holds the event loop up for."""
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bench.drive import CLIENT, key_of
+from bench.report import Series
+from scheduler_svc.core.config import PolicyKind, SchedulerConfig
+from scheduler_svc.core.request import Request, RowSampling
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_plan import StepPlan, StepResult
+
+BOUND_MS = 5.0
+"""What any one call may take with 1,024 rows."""
+
+_BLOCK_SIZE = 16
+_LONG_PROMPT = 120_000
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimes:
+    """Milliseconds of processor time that a call took, over some runs."""
+
+    name: str
+    values: tuple[float, ...]
+
+    @property
+    def series(self) -> Series:
+        return Series(self.name, "ms", self.values)
+
+
+def measure_calls(num_rows: int, num_runs: int) -> list[CallTimes]:
+    """Each call of CALLS on a scheduler of its own, `num_runs` times."""
+    return [CallTimes(name, tuple(_milliseconds(make(num_rows)) for _ in range(num_runs))) for name, make in CALLS]
+
+
+Calls = Iterable[Callable[[], object]]
+"""Calls one after the other, whose slowest counts."""
+
+
+def _milliseconds(calls: Calls) -> float:
+    slowest = 0.0
+    gc.collect()
+    gc.disable()
+    try:
+        for call in calls:
+            started = time.process_time()
+            call()
+            slowest = max(slowest, time.process_time() - started)
+    finally:
+        gc.enable()
+    return slowest * 1e3
+
+
+def _config(num_rows: int, blocks_each: int, **changes) -> SchedulerConfig:
+    config = SchedulerConfig(
+        num_blocks=num_rows * blocks_each,
+        block_size=_BLOCK_SIZE,
+        max_num_seqs=num_rows,
+        # Whatever is submitted runs after a few steps, before any of it ends.
+        max_num_batched_tokens=512 * num_rows,
+        max_model_len=num_rows * blocks_each * _BLOCK_SIZE,
+        max_waiting_requests=10 * num_rows,
+        max_waiting_tokens=10**9,
+        watermark=0.0,
+    )
+    return replace(config, **changes)
+
+
+def _request(index: int, prompt_len: int, num_output_tokens: int = 64, *, priority: int = 0) -> Request:
+    # Prompts share nothing.
+    prompt = [index, *[7] * (prompt_len - 1)]
+    sampling = RowSampling(index)
+    return Request(key_of(index), str(index), prompt, sampling, num_output_tokens, frozenset([2]), priority=priority)
+
+
+def _answer(plan: StepPlan) -> StepResult:
+    return StepResult(plan.step_id, np.full(len(plan.samples), 7))
+
+
+def _step(scheduler: Scheduler) -> StepPlan | None:
+    plan = scheduler.schedule(0.0)
+    if plan is not None:
+        scheduler.apply(_answer(plan), 0.0)
+    return plan
+
+
+def _full(num_rows: int, config: SchedulerConfig, *, priorities: tuple[int, ...] = (0,)) -> Scheduler:
+    """All rows but one decode, each with 30 of 32 blocks."""
+    scheduler = Scheduler(config)
+    for index in range(num_rows - 1):
+        priority = priorities[index % len(priorities)]
+        scheduler.submit(_request(index, 30 * _BLOCK_SIZE - 8, 32, priority=priority), 0.0)
+    while len(scheduler.waiting) or scheduler.rows.prefilling().size:
+        if _step(scheduler) is None:
+            raise ValueError("the pool is too small")
+    return scheduler
+
+
+def _displacing(num_rows: int) -> Calls:
+    """One request that needs half of the blocks, which all hold requests of lower priority."""
+    scheduler = _full(num_rows, _config(num_rows, 32, policy=PolicyKind.PRIORITY))
+    scheduler.submit(_request(num_rows, num_rows * 16 * _BLOCK_SIZE, 8, priority=1), 0.0)
+    yield lambda: scheduler.schedule(0.0)
+
+
+def _displacing_in_vain(num_rows: int) -> Calls:
+    """Half of the requests may be displaced, which would not free enough."""
+    scheduler = _full(num_rows, _config(num_rows, 32, policy=PolicyKind.PRIORITY), priorities=(0, 100))
+    scheduler.submit(_request(num_rows, num_rows * 24 * _BLOCK_SIZE, 8, priority=1), 0.0)
+    yield from (lambda: _step(scheduler) for _ in range(3))
+
+
+def _arrivals(num_rows: int) -> Calls:
+    """As many requests of one prompt token each as there are rows, for one step."""
+    scheduler = Scheduler(_config(num_rows, 8))
+    for index in range(num_rows):
+        scheduler.submit(_request(index, 1), 0.0)
+    yield from _schedules(scheduler)
+
+
+def _schedules(scheduler: Scheduler) -> Iterator[Callable[[], object]]:
+    """Steps until nobody waits; the plans count, and not the results."""
+    while len(scheduler.waiting):
+        plans: list[StepPlan | None] = []
+        yield lambda: plans.append(scheduler.schedule(0.0))  # noqa: B023 (called before the next turn)
+        (plan,) = plans
+        assert plan is not None
+        scheduler.apply(_answer(plan), 0.0)
+
+
+def _arrival_results(num_rows: int) -> Calls:
+    """The result of a step in which all rows get their first token."""
+    scheduler = Scheduler(_config(num_rows, 8))
+    for index in range(num_rows):
+        scheduler.submit(_request(index, 1), 0.0)
+    while len(scheduler.waiting):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        yield lambda: scheduler.apply(_answer(plan), 0.0)  # noqa: B023
+
+
+def _ends(num_rows: int) -> Calls:
+    """The result with which all rows end."""
+    scheduler = Scheduler(_config(num_rows, 8))
+    for index in range(num_rows):
+        scheduler.submit(_request(index, 100), 0.0)
+    while len(scheduler.waiting) or scheduler.rows.prefilling().size:
+        _step(scheduler)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    yield lambda: scheduler.apply(StepResult(plan.step_id, np.full(len(plan.samples), 2)), 0.0)
+
+
+def _after_ends(num_rows: int) -> Calls:
+    """The step after all rows ended, where as many wait."""
+    scheduler = Scheduler(_config(num_rows, 8))
+    for index in range(2 * num_rows):
+        scheduler.submit(_request(index, 1), 0.0)
+    while scheduler.rows.num_free:
+        _step(scheduler)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.apply(StepResult(plan.step_id, np.full(len(plan.samples), 2)), 0.0)
+    yield from _schedules(scheduler)
+
+
+def _losing(num_rows: int) -> Calls:
+    """The worker is lost with all rows running."""
+    scheduler = Scheduler(_config(num_rows, 8))
+    for index in range(num_rows):
+        scheduler.submit(_request(index, 100), 0.0)
+    while len(scheduler.waiting):
+        _step(scheduler)
+    scheduler.schedule(0.0)
+    yield lambda: scheduler.lose_in_flight()
+    yield lambda: scheduler.void_in_flight(0.0)
+    yield lambda: scheduler.judge_loss(was_alive=False)
+
+
+def _returning(num_rows: int) -> Calls:
+    """The steps after a loss, in which all are computed again."""
+    scheduler = Scheduler(_config(num_rows, 8))
+    for index in range(num_rows):
+        scheduler.submit(_request(index, 1), 0.0)
+    while len(scheduler.waiting):
+        _step(scheduler)
+    scheduler.void_in_flight(0.0)
+    yield from _schedules(scheduler)
+
+
+def _long_scheduler(num_rows: int) -> Scheduler:
+    blocks_each = 8 + _LONG_PROMPT // _BLOCK_SIZE * 2 // num_rows + 1
+    return Scheduler(_config(num_rows, blocks_each, max_num_batched_tokens=2048))
+
+
+def _long_prompt(num_rows: int) -> Calls:
+    """From the submission of a prompt of 120,000 tokens to its first token: submit, plans and results."""
+    scheduler = _long_scheduler(num_rows)
+    yield from _whole(scheduler, _request(0, _LONG_PROMPT, 8))
+
+
+def _cached_long_prompt(num_rows: int) -> Calls:
+    """The same, where all of it is cached."""
+    scheduler = _long_scheduler(num_rows)
+    request = _request(0, _LONG_PROMPT, 1)
+    for call in _whole(scheduler, request):
+        call()
+    yield from _whole(scheduler, replace(request, key=key_of(1), max_tokens=8))
+
+
+def _whole(scheduler: Scheduler, request: Request) -> Iterator[Callable[[], object]]:
+    yield lambda: scheduler.submit(request, 0.0)
+    has_token = False
+    while not has_token:
+        plans: list[StepPlan | None] = []
+        yield lambda: plans.append(scheduler.schedule(0.0))  # noqa: B023
+        (plan,) = plans
+        assert plan is not None
+        events: list[dict] = []
+        yield lambda: events.append(scheduler.apply(_answer(plan), 0.0))  # noqa: B023
+        has_token = CLIENT in events[0]
+
+
+CALLS: tuple[tuple[str, Callable[[int], Calls]], ...] = (
+    ("displace half of all for one", _displacing),
+    ("displace in vain", _displacing_in_vain),
+    ("all rows arrive in one step", _arrivals),
+    ("first tokens of all rows", _arrival_results),
+    ("all rows end in one step", _ends),
+    ("all rows arrive after as many ended", _after_ends),
+    ("lose the worker", _losing),
+    ("all rows come back after a loss", _returning),
+    ("a prompt of 120,000 tokens", _long_prompt),
+    ("a cached prompt of 120,000 tokens", _cached_long_prompt),
+)
