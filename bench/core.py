@@ -1,4 +1,5 @@
-"""The cost of the scheduler's core alone: schedule and apply of one step, in milliseconds; memory of waiting requests.
+"""The cost of the scheduler's core alone: schedule and apply of one step, in milliseconds; calls that are rare or long;
+memory of waiting requests.
 
 Two batches: `steady`, where all sequences decode, and `turning`, where chats come and go. Two steps are in flight, as
 in service. The split by part is measured in a run of its own, since measuring it takes time too.
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.core_calls import BOUND_MS, CallTimes, measure_calls
 from bench.core_load import Load, constant_tokens, steady_load, turning_load
 from bench.core_parts import CORE_PARTS
 from bench.parts import PartTimes
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=600, help="steps to time")
     parser.add_argument("--warm-up", type=int, default=300, help="steps before those, where the batch turns over")
     parser.add_argument("--waiting", type=int, default=10_000, help="waiting requests to weigh; 0 weighs none")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each rare call; 0 measures none")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -45,6 +48,11 @@ def main(arguments: argparse.Namespace) -> None:
         splits |= {f"{name}, {count}": each.parts for count, each in times.items()}
         series += [each for count, run in times.items() for each in run.series(f"{name}, {count}")]
         _print(name, times)
+    if arguments.runs:
+        for count in arguments.sequences:
+            calls = measure_calls(count, arguments.runs)
+            series += [Series(f"{count}, {each.name}", "ms", each.values) for each in calls]
+            _print_calls(count, calls)
     waiting = measure_waiting(arguments.waiting) if arguments.waiting else None
     if waiting is not None:
         _print_waiting(waiting)
@@ -135,6 +143,14 @@ def _print(name: str, times: dict[int, StepTimes]) -> None:
     print(f"from {fewest} to {most} sequences the median of both grows {growth:.1f} times")
     for count, run in times.items():
         print(f"{count:>9}  " + ", ".join(f"{part} {value:.3f}" for part, value in run.parts.items()))
+    print()
+
+
+def _print_calls(count: int, calls: Sequence[CallTimes]) -> None:
+    print(f"{count} rows, the slowest call of each kind: ms of processor time, median of the runs")
+    for each in calls:
+        median = float(np.median(each.values))
+        print(f"{median:9.3f}  {each.name}" + ("" if median < BOUND_MS else f"   NOT below {BOUND_MS:.0f} ms"))
     print()
 
 

@@ -4,11 +4,11 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from bench.drive import CLIENT, key_of
-from bench.report import Series
+from bench.drive import key_of
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -27,10 +27,6 @@ class CallTimes:
 
     name: str
     values: tuple[float, ...]
-
-    @property
-    def series(self) -> Series:
-        return Series(self.name, "ms", self.values)
 
 
 def measure_calls(num_rows: int, num_runs: int) -> list[CallTimes]:
@@ -82,6 +78,14 @@ def _answer(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, np.full(len(plan.samples), 7))
 
 
+def _plan(scheduler: Scheduler, plans: list[StepPlan]) -> None:
+    """Plans one step, which must have something to compute."""
+    plan = scheduler.schedule(0.0)
+    if plan is None:
+        raise ValueError("nothing is left to compute")
+    plans.append(plan)
+
+
 def _step(scheduler: Scheduler) -> StepPlan | None:
     plan = scheduler.schedule(0.0)
     if plan is not None:
@@ -105,14 +109,14 @@ def _displacing(num_rows: int) -> Calls:
     """One request that needs half of the blocks, which all hold requests of lower priority."""
     scheduler = _full(num_rows, _config(num_rows, 32, policy=PolicyKind.PRIORITY))
     scheduler.submit(_request(num_rows, num_rows * 16 * _BLOCK_SIZE, 8, priority=1), 0.0)
-    yield lambda: scheduler.schedule(0.0)
+    yield partial(scheduler.schedule, 0.0)
 
 
 def _displacing_in_vain(num_rows: int) -> Calls:
     """Half of the requests may be displaced, which would not free enough."""
     scheduler = _full(num_rows, _config(num_rows, 32, policy=PolicyKind.PRIORITY), priorities=(0, 100))
     scheduler.submit(_request(num_rows, num_rows * 24 * _BLOCK_SIZE, 8, priority=1), 0.0)
-    yield from (lambda: _step(scheduler) for _ in range(3))
+    yield from (partial(_step, scheduler) for _ in range(3))
 
 
 def _arrivals(num_rows: int) -> Calls:
@@ -126,11 +130,9 @@ def _arrivals(num_rows: int) -> Calls:
 def _schedules(scheduler: Scheduler) -> Iterator[Callable[[], object]]:
     """Steps until nobody waits; the plans count, and not the results."""
     while len(scheduler.waiting):
-        plans: list[StepPlan | None] = []
-        yield lambda: plans.append(scheduler.schedule(0.0))  # noqa: B023 (called before the next turn)
-        (plan,) = plans
-        assert plan is not None
-        scheduler.apply(_answer(plan), 0.0)
+        plans: list[StepPlan] = []
+        yield partial(_plan, scheduler, plans)
+        scheduler.apply(_answer(plans[0]), 0.0)
 
 
 def _arrival_results(num_rows: int) -> Calls:
@@ -139,9 +141,9 @@ def _arrival_results(num_rows: int) -> Calls:
     for index in range(num_rows):
         scheduler.submit(_request(index, 1), 0.0)
     while len(scheduler.waiting):
-        plan = scheduler.schedule(0.0)
-        assert plan is not None
-        yield lambda: scheduler.apply(_answer(plan), 0.0)  # noqa: B023
+        plans: list[StepPlan] = []
+        _plan(scheduler, plans)
+        yield partial(scheduler.apply, _answer(plans[0]), 0.0)
 
 
 def _ends(num_rows: int) -> Calls:
@@ -153,7 +155,7 @@ def _ends(num_rows: int) -> Calls:
         _step(scheduler)
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    yield lambda: scheduler.apply(StepResult(plan.step_id, np.full(len(plan.samples), 2)), 0.0)
+    yield partial(scheduler.apply, StepResult(plan.step_id, np.full(len(plan.samples), 2)), 0.0)
 
 
 def _after_ends(num_rows: int) -> Calls:
@@ -177,9 +179,9 @@ def _losing(num_rows: int) -> Calls:
     while len(scheduler.waiting):
         _step(scheduler)
     scheduler.schedule(0.0)
-    yield lambda: scheduler.lose_in_flight()
-    yield lambda: scheduler.void_in_flight(0.0)
-    yield lambda: scheduler.judge_loss(was_alive=False)
+    yield scheduler.lose_in_flight
+    yield partial(scheduler.void_in_flight, 0.0)
+    yield partial(scheduler.judge_loss, was_alive=False)
 
 
 def _returning(num_rows: int) -> Calls:
@@ -214,16 +216,14 @@ def _cached_long_prompt(num_rows: int) -> Calls:
 
 
 def _whole(scheduler: Scheduler, request: Request) -> Iterator[Callable[[], object]]:
-    yield lambda: scheduler.submit(request, 0.0)
-    has_token = False
-    while not has_token:
-        plans: list[StepPlan | None] = []
-        yield lambda: plans.append(scheduler.schedule(0.0))  # noqa: B023
-        (plan,) = plans
-        assert plan is not None
-        events: list[dict] = []
-        yield lambda: events.append(scheduler.apply(_answer(plan), 0.0))  # noqa: B023
-        has_token = CLIENT in events[0]
+    yield partial(scheduler.submit, request, 0.0)
+    # Whatever has a token has one step less to go.
+    while not any(sequence.num_output_tokens for group in scheduler.groups() for sequence in group.sequences):
+        plans: list[StepPlan] = []
+        yield partial(_plan, scheduler, plans)
+        yield partial(scheduler.apply, _answer(plans[0]), 0.0)
+        if not scheduler.num_live:
+            return
 
 
 CALLS: tuple[tuple[str, Callable[[int], Calls]], ...] = (

@@ -2,7 +2,9 @@
 
 import pytest
 
+from bench import core_calls
 from bench.core import time_steps
+from bench.core_calls import CALLS, measure_calls
 from bench.core_load import steady_load, turning_load
 from bench.parts import PartTimes
 from bench.waiting_memory import measure_waiting
@@ -36,3 +38,10 @@ def test_a_waiting_request_costs_at_least_its_tokens_and_little_more_than_the_pr
     waiting = measure_waiting(200)
     assert waiting.bytes_each == pytest.approx(sum(waiting.by_file.values()), rel=0.05)
     assert 161 * 8 < waiting.bytes_each < 161 * 80
+
+
+def test_every_rare_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_calls, "_LONG_PROMPT", 5_000)
+    times = measure_calls(8, 2)
+    assert [each.name for each in times] == [name for name, _ in CALLS]
+    assert all(len(each.values) == 2 and min(each.values) > 0 for each in times)

@@ -1,0 +1,161 @@
+"""What the core looks at, where looking at everything would hold the event loop up."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core import admission, prefix_cache
+from scheduler_svc.core.block_manager import LeavingTables
+from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_plan import StepResult
+from tests.support.core_driver import Driver, make_config, make_request
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[None]]:
+    """Counts the calls of a function from now on."""
+
+    def count(owner: Any, name: str) -> list[None]:
+        calls: list[None] = []
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(None)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+        return calls
+
+    return count
+
+
+def make_full_driver(*priorities: int) -> Driver:
+    """Requests of these priorities fill all of the pool but two blocks, with three blocks each in which they end."""
+    config = make_config(
+        num_blocks=3 * len(priorities) + 2,
+        block_size=16,
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        policy=PolicyKind.PRIORITY,
+        max_model_len=1000,
+    )
+    driver = Driver(config)
+    for handle, priority in enumerate(priorities):
+        driver.submit(make_request(handle, prompt_len=33, max_tokens=15, priority=priority))
+    driver.run_steps(2)
+    assert driver.scheduler.blocks.pool.num_free == 2
+    return driver
+
+
+def test_displacing_looks_at_those_who_leave_and_at_nobody_else(counted):
+    driver = make_full_driver(*[0] * 20)
+    looks = counted(LeavingTables, "leave")
+    driver.submit(make_request(99, prompt_len=80, max_tokens=8, priority=1))
+    driver.plan()
+    assert driver.scheduler.num_preemptions == len(looks) == 2
+    assert make_request(99).key in driver.scheduler.running
+    driver.run_until_idle()
+
+
+def test_displacing_in_vain_looks_at_nobody(counted):
+    driver = make_full_driver(*[0, 100] * 10)
+    looks, growths = counted(LeavingTables, "leave"), counted(admission, "blocks_to_grow")
+    driver.submit(make_request(99, prompt_len=640, max_tokens=8, priority=1))
+    driver.run_steps(6)
+    assert driver.scheduler.num_preemptions == len(looks) == 0
+    assert len(growths) <= 2 * 6
+    driver.run_until_idle()
+    assert driver.finished == {*range(20), 99}
+
+
+def test_those_who_share_too_much_to_make_room_are_looked_at_once_until_somebody_leaves(counted):
+    config = make_config(
+        num_blocks=25,
+        block_size=16,
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        policy=PolicyKind.PRIORITY,
+        max_model_len=1000,
+    )
+    driver = Driver(config)
+    driver.submit(make_request(0, prompt=[3] * 33, max_tokens=15, priority=100))
+    driver.run_steps(2)
+    for handle in range(1, 21):
+        driver.submit(make_request(handle, prompt=[3] * 33, max_tokens=15))
+    driver.run_steps(2)
+    assert driver.scheduler.blocks.pool.num_free == 2
+    looks = counted(LeavingTables, "leave")
+    # As many blocks as are free or held by one of the twenty alone.
+    driver.submit(make_request(99, prompt_len=22 * 16, max_tokens=8, priority=1))
+    driver.run_steps(4)
+    assert driver.scheduler.num_preemptions == 0
+    assert len(looks) == 20
+    assert driver.scheduler.abort(make_request(5).key)
+    driver.run_steps(4)
+    assert len(looks) == 20 + 19
+    driver.run_until_idle()
+    assert driver.finished == {*range(21), 99} - {5}
+
+
+def test_groups_that_make_room_leave_some_at_a_time_and_nobody_takes_their_place(monkeypatch):
+    monkeypatch.setattr(admission, "_MAX_DISPLACED", 3)
+    driver = make_full_driver(*[0] * 20)
+    driver.submit(make_request(98, max_tokens=8))
+    driver.submit(make_request(99, prompt_len=24 * 16, max_tokens=8, priority=1))
+    for num_displaced in (3, 6, 8):
+        driver.plan()
+        assert driver.scheduler.num_preemptions == num_displaced
+        driver.deliver()
+    assert make_request(99).key in driver.scheduler.running
+    assert make_request(98).key in driver.scheduler.waiting
+    driver.run_until_idle()
+    assert driver.finished == {*range(20), 98, 99}
+
+
+def test_many_arrivals_are_admitted_some_a_step_with_one_look_at_those_who_run(counted, monkeypatch):
+    monkeypatch.setattr(admission, "_MAX_ADMISSIONS", 10)
+    driver = Driver(make_config(num_blocks=200, max_num_seqs=40, max_num_batched_tokens=400))
+    for handle in range(25):
+        driver.submit(make_request(handle, max_tokens=30))
+    looks = counted(admission, "blocks_to_grow")
+    for num_running in (10, 20, 25):
+        driver.plan()
+        driver.deliver()
+        assert len(driver.scheduler.running) == num_running
+    assert len(looks) == 3
+    driver.run_until_idle()
+
+
+def make_scheduler() -> Scheduler:
+    """Without a driver, whose checks hash whatever was sealed."""
+    return Scheduler(make_config(num_blocks=600, max_model_len=2000, max_num_batched_tokens=2000))
+
+
+def run_steps(scheduler: Scheduler, count: int) -> None:
+    for _ in range(count):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.apply(StepResult(plan.step_id, np.zeros(len(plan.samples), np.int64)), 0.0)
+
+
+def test_a_prompt_is_hashed_no_further_than_it_may_be_cached_before_it_is_computed(counted):
+    scheduler = make_scheduler()
+    hashes = counted(prefix_cache, "_chained")
+    scheduler.submit(make_request(0, prompt_len=1600, max_tokens=2), 0.0)
+    assert scheduler.schedule(0.0) is not None
+    assert len(hashes) <= 16
+
+
+def test_a_cached_prompt_is_hashed_when_it_comes_and_not_in_the_step_that_admits_it(counted):
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(0, prompt=[5] * 1600, max_tokens=2), 0.0)
+    run_steps(scheduler, 2)
+    hashes = counted(prefix_cache, "_chained")
+    scheduler.submit(make_request(1, prompt=[5] * 1600, max_tokens=2), 0.0)
+    assert len(hashes) == 399
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert (len(hashes), plan.num_tokens) == (399, 4)
