@@ -244,3 +244,5 @@ class StepOutput:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     num_computed_tokens: int = 0
     """Tokens of the batch."""
+    non_finite_chunks: tuple[int, ...] = ()
+    """Rows that sample nothing, of whose new tokens one has a hidden state that is not finite."""

@@ -29,6 +29,8 @@ def check_result(step: StepInFlight, result: StepResult, table: RowTable) -> Non
     reported = {*result.failures, *result.candidates}
     if reported and (strangers := reported.difference(step.rows.tolist())):
         raise ValueError(f"the result of step {step.step_id} reports rows {sorted(strangers)}, which do not sample")
+    if strangers := result.non_finite_chunks.difference(step.chunk_rows.tolist()):
+        raise ValueError(f"the result of step {step.step_id} has chunks of rows {sorted(strangers)}, which have none")
     current = table.incarnation[step.rows] == step.incarnations
     if result.failures:
         current &= ~np.isin(step.rows, list(result.failures))
@@ -111,6 +113,7 @@ class Results:
         table = self._state.batch.rows
         current = table.incarnation[step.rows] == step.incarnations
         self._seal(step, current, result)
+        self._seal_chunks(step, result)
         plain = current & table.is_plain[step.rows]
         if result.failures:
             plain &= ~np.isin(step.rows, [*result.failures])
@@ -160,7 +163,7 @@ class Results:
 
     def _seal(self, step: StepInFlight, current: np.ndarray, result: StepResult) -> None:
         """Blocks that are full now can be shared from now on. A row that samples a token has finite keys and values, so
-        nothing poisoned is ever sealed.
+        nothing that a failing request computed is ever sealed.
 
         The newest token of a beam may be computed again, when the group is swapped before all its candidates are there:
         its block is not final yet.
@@ -171,6 +174,18 @@ class Results:
             row = int(step.rows[index])
             if row not in result.failures:
                 batch.seal(row, int(num_full[index]))
+
+    def _seal_chunks(self, step: StepInFlight, result: StepResult) -> None:
+        """The same for chunks of prefills before the last. A row with one that is not finite seals nothing more until
+        it samples: whether its context is sound is seen then."""
+        batch, rows = self._state.batch, step.chunk_rows
+        current = batch.rows.incarnation[rows] == step.chunk_incarnations
+        if result.non_finite_chunks:
+            batch.rows.seals_chunks[rows[current & np.isin(rows, list(result.non_finite_chunks))]] = False
+        num_full = step.chunk_num_computed // batch.blocks.block_size
+        due = current & batch.rows.seals_chunks[rows] & (num_full > batch.rows.num_sealed[rows])
+        for row, count in zip(rows[due].tolist(), num_full[due].tolist(), strict=True):
+            batch.seal(row, count)
 
     def _on_milestone(self, sequence: Sequence) -> None:
         """Where the newest token is the sequence's last, or its first of this scheduler."""

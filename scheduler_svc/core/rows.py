@@ -18,6 +18,7 @@ class RowTable:
     num_computed  int64: tokens whose keys and values are in the pool once all steps in flight are done
     num_slots     int64: slots of the sequence's block table
     num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
+    seals_chunks  bool: blocks are sealed with each chunk of a prefill; not after one that was not finite
     max_len       int64: the sequence ends at this many tokens; the last one is never computed
     rank          int64: rank of the group
     client, handle, index, num_prompt  int64: whose sequence it is, which of the request's, after how many prompt tokens
@@ -38,6 +39,7 @@ class RowTable:
         self.num_computed = np.zeros(max_num_rows, dtype=np.int64)
         self.num_slots = np.zeros(max_num_rows, dtype=np.int64)
         self.num_sealed = np.zeros(max_num_rows, dtype=np.int64)
+        self.seals_chunks = np.zeros(max_num_rows, dtype=bool)
         self.max_len = np.zeros(max_num_rows, dtype=np.int64)
         self.rank = np.zeros(max_num_rows, dtype=np.int64)
         self.client = np.zeros(max_num_rows, dtype=np.int64)
@@ -66,6 +68,7 @@ class RowTable:
         self.num_computed[row] = num_computed
         self.num_slots[row] = len(sequence.block_table) * block_size
         self.num_sealed[row] = num_sealed
+        self.seals_chunks[row] = True
         self.prefills[row] = True
         return row
 

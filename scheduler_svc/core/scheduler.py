@@ -263,9 +263,19 @@ class Scheduler:
         prefills = batch.rows.prefills.copy()
         plan = batch.commit(self._last_step_id)
         self._state.policy.planned(plan, prefills[plan.rows].tolist(), batch.sequence)
-        sampling = plan.samples[:, 0]
-        incarnations, num_computed = batch.rows.incarnation[sampling], batch.rows.num_computed[sampling]
-        self.in_flight.append(StepInFlight(plan.step_id, sampling, incarnations, num_computed))
+        rows, sampling = batch.rows, plan.samples[:, 0]
+        chunks = plan.rows[rows.prefills[plan.rows]]
+        self.in_flight.append(
+            StepInFlight(
+                plan.step_id,
+                sampling,
+                rows.incarnation[sampling],
+                rows.num_computed[sampling],
+                chunks,
+                rows.incarnation[chunks],
+                rows.num_computed[chunks],
+            )
+        )
         return plan
 
     def _oldest_in_flight(self, step_id: int) -> StepInFlight:

@@ -67,12 +67,15 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """A planned step whose result is still to come: who sits in its sampling rows, and how many of their tokens are
-    computed then."""
+    computed then; and the same for the rows that compute a chunk of what they came with and sample nothing."""
 
     step_id: int
     rows: np.ndarray
     incarnations: np.ndarray
     num_computed: np.ndarray
+    chunk_rows: np.ndarray
+    chunk_incarnations: np.ndarray
+    chunk_num_computed: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ class StepResult:
     """What the workers answered: one token id for each of `StepPlan.samples`, in that order.
 
     `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates, means
-    nothing. `logprobs` is None where no row asks for them.
+    nothing. `logprobs` is None where no row asks for them. `non_finite_chunks` are rows that computed a chunk, sampled
+    nothing, and got hidden states that hold NaN or infinity.
     """
 
     step_id: int
@@ -88,6 +92,7 @@ class StepResult:
     logprobs: SampleLogprobs | None = None
     failures: Mapping[int, str] = field(default_factory=dict)
     candidates: Mapping[int, Candidates] = field(default_factory=dict)
+    non_finite_chunks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,7 @@ def _step_result(message: worker_pb2.StepResult, rows: np.ndarray, vocab_size: i
         logprobs=_logprobs(message, len(rows), vocab_size) if message.HasField("token_logprobs") else None,
         failures={failure.row: failure.detail for failure in message.failures},
         candidates={entry.row: _candidates(entry, vocab_size) for entry in message.candidates},
+        non_finite_chunks=frozenset(decode_int32(message.non_finite_chunks, "non_finite_chunks", minimum=0).tolist()),
     )
 
 

@@ -109,6 +109,15 @@ async def test_a_decode_row_feeds_on_its_own_samples(client: StepClient) -> None
     assert ints(result.token_ids) == [third]
 
 
+async def test_chunks_of_a_prompt_are_reported_only_where_they_are_not_finite(client: StepClient) -> None:
+    tokens = [*PROMPT, 4, 5]
+    first = await client.run(assign=[make_assign(0, tokens, range(2))], batch=make_batch([0], [2], [0], []))
+    second = await client.run(batch=make_batch([0], [2], [2], []))
+    assert first.non_finite_chunks == second.non_finite_chunks == b""
+    result = await client.run(batch=make_batch([0], [1], [4]))
+    assert len(ints(result.token_ids)) == 1
+
+
 async def test_a_released_row_can_be_assigned_in_the_same_step(client: StepClient) -> None:
     token = await prefill(client)
     blocks = range(8, 8 + -(-8 // client.info.pool.block_size))

@@ -1,7 +1,8 @@
 """Drives the scheduler core without services: a stand-in for the worker that knows each sequence's next token."""
 
+import sys
 from collections import deque
-from collections.abc import Callable, Reversible
+from collections.abc import Callable, Mapping, Reversible
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -132,7 +133,8 @@ class FakeDevice:
     rows: dict[int, WorkerRow] = field(default_factory=dict)
     host_slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Slot -> the token whose keys and values it holds and all tokens before it, which these depend on."""
+    """Slot -> the token whose keys and values it holds and all tokens before it, which these depend on; before those
+    the mark of who computed it, where it is not finite."""
     candidates: Callable[[list[int], int], Candidates] = candidates_after
     """The most likely tokens after these, and how many."""
     num_computed: int = 0
@@ -140,7 +142,9 @@ class FakeDevice:
     seals: dict[int, BlockHash] = field(default_factory=dict)
     """What a scheduler that comes later would adopt: block -> the hash that it is sealed under."""
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, failing: Mapping[int, tuple[int, int]] | None = None) -> StepResult:
+        """`failing` rows compute nothing finite from a position on: row -> mark that nobody else has, position."""
+        failing = failing or {}
         self._move(plan.swap_out, self.slots, self.host_slots)
         self._move(plan.swap_in, self.host_slots, self.slots)
         self._move(plan.copies, self.slots, self.slots)
@@ -167,7 +171,7 @@ class FakeDevice:
             self.rows[row].blocks[index : index + 1] = [block]
         batch = zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), plan.num_computed_tokens.tolist(), strict=True)
         for row, num_new, num_computed in batch:
-            self._compute(self.rows[row], num_new, num_computed)
+            self._compute(self.rows[row], num_new, num_computed, *failing.get(row, (0, sys.maxsize)))
         self._check_distinct_writes(plan)
         self.seals.update(plan.sealed)
         candidates = {
@@ -181,8 +185,20 @@ class FakeDevice:
             for sample, ((row, _), token_id) in enumerate(zip(plan.samples.tolist(), sampled, strict=True))
             if self.rows[row].logprobs is not None
         }
-        reported = SampleLogprobs(np.array(list(logprobs)), columns_of(logprobs.values())) if logprobs else None
-        return StepResult(plan.step_id, np.array(sampled, dtype=np.int64), reported, candidates=candidates)
+        ends = dict(zip(plan.rows.tolist(), (plan.num_computed_tokens + plan.num_new_tokens).tolist(), strict=True))
+        not_finite = {row for row, (_, position) in failing.items() if ends.get(row, 0) > position}
+        sources = plan.samples[:, 1].tolist()
+        failures = {row: "not finite" for row, source in plan.samples.tolist() if source in not_finite}
+        of_samples = [sample for sample in logprobs if plan.samples[sample, 0] not in failures]
+        lines = columns_of(logprobs[sample] for sample in of_samples)
+        return StepResult(
+            plan.step_id,
+            np.array(sampled, dtype=np.int64),
+            SampleLogprobs(np.array(of_samples), lines) if of_samples else None,
+            failures,
+            {row: each for row, each in candidates.items() if row not in failures},
+            frozenset(not_finite.difference(sources)),
+        )
 
     def _move(self, pairs: np.ndarray, source: Slots, target: Slots) -> None:
         assert len(set(pairs[:, 1].tolist())) == len(pairs), "a block is written twice"
@@ -210,15 +226,17 @@ class FakeDevice:
     def _slot(self, row: WorkerRow, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _compute(self, row: WorkerRow, num_new: int, num_computed: int) -> None:
+    def _compute(self, row: WorkerRow, num_new: int, num_computed: int, mark: int, failing_from: int) -> None:
         self.num_computed += num_new
         for position in range(num_computed):
-            context = tuple(row.tokens[: position + 1])
+            marks = (mark,) if position >= failing_from else ()
+            context = (*marks, *row.tokens[: position + 1])
             assert self.slots[self._slot(row, position)] == context, "the context is not the row's own"
         for position in range(num_computed, num_computed + num_new):
             assert position < len(row.tokens), "a token was computed before it was known"
             self.seals.pop(self._slot(row, position) // self.block_size, None)
-            self.slots[self._slot(row, position)] = tuple(row.tokens[: position + 1])
+            marks = (mark,) if position >= failing_from else ()
+            self.slots[self._slot(row, position)] = (*marks, *row.tokens[: position + 1])
 
     def check_seals(self, plan: StepPlan, tenants: Reversible[str]) -> None:
         """That each block which a step sealed holds what its hash stands for, for one of these tenants."""
@@ -247,6 +265,8 @@ class Driver:
         """Handles of requests that no step may compute once they have so many tokens."""
         self.deadly: dict[int, int] = {}
         """Handles of requests, and which of their tokens (counted from 1) the worker cannot compute without dying."""
+        self.failing: dict[int, int] = {}
+        """Handles of requests, and from which position on what they compute is not finite."""
         self.outputs: dict[int, list[int]] = {}
         """The output of each request's first sequence."""
         self.samples: dict[tuple[int, int], list[int]] = {}
@@ -284,9 +304,19 @@ class Driver:
         for group in self.scheduler.running:
             self._tenants.pop(group.request.tenant, None)
             self._tenants[group.request.tenant] = None
-        result = self.device.run(plan)
+        result = self.device.run(plan, self._failing_rows(plan))
         self.device.check_seals(plan, self._tenants)
         return result
+
+    def _failing_rows(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
+        sequences = {row: self.scheduler.rows.sequences[row] for row in plan.rows.tolist()}
+        return {
+            row: (-1 - sequence.request.key.handle, self.failing[sequence.request.key.handle])
+            for row, sequence in sequences.items()
+            if sequence is not None
+            and sequence.request.key.client != PIN_CLIENT
+            and sequence.request.key.handle in self.failing
+        }
 
     def deliver(self) -> dict[ClientId, ClientEvents]:
         """Applies the oldest result that was kept back."""
@@ -392,5 +422,6 @@ class Driver:
             self.samples[handle, index].append(token_id)
         for end in batch.finished:
             assert end.num_tokens == len(self.samples[end.handle, end.sequence_index])
+        self.failed.update(failure.key.handle for failure in batch.failed)
         self.finished.update(end.handle for end in batch.completed)
         self.usage.update((end.handle, end.usage) for end in batch.completed)

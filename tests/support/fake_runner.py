@@ -134,7 +134,11 @@ class FakeRunner:
             self.on_deadly()
         self._compute(step.batch)
         self._seals.begin_write(written, self.num_steps)
-        output = replace(self._sample(step.step_id, step.batch), prompt_logprobs=self._judge_prompts(step.batch))
+        output = replace(
+            self._sample(step.step_id, step.batch),
+            prompt_logprobs=self._judge_prompts(step.batch),
+            non_finite_chunks=self._failing_chunks(step.batch),
+        )
         # What the stand-in itself takes is part of the cost, not added to it.
         time.sleep(max(started + self._step_seconds - time.perf_counter(), 0))
         self._seals.add(step.sealed, self.num_steps)
@@ -172,6 +176,11 @@ class FakeRunner:
         timings = StepTimings(0, 0, 0, 0)
         reported = TokenLogprobs(np.array(with_logprobs, np.int32), columns_of(logprobs)) if logprobs else None
         return StepOutput(step_id, rows, token_ids, reported, tuple(candidates), tuple(failed), timings)
+
+    def _failing_chunks(self, batch: Batch) -> tuple[int, ...]:
+        sampling = set(batch.samples[:, 1].tolist())
+        chunks = [row for row in batch.rows.tolist() if row not in sampling]
+        return tuple(row for row in chunks if self._rows[row].sampling.seed in self._failing_seeds)
 
     def _judge_prompts(self, batch: Batch) -> tuple[PromptLogprobs, ...]:
         """The token at position p has log probability -p and rank p."""

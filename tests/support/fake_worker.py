@@ -38,7 +38,7 @@ class FakeWorkerConfig:
     max_steps_in_flight: int = 2
     step_seconds: float = 0.0
     failing_seeds: frozenset[int] = frozenset()
-    """Rows with these seeds fail when they sample."""
+    """Rows with these seeds fail when they sample, and compute no chunk that is finite."""
     deadly_seeds: frozenset[int] = frozenset()
     """A step that computes rows with these seeds calls `FakeWorker.on_deadly`."""
 

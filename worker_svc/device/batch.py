@@ -133,3 +133,26 @@ def plan_samples(batch: Batch) -> SamplePlan:
     if len(logit_tokens) == len(places):
         return SamplePlan(samplers, ends[places], last_tokens[places], None)
     return SamplePlan(samplers, ends[places], logit_tokens, logit_of_row)
+
+
+def finite_tokens(batch: Batch, hidden: Tensor) -> Tensor | None:
+    """Whether the hidden state of each new token is finite, [T] bool; None where every row samples.
+
+    NaN in a hidden state stays through all later layers and the final norm, and reaches every token that attends to its
+    keys and values. So a chunk whose final hidden states are finite was computed from finite keys and values.
+    """
+    if not _samples_nothing(batch).any():
+        return None
+    # In float32 a sum of finite numbers is finite, unless they are of no use anyway.
+    return hidden[: int(batch.num_new_tokens.sum())].sum(-1, dtype=torch.float32).isfinite()
+
+
+def non_finite_chunks(batch: Batch, is_finite: NDArray[np.bool_]) -> tuple[int, ...]:
+    """The rows that sample nothing and have a token that is not finite, by what `finite_tokens` says of each."""
+    new = batch.num_new_tokens.astype(np.int64)
+    is_sound = np.logical_and.reduceat(is_finite, np.cumsum(new) - new)
+    return tuple(batch.rows[_samples_nothing(batch) & ~is_sound].tolist())
+
+
+def _samples_nothing(batch: Batch) -> NDArray[np.bool_]:
+    return ~np.isin(batch.rows, batch.samples[:, 1])

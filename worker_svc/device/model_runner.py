@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from worker_svc.device.batch import SamplePlan, build_model_input, pad_batch, plan_samples, samples_every_token
+from worker_svc.device.batch import (
+    SamplePlan,
+    build_model_input,
+    finite_tokens,
+    non_finite_chunks,
+    pad_batch,
+    plan_samples,
+    samples_every_token,
+)
 from worker_svc.device.cache_ops import BlockMoves
 from worker_svc.device.decode_graphs import DecodeGraphs, GraphRecorder
 from worker_svc.device.graph_shapes import GraphShapes
@@ -59,16 +67,20 @@ class _Computed:
 
     sampled: _Sampled
     prompts: PromptResult | None
+    has_chunks: bool
     copy: HostCopy
 
     @classmethod
-    def of(cls, sampled: _Sampled, prompts: PromptResult | None, streams: Streams) -> "_Computed":
-        """Starts the way to the host."""
+    def of(
+        cls, sampled: _Sampled, prompts: PromptResult | None, finite: torch.Tensor | None, streams: Streams
+    ) -> "_Computed":
+        """Starts the way to the host. `finite` is what `finite_tokens` says of the batch."""
         tensors = [sampled.token_ids, sampled.is_finite]
+        tensors += [finite] if finite is not None else []
         tensors += sampled.logprobs.values.tensors() if sampled.logprobs is not None else []
         tensors += sampled.candidates.tensors() if sampled.candidates is not None else []
         tensors += prompts.values.tensors() if prompts is not None else []
-        return cls(sampled, prompts, HostCopy(tensors, streams.compute, streams.results))
+        return cls(sampled, prompts, finite is not None, HostCopy(tensors, streams.compute, streams.results))
 
 
 class LaunchedStep:
@@ -96,6 +108,7 @@ class LaunchedStep:
         """The output, when the device has it; then the step's blocks are sealed. To be called once."""
         computed, sampled = self._computed, self._computed.sampled
         token_ids, is_finite, *rest = computed.copy.arrays()
+        chunks = non_finite_chunks(self._step.batch, rest.pop(0)) if computed.has_chunks else ()
         failed_prompts = find_failed_rows(computed.prompts, rest[-4:]) if computed.prompts is not None else ()
         is_usable = is_finite & ~self._prompt_failures.take(self._step, failed_prompts)
         logprobs, candidates, prompt_logprobs = None, (), ()
@@ -119,6 +132,7 @@ class LaunchedStep:
             timings=StepTimings(self._queue_us, *self._stopwatch.stages_us()),
             prompt_logprobs=prompt_logprobs,
             num_computed_tokens=int(self._step.batch.num_new_tokens.sum()),
+            non_finite_chunks=chunks,
         )
 
 
@@ -202,34 +216,42 @@ class ModelRunner:
 
     def _run(self, batch: Batch, stopwatch: Stopwatch) -> _Computed:
         if not len(batch.rows):
-            return self._draw_nothing(None, stopwatch)
+            return self._draw_nothing(None, None, stopwatch)
         if self._run_decodes is not None and samples_every_token(batch):
             # No token lies within its prompt, so none has prompt log probabilities to report.
             logits = self._run_decodes(self._model_input(batch))
-            return self._draw(plan_samples(batch), logits, None, stopwatch)
+            return self._draw(plan_samples(batch), logits, None, None, stopwatch)
         hidden = self._forward(batch)
+        finite = finite_tokens(batch, hidden)
         prompt_plan = plan_prompt_logprobs(batch, self._rows.prompts)
         prompts = prompt_plan and compute_prompt_logprobs(
             self._model, hidden, prompt_plan, self._rows.token_ids, self._rows.prompts.num_logprobs
         )
         if not len(batch.samples):
-            return self._draw_nothing(prompts, stopwatch)
+            return self._draw_nothing(prompts, finite, stopwatch)
         plan = plan_samples(batch)
         logits = self._model.logits(hidden[to_device(plan.logit_tokens, hidden.device)])
-        return self._draw(plan, logits, prompts, stopwatch)
+        return self._draw(plan, logits, prompts, finite, stopwatch)
 
     def _draw(
-        self, plan: SamplePlan, logits: torch.Tensor, prompts: PromptResult | None, stopwatch: Stopwatch
+        self,
+        plan: SamplePlan,
+        logits: torch.Tensor,
+        prompts: PromptResult | None,
+        finite: torch.Tensor | None,
+        stopwatch: Stopwatch,
     ) -> _Computed:
         stopwatch.mark()
         sampled = self._sample(plan, logits)
         stopwatch.mark()
-        return _Computed.of(sampled, prompts, self._streams)
+        return _Computed.of(sampled, prompts, finite, self._streams)
 
-    def _draw_nothing(self, prompts: PromptResult | None, stopwatch: Stopwatch) -> _Computed:
+    def _draw_nothing(
+        self, prompts: PromptResult | None, finite: torch.Tensor | None, stopwatch: Stopwatch
+    ) -> _Computed:
         stopwatch.mark()
         stopwatch.mark()
-        return _Computed.of(self._nothing_sampled(), prompts, self._streams)
+        return _Computed.of(self._nothing_sampled(), prompts, finite, self._streams)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states, a line for each token of the batch, and for padding behind them."""

@@ -28,6 +28,7 @@ def result_message(output: StepOutput) -> RunResponse:
             )
             for row in output.failed_rows
         ],
+        non_finite_chunks=encode_int32(output.non_finite_chunks),
         timings=worker_pb2.StepTimings(
             queue_us=min(timings.queue_us, _MAX_UINT32),
             cache_operations_us=min(timings.cache_operations_us, _MAX_UINT32),

@@ -8,7 +8,15 @@ import torch
 
 from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes
-from worker_svc.device.batch import Layout, build_model_input, input_on_device, input_on_host, plan_samples
+from worker_svc.device.batch import (
+    Layout,
+    build_model_input,
+    finite_tokens,
+    input_on_device,
+    input_on_host,
+    non_finite_chunks,
+    plan_samples,
+)
 from worker_svc.device.rows import Rows
 from worker_svc.model_input import ModelInput
 from worker_svc.steps import LogitRules, ReseedRow, SetTokens
@@ -137,3 +145,26 @@ def test_rows_that_sample_from_one_row_share_its_logits() -> None:
     assert plan.logit_tokens.tolist() == [2, 3]
     assert plan.logit_of_row.tolist() == [0, 1, 0]
     assert plan.positions.tolist() == [3, 10, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_sample_nothing_are_reported_where_a_token_is_not_finite(dtype: torch.dtype) -> None:
+    batch = make_batch([4, 2, 7, 1], [3, 1, 2, 2], [0, 9, 4, 0], [(2, 2), (1, 1)])
+    # Behind the tokens of the batch lies what pads it.
+    hidden = torch.full((10, 64), 60_000.0).to(dtype)
+    hidden[8:] = torch.nan
+    finite = finite_tokens(batch, hidden)
+    assert finite is not None
+    assert non_finite_chunks(batch, finite.numpy()) == ()
+    for token, found in [(0, (4,)), (2, (4,)), (3, ()), (4, (7,)), (7, ())]:
+        for value in (torch.nan, torch.inf, -torch.inf):
+            spoilt = hidden.clone()
+            spoilt[token, 5] = value
+            finite = finite_tokens(batch, spoilt)
+            assert finite is not None
+            assert non_finite_chunks(batch, finite.numpy()) == found
+
+
+def test_a_step_in_which_every_row_samples_is_not_looked_at() -> None:
+    batch = make_batch([0, 3], [1, 5], [4, 0])
+    assert finite_tokens(batch, torch.full((6, 4), torch.nan)) is None

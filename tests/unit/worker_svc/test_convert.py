@@ -280,6 +280,7 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
         logprobs=TokenLogprobs(np.array([0], np.int32), columns_of([Line(-0.5, 1, [8, 9], [-0.5, -1.5])])),
         candidates=(RowCandidates(5, np.array([7], np.int32), np.array([-0.25], np.float32)),),
         failed_rows=(3,),
+        non_finite_chunks=(9, 1),
         timings=StepTimings(1, 2, 3, 2**40),
         prompt_logprobs=(
             PromptLogprobs(
@@ -293,6 +294,7 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
     assert result.step_id == 4
     assert result.rows == encode_int32([2, 3, 5])
     assert result.token_ids == encode_int32([8, 0, 0])
+    assert result.non_finite_chunks == encode_int32([9, 1])
     assert lines_by_row(result) == {2: Line(-0.5, 1, [8, 9], [-0.5, -1.5])}
     assert result.candidates[0].token_ids == encode_int32([7])
     assert [failure.row for failure in result.failures] == [3]

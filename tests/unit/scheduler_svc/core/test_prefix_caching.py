@@ -1,6 +1,7 @@
 """Automatic prefix caching (the paper's section 4.4): whole blocks of a known prefix are not computed again."""
 
 import numpy as np
+import pytest
 
 from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.block_pool import BlockPool
@@ -71,6 +72,49 @@ def test_a_preempted_request_finds_its_own_blocks_again():
     for request in requests:
         assert driver.outputs[request.key.handle] == expected_output(request)
     assert driver.device.num_computed < 2 * (12 + 16) + 12
+
+
+def test_a_prompt_is_shared_chunk_by_chunk():
+    driver = Driver(make_config(max_num_batched_tokens=16), max_in_flight=1)
+    long = make_request(1, prompt_len=70, max_tokens=2)
+    driver.submit(long)
+    driver.run_steps(3)
+    assert driver.scheduler.abort(long.key)
+    run(driver, 2, prompt=[*long.prompt[:66], 1, 2], max_tokens=2)
+    assert driver.usage[2].cached_tokens == 48
+
+
+def test_a_request_that_is_preempted_in_mid_prompt_goes_on_from_its_last_chunk():
+    driver = Driver(make_config(max_num_batched_tokens=16))
+    request = make_request(1, prompt_len=70, max_tokens=2)
+    driver.submit(request)
+    driver.run_steps(3)
+    driver.preempt(request)
+    driver.run_until_idle()
+    assert driver.outputs[1] == expected_output(request)
+    assert driver.device.num_computed == 70 + 1
+
+
+def test_blocks_of_a_chunk_that_is_not_finite_are_never_shared():
+    driver = Driver(make_config(max_num_batched_tokens=16), max_in_flight=1)
+    driver.failing[1] = 40
+    driver.submit(make_request(1, prompt_len=70, max_tokens=2))
+    driver.run_steps(4)
+    sealed = driver.device.seals.keys()
+    driver.run_until_idle()
+    assert driver.failed == {1}
+    # The two chunks before it, and nothing of the third or of those behind it.
+    assert len(sealed) == 32 // 4
+    assert run(driver, 2, prompt=list(make_request(1, prompt_len=70).prompt), max_tokens=2) == 70 - 32 + 1
+
+
+def test_a_result_that_reports_chunks_of_rows_that_have_none_is_refused():
+    driver = Driver(make_config(), max_in_flight=1)
+    driver.submit(make_request(1))
+    plan = driver.scheduler.schedule(0.0)
+    assert plan is not None
+    with pytest.raises(ValueError, match=r"chunks of rows \[0\], which have none"):
+        driver.scheduler.apply(StepResult(plan.step_id, np.array([1]), non_finite_chunks=frozenset({0})), 0.0)
 
 
 def test_tenants_share_nothing():

@@ -247,6 +247,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         """From now on the worker dies of a step that computes this token of a request."""
         self.driver.deadly[data.draw(st.sampled_from(sorted(self.requests)))] = nth
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), position=st.integers(0, 40))
+    def make_fail(self, data, position):
+        """What a request computes from this position on is not finite."""
+        handle = data.draw(st.sampled_from(sorted(self.requests)))
+        started = {
+            group.request.key.handle for group in self.driver.scheduler.groups() if group.timeline.started is not None
+        }
+        # What was computed before stays as it is. A beam that fails is dropped, and the search goes on without.
+        if handle in self._live() - started and self.requests[handle].beam is None:
+            self.driver.failing.setdefault(handle, position)
+
     @invariant()
     def holds(self):
         if not hasattr(self, "driver"):
@@ -264,7 +276,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for (handle, index), expected in self.expected.items():
             if handle in self.driver.finished:
                 assert self.driver.samples[handle, index] == expected
-        assert self.driver.failed <= self.driver.poisoned.keys() | self.driver.deadly.keys() | self.killed
+        assert (
+            self.driver.failed
+            <= self.driver.poisoned.keys() | self.driver.deadly.keys() | self.driver.failing.keys() | self.killed
+        )
         assert self.driver.finished == self.requests.keys() - self.driver.failed
         scheduler = self.driver.scheduler
         assert scheduler.blocks.pool.num_used == scheduler.pins.num_pinned
