@@ -10,6 +10,7 @@ from gateway.requests.logprobs import TokenLogprobs
 from gateway.requests.request import GenerationRequest
 from gateway.requests.sequence_stream import SequenceStream, TokenGapError
 from gateway.schedulers.scheduler_events import PromptRun, RequestEnded, SequenceEnded, TokenRun
+from gateway.turns import Turns
 from quire.rpc.errors import Internal, QuireError
 
 _logger = logging.getLogger(__name__)
@@ -219,7 +220,12 @@ class LiveRequest:
         if self._error is not None:
             raise self._error
         assert self._usage is not None
-        return [_generated(stream) for stream in self.sequences], self._usage
+        turns = Turns()
+        sequences: list[GeneratedSequence] = []
+        for stream in self.sequences:
+            sequences.append(_generated(stream))
+            await turns.pause()
+        return sequences, self._usage
 
     def _all_ended(self) -> bool:
         return all(stream.finished is not None for stream in self.sequences)

@@ -20,6 +20,9 @@ Result = tuple[list[GeneratedSequence], Usage]
 Answer = TypeVar("Answer")
 # So many log probabilities take longer to be made into an answer than other calls should wait for.
 _LARGE = 10_000
+# What else takes time in an answer, as log probabilities that take as long.
+_SIZE_OF_A_SEQUENCE = 10
+_TOKENS_OF_A_LOGPROB = 16
 _ENDED_AT_ONCE = 16
 # Events of requests by position, and the error that ends one of them.
 _Queue = asyncio.Queue[tuple[int, Event | Exception]]
@@ -73,7 +76,7 @@ async def answer(live: Sequence[LiveRequest], make: Callable[[Sequence[Result]],
     """
     results = await _results(live)
     num_logprobs = sum(
-        _num_prompt_logprobs(each) + sum(_num_logprobs(each, sequence.logprobs) for sequence in sequences)
+        _num_prompt_logprobs(each) + sum(_size(each, sequence) for sequence in sequences)
         for each, (sequences, _) in zip(live, results, strict=True)
     )
     return await _made(num_logprobs, partial(make, results))
@@ -100,6 +103,13 @@ def _num_prompt_logprobs(live: LiveRequest) -> int:
 
 def _num_logprobs(live: LiveRequest, logprobs: Collection[PositionLogprobs]) -> int:
     return (1 + (live.request.logprobs or 0)) * len(logprobs)
+
+
+def _size(live: LiveRequest, sequence: GeneratedSequence) -> int:
+    """Of a sequence in an answer; a token takes as long as a small part of a log probability."""
+    return (
+        _num_logprobs(live, sequence.logprobs) + _SIZE_OF_A_SEQUENCE + len(sequence.token_ids) // _TOKENS_OF_A_LOGPROB
+    )
 
 
 async def _results(live: Sequence[LiveRequest]) -> list[Result]:
