@@ -17,13 +17,14 @@ from gateway.requests.events import (
     PositionLogprobs,
     Usage,
 )
-from gateway.requests.limits import MAX_LOGIT_BIAS, Limits
+from gateway.requests.limits import MAX_LOGIT_BIAS, MAX_N, Limits
 from gateway.requests.offsets import ClientOffset
 from gateway.requests.request import (
     BeamSearchOptions,
     ChatMessage,
     ChatPrompt,
     EarlyStopping,
+    HeldSequence,
     OutputOptions,
     Prompt,
     RequestOptions,
@@ -230,6 +231,17 @@ def _options(message: GenerateMessage | ChatRequestMessage, prompt: Prompt | Non
         request_id=optional(message, "request_id"),
         priority=optional(message, "priority"),
         durable=durable and message.durable,
+        continue_from=_held_sequences(message.continue_from),
+    )
+
+
+def _held_sequences(messages: Sequence[generation_pb2.HeldSequence]) -> tuple[HeldSequence, ...]:
+    """Raises InvalidArgument where there are more than any request has; they are not even looked at."""
+    if len(messages) > MAX_N:
+        raise invalid_field("continue_from", f"has {len(messages):,} entries; the most is {MAX_N}")
+    return tuple(
+        HeldSequence(tuple(each.token_ids), optional(each, "num_characters"), optional(each, "cumulative_logprob"))
+        for each in messages
     )
 
 

@@ -12,6 +12,7 @@ from gateway.auth.caller import Caller, current_caller
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.requests.answer_size import check_answer_size
+from gateway.requests.continuation import check_continuation, continue_from
 from gateway.requests.defaults import num_candidates, resolve_sampling, sampling_of_another
 from gateway.requests.durable_uses import DurableUses
 from gateway.requests.ledger import Ledger
@@ -137,7 +138,10 @@ class Generator:
             try:
                 admitted = caller.account.admitted(len(live.request.prompt_token_ids), lambda: live.num_computed_tokens)
                 with admitted as use, self._metrics.track(live), self._durable_read(caller, use, live):
-                    self.replicas.place(live)
+                    if options.continue_from:
+                        await continue_from(live, options.continue_from)
+                    if not live.is_over:
+                        self.replicas.place(live)
                     yield live
             finally:
                 self.replicas.leave(live)
@@ -255,6 +259,7 @@ class Generator:
             trace=trace,
         )
         check_answer_size(request)
+        check_continuation(options, request, limits)
         return request
 
     def _resolve_stopping(self, asked: StoppingOptions, max_tokens: int) -> Stopping:

@@ -25,6 +25,7 @@ class LiveRequest:
         sequences: One stream per sequence.
         replica: Address of the scheduler that has the request, None while it waits for one.
         submissions: How often it was sent to a scheduler, those not counted that drained.
+        is_prepared: Whether it may be submitted; not while it is given tokens that its caller holds.
         moves: How often it left a scheduler that had no worker, since its last token.
         prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as they came.
         is_over: Whether nothing more is expected from the scheduler.
@@ -45,6 +46,7 @@ class LiveRequest:
         self.sequences = tuple(sequences)
         self.replica: str | None = None
         self.submissions = 0
+        self.is_prepared = True
         self.moves = 0
         self.awaits_usage = False
         self.prompt_logprobs = TokenLogprobs()

@@ -95,6 +95,16 @@ class OutputOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldSequence:
+    """What the caller holds of one sequence: its tokens, characters of their text where it counts these, and the sum of
+    their log probabilities where it has that."""
+
+    token_ids: Sequence[int]
+    num_characters: int | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOptions:
     """One request as the caller sent it, nothing checked.
 
@@ -110,6 +120,8 @@ class RequestOptions:
     priority: int | None = None
     priority_sign: Literal[1, -1] = 1
     durable: bool = False
+    continue_from: Sequence[HeldSequence] = ()
+    """What an earlier request gave; one entry a sequence, or none."""
 
 
 @dataclass(frozen=True, slots=True)

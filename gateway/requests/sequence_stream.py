@@ -114,6 +114,16 @@ class SequenceStream:
         self._known_tokens = num_tokens
         self._known_characters = num_characters
 
+    def hold(self, num_tokens: int, num_characters: int | None, cumulative_logprob: float | None) -> None:
+        """As `skip`, for tokens that come from the client itself, with the sum of their log probabilities. To be called
+        before they are accepted, and `drop_held` afterwards, before any others are."""
+        self.skip(num_tokens, num_characters)
+        self._cumulative_logprob = cumulative_logprob
+
+    def drop_held(self) -> None:
+        """Forgets what the client has of the tokens so far."""
+        self._drop_known()
+
     def take_chunk(self, max_tokens: int) -> Chunk | None:
         """The next undelivered tokens, `max_tokens` at most, or None."""
         self._drop_known()

@@ -167,7 +167,10 @@ class Replicas:
         self._draining.discard(client.address)
         self._update_readiness()
         self._for_each(self._ledger.of_replica(client.address), lambda live: self._submit(live, client))
-        self._for_each((live for live in self._ledger if live.replica is None and not live.is_over), self.place)
+        self._for_each(
+            (live for live in self._ledger if live.replica is None and live.is_prepared and not live.is_over),
+            self.place,
+        )
         self._watch_unready()
 
     def on_disconnected(self, client: SchedulerClient) -> None:
@@ -176,7 +179,8 @@ class Replicas:
         self._update_readiness()
         self._for_each((live for live in self._ledger if live.replica == client.address), self._outlive_scheduler)
         self._for_each(
-            (live for live in self._ledger if live.replica is None and not live.is_over), self._await_scheduler
+            (live for live in self._ledger if live.replica is None and live.is_prepared and not live.is_over),
+            self._await_scheduler,
         )
 
     def on_readiness(self, client: SchedulerClient) -> None:

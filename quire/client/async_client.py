@@ -33,8 +33,8 @@ from quire.rpc.errors import Cancelled, from_rpc_error
 class AsyncStream(EventStream):
     """The events of one streamed generation. Iterate over it, or over `text`; its `async with` cancels what is left.
 
-    A durable stream goes on by itself after a lost connection, through whatever gateway answers. Leaving it does not
-    end its request, the client's `cancel` does.
+    A durable stream goes on by itself after a lost connection, through whatever gateway answers, and from the tokens
+    that came where no server has its request any more. Leaving it does not end its request, the client's `cancel` does.
 
     Attributes:
         request_id: Of a durable request, by which it can be cancelled.
@@ -178,8 +178,8 @@ class AsyncClient:
         durable: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncStream:
-        """Continues a text or token ids; the stream gives tokens as they come, and outlives gateways where
-        it is durable."""
+        """Continues a text or token ids; the stream gives tokens as they come, and outlives the server's
+        processes where it is durable."""
         call = calls.generate_stream(prompt, options, model=model, request_id=request_id, priority=priority)
         return self._stream(call, timeout_s, durable=durable)
 
@@ -208,8 +208,8 @@ class AsyncClient:
         durable: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncStream:
-        """Answers a conversation; the stream gives tokens as they come, and outlives gateways where
-        it is durable."""
+        """Answers a conversation; the stream gives tokens as they come, and outlives the server's
+        processes where it is durable."""
         call = calls.chat_stream(messages, options, model=model, request_id=request_id, priority=priority)
         return self._stream(call, timeout_s, durable=durable)
 

@@ -24,6 +24,9 @@ _NOBODY_REACHED = ("failed to connect to all addresses", "connections to all bac
 # Calls in a row that reach nobody, after which it is the address that is wrong, or all gateways are down.
 _MOST_IN_VAIN = 5
 
+RESUME_FOR_S = 30.0
+"""How long a durable stream that was lost tries to go on where no policy says so."""
+
 # Of waits that grow, those who were refused together come back apart.
 _JITTER = 0.25
 
@@ -78,12 +81,15 @@ class RetryPolicy:
         lost_generations: Whether generations are made again after UNAVAILABLE, too, where a gateway may have been at
             one: the model may then work twice, and without a seed the two differ; the caller sees one. Durable streams
             do without it.
+        resume_for_s: How long a durable stream that was lost tries to go on. A server that starts anew takes as long as
+            its model takes to load.
     """
 
     attempts: int | None = 5
     first_delay_s: float = 0.1
     last_delay_s: float = 5.0
     lost_generations: bool = False
+    resume_for_s: float = RESUME_FOR_S
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is no policy."""
@@ -94,6 +100,8 @@ class RetryPolicy:
                 f"first_delay_s is {self.first_delay_s} and last_delay_s {self.last_delay_s}; "
                 "expected seconds above 0, the last one not below the first"
             )
+        if not self.resume_for_s >= 0:
+            raise ValueError(f"resume_for_s is {self.resume_for_s}; expected seconds of at least 0")
 
 
 @dataclass(slots=True)

@@ -1,10 +1,11 @@
 """How a stream goes on after its call failed: what is called next, and when it is given up."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from quire.client import FinishReason, RetryPolicy, SequenceFinished, TokenChunk
+from quire.client import FinishReason, Logprob, PositionLogprobs, RetryPolicy, SequenceFinished, TokenChunk
 from quire.client.resumption import Restart, Resumption
 from quire.client.retries import Attempts
 from quire.client.timing import CallTime
@@ -27,14 +28,26 @@ class Gateway:
     def start(self, left_s: float | None) -> None:
         self.calls.append("start")
 
+    def go_on(self, held: Sequence[generation_pb2.HeldSequence], left_s: float | None) -> None:
+        self.calls.append([(list(each.token_ids), each.num_characters, each.cumulative_logprob) for each in held])
+
     def resume(self, request: generation_pb2.ResumeStreamRequest, left_s: float | None) -> None:
         self.calls.append([(each.sequence_index, each.offset, each.num_characters) for each in request.offsets])
 
     def attempts(self, policy: RetryPolicy | None = None, *, end: float | None = None) -> Attempts:
         return Attempts(policy, CallTime(end, lambda: self.now), False, lambda: 0.0)
 
-    def resumption(self, policy: RetryPolicy | None = None, *, end: float | None = None) -> Resumption:
-        resumption = Resumption("story", self.start, self.resume, self.attempts(policy, end=end))
+    def resumption(
+        self,
+        policy: RetryPolicy | None = None,
+        *,
+        end: float | None = None,
+        num_sequences: int = 1,
+        chooses: bool = False,
+    ) -> Resumption:
+        go_on = None if chooses else self.go_on
+        attempts = self.attempts(policy, end=end)
+        resumption = Resumption("story", self.start, self.resume, go_on, num_sequences, attempts)
         resumption.call()
         return resumption
 
@@ -76,12 +89,59 @@ def test_a_request_that_broke_on_its_way_in_is_submitted_again(gateway: Gateway)
     assert gateway.calls == ["start", [], "start", []]
 
 
-def test_a_request_that_is_known_no_more_is_the_callers_error(gateway: Gateway) -> None:
+def test_a_request_that_is_known_no_more_is_submitted_anew_with_what_came(gateway: Gateway) -> None:
+    resumption = gateway.resumption(num_sequences=2)
+    resumption.accept(chunk("añ", index=1))
+    resumption.accept(chunk("b", index=1))
+    go_on(resumption, LOST)
+    go_on(resumption, UNKNOWN)
+    assert gateway.calls == ["start", [(1, 4, 3)], [([], 0, 0.0), ([1, 2, 1, 2], 3, 0.0)]]
+
+
+def test_what_came_has_the_sum_of_its_log_probabilities(gateway: Gateway) -> None:
     resumption = gateway.resumption()
+    positions = tuple(PositionLogprobs(Logprob(token_id, -0.5 * token_id, 1), ()) for token_id in (1, 2))
+    resumption.accept(TokenChunk(0, 0, (1, 2), "ab", positions))
+    go_on(resumption, LOST)
+    go_on(resumption, UNKNOWN)
+    assert gateway.calls[-1] == [([1, 2], 2, -1.5)]
+
+
+def test_a_request_that_was_submitted_anew_is_resumed_when_it_is_lost_again(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    resumption.accept(chunk("ab"))
+    for error in (LOST, UNKNOWN, LOST, UNKNOWN):
+        go_on(resumption, error)
+    held, offsets = [([1, 2], 2, 0.0)], [(0, 2, 2)]
+    assert gateway.calls == ["start", offsets, held, offsets, held]
+
+
+def test_a_gateway_that_still_has_the_request_is_asked_to_resume_it(gateway: Gateway) -> None:
+    resumption = gateway.resumption()
+    resumption.accept(chunk("ab"))
+    for error in (LOST, UNKNOWN, AlreadyExists("runs")):
+        go_on(resumption, error)
+    assert gateway.calls[-1] == [(0, 2, 2)]
+
+
+def test_a_choice_among_sequences_that_is_known_no_more_is_the_callers_error(gateway: Gateway) -> None:
+    resumption = gateway.resumption(chooses=True)
     resumption.accept(chunk("a"))
     go_on(resumption, LOST)
     with pytest.raises(NotFound):
         resumption.delay_after(UNKNOWN)
+
+
+def test_a_policy_says_how_long_a_lost_stream_tries_to_go_on(gateway: Gateway) -> None:
+    resumption = gateway.resumption(RetryPolicy(resume_for_s=90.0))
+    go_on(resumption, LOST)
+    gateway.now = 89.0
+    go_on(resumption, LOST)
+    gateway.now = 90.0
+    with pytest.raises(Unavailable):
+        resumption.delay_after(LOST)
+    with pytest.raises(ValueError, match="resume_for_s is -1"):
+        RetryPolicy(resume_for_s=-1)
 
 
 @pytest.mark.parametrize("error", [FULL, UNKNOWN, AlreadyExists("twin")])

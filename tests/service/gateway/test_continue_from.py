@@ -1,0 +1,186 @@
+"""Requests that go on from tokens that their caller holds: nothing is lost, repeated or changed."""
+
+import asyncio
+
+import pytest
+from tokenizers import Tokenizer
+
+from quire.arrays import decode_int32
+from quire.common.v1 import common_pb2
+from quire.gateway.v1 import generation_pb2
+from quire.model_directory import resolve_model
+from quire.rpc.errors import InvalidArgument
+from tests.support.fake_scheduler import scripted
+from tests.support.gateway_process import collect, error_of, stream_request
+
+TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
+SPEECH = TOKENIZER.encode(" there was a little dog. 你好 😀 ends", add_special_tokens=False).ids
+EOS = 2
+ALL = len(SPEECH)
+
+
+def held(*sequences, **fields):
+    return [generation_pb2.HeldSequence(token_ids=token_ids, **fields) for token_ids in sequences]
+
+
+def request_of(token_ids=None, *, max_tokens=ALL, stop=(), characters=None, **fields):
+    request = stream_request(max_tokens=max_tokens, **fields)
+    request.sampling.temperature = 0
+    request.stopping.stop.extend(stop)
+    if token_ids is not None:
+        request.continue_from.extend(held(token_ids, num_characters=characters))
+    return request
+
+
+def emitted(submit) -> list[int]:
+    return [token for each in submit.emitted for token in decode_int32(each.token_ids, "token_ids").tolist()]
+
+
+@pytest.mark.parametrize("stop", [(), ("dog. 你",), ("a little", "x")])
+async def test_the_rest_follows_wherever_the_stream_was_cut(gateway, scheduler, stop):
+    """Also between the bytes of a character, and in the middle of what may become a stop string."""
+    scheduler.rule = scripted([*SPEECH, EOS])
+    whole = await collect(gateway.generation.GenerateStream(request_of(max_tokens=40, stop=stop)))
+    pieces = {chunk.offset: chunk for chunk in whole.chunks}
+    for cut in range(len(whole.token_ids) + 1):
+        text = "".join(chunk.text for offset, chunk in pieces.items() if offset + len(chunk.token_ids) <= cut)
+        if cut == len(whole.token_ids):
+            text = whole.text
+        request = request_of(whole.token_ids[:cut], max_tokens=40, stop=stop, characters=len(text))
+        rest = [response async for response in gateway.generation.GenerateStream(request)]
+        chunks = [response.chunk for response in rest if response.HasField("chunk")]
+        assert text + "".join(chunk.text for chunk in chunks) == whole.text
+        assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids[cut:]
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        assert [chunk.offset for chunk in chunks] == [cut + sum(lengths[:place]) for place in range(len(chunks))]
+        assert rest[-2].finished == whole.finished
+        assert rest[-1].completed.usage.generated_tokens == len(whole.token_ids)
+        assert rest[-1].completed.usage.prompt_tokens == whole.completed.usage.prompt_tokens
+
+
+async def test_the_scheduler_gets_the_tokens_and_is_not_told_that_it_accepted_them(gateway, scheduler):
+    scheduler.rule = scripted(SPEECH)
+    await collect_rest(gateway, request_of(SPEECH[:3]))
+    (submit,) = scheduler.submits
+    assert emitted(submit) == SPEECH[:3]
+    assert not submit.resubmitted
+
+
+async def collect_rest(gateway, request):
+    async with asyncio.timeout(10):
+        return [response async for response in gateway.generation.GenerateStream(request)]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "fields", "reason"),
+    [
+        (SPEECH, {}, common_pb2.FINISH_REASON_LENGTH),
+        ([*SPEECH[:4], EOS], {}, common_pb2.FINISH_REASON_STOP),
+        (SPEECH[:4], {"stop": ("little",)}, common_pb2.FINISH_REASON_STOP),
+    ],
+)
+async def test_a_sequence_that_its_tokens_end_is_over_at_once(gateway, scheduler, token_ids, fields, reason):
+    *_, finished, completed = await collect_rest(gateway, request_of(token_ids, **fields))
+    assert finished.finished.num_tokens == len(token_ids)
+    assert finished.finished.finish_reason == reason
+    assert completed.completed.usage.generated_tokens == len(token_ids)
+    assert not scheduler.submits
+
+
+async def test_one_answer_has_what_follows(gateway, scheduler):
+    scheduler.rule = scripted(SPEECH)
+    request = generation_pb2.GenerateRequest(text="hello", continue_from=held(SPEECH[:5]))
+    request.sampling.temperature = 0
+    request.stopping.max_tokens = 9
+    response = await gateway.generation.Generate(request)
+    (sequence,) = response.sequences
+    assert list(sequence.token_ids) == SPEECH[5:9]
+    assert sequence.text == TOKENIZER.decode(SPEECH[:9])[len(TOKENIZER.decode(SPEECH[:5])) :]
+    assert response.usage.generated_tokens == 9
+
+
+async def test_a_chat_goes_on_too(gateway, scheduler):
+    scheduler.rule = scripted(SPEECH)
+    request = generation_pb2.ChatRequest(continue_from=held(SPEECH[:5]))
+    request.messages.add(role="user", content="hello")
+    request.sampling.temperature = 0
+    request.stopping.max_tokens = 9
+    (sequence,) = (await gateway.generation.Chat(request)).sequences
+    assert list(sequence.token_ids) == SPEECH[5:9]
+
+
+async def test_log_probabilities_are_those_of_the_tokens_that_follow_and_their_sum_is_that_of_all(gateway, scheduler):
+    scheduler.rule = scripted(SPEECH)
+    request = request_of(max_tokens=9)
+    request.output.logprobs = 1
+    request.continue_from.extend(held(SPEECH[:5], cumulative_logprob=-7.0))
+    *chunks, finished, _ = await collect_rest(gateway, request)
+    positions = [position for response in chunks for position in response.chunk.logprobs]
+    assert [position.chosen.token_id for position in positions] == SPEECH[5:9]
+    assert finished.finished.cumulative_logprob == -9.0
+
+
+async def test_a_durable_stream_may_go_on(gateway, scheduler):
+    scheduler.rule = scripted(SPEECH)
+    await collect_rest(gateway, request_of(SPEECH[:5], durable=True))
+    assert scheduler.submits[0].HasField("durable")
+
+
+def changed(request, change):
+    change(request)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "says"),
+    [
+        (lambda r: r.continue_from.extend(held([5])), "continue_from", "has 2 entries; the request has 1"),
+        (lambda r: r.continue_from.extend(held(*[[5]] * 200)), "continue_from", "the most is 128"),
+        (lambda r: setattr(r.sampling, "n", 2), "continue_from", "has 1 entries; the request has 2"),
+        (lambda r: r.continue_from[0].token_ids.append(2048), "continue_from[0].token_ids[3]", "is 2048"),
+        (lambda r: r.continue_from[0].token_ids.extend([5] * 9), "continue_from[0].token_ids", "max_tokens is 9"),
+        (lambda r: r.continue_from[0].token_ids.extend([EOS, 5]), "continue_from[0].token_ids[3]", "ends a sequence"),
+        (lambda r: r.stopping.stop.append("there"), "continue_from[0].token_ids", "by the stop string 'there'"),
+        (lambda r: setattr(r.sampling, "temperature", 1), "sampling.seed", "is absent"),
+        (lambda r: setattr(r.sampling, "best_of", 2), "continue_from", "chosen at the end"),
+        (lambda r: setattr(r.sampling.beam_search, "beam_width", 1), "continue_from", "chosen at the end"),
+        (
+            lambda r: setattr(r.continue_from[0], "cumulative_logprob", float("nan")),
+            "continue_from[0].cumulative_logprob",
+            "finite",
+        ),
+    ],
+)
+async def test_what_cannot_be_of_the_request_is_refused_by_name(gateway, scheduler, change, field, says):
+    request = changed(request_of(SPEECH[:3], max_tokens=9), change)
+    error = await error_of(gateway.generation.GenerateStream(request))
+    assert isinstance(error, InvalidArgument)
+    assert error.violations[0].field == field
+    assert says in error.message
+    assert not scheduler.submits
+
+
+async def test_entries_without_tokens_are_a_request_from_its_start(gateway, scheduler):
+    scheduler.rule = scripted(SPEECH)
+    request = request_of([], max_tokens=4)
+    request.sampling.temperature = 1
+    request.sampling.best_of = 1
+    assert (await collect(gateway.generation.GenerateStream(request))).token_ids == SPEECH[:4]
+
+
+async def test_others_have_their_turns_while_many_tokens_become_text(gateway, scheduler):
+    """The loop is not held up, and a scheduler that comes back meanwhile gets the request once, and whole."""
+    token_ids = (SPEECH * 60)[:900]
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    await collect_rest(gateway, request_of(token_ids, max_tokens=901))
+    counting.cancel()
+    assert turns > 1
+    assert [emitted(submit) for submit in scheduler.submits] == [token_ids]
