@@ -25,11 +25,12 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
 
 def check_queue(request: Request, waiting: GroupQueue, config: SchedulerConfig) -> None:
     """Raises QueueFullError. The bounds do not hold for a request that was accepted before."""
-    if request.emitted or request.accepted_before:
+    if request.accepted_before:
         return
     if len(waiting) >= config.max_waiting_requests:
         raise QueueFullError(f"{len(waiting)} requests are waiting; the queue takes {config.max_waiting_requests}")
-    tokens = waiting.num_tokens + len(request.prompt)
+    held = sum(len(each.token_ids) for each in request.emitted if not each.has_ended)
+    tokens = waiting.num_tokens + len(request.prompt) + held
     if len(waiting) and tokens > config.max_waiting_tokens:
         raise QueueFullError(f"{tokens} tokens would be waiting; the queue takes {config.max_waiting_tokens}")
 

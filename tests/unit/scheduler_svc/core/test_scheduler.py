@@ -318,7 +318,17 @@ def test_a_full_queue_refuses_by_requests_and_by_tokens_but_takes_what_was_accep
     driver.submit(make_request(2, prompt_len=5))
     with pytest.raises(QueueFullError, match="takes 2"):
         driver.submit(make_request(3, prompt_len=1))
-    driver.submit(make_request(3, prompt_len=5, emitted=(4,)))
+    driver.submit(replace(make_request(3, prompt_len=5), accepted_before=True))
+
+
+def test_tokens_that_a_caller_holds_count_in_the_queue_and_open_no_way_past_it():
+    driver = Driver(make_config(max_waiting_requests=2, max_waiting_tokens=12))
+    driver.submit(make_request(1, prompt_len=5))
+    with pytest.raises(QueueFullError, match="13 tokens would be waiting; the queue takes 12"):
+        driver.submit(make_request(2, prompt_len=5, emitted=(1, 2, 3)))
+    driver.submit(make_request(2, prompt_len=5, emitted=(1, 2)))
+    with pytest.raises(QueueFullError, match="takes 2"):
+        driver.submit(make_request(3, prompt_len=1, emitted=(1,)))
 
 
 def test_a_prompt_counts_once_in_the_queue_however_many_sequences_are_sampled_from_it():
