@@ -4,7 +4,6 @@ Prompt, parameters, seed and tokens are all that a request is: whoever holds the
 process. What follows is what would have followed, where the model's logits are the same again.
 """
 
-import asyncio
 import math
 from collections.abc import Sequence
 
@@ -12,23 +11,25 @@ from gateway.requests.limits import Limits
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import GenerationRequest, HeldSequence, RequestOptions
 from gateway.requests.violations import Violations
+from gateway.turns import Turns
 from quire.rpc.errors import invalid_field
 
-# A token becomes text in some ten microseconds, more with stop strings. After so many, others get their turn.
-_TOKENS_PER_TURN = 100
+# A token becomes text in some ten microseconds, more with stop strings.
+_TOKENS_AT_ONCE = 50
 
 
-def check_continuation(options: RequestOptions, request: GenerationRequest, limits: Limits) -> None:
+async def check_continuation(options: RequestOptions, request: GenerationRequest, limits: Limits) -> None:
     """Raises InvalidArgument where the tokens that the caller holds cannot be of this request."""
     held = options.continue_from
     if not held:
         return
-    violations = Violations()
+    violations, turns = Violations(), Turns()
     if len(held) != request.num_sequences:
         count = request.num_sequences
         violations.add("continue_from", f"has {len(held)} entries; the request has {count:,} sequences, each has one")
     for position, sequence in enumerate(held):
         _check_sequence(violations, f"continue_from[{position}]", sequence, request, limits)
+        await turns.pause()
     if any(sequence.token_ids for sequence in held):
         if request.chooses:
             violations.add(
@@ -49,14 +50,14 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
     Raises:
         InvalidArgument: a sequence had ended before its last token.
     """
+    turns = Turns()
     live.is_prepared = False
     for position, (stream, sequence) in enumerate(zip(live.sequences, held, strict=True)):
         token_ids = sequence.token_ids
         stream.hold(len(token_ids), sequence.num_characters, sequence.cumulative_logprob)
-        for begin in range(0, len(token_ids), _TOKENS_PER_TURN):
-            if begin:
-                await asyncio.sleep(0)
-            stream.accept(begin, token_ids[begin : begin + _TOKENS_PER_TURN])
+        for begin in range(0, len(token_ids), _TOKENS_AT_ONCE):
+            stream.accept(begin, token_ids[begin : begin + _TOKENS_AT_ONCE])
+            await turns.pause()
         if len(stream.token_ids) < len(token_ids):
             assert stream.finished is not None, "a stream takes all tokens up to its end"
             raise invalid_field(
@@ -77,10 +78,10 @@ def _check_sequence(
         violations.add(f"{field}.token_ids", f"has {len(token_ids):,} tokens; max_tokens is {stopping.max_tokens:,}")
         return
     violations.check_token_ids(f"{field}.token_ids", token_ids, limits.vocab_size)
-    ending = stopping.ending_token_ids
-    for place, token_id in enumerate(token_ids[:-1]):
-        if token_id in ending:
-            violations.add(f"{field}.token_ids[{place}]", f"is {token_id}, which ends a sequence; tokens follow it")
-            break
+    before_the_last, ending = token_ids[:-1], stopping.ending_token_ids
+    if not ending.isdisjoint(before_the_last):
+        place = next(place for place, token_id in enumerate(before_the_last) if token_id in ending)
+        description = f"is {token_ids[place]}, which ends a sequence; tokens follow it"
+        violations.add(f"{field}.token_ids[{place}]", description)
     if sequence.cumulative_logprob is not None and not math.isfinite(sequence.cumulative_logprob):
         violations.add(f"{field}.cumulative_logprob", f"is {sequence.cumulative_logprob}; it must be finite")

@@ -259,7 +259,7 @@ class Generator:
             trace=trace,
         )
         check_answer_size(request)
-        check_continuation(options, request, limits)
+        await check_continuation(options, request, limits)
         return request
 
     def _resolve_stopping(self, asked: StoppingOptions, max_tokens: int) -> Stopping:
