@@ -116,14 +116,16 @@ class Gateway:
         metrics.watch_schedulers(lambda: replicas.num_connected)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
         generator = Generator(model, replicas, ledger, settings, metrics, tracer)
-        app = make_http_app(generator, metrics, authenticator, settings, started_at_s=int(time.time()))
+        kserve = KServeServicer(generator)
+        app = make_http_app(generator, kserve, metrics, authenticator, settings, started_at_s=int(time.time()))
         if tracer is not None:
             app.add_middleware(TraceMiddleware)
         bodies = BodyMemory(settings.max_total_body_bytes)
         http = HttpServer.bind(app, settings, bodies, metrics.count_refused_connection, tls.public)
         auth = AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller)
         try:
-            rpc = await _start_rpc(settings, generator, gateway_id, _interceptors(settings, auth, bodies), tls)
+            interceptors = _interceptors(settings, auth, bodies)
+            rpc = await _start_rpc(settings, generator, kserve, gateway_id, interceptors, tls)
         except BaseException:
             http.close()
             raise
@@ -257,6 +259,7 @@ def _warn_if_open(settings: GatewaySettings, *addresses: str, is_encrypted: bool
 async def _start_rpc(
     settings: GatewaySettings,
     generator: Generator,
+    kserve: KServeServicer,
     gateway_id: str,
     interceptors: Sequence[grpc.aio.ServerInterceptor],
     tls: GatewayTls,
@@ -265,7 +268,7 @@ async def _start_rpc(
         "generation": GenerationServicer(generator, TextService(generator)),
         "model": ModelServicer(generator, gateway_id),
         "prefix": PrefixServicer(Prefixes(generator)),
-        "kserve": KServeServicer(generator),
+        "kserve": kserve,
     }
 
     def register(server: grpc.aio.Server) -> None:

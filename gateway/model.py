@@ -30,6 +30,8 @@ class ServedModel:
     sampling_defaults: SamplingOptions
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    tokenizer_config: Mapping[str, Any]
+    """What tokenizer_config.json says (`ModelDirectory.tokenizer_config`)."""
     executor: Executor
 
     @classmethod
@@ -50,6 +52,7 @@ class ServedModel:
             sampling_defaults=_sampling_defaults(directory),
             tokenizer=Tokenizer.open(directory.tokenizer_file(), executor, directory.tokenizer_config),
             chat_template=template,
+            tokenizer_config=directory.tokenizer_config,
             executor=executor,
         )
 

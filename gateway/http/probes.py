@@ -5,14 +5,14 @@ from http import HTTPStatus
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
+from gateway.http.api_route import ApiRoute
 from gateway.metrics import GatewayMetrics
 from gateway.requests.generator import Generator
 from quire.version import VERSION
 
 
-def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[Route]:
+def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute]:
     """Routes of GET and HEAD, by which some load balancers ask; uvicorn sends the headers of the answer then."""
 
     async def health(request: Request) -> Response:
@@ -28,16 +28,18 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[Route]:
         )
 
     async def version(request: Request) -> Response:
+        """The version of the gateway."""
         return JSONResponse({"version": VERSION})
 
     async def prometheus_metrics(request: Request) -> Response:
+        """Metrics of this gateway, as Prometheus reads them."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return [
-        Route("/health", health),
-        Route("/ready", ready),
-        Route("/version", version),
-        Route("/metrics", prometheus_metrics),
+        ApiRoute("/health", health, is_open=True),
+        ApiRoute("/ready", ready, is_open=True, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
+        ApiRoute("/version", version, is_open=True),
+        ApiRoute("/metrics", prometheus_metrics, media_type="text/plain"),
     ]
 
 

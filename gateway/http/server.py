@@ -1,4 +1,4 @@
-"""The HTTP front: OpenAI's API, health, readiness, version and metrics."""
+"""The HTTP front: OpenAI's API, KServe's, health, readiness, version and metrics."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,13 @@ from starlette.middleware.cors import CORSMiddleware
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.http_middleware import AuthMiddleware
 from gateway.body_memory import BodyMemory
+from gateway.http.api_route import openapi_route
 from gateway.http.drain_middleware import DrainMiddleware
 from gateway.http.probes import probe_routes
 from gateway.http.protocol import HttpLimits, LimitedProtocol, Places
 from gateway.http.tls_listener import TlsListener
+from gateway.kserve.rest import kserve_routes
+from gateway.kserve.servicer import KServeServicer
 from gateway.metrics import GatewayMetrics
 from gateway.openai.body import BodyLimits
 from gateway.openai.request_ids import RequestIdMiddleware
@@ -36,6 +39,7 @@ _MAX_HEADER_BYTES = 64 * 1024
 
 def make_http_app(
     generator: Generator,
+    kserve: KServeServicer,
     metrics: GatewayMetrics,
     authenticator: Authenticator,
     settings: GatewaySettings,
@@ -44,11 +48,13 @@ def make_http_app(
 ) -> Starlette:
     """The application. `started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
     body_limits = BodyLimits(settings.max_message_bytes)
+    routes = [
+        *openai_routes(generator, body_limits, started_at_s=started_at_s),
+        *kserve_routes(kserve, body_limits),
+        *probe_routes(generator, metrics),
+    ]
     return Starlette(
-        routes=[
-            *openai_routes(generator, body_limits, started_at_s=started_at_s),
-            *probe_routes(generator, metrics),
-        ],
+        routes=[*routes, openapi_route(routes)],
         # The first one is the first to see a request.
         middleware=[
             *_cross_origin(settings.allowed_origins),

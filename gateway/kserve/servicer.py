@@ -28,27 +28,32 @@ _logger = logging.getLogger(__name__)
 
 
 class KServeServicer:
-    """See protos/inference/open_inference.proto for what each method promises."""
+    """See protos/inference/open_inference.proto for what each method promises. The methods that HTTP has, too, need no
+    context."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self._model_name = generator.model.name
         self._token_texts: TokenTexts | None = None
 
-    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context | None) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
-    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context | None) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=self._generator.is_ready)
 
-    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context | None) -> pb.ModelReadyResponse:
         is_served = wrong_model(request.name, self._visible_name()) is None and _is_version(request.version)
         return pb.ModelReadyResponse(ready=is_served and self._generator.is_ready)
 
-    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+    async def ServerMetadata(
+        self, request: pb.ServerMetadataRequest, context: Context | None
+    ) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name="quire", version=VERSION)
 
-    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+    async def ModelMetadata(
+        self, request: pb.ModelMetadataRequest, context: Context | None
+    ) -> pb.ModelMetadataResponse:
         self._check_model("name", request.name)
         _check_version("version", request.version)
         return model_metadata(self._model_name)
@@ -80,7 +85,7 @@ class KServeServicer:
             response.models.add(name=self._model_name, version=MODEL_VERSION, state=state, reason=reason)
         return response
 
-    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context | None) -> pb.ModelInferResponse:
         self._check_target(request)
         return await self._whole(read_inference(request, in_stream=False))
 

@@ -1,10 +1,11 @@
 """From the bytes of a request to its body: media type, size, JSON, types."""
 
 import codecs
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from gateway.openai.errors import ErrorAnswer, HttpError
@@ -14,6 +15,7 @@ from gateway.requests.violations import shortened
 from quire.rpc.errors import InvalidArgument, invalid_field
 
 BodyType = TypeVar("BodyType", bound=Body)
+Model = TypeVar("Model", bound=BaseModel)
 
 _EXPECTED = {
     "bool_type": "true or false",
@@ -59,13 +61,22 @@ def parse_body(kind: type[BodyType], data: bytes) -> BodyType:
     Raises:
         InvalidArgument: it is not JSON, a field has the wrong type, or asks for what is not done here.
     """
-    try:
-        # Some programs begin whatever is UTF-8 with a byte order mark.
-        body = kind.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
-    except ValidationError as error:
-        raise _invalid(error) from error
+    body = parse_json(kind, data, UNION_TYPES)
     check_supported(body)
     return body
+
+
+def parse_json(kind: type[Model], data: bytes, union_types: Mapping[str, str]) -> Model:
+    """The object in `data`. `union_types` are the types of fields with several, as errors show them.
+
+    Raises:
+        InvalidArgument: it is not JSON, or a field has the wrong type.
+    """
+    try:
+        # Some programs begin whatever is UTF-8 with a byte order mark.
+        return kind.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
+    except ValidationError as error:
+        raise _invalid(error, union_types) from error
 
 
 def _check_media_type(request: Request) -> None:
@@ -91,7 +102,7 @@ def _too_large(max_bytes: int) -> HttpError:
     return HttpError(ErrorAnswer(413, f"the body is too large; the most is {max_bytes:,} bytes", "body_too_large"))
 
 
-def _invalid(error: ValidationError) -> InvalidArgument:
+def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidArgument:
     """The first thing that is wrong; an alternative of a field is of no use to the caller."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location = first["loc"]
@@ -99,17 +110,19 @@ def _invalid(error: ValidationError) -> InvalidArgument:
         return InvalidArgument(f"the body is not valid JSON: {_cause(first['msg'])}", reason="MALFORMED_MESSAGE")
     if not location:
         return InvalidArgument("the body must be a JSON object", reason="MALFORMED_MESSAGE")
-    path, alternatives = _path(location)
+    path, alternatives = _path(location, union_types)
     if alternatives is not None:
         description = f"must be {alternatives}"
     elif first["type"] == "missing":
         description = "is missing"
+    elif first["type"] == "extra_forbidden":
+        description = "is not a field of this request"
     else:
         description = f"must be {_EXPECTED.get(first['type'], _cause(first['msg']))}"
     return invalid_field(path, description)
 
 
-def _path(location: tuple[Any, ...]) -> tuple[str, str | None]:
+def _path(location: tuple[Any, ...], union_types: Mapping[str, str]) -> tuple[str, str | None]:
     """The path of the field at fault, and what it may be where it has several types.
 
     It ends at such a field: what follows in the location is the alternative that was tried.
@@ -124,8 +137,8 @@ def _path(location: tuple[Any, ...]) -> tuple[str, str | None]:
             path += f"[{shortened(step)}]"
         else:
             path += f".{step}" if path else step
-        if step in UNION_TYPES:
-            return path, UNION_TYPES[step]
+        if isinstance(step, str) and step in union_types:
+            return path, union_types[step]
     return path, None
 
 

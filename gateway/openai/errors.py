@@ -1,13 +1,12 @@
 """Errors as OpenAI's API answers them: {"error": {message, type, param, code}} with an HTTP status."""
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
+from pydantic import BaseModel
 
 from gateway.requests.field_names import renamed
 from quire.rpc.errors import QuireError
@@ -32,9 +31,27 @@ _STATUSES = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
+HTTP_STATUSES = frozenset(_STATUSES.values()) | {408, 413, 415}
+"""What a request with a body may be answered besides 200: errors of Quire, and of a body that is slow, too large or of
+another media type."""
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
 # Found only when a model is named that is not served: a request to generate is then not found, as OpenAI has it.
 _STATUSES_BY_REASON = {"MODEL_NOT_FOUND": 404}
+
+
+class ErrorDetail(BaseModel):
+    """`param` names the field at fault, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """An error in OpenAI's shape."""
+
+    error: ErrorDetail
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +66,9 @@ class ErrorAnswer:
 
     @property
     def body(self) -> bytes:
-        return json.dumps({"error": self._error}, ensure_ascii=False).encode()
-
-    @property
-    def _error(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
+        return ErrorBody(error=detail).model_dump_json().encode()
 
 
 class HttpError(Exception):

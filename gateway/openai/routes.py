@@ -6,15 +6,15 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from gateway.auth.caller import current_caller
+from gateway.http.api_route import ApiRoute
 from gateway.openai.body import BodyLimits, parse_body, read_body
 from gateway.openai.calls import ChatCall, CompletionCall
 from gateway.openai.errors import ErrorAnswer, HttpError, ParamNames, error_answer
 from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.openai.service import OpenAiService
-from gateway.openai.texts import TextEndpoints, text_param_name
+from gateway.openai.texts import TextEndpoints, text_param_name, tokenizer_info
 from gateway.requests.generator import Generator
 from gateway.requests.validation import find_model
 from gateway.text.text_service import TextService
@@ -24,12 +24,12 @@ _CODES = {404: "path_not_found", 405: "method_not_allowed"}
 _CLIENT_LEFT = 499
 
 
-def openai_routes(generator: Generator, body_limits: BodyLimits, *, started_at_s: int) -> list[Route]:
+def openai_routes(generator: Generator, body_limits: BodyLimits, *, started_at_s: int) -> list[ApiRoute]:
     """`started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
     return [
         *_generation_routes(generator, body_limits),
         *_model_routes(generator, started_at_s),
-        *_text_routes(TextEndpoints(TextService(generator)), body_limits),
+        *_text_routes(generator, body_limits),
     ]
 
 
@@ -47,25 +47,27 @@ def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Respo
     return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect, Exception), answer)
 
 
-def _generation_routes(generator: Generator, body_limits: BodyLimits) -> list[Route]:
+def _generation_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute]:
     service = OpenAiService(generator)
     model = generator.model.name
 
     async def completions(request: Request) -> Response:
+        """Continues one or several prompts."""
         body = parse_body(CompletionBody, await read_body(request, body_limits))
         return service.respond(CompletionCall(body, model))
 
     async def chat_completions(request: Request) -> Response:
+        """Answers a conversation."""
         body = parse_body(ChatBody, await read_body(request, body_limits))
         return service.respond(ChatCall(body, model))
 
     return [
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        ApiRoute("/v1/completions", completions, method="POST", body=CompletionBody, streams=True),
+        ApiRoute("/v1/chat/completions", chat_completions, method="POST", body=ChatBody, streams=True),
     ]
 
 
-def _model_routes(generator: Generator, started_at_s: int) -> list[Route]:
+def _model_routes(generator: Generator, started_at_s: int) -> list[ApiRoute]:
     name = generator.model.name
 
     def described() -> dict[str, Any]:
@@ -82,26 +84,40 @@ def _model_routes(generator: Generator, started_at_s: int) -> list[Route]:
         }
 
     async def models(request: Request) -> Response:
+        """The served model, if the caller may use it."""
         is_visible = current_caller().visible(name) is not None
         return JSONResponse({"object": "list", "data": [described()] if is_visible else []})
 
     async def model(request: Request) -> Response:
+        """One model by its name."""
         find_model(request.path_params["model"], current_caller().visible(name))
         return JSONResponse(described())
 
-    return [Route("/v1/models", models), Route("/v1/models/{model:path}", model)]
+    return [ApiRoute("/v1/models", models), ApiRoute("/v1/models/{model:path}", model)]
 
 
-def _text_routes(texts: TextEndpoints, body_limits: BodyLimits) -> list[Route]:
+def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute]:
+    texts = TextEndpoints(TextService(generator))
+
     async def tokenize(request: Request) -> Response:
+        """The tokens of a prompt or of a conversation."""
         body = parse_body(TokenizeBody, await read_body(request, body_limits))
         return await _answered(lambda: texts.tokenize(body), text_param_name)
 
     async def detokenize(request: Request) -> Response:
+        """The text of tokens."""
         body = parse_body(DetokenizeBody, await read_body(request, body_limits))
         return await _answered(lambda: texts.detokenize(body), text_param_name)
 
-    return [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]
+    async def tokenizer_information(request: Request) -> Response:
+        """The tokenizer's configuration and the chat template, as tokenizer_config.json has them."""
+        return JSONResponse(tokenizer_info(generator.model))
+
+    return [
+        ApiRoute("/tokenize", tokenize, method="POST", body=TokenizeBody),
+        ApiRoute("/detokenize", detokenize, method="POST", body=DetokenizeBody),
+        ApiRoute("/tokenizer_info", tokenizer_information),
+    ]
 
 
 async def _answered(make: Callable[[], Awaitable[bytes]], names: ParamNames) -> Response:

@@ -1,18 +1,27 @@
-"""/tokenize and /detokenize, in the shapes that vLLM has for them."""
+"""/tokenize, /detokenize and /tokenizer_info, in the shapes that vLLM has for them."""
 
 import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.auth.caller import current_caller
+from gateway.model import ServedModel
 from gateway.openai.options import chat_prompt
 from gateway.openai.responses import as_json
 from gateway.openai.schemas import DetokenizeBody, TokenizeBody
 from gateway.requests.request import ChatPrompt, TextPrompt
+from gateway.requests.validation import find_model
 from gateway.text.text_service import TextService
 from quire.rpc.errors import invalid_field
 
 # So many are written in less than a millisecond.
 _FEW = 4096
+# What stands for a tokenizer.json without a tokenizer_config.json in transformers.
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+# Names of files and directories where the model was made, and what our reader of the directory adds.
+_NOT_SHOWN = frozenset(
+    {"vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path", "added_tokens"}
+)
 _PARAMS = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
 
 
@@ -44,6 +53,30 @@ class TextEndpoints:
 async def _as_json(answer: Mapping[str, Any], num_tokens: int) -> bytes:
     """An answer of many tokens is written in a thread, so that other calls go on."""
     return as_json(answer) if num_tokens <= _FEW else await asyncio.to_thread(as_json, answer)
+
+
+def tokenizer_info(model: ServedModel) -> dict[str, Any]:
+    """The tokenizer's configuration with its chat template; tokens are their texts.
+
+    Raises:
+        NotFound: the caller may not use the model.
+    """
+    find_model(model.name, current_caller().visible(model.name))
+    config = {name: _plain(value) for name, value in model.tokenizer_config.items() if name not in _NOT_SHOWN}
+    config.setdefault("tokenizer_class", _TOKENIZER_CLASS)
+    return config if model.chat_template is None else config | {"chat_template": model.chat_template.source}
+
+
+def _plain(value: Any) -> Any:
+    """A value of tokenizer_config.json in which each token that is written as an object is its text."""
+    match value:
+        case {"content": str(content)}:
+            return content
+        case Mapping():
+            return {name: _plain(each) for name, each in value.items()}
+        case list():
+            return [_plain(each) for each in value]
+    return value
 
 
 def text_param_name(field: str) -> str:

@@ -38,7 +38,6 @@ from gateway.requests.violations import Violations, shortened, shown, utf8_size
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
-_CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_LENGTH}}}")
 
 
@@ -229,7 +228,7 @@ def _check_prompt_length(
         field,
         f"has {count} tokens; a prompt may have at most {limits.max_prompt_tokens:,}, so the prompt is too long; "
         f"{_context_length(limits)}",
-        reason=_CONTEXT_LENGTH_EXCEEDED,
+        reason="CONTEXT_LENGTH_EXCEEDED",
     )
     return False
 
@@ -281,7 +280,7 @@ def resolve_max_tokens(
             "stopping.max_tokens",
             f"is {max_tokens:,} after a prompt of {prompt_tokens:,} tokens, together {prompt_tokens + max_tokens:,}; "
             f"a sequence can have at most {limits.max_model_len:,} tokens here, since {_context_length(limits)}",
-            reason=_CONTEXT_LENGTH_EXCEEDED,
+            reason="CONTEXT_LENGTH_EXCEEDED",
         )
         violations.raise_if_any()
     return max_tokens

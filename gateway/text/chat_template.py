@@ -17,7 +17,11 @@ from quire.settings import ConfigurationError
 
 
 class ChatTemplate:
-    """A compiled chat template with the helpers that transformers gives to templates, in a sandbox. Thread-safe."""
+    """A compiled chat template with the helpers that transformers gives to templates, in a sandbox. Thread-safe.
+
+    Attributes:
+        source: The Jinja template as the model directory has it.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` are the texts of bos_token, eos_token and the like.
@@ -25,6 +29,7 @@ class ChatTemplate:
         Raises:
             ConfigurationError: the template is not valid Jinja.
         """
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)

@@ -260,9 +260,9 @@ def test_of_all_that_is_wrong_in_a_large_body_only_the_first_is_looked_at(monkey
     """Hundreds of thousands of errors, each with its alternatives, would hold up all other calls for seconds."""
     found = []
 
-    def count(error):
+    def count(error, union_types):
         found.append(error.error_count())
-        return _invalid(error)
+        return _invalid(error, union_types)
 
     monkeypatch.setattr("gateway.openai.body._invalid", count)
     with pytest.raises(InvalidArgument, match=message):

@@ -1,0 +1,125 @@
+"""Routes that describe themselves, and /openapi.json, which is made of the table by which requests are served."""
+
+import http.client
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Literal
+
+from pydantic import BaseModel, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from gateway.openai.errors import HTTP_STATUSES, ErrorBody
+from quire.version import VERSION
+
+_SCHEMAS = "#/components/schemas/"
+_EVENT_STREAM = "text/event-stream"
+# Of every path that is not open to all: no such path or model, no key or one that does not allow it, a fault.
+_STATUSES = frozenset({401, 403, 404, 500})
+
+
+class ApiRoute(Route):
+    """A route with what its callers need to know.
+
+    Attributes:
+        body: The type of its request's body; None where it has none.
+        media_types: Those of a successful answer.
+        statuses: Of its answers, errors included.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Any],
+        *,
+        method: Literal["GET", "POST"] = "GET",
+        body: type[BaseModel] | None = None,
+        streams: bool = False,
+        media_type: str = "application/json",
+        statuses: Sequence[int] = (),
+        is_open: bool = False,
+        error: type[BaseModel] = ErrorBody,
+    ) -> None:
+        """The first paragraph of the endpoint's docstring describes it.
+
+        Args:
+            streams: A successful answer may be a stream of server-sent events instead.
+            statuses: Those besides 200, and besides those that any path with or without a body may answer.
+            is_open: No API key is asked for.
+            error: The type of the body of errors.
+        """
+        super().__init__(path, endpoint, methods=[method])
+        self.method = method
+        self.body = body
+        self.media_types = (media_type, _EVENT_STREAM) if streams else (media_type,)
+        self.is_open = is_open
+        self.error = error
+        self.statuses = sorted({200, *statuses, *(() if is_open else _STATUSES), *(HTTP_STATUSES if body else ())})
+
+
+def openapi_route(routes: Sequence[BaseRoute]) -> ApiRoute:
+    """GET /openapi.json: the document on `routes` and on itself."""
+
+    async def openapi(request: Request) -> Response:
+        """This document."""
+        return JSONResponse(document)
+
+    route = ApiRoute("/openapi.json", openapi)
+    document = openapi_document([*(each for each in routes if isinstance(each, ApiRoute)), route])
+    return route
+
+
+def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document on these routes, with the schemas of their bodies."""
+    types = list(dict.fromkeys([*(route.body for route in routes if route.body), *(route.error for route in routes)]))
+    references, definitions = TypeAdapter.json_schemas(
+        [(each, "validation", TypeAdapter(each)) for each in types], ref_template=_SCHEMAS + "{model}"
+    )
+    schemas = {each: references[each, "validation"] for each in types}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path_format, {})[route.method.lower()] = _operation(route, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": VERSION},
+        "paths": paths,
+        "components": {
+            "schemas": definitions.get("$defs", {}),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        # A gateway without a file of keys asks for none.
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(route: ApiRoute, schemas: Mapping[Any, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": "_".join([route.method.lower(), *re.findall(r"\w+", route.path_format)]),
+        "responses": {str(status): _response(route, status, schemas) for status in route.statuses},
+    }
+    if description := inspect.getdoc(route.endpoint):
+        operation["summary"] = " ".join(description.partition("\n\n")[0].split())
+    if route.param_convertors:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in route.param_convertors
+        ]
+    if route.body is not None:
+        content = {"application/json": {"schema": schemas[route.body]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    if route.is_open:
+        operation["security"] = []
+    return operation
+
+
+def _response(route: ApiRoute, status: int, schemas: Mapping[Any, Any]) -> dict[str, Any]:
+    description = http.client.responses.get(status, "Client Closed Request")
+    if status == HTTPStatus.OK:
+        return {"description": description, "content": {each: {} for each in route.media_types}}
+    # What is refused before a route was found, or without a key, is told in the shape that most paths have.
+    shapes = [schemas[each] for each in dict.fromkeys((route.error, ErrorBody))]
+    schema = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,288 @@
+"""The Open Inference Protocol v2 over HTTP, with tensors as JSON: the gRPC servicer behind other paths."""
+
+import json
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.http.api_route import ApiRoute
+from gateway.kserve.servicer import KServeServicer
+from gateway.openai.body import BodyLimits, parse_json, read_body
+from gateway.openai.errors import ErrorAnswer, error_answer
+from gateway.openai.responses import WholeResponse
+from gateway.requests.violations import Violations, shortened
+from quire.inference import open_inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument, QuireError
+
+_MAX_TENSORS = 64
+_CONTENTS = re.compile(r"\.contents\.\w+_contents")
+# Of a request; how its outputs would be written. They are JSON, which those who ask for bytes read as well.
+_BINARY_OUTPUT = "binary_data_output"
+_BINARY_HEADER = "inference-header-content-length"
+# JSON has no infinity.
+_LOWEST = -9999.0
+_UNION_TYPES = {
+    "data": "a list of strings or a list of booleans, in lists of their own where the shape has two dimensions",
+    "parameters": "an object whose values are strings, numbers or booleans",
+}
+
+Element = str | bool
+Parameters = dict[str, bool | int | float | str] | None
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class InputTensor(_Part):
+    """`data` are the elements in row-major order, flat or nested."""
+
+    name: str
+    shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=8)]
+    datatype: str
+    parameters: Parameters = None
+    data: Annotated[list[Element | list[Element]], Field(fail_fast=True)]
+
+
+class RequestedOutput(_Part):
+    name: str
+    parameters: Parameters = None
+
+
+class InferBody(_Part):
+    """`parameters` are those of sampling, by the names that they have in the input `sampling_parameters`. The model is
+    that of the path; clients of KServe name it here, too."""
+
+    id: str | None = None
+    model_name: str | None = None
+    model_version: str | None = None
+    parameters: Parameters = None
+    inputs: Annotated[list[InputTensor], Field(max_length=_MAX_TENSORS)]
+    outputs: Annotated[list[RequestedOutput] | None, Field(max_length=_MAX_TENSORS)] = None
+
+
+class InferenceError(BaseModel):
+    """An error in the protocol's shape."""
+
+    error: str
+
+
+def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[ApiRoute]:
+    """All paths ask for a key where the gateway does, as the methods over gRPC do."""
+
+    async def server(request: Request) -> Response:
+        """The name and the version of the server."""
+        metadata = await servicer.ServerMetadata(pb.ServerMetadataRequest(), None)
+        return JSONResponse({"name": metadata.name, "version": metadata.version, "extensions": []})
+
+    async def live(request: Request) -> Response:
+        """Whether the server runs."""
+        answer = await servicer.ServerLive(pb.ServerLiveRequest(), None)
+        return JSONResponse({"live": answer.live})
+
+    async def ready(request: Request) -> Response:
+        """Whether a request would run at once."""
+        answer = await servicer.ServerReady(pb.ServerReadyRequest(), None)
+        return JSONResponse({"ready": answer.ready}, 200 if answer.ready else 503)
+
+    async def model(request: Request) -> Response:
+        """The tensors of a model."""
+        asked = pb.ModelMetadataRequest(**_model(request))
+        return await _answered(lambda: servicer.ModelMetadata(asked, None), _metadata_json)
+
+    async def model_ready(request: Request) -> Response:
+        """Whether a request for a model would run at once."""
+        asked = pb.ModelMetadataRequest(**_model(request))
+        answer = await servicer.ModelReady(pb.ModelReadyRequest(**_model(request)), None)
+        # A model that is not served is not found, as by all other paths.
+        return await _answered(
+            lambda: servicer.ModelMetadata(asked, None),
+            lambda metadata: {"name": metadata.name, "ready": answer.ready},
+            200 if answer.ready else 503,
+        )
+
+    async def infer(request: Request) -> Response:
+        """The text that follows one or several prompts."""
+        try:
+            _check_not_binary(request)
+            body = parse_json(InferBody, await read_body(request, body_limits), _UNION_TYPES)
+            asked = _request_message(body, request)
+        except Exception as error:
+            return _error_response(error)
+
+        async def make() -> bytes:
+            return json.dumps(_response_json(await servicer.ModelInfer(asked, None))).encode()
+
+        return _InferResponse(make, str, {})
+
+    return [
+        _route("/v2", server),
+        _route("/v2/health/live", live),
+        _route("/v2/health/ready", ready, statuses=[503]),
+        *(
+            route
+            # The name of a model may have slashes, so the longer paths come first.
+            for path in ("/v2/models/{model:path}/versions/{version}", "/v2/models/{model:path}")
+            for route in (
+                _route(f"{path}/infer", infer, method="POST", body=InferBody),
+                _route(f"{path}/ready", model_ready, statuses=[503]),
+                _route(path, model),
+            )
+        ),
+    ]
+
+
+def _route(path: str, endpoint: Callable[..., Any], **fields: Any) -> ApiRoute:
+    return ApiRoute(path, endpoint, error=InferenceError, **fields)
+
+
+def _model(request: Request) -> dict[str, str]:
+    return {"name": request.path_params["model"], "version": request.path_params.get("version", "")}
+
+
+def _check_not_binary(request: Request) -> None:
+    if _BINARY_HEADER in request.headers:
+        raise InvalidArgument(
+            f"the header {_BINARY_HEADER} is set; elements of tensors come as JSON here (binary_data=False in "
+            "tritonclient), or as raw bytes over gRPC"
+        )
+
+
+def _request_message(body: InferBody, request: Request) -> pb.ModelInferRequest:
+    """The request as it would have come over gRPC.
+
+    Raises:
+        InvalidArgument: an element is not of the tensor's datatype, or a number is too large.
+    """
+    violations = Violations()
+    target = _model(request)
+    for field, named in (("name", body.model_name), ("version", body.model_version)):
+        if named and named != (target[field] or named):
+            violations.add(f"model_{field}", f'is "{shortened(named)}"; the path has "{shortened(target[field])}"')
+    own = {name: value for name, value in (body.parameters or {}).items() if name != _BINARY_OUTPUT}
+    message = pb.ModelInferRequest(
+        model_name=target["name"],
+        model_version=target["version"] or body.model_version or "",
+        id=body.id or "",
+        inputs=[_tensor(violations, f"inputs[{place}]", tensor) for place, tensor in enumerate(body.inputs)],
+        outputs=[
+            pb.ModelInferRequest.InferRequestedOutputTensor(
+                name=output.name, parameters=_parameters(violations, f"outputs[{place}].", output.parameters)
+            )
+            for place, output in enumerate(body.outputs or ())
+        ],
+        parameters=_parameters(violations, "", own),
+    )
+    violations.raise_if_any()
+    return message
+
+
+def _tensor(violations: Violations, field: str, tensor: InputTensor) -> pb.ModelInferRequest.InferInputTensor:
+    values = [value for each in tensor.data for value in (each if isinstance(each, list) else [each])]
+    contents = pb.InferTensorContents()
+    expected = bool if tensor.datatype == "BOOL" else str
+    for place, value in enumerate(values):
+        if not isinstance(value, expected):
+            wanted = "true or false" if expected is bool else "a string"
+            violations.add(f"{field}.data[{place}]", f"must be {wanted} in a tensor of {tensor.datatype}")
+            break
+    else:
+        if expected is bool:
+            contents.bool_contents.extend(bool(value) for value in values)
+        else:
+            contents.bytes_contents.extend(str(value).encode() for value in values)
+    return pb.ModelInferRequest.InferInputTensor(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        shape=tensor.shape,
+        parameters=_parameters(violations, f"{field}.", tensor.parameters),
+        contents=contents,
+    )
+
+
+def _parameters(violations: Violations, prefix: str, parameters: Parameters) -> dict[str, pb.InferParameter]:
+    found: dict[str, pb.InferParameter] = {}
+    for name, value in (parameters or {}).items():
+        match value:
+            case bool():
+                found[name] = pb.InferParameter(bool_param=value)
+            case int() if -(2**63) <= value < 2**63:
+                found[name] = pb.InferParameter(int64_param=value)
+            case int() if 0 <= value < 2**64:
+                found[name] = pb.InferParameter(uint64_param=value)
+            case int():
+                violations.add(f'{prefix}parameters["{name[:80]}"]', "is an integer of more than 64 bits")
+            case float():
+                found[name] = pb.InferParameter(double_param=value)
+            case str():
+                found[name] = pb.InferParameter(string_param=value)
+    return found
+
+
+def _metadata_json(metadata: pb.ModelMetadataResponse) -> dict[str, Any]:
+    return {
+        "name": metadata.name,
+        "versions": list(metadata.versions),
+        "platform": metadata.platform,
+        "inputs": _tensors_json(metadata.inputs),
+        "outputs": _tensors_json(metadata.outputs),
+    }
+
+
+def _tensors_json(tensors: Sequence[pb.ModelMetadataResponse.TensorMetadata]) -> list[dict[str, Any]]:
+    return [{"name": each.name, "datatype": each.datatype, "shape": list(each.shape)} for each in tensors]
+
+
+def _response_json(response: pb.ModelInferResponse) -> dict[str, Any]:
+    head = {"model_name": response.model_name, "model_version": response.model_version}
+    outputs = [
+        {"name": each.name, "datatype": each.datatype, "shape": list(each.shape), "data": _data(each.contents)}
+        for each in response.outputs
+    ]
+    return head | ({"id": response.id} if response.id else {}) | {"outputs": outputs}
+
+
+def _data(contents: pb.InferTensorContents) -> list[Any]:
+    """The elements, of whichever datatype they are: no tensor has two."""
+    texts = [value.decode() for value in contents.bytes_contents]
+    numbers = [value if math.isfinite(value) else _LOWEST for value in contents.fp32_contents]
+    return texts or numbers or list(contents.uint_contents)
+
+
+class _InferResponse(WholeResponse):
+    """The answer to an inference; its errors are in the protocol's shape."""
+
+    async def _send_error(self, send: Any, answer: ErrorAnswer) -> None:
+        await super()._send_error(send, _ProtocolError.of(answer))
+
+
+class _ProtocolError(ErrorAnswer):
+    """An error as the protocol has it: its message alone, in which fields are those of the body."""
+
+    @classmethod
+    def of(cls, answer: ErrorAnswer) -> "_ProtocolError":
+        message = _CONTENTS.sub(".data", answer.message)
+        return cls(answer.status, message, answer.code, answer.param, answer.headers)
+
+    @property
+    def body(self) -> bytes:
+        return InferenceError(error=self.message).model_dump_json().encode()
+
+
+async def _answered(
+    call: Callable[[], Awaitable[Any]], to_json: Callable[[Any], Mapping[str, Any]], status: int = 200
+) -> Response:
+    try:
+        return JSONResponse(to_json(await call()), status)
+    except QuireError as error:
+        return _error_response(error)
+
+
+def _error_response(error: Exception) -> Response:
+    answer = _ProtocolError.of(error_answer(error, str))
+    return Response(answer.body, answer.status, dict(answer.headers), media_type="application/json")

@@ -1,0 +1,161 @@
+"""The Open Inference Protocol over HTTP: the same as over gRPC, with tensors as JSON."""
+
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.service.gateway.test_kserve import infer as infer_over_grpc
+from tests.service.gateway.test_kserve import make_request
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import running_gateway
+
+MODEL = "/v2/models/quire-tiny"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway():
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    async with running_gateway(scheduler) as running:
+        yield running
+    await scheduler.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+        yield http
+
+
+def text_input(*texts, **fields) -> Any:
+    return {"name": "text_input", "datatype": "BYTES", "shape": [len(texts)], "data": list(texts)} | fields
+
+
+def flag(name, value: Any = True) -> Any:
+    return {"name": name, "datatype": "BOOL", "shape": [1], "data": [value]}
+
+
+async def infer(client, *inputs, path=f"{MODEL}/infer", **fields):
+    return await client.post(path, json={"inputs": list(inputs)} | fields)
+
+
+async def test_the_server_and_its_model_are_live_and_ready(client):
+    for path, answer in (
+        ("/v2/health/live", {"live": True}),
+        ("/v2/health/ready", {"ready": True}),
+        (f"{MODEL}/ready", {"name": "quire-tiny", "ready": True}),
+        (f"{MODEL}/versions/1/ready", {"name": "quire-tiny", "ready": True}),
+    ):
+        response = await client.get(path)
+        assert (response.status_code, response.json()) == (200, answer)
+    assert (await client.get("/v2")).json()["name"] == "quire"
+
+
+async def test_without_a_scheduler_it_is_live_and_not_ready():
+    async with (
+        running_gateway(schedulers=("127.0.0.1:1",)) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
+        assert (await http.get("/v2/health/live")).status_code == 200
+        for path in ("/v2/health/ready", f"{MODEL}/ready"):
+            response = await http.get(path)
+            assert (response.status_code, response.json()["ready"]) == (503, False)
+
+
+async def test_the_metadata_names_the_tensors(client):
+    metadata = (await client.get(MODEL)).json()
+    assert (metadata["name"], metadata["versions"], metadata["platform"]) == ("quire-tiny", ["1"], "quire")
+    assert {"name": "text_input", "datatype": "BYTES", "shape": [-1]} in metadata["inputs"]
+    assert {"name": "text_output", "datatype": "BYTES", "shape": [-1]} in metadata["outputs"]
+
+
+async def test_an_inference_is_what_it_is_over_grpc(gateway, client):
+    over_grpc = await infer_over_grpc(gateway, make_request("hello", "good bye"))
+    response = await infer(
+        client,
+        text_input("hello", "good bye"),
+        flag("exclude_input_in_output"),
+        parameters={"max_tokens": 8},
+        id="mine",
+        outputs=[{"name": "text_output"}],
+    )
+    answer = response.json()
+    texts = [text.decode() for text in over_grpc.outputs[0].contents.bytes_contents]
+    assert (answer["id"], answer["model_name"], answer["model_version"]) == ("mine", "quire-tiny", "1")
+    assert answer["outputs"] == [{"name": "text_output", "datatype": "BYTES", "shape": [2], "data": texts}]
+
+
+async def test_every_kind_of_output_is_a_list_of_json(client):
+    flags = [
+        flag(f"return_{name}")
+        for name in ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+    ]
+    response = await infer(client, text_input("hello"), *flags, parameters={"max_tokens": 2})
+    outputs = {output["name"]: output["data"] for output in response.json()["outputs"]}
+    assert outputs["finish_reason"] == ["length"]
+    assert outputs["cumulative_logprob"] == [-1.0]
+    assert outputs["num_output_tokens"] == [2]
+    assert len(outputs) == 6
+
+
+async def test_what_clients_add_to_a_request_is_fine(client):
+    """KServe's name the model in the body; Triton's lets outputs be bytes and reads JSON all the same."""
+    nested = text_input(["hello"], shape=[1, 1], parameters={"binary_data_size": 9})
+    for inputs, fields in (
+        ([nested], {}),
+        ([text_input("hello")], {"model_name": "quire-tiny", "model_version": "1", "id": None, "outputs": None}),
+        ([text_input("hello")], {"parameters": {"binary_data_output": True, "max_tokens": 2}}),
+        ([text_input("hello")], {"outputs": [{"name": "text_output", "parameters": {"binary_data": True}}]}),
+    ):
+        response = await infer(client, *inputs, **fields)
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/v2/models/other/infer", {"inputs": [text_input("a")]}, 404, 'model_name is "other"'),
+        (f"{MODEL}/versions/2/infer", {"inputs": [text_input("a")]}, 404, 'model_version is "2"'),
+        (f"{MODEL}/infer", {}, 400, "inputs is missing"),
+        (f"{MODEL}/infer", {"inputs": []}, 400, "inputs has no text_input"),
+        (f"{MODEL}/infer", {"inputs": [text_input("a")], "model_name": "b"}, 400, 'model_name is "b"; the path has'),
+        (f"{MODEL}/infer", {"inputs": [text_input("a")], "other": 1}, 400, "other is not a field"),
+        (f"{MODEL}/infer", {"inputs": [text_input("a", shape=[2])]}, 400, "1 came in inputs[0].data"),
+        (f"{MODEL}/infer", {"inputs": [text_input("a", shape=[-1])]}, 400, "inputs[0].shape"),
+        (f"{MODEL}/infer", {"inputs": [text_input(True)]}, 400, "inputs[0].data[0] must be a string"),
+        (f"{MODEL}/infer", {"inputs": [text_input(7)]}, 400, "inputs[0].data must be a list of strings"),
+        (f"{MODEL}/infer", {"inputs": [text_input("a"), flag("stream", "x")]}, 400, "inputs[1].data[0] must be true"),
+        (f"{MODEL}/infer", {"inputs": [text_input("a"), flag("stream")]}, 400, "use ModelStreamInfer"),
+        (f"{MODEL}/infer", {"inputs": [text_input("a", datatype="INT8")]}, 400, "inputs[0].datatype"),
+        (f"{MODEL}/infer", {"inputs": [text_input("a")], "parameters": {"n": 2**64}}, 400, 'parameters["n"]'),
+        (
+            f"{MODEL}/infer",
+            {"inputs": [text_input("a")], "parameters": {"n": [1]}},
+            400,
+            "parameters must be an object",
+        ),
+        (f"{MODEL}/infer", {"inputs": [text_input("a")], "parameters": {"n": 999}}, 400, 'parameters["n"] is 999'),
+        (f"{MODEL}/infer", {"inputs": [text_input("a " * 3000)]}, 400, "prompt is too long"),
+        (f"{MODEL}/infer", [], 400, "must be a JSON object"),
+    ],
+)
+async def test_an_error_is_the_protocol_s_and_names_the_field(client, path, body, status, says):
+    response = await client.post(path, json=body)
+    assert response.status_code == status
+    assert set(response.json()) == {"error"}
+    assert says in response.json()["error"]
+
+
+async def test_binary_tensors_are_refused_with_the_way_out(client):
+    headers = {"inference-header-content-length": "2", "content-type": "application/json"}
+    response = await client.post(f"{MODEL}/infer", content=b"{}abc", headers=headers)
+    assert response.status_code == 400
+    assert "binary_data=False" in response.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/v2/models/other", "/v2/models/other/ready", f"{MODEL}/versions/2"])
+async def test_another_model_is_not_found(client, path):
+    response = await client.get(path)
+    assert (response.status_code, set(response.json())) == (404, {"error"})

@@ -1,0 +1,117 @@
+"""/openapi.json says what the server does, and /tokenizer_info what its tokenizer is."""
+
+import json
+import re
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from gateway.auth.caller import Access
+from gateway.openai.schemas import ChatBody
+from quire.model_directory import resolve_model
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import running_gateway
+from tests.support.keys import KeysFile
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway():
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    async with running_gateway(scheduler) as running:
+        yield running
+    await scheduler.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+        yield http
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def document(client):
+    return (await client.get("/openapi.json")).json()
+
+
+def operations_of(document):
+    return [
+        (path, method, operation)
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    ]
+
+
+async def test_every_route_is_in_the_document(gateway, document):
+    routes = gateway.gateway._http.config.app.routes
+    served = {(route.path_format, method.lower()) for route in routes for method in route.methods - {"HEAD"}}
+    assert {(path, method) for path, method, _ in operations_of(document)} == served
+    assert ("/openapi.json", "get") in served
+
+
+async def test_the_document_is_whole(document):
+    assert document["openapi"] == "3.1.0"
+    names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert names == set(document["components"]["schemas"])
+    ids = [operation["operationId"] for _, _, operation in operations_of(document)]
+    assert len(set(ids)) == len(ids)
+    for path, _, operation in operations_of(document):
+        named = {parameter["name"] for parameter in operation.get("parameters", ())}
+        assert named == set(re.findall(r"{(\w+)}", path))
+        assert "200" in operation["responses"]
+        assert operation["summary"]
+
+
+async def test_bodies_are_those_that_the_server_parses(document):
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = document["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    assert set(schema["properties"]) == set(ChatBody.model_fields)
+    assert schema["required"] == ["messages"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("post", "/v1/completions", {"prompt": 7}),
+        ("post", "/v1/chat/completions", {"messages": [], "model": "other"}),
+        ("post", "/tokenize", {}),
+        ("post", "/detokenize", {"tokens": [99999]}),
+        ("post", "/v2/models/{model}/infer", {}),
+        ("get", "/v1/models/{model}", None),
+        ("get", "/v2/models/{model}/ready", None),
+    ],
+)
+async def test_the_status_of_an_error_is_documented(client, document, method, path, body):
+    response = await client.request(method, path.replace("{model}", "other"), json=body)
+    assert response.status_code >= 400
+    described = document["paths"][path][method]["responses"][str(response.status_code)]
+    schema = described["content"]["application/json"]["schema"]
+    reference = schema.get("anyOf", [schema])[0]["$ref"]
+    assert reference.rpartition("/")[2] == ("InferenceError" if path.startswith("/v2") else "ErrorBody")
+    assert isinstance(response.json()["error"], str if path.startswith("/v2") else dict)
+
+
+async def test_the_tokenizer_is_described_as_its_directory_has_it(client):
+    directory = resolve_model(None)
+    info = (await client.get("/tokenizer_info")).json()
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    assert info["eos_token"] == config["eos_token"]
+    assert info["tokenizer_class"] == config["tokenizer_class"]
+    assert "<|assistant|>" in info["chat_template"]
+
+
+async def test_a_key_without_the_model_gets_no_tokenizer(tmp_path):
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    keys = KeysFile(tmp_path / "keys.json")
+    key = keys.add("acme", access=Access(models=frozenset({"other"})))
+    async with (
+        running_gateway(scheduler, keys_files=(keys.path,)) as running,
+        httpx.AsyncClient(base_url=running.http_url) as http,
+    ):
+        answers = [
+            await http.get("/tokenizer_info", headers={"authorization": f"Bearer {shown}"}) for shown in (key, "no")
+        ]
+    await scheduler.stop()
+    assert [answer.status_code for answer in answers] == [404, 401]
