@@ -20,6 +20,7 @@ from gateway.grpc_api.model_servicer import ModelServicer
 from gateway.grpc_api.prefix_servicer import PrefixServicer
 from gateway.grpc_api.wire import add_service
 from gateway.http.server import HttpServer, make_http_app
+from gateway.idle_calls import IdleCalls
 from gateway.kserve.servicer import KServeServicer
 from gateway.kserve.unserved import UnservedMethods
 from gateway.metrics import GatewayMetrics
@@ -75,6 +76,7 @@ class Gateway:
         authenticator: Authenticator,
         rpc: RpcServer,
         http: HttpServer,
+        idle_calls: IdleCalls,
         tracer: Tracer | None,
         *,
         hands_over: bool,
@@ -87,8 +89,10 @@ class Gateway:
         self._ledger = ledger
         self._rpc = rpc
         self._http = http
+        self._idle_calls = idle_calls
         self._tracer = tracer
         self._hands_over = hands_over
+        self._is_stopping = False
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
         self._background = [
             asyncio.create_task(client.run(), name=f"scheduler {address}")
@@ -123,19 +127,22 @@ class Gateway:
         bodies = BodyMemory(settings.max_total_body_bytes)
         http = HttpServer.bind(app, settings, bodies, metrics.count_refused_connection, tls.public)
         auth = AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller)
+        idle_calls = IdleCalls()
+        interceptors = [idle_calls, *_interceptors(settings, auth, bodies)]
         try:
-            interceptors = _interceptors(settings, auth, bodies)
             rpc = await _start_rpc(settings, generator, kserve, gateway_id, interceptors, tls)
         except BaseException:
             http.close()
             raise
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', model.name, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
-        return cls(generator, ledger, authenticator, rpc, http, tracer, hands_over=settings.hand_over)
+        return cls(generator, ledger, authenticator, rpc, http, idle_calls, tracer, hands_over=settings.hand_over)
 
     async def run(self) -> None:
-        """Runs until it is cancelled, or until a part of the gateway fails."""
+        """Runs until it is cancelled or stopped, or until a part of the gateway fails."""
         done, _ = await asyncio.wait([self._http_task, *self._background], return_when=asyncio.FIRST_COMPLETED)
+        if self._is_stopping:
+            return
         for task in done:
             await task
         raise RuntimeError(f"{', '.join(task.get_name() for task in done)} ended")
@@ -143,6 +150,7 @@ class Gateway:
     async def stop(self, drain_timeout_s: float) -> None:
         """Refuses new requests, or hands its ports over, lets live ones finish for that long, then aborts the rest and
         closes everything."""
+        self._is_stopping = True
         self._generator.is_draining = True
         self._rpc.set_serving(False)
         if len(self._ledger):
@@ -156,12 +164,15 @@ class Gateway:
             _logger.warning("aborting %d requests that did not finish in time", len(self._ledger))
             for live in self._ledger:
                 live.fail(Unavailable("this gateway stopped before the request was finished", reason="DRAINING"))
-        await self._rpc.stop(_STOP_GRACE_S)
+        # Whatever comes from here on is refused, and only then are the schedulers left.
+        self._generator.take_nothing_more()
+        self._idle_calls.end()
+        self._http.stop()
+        await asyncio.gather(self._rpc.stop(_STOP_GRACE_S), self._http_task, return_exceptions=True)
         await self._generator.replicas.flush()
         for task in self._background:
             task.cancel()
-        self._http.stop()
-        await asyncio.gather(self._http_task, *self._background, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         self._generator.model.executor.shutdown(wait=False)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 import grpc
 from pydantic import BaseModel
@@ -34,6 +35,8 @@ _STATUSES = {
 HTTP_STATUSES = frozenset(_STATUSES.values()) | {408, 413, 415}
 """What a request with a body may be answered besides 200: errors of Quire, and of a body that is slow, too large or of
 another media type."""
+# In seconds.
+_RETRY_AFTER_UNAVAILABLE = "1"
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
 # Found only when a model is named that is not served: a request to generate is then not found, as OpenAI has it.
 _STATUSES_BY_REASON = {"MODEL_NOT_FOUND": 404}
@@ -91,11 +94,14 @@ def error_answer(error: Exception, names: ParamNames) -> ErrorAnswer:
 
 
 def _of_quire_error(error: QuireError) -> ErrorAnswer:
+    status = _STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, 500)
     headers = {}
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+    elif status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["retry-after"] = _RETRY_AFTER_UNAVAILABLE
     return ErrorAnswer(
-        status=_STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, 500),
+        status=status,
         message=error.message,
         code=error.reason.lower(),
         param=error.violations[0].field if error.violations else None,

@@ -86,6 +86,7 @@ class Generator:
         self.model = model
         self.replicas = replicas
         self.is_draining = False
+        self._takes_nothing = False
         self._ledger = ledger
         self._by_id = RequestsById(replicas.clients)
         self._settings = settings
@@ -103,15 +104,19 @@ class Generator:
         """Sums over all requests of this gateway that are over."""
         return self._metrics.statistics
 
+    def take_nothing_more(self) -> None:
+        """From here on no call is let in, by whatever way it comes."""
+        self._takes_nothing = True
+
     @contextmanager
     def arriving(self) -> Iterator[None]:
         """Lets a call in; a drain waits while the context runs.
 
         Raises:
-            Unavailable: this gateway drains. Not where it hands over: what comes then, came by a connection from before
-                its ports were closed, and is the last to do so.
+            Unavailable: this gateway drains. Where it hands over, not before `take_nothing_more`: what comes then, came
+                by a connection from before its ports were closed, and is the last to do so.
         """
-        if self.is_draining and not self._settings.hand_over:
+        if self._takes_nothing or (self.is_draining and not self._settings.hand_over):
             raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
         with self._ledger.arriving():
             yield

@@ -3,7 +3,6 @@
 import os
 import socket
 import stat
-from contextlib import suppress
 from pathlib import Path
 
 from quire.rpc.address import TcpAddress, UnixAddress
@@ -17,11 +16,23 @@ def listening_at(address: TcpAddress | UnixAddress) -> frozenset[int]:
     return frozenset(each for each in descriptors if _listens(each, address.port))
 
 
-def stop_listening(descriptors: frozenset[int]) -> None:
-    """Connections that came by these listening sockets stay; new ones go to others that share the port."""
-    for descriptor in descriptors:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
-            listener.shutdown(socket.SHUT_RDWR)
+def stop_listening(descriptors: frozenset[int], address: TcpAddress | UnixAddress) -> None:
+    """Closes these listening sockets at a TCP port. Connections that came by them stay; new ones go to others that
+    share the port.
+
+    gRPC keeps the descriptors and closes them in the end, so each becomes that of another listening socket, which
+    nobody can reach. A socket that is only shut down makes gRPC accept from it, and log that it failed.
+    """
+    remaining = descriptors & listening_at(address)
+    if not remaining:
+        return
+    with socket.socket(socket.AF_UNIX) as unreachable:
+        # By a name that the kernel picks, and that nobody is told.
+        unreachable.bind("")
+        unreachable.listen(0)
+        unreachable.setblocking(False)
+        for descriptor in remaining:
+            os.dup2(unreachable.fileno(), descriptor, inheritable=False)
 
 
 def _listens(descriptor: int, port: int) -> bool:

@@ -103,7 +103,7 @@ class RpcServer:
         """Leaves the port to those who share it: closes it between two calls, and has clients make their next ones over
         a new connection. Returns once the calls that came by it are over; after `grace_s` seconds it cancels them."""
         # First nobody new, then those who are told to connect anew: they must not reach this process again.
-        stop_listening(self._listeners)
+        stop_listening(self._listeners, parse_address(self.address))
         await self._arrivals.wait_for_a_pause(_LONGEST_WAIT_FOR_A_PAUSE_S)
         await self._servers[0].stop(grace_s)
 

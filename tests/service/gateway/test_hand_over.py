@@ -62,6 +62,16 @@ async def test_both_ports_close_at_once_and_live_streams_end_whole(scheduler):
             assert len((await live).token_ids) == 30
 
 
+async def test_grpc_finds_no_fault_in_a_port_that_was_left(scheduler, capfd):
+    async with (
+        running_gateway(scheduler, reuse_port=True, hand_over=True) as gateway,
+        draining(gateway),
+        own_stub(gateway.gateway.grpc_address) as stub,
+    ):
+        assert isinstance(await error_of(stub.Generate(generation_pb2.GenerateRequest(text="x"))), Unavailable)
+    assert "accept" not in capfd.readouterr().err
+
+
 async def test_a_connection_from_before_is_served_once_more_and_told_to_close(scheduler):
     async with (
         running_gateway(scheduler, reuse_port=True, hand_over=True) as gateway,

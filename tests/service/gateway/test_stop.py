@@ -1,0 +1,104 @@
+"""A gateway that stops: nothing that it accepted fails by that, and nobody who is idle holds it up."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from gateway.openai.errors import error_answer
+from quire.rpc.errors import Unavailable, from_rpc_error
+from tests.support.gateway_process import RunningGateway, running_gateway
+from tests.support.raw_http import RawAnswer, connection_to, read_answer, request
+
+BODY = b'{"prompt": "hello", "max_tokens": 8}'
+COMPLETION = request(
+    "POST /v1/completions", {"content-type": "application/json", "content-length": str(len(BODY))}, BODY
+)
+REFLECTION = reflection_pb2.ServerReflectionRequest(list_services="")
+
+
+@contextlib.asynccontextmanager
+async def idle_calls(gateway: RunningGateway) -> AsyncIterator[list]:
+    """A call of reflection that was answered once, and one of KServe and a unary one, both without a request."""
+    async with grpc.aio.insecure_channel(gateway.gateway.grpc_address) as channel:
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await reflection.write(REFLECTION)
+        assert await reflection.read()
+        inference = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+        unary = channel.stream_stream("/quire.gateway.v1.GenerationService/Generate")()
+        for call in (inference, unary):
+            await call.wait_for_connection()
+        yield [reflection, inference, unary]
+
+
+async def test_idle_calls_of_grpc_do_not_hold_a_stop_and_are_told(scheduler, monkeypatch):
+    monkeypatch.setattr("gateway.app._STOP_GRACE_S", 60.0)
+    async with running_gateway(scheduler) as gateway, idle_calls(gateway) as calls:
+        async with asyncio.timeout(10):
+            await gateway.gateway.stop(10)
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await call.read()
+            error = from_rpc_error(ended.value)
+            assert isinstance(error, Unavailable)
+            assert error.reason == "DRAINING"
+
+
+@pytest.mark.parametrize("hand_over", [False, True])
+async def test_no_request_over_a_kept_connection_fails_because_its_gateway_stops(scheduler, monkeypatch, hand_over):
+    monkeypatch.setattr("gateway.app._HAND_OVER_S", 0.1)
+    scheduler.step_delay_s = 0.05
+    async with (
+        running_gateway(scheduler, reuse_port=True, hand_over=hand_over) as gateway,
+        idle_calls(gateway),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        connections = [stack.enter_context(await connection_to(gateway)) for _ in range(40)]
+        for connection in connections:
+            connection.sendall(request("GET /health"))
+            assert (await read_answer(connection)).status == 200
+        stopping = asyncio.create_task(gateway.gateway.stop(10))
+        await asyncio.sleep(0)
+        first = await answer_or_end(connections.pop())
+        assert first is not None
+        assert first.status == (200 if hand_over else 503)
+        # Nothing runs any more; the others come one after the other, until well behind the stop.
+        answers = []
+        for connection in connections:
+            await asyncio.wait([stopping], timeout=0.04)
+            answers.append(asyncio.create_task(answer_or_end(connection)))
+        await asyncio.wait_for(stopping, 10)
+        got = [answer for answer in (first, *await asyncio.gather(*answers)) if answer is not None]
+    statuses = [answer.status for answer in got]
+    assert set(statuses) <= {200, 503}
+    assert statuses.count(200) == len(scheduler.submits)
+    assert all(answer.headers["retry-after"] == "1" for answer in got if answer.status == 503)
+
+
+async def answer_or_end(connection) -> RawAnswer | None:
+    """The answer to a completion; None where the connection is closed without one, so that clients send it again."""
+    try:
+        connection.sendall(COMPLETION)
+        return await read_answer(connection)
+    except (AssertionError, ConnectionResetError, BrokenPipeError):
+        return None
+
+
+async def test_a_request_whose_body_is_still_coming_is_told_to_come_back(scheduler, monkeypatch):
+    monkeypatch.setattr("gateway.http.server._GRACE_S", 0.1)
+    async with running_gateway(scheduler) as gateway:
+        with await connection_to(gateway) as connection:
+            connection.sendall(COMPLETION[:-1])
+            answering = asyncio.create_task(read_answer(connection))
+            await asyncio.wait([answering], timeout=0.1)
+            await asyncio.wait_for(gateway.gateway.stop(10), 10)
+            answer = await answering
+    assert (answer.status, answer.headers["retry-after"], answer.headers["connection"]) == (503, "1", "close")
+    assert answer.error["code"] == "draining"
+
+
+def test_whoever_is_unavailable_says_when_to_come_back():
+    assert error_answer(Unavailable("no scheduler"), str).headers == {"retry-after": "1"}
