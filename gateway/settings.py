@@ -22,6 +22,12 @@ class GatewayFlags(ServiceFlags):
     allowed_origins: tuple[str, ...] = setting(
         (), "origins of pages that browsers let call the HTTP API (CORS); * is all of them", metavar="ORIGIN"
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "names by which HTTP clients may call, besides those of loopback; * is all of them. Without it, all names are "
+        "allowed except at a gateway that listens on loopback without API keys",
+        metavar="HOST",
+    )
     tls_client_auth: bool = setting(False, "callers must show a certificate that ca.pem of --tls-dir has signed")
     public_cert: Path | None = setting(
         None,

@@ -15,7 +15,7 @@ from gateway.auth.authenticator import Authenticator
 from gateway.auth.http_middleware import AuthMiddleware
 from gateway.body_memory import BodyMemory
 from gateway.http.api_route import openapi_route
-from gateway.http.drain_middleware import DrainMiddleware
+from gateway.http.middleware import ANY_HOST, DrainMiddleware, HostMiddleware, UnexpectedErrorMiddleware
 from gateway.http.probes import probe_routes
 from gateway.http.protocol import HttpLimits, LimitedProtocol, Places
 from gateway.http.tls_listener import TlsListener
@@ -27,7 +27,7 @@ from gateway.openai.request_ids import RequestIdMiddleware
 from gateway.openai.routes import error_handlers, openai_routes
 from gateway.requests.generator import Generator
 from gateway.settings import GatewaySettings
-from quire.rpc.address import TcpAddress, check_bindable
+from quire.rpc.address import TcpAddress, check_bindable, is_local
 from quire.rpc.https import HttpsFiles
 from quire.rpc.tls import ServerTls
 
@@ -60,6 +60,8 @@ def make_http_app(
             *_cross_origin(settings.allowed_origins),
             Middleware(DrainMiddleware, is_draining=lambda: generator.is_draining),
             Middleware(RequestIdMiddleware),
+            Middleware(UnexpectedErrorMiddleware),
+            *_host_check(settings),
             Middleware(
                 AuthMiddleware,
                 authenticator=authenticator,
@@ -69,6 +71,14 @@ def make_http_app(
         ],
         exception_handlers=error_handlers(),
     )
+
+
+def _host_check(settings: GatewaySettings) -> list[Middleware]:
+    """Where hosts are named it holds always, else where nothing but loopback keeps others out."""
+    is_open_on_loopback = is_local(str(TcpAddress(settings.http_host, 0))) and not settings.keys_files
+    if ANY_HOST in settings.allowed_hosts or not (settings.allowed_hosts or is_open_on_loopback):
+        return []
+    return [Middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)]
 
 
 def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:

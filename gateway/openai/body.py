@@ -1,6 +1,7 @@
 """From the bytes of a request to its body: media type, size, JSON, types."""
 
 import codecs
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from quire.rpc.errors import InvalidArgument, invalid_field
 BodyType = TypeVar("BodyType", bound=Body)
 Model = TypeVar("Model", bound=BaseModel)
 
+_JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
 _EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -80,8 +82,13 @@ def parse_json(kind: type[Model], data: bytes, union_types: Mapping[str, str]) -
 
 
 def _check_media_type(request: Request) -> None:
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
+    """Browsers let a page of another site send other media types, or none, without asking this server first. Some
+    programs send none; what comes from a page has `origin`."""
+    stated = request.headers.get("content-type")
+    if stated is None and "origin" in request.headers:
+        raise _unsupported("content-type is missing; from a page it must be application/json")
+    media_type = "application/json" if stated is None else stated.partition(";")[0].strip().lower()
+    if _JSON.fullmatch(media_type) is None:
         raise _unsupported(f'content-type is "{shortened(media_type)}"; it must be application/json')
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -9,7 +10,9 @@ from http import HTTPStatus
 import grpc
 from pydantic import BaseModel
 
+from gateway.openai.request_ids import sent_request_id
 from gateway.requests.field_names import renamed
+from gateway.requests.violations import shortened
 from quire.rpc.errors import QuireError
 
 _logger = logging.getLogger(__name__)
@@ -82,15 +85,18 @@ class HttpError(Exception):
         self.answer = answer
 
 
-def error_answer(error: Exception, names: ParamNames) -> ErrorAnswer:
-    """The answer to any error. Of an unexpected one nothing but that it happened goes out; the log has the rest."""
+def error_answer(error: Exception, names: ParamNames, request_id: str | None = None) -> ErrorAnswer:
+    """The answer to any error. Of an unexpected one nothing but that it happened goes out, with an id by which the log
+    has the rest: the client's own, or `request_id`, or a new one."""
     match error:
         case HttpError(answer=answer):
             return answer
         case QuireError():
             return _of_quire_error(renamed(error, names))
-    _logger.error("a request failed unexpectedly", exc_info=error)
-    return ErrorAnswer(500, "an unexpected error; the server's log tells more", "unexpected")
+    found = sent_request_id() or request_id or secrets.token_hex(16)
+    _logger.error("request %s failed unexpectedly", shortened(found), exc_info=error)
+    message = f"an unexpected error; the server's log has the request id {shortened(found)} and tells more"
+    return ErrorAnswer(500, message, "unexpected", headers={"x-request-id": found})
 
 
 def _of_quire_error(error: QuireError) -> ErrorAnswer:

@@ -1,8 +1,16 @@
 """X-Request-Id: what a client sends comes back with the answer, whatever the answer is."""
 
+from contextvars import ContextVar
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _HEADER = b"x-request-id"
+_sent: ContextVar[str | None] = ContextVar("request id of the client", default=None)
+
+
+def sent_request_id() -> str | None:
+    """The id that the client of the request that runs has sent."""
+    return _sent.get()
 
 
 class RequestIdMiddleware:
@@ -15,6 +23,8 @@ class RequestIdMiddleware:
         sent = next((value for name, value in scope.get("headers", ()) if name == _HEADER), None)
         if sent is None:
             return await self._app(scope, receive, send)
+        # A request has a task of its own.
+        _sent.set(sent.decode("latin-1"))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -80,7 +80,7 @@ class WatchedResponse(Response):
         try:
             await self._make(send)
         except Exception as error:
-            await self._send_error(send, error_answer(error, self._names))
+            await self._send_error(send, error_answer(error, self._names, self._headers.get("x-request-id")))
 
     async def _make(self, send: Send) -> None:
         raise NotImplementedError

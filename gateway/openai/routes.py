@@ -34,7 +34,7 @@ def openai_routes(generator: Generator, body_limits: BodyLimits, *, started_at_s
 
 
 def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
-    """By kind of error. Every error, a wrong path or method included, is answered in OpenAI's shape."""
+    """By kind of error, a wrong path or method included: each is answered in OpenAI's shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
         match error:
@@ -44,7 +44,7 @@ def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Respo
                 return _response(_of_http_exception(request, error))
         return _response(error_answer(error, _as_it_is))
 
-    return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect, Exception), answer)
+    return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect), answer)
 
 
 def _generation_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute]:

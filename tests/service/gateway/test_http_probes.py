@@ -77,3 +77,37 @@ async def test_no_page_of_another_origin_may_call_unless_it_is_said(gateway):
     async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as client:
         answer = await client.post("/v1/completions", json={"prompt": 5}, headers={"origin": "https://a.example"})
     assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("sent", [{}, {"x-request-id": "mine"}])
+async def test_an_unexpected_error_is_logged_once_with_the_id_that_its_answer_has(scheduler, monkeypatch, caplog, sent):
+    def fail(registry):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("gateway.http.probes.generate_latest", fail)
+    async with (
+        running_gateway(scheduler, allowed_origins=("https://a.example",)) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
+        answer = await http.get("/metrics", headers=sent | {"origin": "https://a.example"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "unexpected")
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    (request_id,) = answer.headers.get_list("x-request-id")
+    assert request_id == sent.get("x-request-id", request_id)
+    assert request_id in answer.json()["error"]["message"]
+    (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert request_id in record.getMessage()
+    assert record.exc_info is not None
+
+
+async def test_a_completion_that_fails_unexpectedly_is_logged_by_its_own_id(scheduler, monkeypatch, caplog):
+    async with (
+        running_gateway(scheduler) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
+        monkeypatch.setattr(gateway.gateway._generator.model.tokenizer, "encode", None)
+        answer = await http.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 500
+    assert answer.headers["x-request-id"].startswith("cmpl-")
+    (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert answer.headers["x-request-id"] in record.getMessage()

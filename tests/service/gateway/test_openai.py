@@ -327,7 +327,9 @@ async def test_a_body_of_the_largest_size_is_read(scheduler):
 
 async def test_a_body_that_the_client_waits_to_send_is_refused_at_once(gateway):
     reader, writer = await asyncio.open_connection(*gateway.gateway.http_address.split(":"))
-    writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 5000000\r\nExpect: 100-continue\r\n\r\n".encode())
+    writer.write(
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000000\r\nExpect: 100-continue\r\n\r\n".encode()
+    )
     async with asyncio.timeout(5):
         assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
     writer.close()

@@ -181,7 +181,7 @@ async def test_a_client_that_leaves_before_the_first_token_ends_its_request(gate
     scheduler.emits.clear()
     reader, writer = await asyncio.open_connection(*gateway.gateway.http_address.split(":"))
     body = json.dumps(BODIES[CHAT] | {"stream": streaming}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     await scheduler.until(lambda: scheduler.live)
     writer.close()
@@ -202,7 +202,7 @@ async def test_a_slow_reader_gets_everything_once_in_larger_chunks():
         body = json.dumps(
             {"messages": HELLO, "max_tokens": 6000, "stream": True, "logprobs": True, "top_logprobs": 20}
         ).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await scheduler.until(lambda: scheduler.live)
         await asyncio.wait_for(scheduler.until(lambda: not scheduler.live), 20)

@@ -99,7 +99,7 @@ async def test_an_http_client_that_reads_slowly_and_then_stops_is_cut_off(gatewa
 async def test_an_http_client_that_does_not_send_its_body_is_told_so(gateway, scheduler, sent):
     with http_connection(gateway) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: 100\r\n\r\n" + sent
         )
         answer = await read_to_end(connection)
@@ -144,7 +144,7 @@ def large_answer(gateway, **fields) -> socket.socket:
     body = json.dumps(asked | fields).encode()
     connection = http_connection(gateway, receive_bytes=4096)
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%s" % (len(body), body)
     )
     return connection

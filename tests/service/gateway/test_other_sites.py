@@ -1,0 +1,112 @@
+"""Pages of other sites in a browser on the same machine: they spend nobody's time, and read no answers."""
+
+import json
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.support.gateway_process import running_gateway
+from tests.support.keys import KeysFile
+
+COMPLETION = {"prompt": "hello", "max_tokens": 2}
+BODY = json.dumps(COMPLETION).encode()
+JSON = {"content-type": "application/json"}
+ORIGIN = {"origin": "https://evil.example"}
+PATH = "/v1/completions"
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(gateway):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+        yield http
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ORIGIN,
+        ORIGIN | {"content-type": ""},
+        ORIGIN | {"content-type": "text/plain"},
+        ORIGIN | {"content-type": "text/plain;charset=UTF-8"},
+        ORIGIN | {"content-type": "text/plain; application/json"},
+        ORIGIN | {"content-type": "text/plain,x+json"},
+        ORIGIN | {"content-type": "multipart/form-data; boundary=application/json"},
+        {"content-type": "application/x-www-form-urlencoded"},
+    ],
+)
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_what_a_page_may_send_without_being_asked_spends_no_time(client, scheduler, path, headers):
+    answer = await client.post(path, content=BODY, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert "application/json" in answer.json()["error"]["message"]
+    assert not scheduler.submits
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        JSON,
+        {"content-type": "Application/JSON; charset=utf-8"},
+        {"content-type": "application/problem+json"},
+        # The server's own pages, and those that were allowed in: a browser asks before it sends this.
+        JSON | ORIGIN,
+    ],
+)
+async def test_programs_are_served_as_before(client, headers):
+    assert (await client.post(PATH, content=BODY, headers=headers)).status_code == 200
+
+
+async def test_a_browser_that_asks_for_a_page_is_told_no(client):
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    answer = await client.options(PATH, headers=ORIGIN | asked)
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "[::2]:1"])
+async def test_a_host_that_is_not_loopback_is_refused_by_name(client, scheduler, host):
+    for method, path in (("POST", PATH), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nothing")):
+        answer = await client.request(method, path, headers=JSON | {"host": host}, content=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
+        name = host.removesuffix(":8000").removesuffix(":1").strip("[]")
+        assert f"--allowed-hosts {name} allows it" in answer.json()["error"]["message"]
+    assert not scheduler.submits
+    for path in ("/health", "/ready", "/version"):
+        assert (await client.get(path, headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LOCALHOST:1", "localhost.", "a.localhost:80", "127.0.0.1", "127.1.2.3:9", "[::1]", "[::1]:80", ""],
+)
+async def test_every_name_of_loopback_is_served(client, host):
+    assert (await client.post(PATH, content=BODY, headers=JSON | {"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "status"),
+    [
+        ({"allowed_hosts": ("*",)}, "evil.example", 200),
+        ({"allowed_hosts": ("llm.example",)}, "LLM.example:443", 200),
+        ({"allowed_hosts": ("llm.example",)}, "evil.example", 403),
+        ({"allowed_hosts": ("llm.example",), "http_host": "0.0.0.0"}, "evil.example", 403),
+        ({"http_host": "0.0.0.0"}, "evil.example", 200),
+        ({"http_host": "localhost"}, "evil.example", 403),
+    ],
+)
+async def test_hosts_are_checked_on_loopback_or_where_they_are_named(scheduler, settings, host, status):
+    async with running_gateway(scheduler, **settings) as gateway, httpx.AsyncClient() as http:
+        port = gateway.gateway.http_address.rpartition(":")[2]
+        answer = await http.get(f"http://127.0.0.1:{port}/v1/models", headers={"host": host})
+    assert answer.status_code == status
+
+
+async def test_keys_keep_other_sites_out_by_themselves(scheduler, tmp_path):
+    keys = KeysFile(tmp_path / "keys.json")
+    headers = {"host": "llm.example", "authorization": f"Bearer {keys.add('acme')}"}
+    async with (
+        running_gateway(scheduler, keys_files=(keys.path,)) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url) as http,
+    ):
+        assert (await http.get("/v1/models", headers=headers)).status_code == 200
