@@ -84,6 +84,13 @@ class GatewayFlags(ServiceFlags):
         30.0, "seconds that a client may take to send a request whole", minimum=0.1, metavar="SECONDS"
     )
 
+    sse_keepalive: float = setting(
+        15.0,
+        "seconds without output after which a stream of server-sent events says that it is alive; 0 never says so",
+        minimum=0,
+        metavar="SECONDS",
+    )
+
     connect_timeout: float = setting(
         30.0, "seconds that a request waits for a scheduler to come back", minimum=0, metavar="SECONDS"
     )

@@ -9,6 +9,7 @@ from typing import TypeVar
 import grpc.aio
 
 from gateway.grpc_api import convert
+from gateway.requests.events import Event
 from gateway.requests.generator import Generator
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import RequestOptions
@@ -34,6 +35,8 @@ from quire.gateway.v1.generation_pb2 import (
 )
 
 REQUEST_ID_HEADER = "quire-request-id"
+# A scheduler that refuses a request does so within this time.
+_REFUSAL_S = 0.5
 Context = grpc.aio.ServicerContext
 Response = TypeVar("Response", GenerateResponse, ChatResponse)
 StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse, ResumeStreamResponse)
@@ -69,7 +72,7 @@ class GenerationServicer:
 
     async def ResumeStream(self, request: ResumeStreamRequest, context: Context) -> AsyncIterator[ResumeStreamResponse]:
         async with self._generator.resume(request.request_id, convert.client_offsets(request)) as live:
-            async for response in self._responses(ResumeStreamResponse, live):
+            async for response in self._responses(ResumeStreamResponse, live, _with_headers(live.events(), context)):
                 yield response
 
     async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
@@ -110,11 +113,33 @@ class GenerationServicer:
         async with self._generator.run(options) as live:
             if options.durable:
                 await context.send_initial_metadata(((REQUEST_ID_HEADER, live.request.request_id),))
-            async for response in self._responses(kind, live):
+                events = live.events()
+            else:
+                events = _with_headers(live.events(), context)
+            async for response in self._responses(kind, live, events):
                 yield response
 
-    async def _responses(self, kind: type[StreamResponse], live: LiveRequest) -> AsyncIterator[StreamResponse]:
+    async def _responses(
+        self, kind: type[StreamResponse], live: LiveRequest, events: AsyncIterator[Event]
+    ) -> AsyncIterator[StreamResponse]:
         request_id = live.request.request_id
-        async for event in live.events():
+        async for event in events:
             make = partial(convert.stream_response, kind, request_id, self._model_name, event)
             yield await answer_event(live, event, make)
+
+
+async def _with_headers(events: AsyncIterator[Event], context: Context) -> AsyncIterator[Event]:
+    """The events, all of them. Where the first one takes a while, the call's headers go out before it: proxies wait for
+    those. Not at once, since clients call again by themselves only as long as they have no headers."""
+    first = asyncio.ensure_future(anext(aiter(events), None))
+    try:
+        await asyncio.wait([first], timeout=_REFUSAL_S)
+        if not first.done():
+            await context.send_initial_metadata(())
+        event = await first
+    finally:
+        first.cancel()
+    if event is not None:
+        yield event
+    async for event in events:
+        yield event

@@ -18,6 +18,9 @@ _EVENT_STREAM = {
     "x-accel-buffering": "no",
 }
 _DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"
+# A scheduler that refuses a request does so within this time.
+_REFUSAL_S = 0.5
 _PIECE_BYTES = 1 << 16
 _FEW = 64
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
@@ -110,30 +113,69 @@ class WholeResponse(WatchedResponse):
 class StreamedResponse(WatchedResponse):
     """Server-sent events, one a JSON object, and [DONE] at the end.
 
-    An error before the first event is an ordinary error answer; later ones are the stream's last event.
+    The headers go out with the first event, or as soon as the request has been with a scheduler for a while: one that
+    refuses does so at once, and a refusal is to be an ordinary error answer. Later errors are the stream's last event.
+    While nothing else comes, comments keep proxies from cutting the connection.
     """
 
     def __init__(
-        self, make: Callable[[], AsyncGenerator[bytes, None]], names: ParamNames, headers: Mapping[str, str]
+        self,
+        make: Callable[[], AsyncGenerator[bytes, None]],
+        is_submitted: Callable[[], bool],
+        keep_alive_s: float,
+        names: ParamNames,
+        headers: Mapping[str, str],
     ) -> None:
-        """`make` makes the objects, as JSON without line breaks."""
+        """`make` makes the objects, as JSON without line breaks, and `is_submitted` says whether a scheduler works at
+        them. After `keep_alive_s` without an event a comment is sent; 0 sends none."""
         super().__init__(names, headers)
         self._make_objects = make
+        self._is_submitted = is_submitted
+        self._keep_alive_s = keep_alive_s
         self._has_started = False
+        self._written_at = 0.0
+        # Held while something is written.
+        self._lock = asyncio.Lock()
 
     async def _make(self, send: Send) -> None:
-        async with aclosing(self._make_objects()) as objects:
-            async for each in objects:
-                if not self._has_started:
-                    self._has_started = True
-                    await _start(send, 200, _EVENT_STREAM | dict(self._headers))
-                await send({"type": "http.response.body", "body": b"data: " + each + b"\n\n", "more_body": True})
-        await send({"type": "http.response.body", "body": _DONE})
+        silence = asyncio.create_task(self._break_silence(send))
+        try:
+            async with aclosing(self._make_objects()) as objects:
+                async for each in objects:
+                    await self._write(send, b"data: " + each + b"\n\n")
+            await self._write(send, _DONE, is_last=True)
+        finally:
+            silence.cancel()
+
+    async def _break_silence(self, send: Send) -> None:
+        times_submitted = 0
+        while times_submitted < 2:
+            await asyncio.sleep(_REFUSAL_S / 2)
+            times_submitted = times_submitted + 1 if self._is_submitted() else 0
+        await self._write(send, b"")
+        while self._keep_alive_s:
+            silent_s = asyncio.get_running_loop().time() - self._written_at
+            if silent_s >= self._keep_alive_s:
+                await self._write(send, _COMMENT)
+            else:
+                await asyncio.sleep(self._keep_alive_s - silent_s)
+
+    async def _write(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
+        """Sends the headers, if they are not sent, and `data`."""
+        async with self._lock:
+            if not self._has_started:
+                await _start(send, 200, _EVENT_STREAM | dict(self._headers))
+                self._has_started = True
+            self._written_at = asyncio.get_running_loop().time()
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
-        if not self._has_started:
+        async with self._lock:
+            has_started = self._has_started
+        if not has_started:
             return await super()._send_error(send, answer)
-        return await send({"type": "http.response.body", "body": b"data: " + answer.body + b"\n\n"})
+        return await self._write(send, b"data: " + answer.body + b"\n\n", is_last=True)
 
 
 def _json_headers(body: bytes) -> dict[str, str]:

@@ -24,10 +24,13 @@ _CODES = {404: "path_not_found", 405: "method_not_allowed"}
 _CLIENT_LEFT = 499
 
 
-def openai_routes(generator: Generator, body_limits: BodyLimits, *, started_at_s: int) -> list[ApiRoute]:
-    """`started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
+def openai_routes(
+    generator: Generator, body_limits: BodyLimits, *, keep_alive_s: float, started_at_s: int
+) -> list[ApiRoute]:
+    """`keep_alive_s` is how long streams are silent at most; 0 sets no limit. `started_at_s` is the time in seconds
+    since the Unix epoch that models report as theirs."""
     return [
-        *_generation_routes(generator, body_limits),
+        *_generation_routes(generator, body_limits, keep_alive_s),
         *_model_routes(generator, started_at_s),
         *_text_routes(generator, body_limits),
     ]
@@ -47,8 +50,8 @@ def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Respo
     return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect), answer)
 
 
-def _generation_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute]:
-    service = OpenAiService(generator)
+def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive_s: float) -> list[ApiRoute]:
+    service = OpenAiService(generator, keep_alive_s)
     model = generator.model.name
 
     async def completions(request: Request) -> Response:

@@ -25,8 +25,10 @@ _HEADER_VALUE = re.compile(r"[!-~]{1,256}")
 class OpenAiService:
     """Answers calls; what they have in common with gRPC is the generator's."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, keep_alive_s: float) -> None:
+        """`keep_alive_s` is how long streams are silent at most; 0 sets no limit."""
         self._generator = generator
+        self._keep_alive_s = keep_alive_s
         self._token_texts: TokenTexts | None = None
 
     def respond(self, call: Call) -> Response:
@@ -34,7 +36,15 @@ class OpenAiService:
         headers = {"x-request-id": call.head.id} if _HEADER_VALUE.fullmatch(call.head.id) else {}
         names = partial(call.param_name, 0)
         if call.body.stream:
-            return StreamedResponse(partial(self._stream, call), names, headers)
+            live: list[LiveRequest] = []
+            # A request without a replica waits for a scheduler, and fails where none comes.
+            return StreamedResponse(
+                partial(self._stream, call, live),
+                lambda: bool(live) and all(each.replica is not None for each in live),
+                self._keep_alive_s,
+                names,
+                headers,
+            )
         return WholeResponse(partial(self._whole, call), names, headers)
 
     async def _whole(self, call: Call) -> bytes:
@@ -44,7 +54,8 @@ class OpenAiService:
             shaper = await call.shaper(self._generator, live, texts)
             return await answer(live, lambda results: as_json(shaper.whole(results)))
 
-    async def _stream(self, call: Call) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
+        """The events as JSON. The requests are added to `running_now` when they run."""
         requests = await call.requests(self._generator)
         texts = await self._texts_for(call)
         usages: list[Usage] = []
@@ -52,6 +63,7 @@ class OpenAiService:
             self._running(call, requests) as live,
             aclosing(events(live)) as all_events,
         ):
+            running_now += live
             shaper = await call.shaper(self._generator, live, texts)
             async for position, event in all_events:
                 if isinstance(event, Completed):
