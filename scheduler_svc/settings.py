@@ -13,6 +13,13 @@ class SchedulerFlags(StepFlags):
 
     max_waiting_requests: int = setting(1024, "most requests that wait; more are refused", minimum=1)
     max_waiting_tokens: int = setting(1_000_000, "most prompt tokens that wait; more are refused", minimum=1)
+    tenant_overflow: float = setting(
+        1.0,
+        "share of the bounds on waiting and on durable requests that tenants with less than an equal part of them may "
+        "take beyond them",
+        minimum=0,
+        maximum=1,
+    )
     watermark: float = setting(0.01, "share of the blocks that admission leaves free", minimum=0, maximum=0.9)
     policy: str = setting(
         "fcfs",

@@ -31,6 +31,8 @@ class SchedulerConfig:
 
     `max_model_len` is the model's own limit; `max_len` is the one that counts. `watermark` is the share of the blocks
     that admission leaves free, `pin_quota` the share that one tenant's pins may hold, `max_pinned` that of all pins.
+    `tenant_overflow` is the share of the queue's bounds that tenants with less than an equal part of it may take beyond
+    them.
     """
 
     num_blocks: int
@@ -40,6 +42,7 @@ class SchedulerConfig:
     max_model_len: int
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1_000_000
+    tenant_overflow: float = 1.0
     watermark: float = 0.01
     num_host_blocks: int = 0
     policy: PolicyKind = PolicyKind.FCFS
@@ -60,7 +63,7 @@ class SchedulerConfig:
             raise ValueError(f"num_host_blocks is {self.num_host_blocks}, must not be negative")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}, must be in [0, 1)")
-        for name in ("pin_quota", "max_pinned"):
+        for name in ("pin_quota", "max_pinned", "tenant_overflow"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be in [0, 1]")
 

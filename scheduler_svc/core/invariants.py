@@ -27,7 +27,8 @@ def check(scheduler: Scheduler) -> None:
     _check_occupancy(scheduler, running)
     _check_rows(scheduler, [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING])
     _check_order(scheduler)
-    _require(not scheduler.trials.are_on or len(scheduler.running) <= 1, "a suspect does not run alone")
+    running_keys = [group.request.key for group in scheduler.running]
+    _require(scheduler.trials.are_together(running_keys), "a suspect runs beside others than its cohort")
 
 
 def _require(condition: bool, message: str) -> None:

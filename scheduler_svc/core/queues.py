@@ -1,6 +1,7 @@
 """Where sequence groups wait and run."""
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator, KeysView
 
 from scheduler_svc.core.request import RequestKey
@@ -20,6 +21,7 @@ class GroupQueue:
         self._by_key: dict[RequestKey, SequenceGroup] = {}
         self._of_tenant: dict[str, list[int]] = {}
         self._tokens: dict[RequestKey, int] = {}
+        self._tokens_of_tenant: Counter[str] = Counter()
         self.num_tokens = 0
         """Tokens that all groups have to compute, at the time when they were put in, if none is cached."""
         self.num_changes = 0
@@ -53,6 +55,14 @@ class GroupQueue:
         """Those who have a group here."""
         return self._of_tenant.keys()
 
+    def num_of(self, tenant: str) -> int:
+        """How many groups the tenant has here."""
+        return len(self._of_tenant.get(tenant, ()))
+
+    def num_tokens_of(self, tenant: str) -> int:
+        """`num_tokens` of the tenant's groups."""
+        return self._tokens_of_tenant[tenant]
+
     def first_of(self, tenant: str) -> SequenceGroup:
         """The tenant's group with the lowest rank."""
         return self._by_rank[self._of_tenant[tenant][0]]
@@ -70,6 +80,7 @@ class GroupQueue:
         self.num_changes += 1
         self._tokens[key] = group.num_tokens_to_compute
         self.num_tokens += self._tokens[key]
+        self._tokens_of_tenant[group.request.tenant] += self._tokens[key]
 
     def remove(self, key: RequestKey) -> SequenceGroup:
         """Takes a group out and returns it. KeyError where it is not here."""
@@ -79,9 +90,11 @@ class GroupQueue:
         _take_out(self._ranks, group.rank)
         tenant = group.request.tenant
         _take_out(self._of_tenant[tenant], group.rank)
+        num_tokens = self._tokens.pop(key)
+        self.num_tokens -= num_tokens
+        self._tokens_of_tenant[tenant] -= num_tokens
         if not self._of_tenant[tenant]:
-            del self._of_tenant[tenant]
-        self.num_tokens -= self._tokens.pop(key)
+            del self._of_tenant[tenant], self._tokens_of_tenant[tenant]
         return group
 
 

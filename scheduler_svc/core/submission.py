@@ -1,5 +1,7 @@
 """Which requests are taken. Every refusal names the thing, its value and the limit."""
 
+from dataclasses import dataclass
+
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import NeverFitsError, QueueFullError, RefusedError
 from scheduler_svc.core.queues import GroupQueue
@@ -27,12 +29,56 @@ def check_queue(request: Request, waiting: GroupQueue, config: SchedulerConfig) 
     """Raises QueueFullError. The bounds do not hold for a request that was accepted before."""
     if request.accepted_before:
         return
-    if len(waiting) >= config.max_waiting_requests:
-        raise QueueFullError(f"{len(waiting)} requests are waiting; the queue takes {config.max_waiting_requests}")
-    held = sum(len(each.token_ids) for each in request.emitted if not each.has_ended)
-    tokens = waiting.num_tokens + len(request.prompt) + held
-    if len(waiting) and tokens > config.max_waiting_tokens:
-        raise QueueFullError(f"{tokens} tokens would be waiting; the queue takes {config.max_waiting_tokens}")
+    tenants, tenant = waiting.tenants(), request.tenant
+    num_tenants = len(tenants) + (tenant not in tenants)
+    num_tokens = len(request.prompt) + sum(len(each.token_ids) for each in request.emitted if not each.has_ended)
+    check_shared_bound(
+        "requests would be waiting",
+        config.max_waiting_requests,
+        Demand(len(waiting), waiting.num_of(tenant), 1, num_tenants),
+        overflow=config.tenant_overflow,
+    )
+    check_shared_bound(
+        "tokens would be waiting",
+        config.max_waiting_tokens,
+        Demand(waiting.num_tokens, waiting.num_tokens_of(tenant), num_tokens, num_tenants),
+        overflow=config.tenant_overflow,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What there is of all tenants and of one, what that one adds, and how many tenants there are then."""
+
+    total: int
+    own: int
+    added: int
+    num_tenants: int
+
+
+def check_shared_bound(what: str, bound: int, demand: Demand, *, overflow: float) -> None:
+    """A bound that tenants share. Raises QueueFullError that names `what`, its value and the limit.
+
+    One tenant may take all of it while nobody else wants any. Once it is taken, tenants that hold less than an equal
+    share of it still get that, up to `overflow` times the bound beyond it, so that nobody keeps others out by being
+    first. A single request that is larger than the bound, or than the share, is taken where there is nothing yet.
+    """
+    total, own = demand.total + demand.added, demand.own + demand.added
+    if total <= bound or not demand.total:
+        return
+    if demand.num_tenants == 1:
+        raise QueueFullError(f"{total} {what}; there is room for {bound}")
+    share, most = max(bound // demand.num_tenants, 1), bound + int(bound * overflow)
+    if demand.own and own > share:
+        raise QueueFullError(
+            f"{own} {what} of this tenant; the room for {bound} is taken, and while {demand.num_tenants} tenants share "
+            f"it each has {share}"
+        )
+    if total > most:
+        raise QueueFullError(
+            f"{total} {what}; there is room for {bound}, and for {most} where tenants have less than their share of "
+            f"{share}"
+        )
 
 
 def most_blocks(request: Request, block_size: int) -> int:

@@ -207,7 +207,9 @@ class StepLoop:
         trials_were_on = scheduler.trials.are_on
         self._fail_at_fault(scheduler.judge_loss(was_alive=was_alive))
         if scheduler.trials.are_on and not trials_were_on:
-            _logger.warning("the worker is lost again and again; the requests that ran then are tried one by one")
+            _logger.warning(
+                "the worker is lost again and again; the requests that ran then are tried alone or in cohorts"
+            )
 
     def _fail_at_fault(self, events: dict[ClientId, ClientEvents]) -> None:
         for failure in itertools.chain.from_iterable(batch.failed for batch in events.values()):
@@ -273,6 +275,7 @@ class StepLoop:
             max_model_len=info.max_model_len,
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
+            tenant_overflow=settings.tenant_overflow,
             watermark=settings.watermark,
             num_host_blocks=info.num_host_blocks,
             policy=PolicyKind(settings.policy),

@@ -17,7 +17,7 @@ def make_driver(
     driver = Driver(make_config(**config), max_in_flight)
     driver.poisoned, driver.deadly = dict(poisoned or {}), dict(deadly or {})
     for handle in range(num_requests):
-        driver.submit(make_request(handle, max_tokens=12, priority=handle))
+        driver.submit(make_request(handle, max_tokens=12, priority=min(handle, 100)))
     return driver
 
 

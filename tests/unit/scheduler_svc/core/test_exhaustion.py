@@ -158,10 +158,10 @@ def test_a_full_queue_refuses_and_goes_on():
     requests = [make_request(handle, prompt_len=5, max_tokens=3) for handle in range(3)]
     for request in requests:
         driver.submit(request)
-    with pytest.raises(QueueFullError, match="3 requests are waiting; the queue takes 3"):
+    with pytest.raises(QueueFullError, match="4 requests would be waiting; there is room for 3"):
         driver.submit(make_request(9, prompt_len=1))
     assert driver.scheduler.abort(requests.pop().key)
-    with pytest.raises(QueueFullError, match="21 tokens would be waiting; the queue takes 20"):
+    with pytest.raises(QueueFullError, match="21 tokens would be waiting; there is room for 20"):
         driver.submit(make_request(9, prompt_len=11))
     assert_finish(driver, requests)
 

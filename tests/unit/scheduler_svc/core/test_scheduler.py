@@ -313,10 +313,10 @@ def test_the_pool_bounds_a_request_where_it_is_smaller_than_the_context():
 def test_a_full_queue_refuses_by_requests_and_by_tokens_but_takes_what_was_accepted_before():
     driver = Driver(make_config(max_waiting_requests=2, max_waiting_tokens=12))
     driver.submit(make_request(1, prompt_len=5))
-    with pytest.raises(QueueFullError, match="takes 12"):
+    with pytest.raises(QueueFullError, match="room for 12"):
         driver.submit(make_request(2, prompt_len=8))
     driver.submit(make_request(2, prompt_len=5))
-    with pytest.raises(QueueFullError, match="takes 2"):
+    with pytest.raises(QueueFullError, match="room for 2"):
         driver.submit(make_request(3, prompt_len=1))
     driver.submit(replace(make_request(3, prompt_len=5), accepted_before=True))
 
@@ -324,10 +324,10 @@ def test_a_full_queue_refuses_by_requests_and_by_tokens_but_takes_what_was_accep
 def test_tokens_that_a_caller_holds_count_in_the_queue_and_open_no_way_past_it():
     driver = Driver(make_config(max_waiting_requests=2, max_waiting_tokens=12))
     driver.submit(make_request(1, prompt_len=5))
-    with pytest.raises(QueueFullError, match="13 tokens would be waiting; the queue takes 12"):
+    with pytest.raises(QueueFullError, match="13 tokens would be waiting; there is room for 12"):
         driver.submit(make_request(2, prompt_len=5, emitted=(1, 2, 3)))
     driver.submit(make_request(2, prompt_len=5, emitted=(1, 2)))
-    with pytest.raises(QueueFullError, match="takes 2"):
+    with pytest.raises(QueueFullError, match="room for 2"):
         driver.submit(make_request(3, prompt_len=1, emitted=(1,)))
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from scheduler_svc.core.beam import BeamParameters
 from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.pins import PIN_CLIENT
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 from tests.support.trial_driver import assert_others_finish, make_driver
@@ -108,3 +109,71 @@ def test_a_pin_that_is_refused_is_let_go_of(monkeypatch):
     assert list(driver.scheduler.pins) == []
     assert driver.scheduler.num_live == 0
     assert pin.key.client == PIN_CLIENT
+
+
+MANY = 100
+"""Ten cohorts of ten."""
+
+
+def make_crowd(**culprits: dict[int, int]) -> Driver:
+    return make_driver(num_requests=MANY, max_num_seqs=128, num_blocks=600, max_num_batched_tokens=800, **culprits)
+
+
+def run_until_failed(driver: Driver) -> int:
+    """Returns in how many steps somebody was found to be at fault."""
+    for num_steps in range(2000):
+        if driver.failed:
+            return num_steps
+        driver.plan()
+        driver.deliver()
+    raise AssertionError("nobody was found to be at fault")
+
+
+@pytest.mark.parametrize("culprit", [0, 37, 99])
+def test_many_suspects_are_tried_in_cohorts_at_the_cost_of_one_refusal_more(culprit):
+    driver = make_crowd(poisoned={culprit: 6})
+    num_steps = run_until_failed(driver)
+    assert (driver.failed, driver.num_refusals) == ({culprit}, 3)
+    # Ten cohorts and ten requests of three steps each; one by one it is a hundred.
+    assert num_steps <= 3 * (10 + 10) + 12
+    assert_others_finish(driver, num_requests=MANY)
+
+
+@pytest.mark.parametrize("culprit", [0, 99])
+def test_many_suspects_of_losses_are_tried_in_cohorts_at_the_cost_of_one_loss_more(culprit):
+    driver = make_crowd(deadly={culprit: 6})
+    num_steps = run_until_failed(driver)
+    assert (driver.failed, driver.num_deaths) == ({culprit}, LOSSES_BEFORE_TRIALS + 1 + LOSSES_ON_TRIAL)
+    assert num_steps <= 3 * (10 + 10) + 16
+    assert_others_finish(driver, num_requests=MANY)
+
+
+def test_several_culprits_among_many_are_all_found():
+    driver = make_crowd(poisoned={3: 6, 4: 7, 50: 6, 98: 8})
+    assert_others_finish(driver, num_requests=MANY)
+    # The first, one for each cohort with somebody at fault, and one for each of those.
+    assert driver.num_refusals == 1 + 3 + 4
+
+
+@pytest.mark.parametrize("num_answered", [1, 2, 3, 5])
+def test_kills_from_outside_while_cohorts_are_tried_fail_nobody(num_answered):
+    driver = make_crowd()
+    for _ in range(LOSSES_BEFORE_TRIALS):
+        driver.plan()
+        driver.crash()
+    assert driver.scheduler.trials.are_on
+    for _ in range(60):
+        driver.run_steps(num_answered)
+        driver.plan()
+        driver.crash()
+        assert not driver.failed
+    assert_others_finish(driver, num_requests=MANY)
+
+
+def test_a_cohort_that_has_no_room_together_is_tried_as_room_comes():
+    driver = make_driver(
+        num_requests=MANY, max_num_seqs=128, num_blocks=24, max_num_batched_tokens=800, poisoned={42: 6}
+    )
+    # So many never ran at once, so few are suspects: all of them are made to be.
+    driver.scheduler.trials._suspect([make_request(handle).key for handle in range(MANY)])
+    assert_others_finish(driver, num_requests=MANY)
