@@ -23,7 +23,9 @@ from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.cut_link import CutLink, cut_link
 from tests.support.fake_gateway import start_fake_gateway
+from tests.support.fake_scheduler import FakeScheduler
 from tests.support.flaky_gateway import EitherClient, FlakyGeneration
+from tests.support.gateway_process import running_gateway
 from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
@@ -86,9 +88,10 @@ class Sequence:
 
 @dataclass
 class Reader:
-    """Puts a stream's sequences together; checks that nothing is missing or twice, and disturbs it once in between."""
+    """Puts a stream's sequences together; checks that nothing is missing or twice, and disturbs it so many times."""
 
     disturb: Callable[[], None]
+    times: int = 1
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     sequences: dict[int, Sequence] = field(default_factory=dict)
     num_chunks: int = 0
@@ -115,14 +118,14 @@ class Reader:
         sequence.token_ids += event.token_ids
         sequence.text += event.text
         self.num_chunks += 1
-        return self.num_chunks == 5
+        return self.num_chunks in range(5, 5 + 10 * self.times, 10)
 
 
 async def read_disturbed(
-    client: EitherClient, options: GenerationOptions, disturb: Callable[[], None]
+    client: EitherClient, options: GenerationOptions, disturb: Callable[[], None], *, times: int = 1
 ) -> dict[int, Sequence]:
-    """What a durable stream brought whose fifth chunk was followed by `disturb`."""
-    reader = Reader(disturb)
+    """What a durable stream brought whose fifth chunk was followed by `disturb`, and so were others after that."""
+    reader = Reader(disturb, times)
     stream = client.client.generate_stream("hello", options, durable=True, timeout_s=30)
     if isinstance(stream, AsyncStream):
         await reader.read_async(stream)
@@ -154,6 +157,30 @@ async def test_a_stream_that_breaks_goes_on_through_the_same_gateway(kind: Kind,
     async with client_of(kind, linked.addresses[:1]) as client:
         whole = await whole_answer(client, OPTIONS)
         assert await read_disturbed(client, OPTIONS, linked.break_streams) == whole
+
+
+@both_clients
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_stream_goes_on_from_what_came_where_no_scheduler_knows_it(kind: Kind, times: int) -> None:
+    """The fake scheduler keeps nothing of what it does, as one that has just started."""
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    options = GenerationOptions(max_tokens=60, temperature=1.0, stop=["no such text"], logprobs=0)
+    async with running_gateway(scheduler) as gateway, client_of(kind, [gateway.gateway.grpc_address]) as client:
+        whole = await whole_answer(client, options)
+        scheduler.step_delay_s = 0.005
+
+        def lose() -> None:
+            for live in gateway.gateway._ledger:
+                live.fail(Unavailable("the connection broke"))
+
+        assert await read_disturbed(client, options, lose, times=times) == whole
+    first, *others = scheduler.submits[1:]
+    assert len(others) == times
+    assert {submit.sampling.seed for submit in others} == {first.sampling.seed}
+    assert [submit.request_id for submit in others] == [first.request_id] * times
+    assert all(submit.emitted and submit.HasField("durable") for submit in others)
+    await scheduler.stop()
 
 
 class RefusedResumption(FlakyGeneration):
