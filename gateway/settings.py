@@ -56,6 +56,15 @@ class GatewayFlags(ServiceFlags):
         parse=parse_bytes,
         minimum=1024,
     )
+    max_answer_bytes: int = setting(
+        64 << 20, "most memory of the answer to one call", parse=parse_bytes, minimum=1024, metavar="BYTES"
+    )
+    max_key_answer_bytes: int = setting(
+        128 << 20, "most memory of the answers to one API key's calls", parse=parse_bytes, minimum=1024, metavar="BYTES"
+    )
+    max_total_answer_bytes: int = setting(
+        256 << 20, "most memory of the answers to all calls", parse=parse_bytes, minimum=1024, metavar="BYTES"
+    )
     max_prompt_tokens: int | None = setting(None, "longest prompt; none is what the model takes", minimum=1)
     max_logprobs: int = setting(20, "most log probabilities of a position", minimum=0)
     max_stop_strings: int = setting(16, "most stop strings of a request", minimum=0)

@@ -9,6 +9,7 @@ from typing import TypeVar
 import grpc.aio
 
 from gateway.grpc_api import convert
+from gateway.requests.answer_memory import AS_MESSAGE, STREAMED
 from gateway.requests.events import Event
 from gateway.requests.generator import Generator
 from gateway.requests.live_request import LiveRequest
@@ -98,8 +99,9 @@ class GenerationServicer:
         return DetokenizeResponse(text=text)
 
     async def _respond(self, kind: type[Response], options: RequestOptions) -> Response:
-        async with self._generator.run(options) as live:
-            return await answer([live], partial(self._whole, kind, live))
+        with self._generator.call_memory(AS_MESSAGE) as memory:
+            async with self._generator.run(options, memory=memory) as live:
+                return await answer([live], partial(self._whole, kind, live))
 
     def _whole(self, kind: type[Response], live: LiveRequest, results: Sequence[Result]) -> Response:
         ((sequences, usage),) = results
@@ -110,14 +112,15 @@ class GenerationServicer:
     async def _stream(
         self, kind: type[StreamResponse], options: RequestOptions, context: Context
     ) -> AsyncGenerator[StreamResponse, None]:
-        async with self._generator.run(options) as live:
-            if options.durable:
-                await context.send_initial_metadata(((REQUEST_ID_HEADER, live.request.request_id),))
-                events = live.events()
-            else:
-                events = _with_headers(live.events(), context)
-            async for response in self._responses(kind, live, events):
-                yield response
+        with self._generator.call_memory(STREAMED) as memory:
+            async with self._generator.run(options, memory=memory) as live:
+                if options.durable:
+                    await context.send_initial_metadata(((REQUEST_ID_HEADER, live.request.request_id),))
+                    events = live.events()
+                else:
+                    events = _with_headers(live.events(), context)
+                async for response in self._responses(kind, live, events):
+                    yield response
 
     async def _responses(
         self, kind: type[StreamResponse], live: LiveRequest, events: AsyncIterator[Event]

@@ -1,10 +1,10 @@
 """What was generated, as responses of the protocol."""
 
-import json
 from collections.abc import Iterable, Sequence
 
 from gateway.kserve.inference_convert import OUTPUTS, Inference
 from gateway.kserve.tensor_convert import Element, add_output
+from gateway.openai.json_writer import as_json
 from gateway.openai.logprobs import logprobs_by_token_id
 from gateway.openai.token_text import TokenTexts
 from gateway.requests.events import Chunk, Finished, GeneratedSequence, PositionLogprobs, Usage
@@ -75,7 +75,7 @@ class Responder:
         """Log probabilities as JSON: for each token an object of the chosen and the most likely ones, by token id."""
         if self._texts is None:
             return b""
-        return json.dumps(logprobs_by_token_id(self._texts, logprobs, self._inference.num_top)).encode()
+        return as_json(logprobs_by_token_id(self._texts, logprobs, self._inference.num_top))
 
     def _response(self, values: dict[str, list[Element]]) -> pb.ModelInferResponse:
         inference = self._inference

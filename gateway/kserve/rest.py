@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -115,8 +115,8 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[Api
         except Exception as error:
             return _error_response(error)
 
-        async def make() -> bytes:
-            return json.dumps(_response_json(await servicer.ModelInfer(asked, None))).encode()
+        async def make() -> AsyncGenerator[bytes, None]:
+            yield json.dumps(_response_json(await servicer.ModelInfer(asked, None))).encode()
 
         return _InferResponse(make, str, {})
 

@@ -13,6 +13,7 @@ from gateway.kserve.model_convert import model_config, model_metadata, model_sta
 from gateway.kserve.response_convert import MODEL_VERSION, Responder, error_response, in_stream
 from gateway.kserve.stream import answer_all
 from gateway.openai.token_text import TokenTexts
+from gateway.requests.answer_memory import AS_TENSORS, STREAMED
 from gateway.requests.events import Chunk, Completed, Finished
 from gateway.requests.field_names import renamed
 from gateway.requests.generator import Generator
@@ -126,23 +127,25 @@ class KServeServicer:
     async def _whole(self, inference: Inference) -> pb.ModelInferResponse:
         """Runs all prompts at once; where one fails, the others are aborted."""
         responder = await self._responder(inference)
-        async with running(self._generator, inference.options, partial(_refusal, inference)) as live:
-            return await answer(live, responder.whole)
+        with self._generator.call_memory(AS_TENSORS) as memory:
+            async with running(self._generator, inference.options, partial(_refusal, inference), memory) as live:
+                return await answer(live, responder.whole)
 
     async def _pieces(self, inference: Inference) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """The text as it comes, then a last response without text that says how it ended."""
         responder = await self._responder(inference)
         finished: Finished | None = None
-        async with running(self._generator, inference.options, partial(_refusal, inference)) as (live,):
-            async for event in live.events():
-                match event:
-                    case Chunk():
-                        yield responder.piece(event)
-                    case Finished():
-                        finished = event
-                    case Completed(usage=usage):
-                        assert finished is not None, "a request completes when its sequences have finished"
-                        yield responder.last(finished, usage)
+        with self._generator.call_memory(STREAMED) as memory:
+            async with running(self._generator, inference.options, partial(_refusal, inference), memory) as (live,):
+                async for event in live.events():
+                    match event:
+                        case Chunk():
+                            yield responder.piece(event)
+                        case Finished():
+                            finished = event
+                        case Completed(usage=usage):
+                            assert finished is not None, "a request completes when its sequences have finished"
+                            yield responder.last(finished, usage)
 
     async def _responder(self, inference: Inference) -> Responder:
         texts = None

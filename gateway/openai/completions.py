@@ -1,9 +1,11 @@
 """/v1/completions: answers and chunks."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
+from gateway.openai.json_writer import LazyList
 from gateway.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from gateway.openai.options import is_echo_alone
 from gateway.openai.schemas import CompletionBody
@@ -47,16 +49,16 @@ class CompletionShaper:
         self._usage_so_far = ChunkUsage(body, live)
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
+        usage = self._usage([usage for _, usage in results])
+        choices = LazyList(lambda: self._whole_choices(results))
+        return self._head.fields("text_completion") | {"choices": choices, "usage": usage}
+
+    def _whole_choices(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
         for position, (sequences, _) in enumerate(results):
             prompt_logprobs = self._prompt_logprobs(position)
             for sequence in sequences:
-                choice = self._choice(position, self._shown(as_chunk(sequence))) | self._finish(
-                    position, sequence.finished
-                )
-                choices.append(choice | prompt_logprobs)
-        usage = self._usage([usage for _, usage in results])
-        return self._head.fields("text_completion") | {"choices": choices, "usage": usage}
+                choice = self._choice(position, self._shown(as_chunk(sequence)))
+                yield choice | self._finish(position, sequence.finished) | prompt_logprobs
 
     def chunk(self, position: int, event: Chunk | Finished) -> dict[str, Any]:
         match event:
@@ -140,7 +142,11 @@ class _Choice:
             return shaped if chunk.token_ids else None
         # The first token of a prompt follows nothing, so it has no log probability.
         prompt = self._prompt_logprobs.shape(
-            self._live.request.prompt_token_ids.tolist(), [None, *self._live.prompt_logprobs]
+            self._live.request.prompt_token_ids, LazyList(lambda: chain([None], self._live.prompt_logprobs))
         )
         self._prompt_logprobs = None
-        return {name: values and values + (shaped[name] or []) for name, values in prompt.items()}
+        return {name: values and _joined(values, shaped[name]) for name, values in prompt.items()}
+
+
+def _joined(first: LazyList, second: LazyList | None) -> LazyList:
+    return LazyList(lambda: chain(first, second or ()))

@@ -1,10 +1,13 @@
 """Log probabilities in the shapes of completions, of chat completions, and of vLLM's prompt_logprobs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
+from gateway.openai.json_writer import LazyList
 from gateway.openai.token_text import TokenTexts
 from gateway.requests.events import Logprob, PositionLogprobs
+from gateway.requests.logprobs import TokenIds
 from gateway.text.clean_up import TextPieces
 
 # JSON has no infinity, which is the log probability of what is excluded; this is what clients know for it.
@@ -21,18 +24,22 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = text_offset
 
-    def shape(self, token_ids: Sequence[int], logprobs: Iterable[PositionLogprobs | None]) -> dict[str, Any]:
-        """The next tokens of the choice. A token without an entry has no log probability; a prompt's first has none."""
-        offsets: list[int] = []
-        for token_id in token_ids:
-            offsets.append(self._offset)
-            self._offset += len(self._detokenizer.push(token_id))
+    def shape(self, token_ids: TokenIds, logprobs: Iterable[PositionLogprobs | None]) -> dict[str, LazyList | None]:
+        """The next tokens of the choice. A token without an entry has no log probability; a prompt's first has none.
+
+        To be written once, before those that follow: where a token begins is known by then.
+        """
         return {
-            "tokens": [self._texts.key_of(token_id) for token_id in token_ids],
-            "token_logprobs": [entry and _finite(entry.chosen.logprob) for entry in logprobs],
-            "top_logprobs": [self._top(entry) for entry in logprobs] if self._num_top else None,
-            "text_offset": offsets,
+            "tokens": LazyList(lambda: (self._texts.key_of(int(token_id)) for token_id in token_ids)),
+            "token_logprobs": LazyList(lambda: (entry and _finite(entry.chosen.logprob) for entry in logprobs)),
+            "top_logprobs": LazyList(lambda: map(self._top, logprobs)) if self._num_top else None,
+            "text_offset": LazyList(lambda: self._offsets(token_ids)),
         }
+
+    def _offsets(self, token_ids: TokenIds) -> Iterator[int]:
+        for token_id in token_ids:
+            yield self._offset
+            self._offset += len(self._detokenizer.push(int(token_id)))
 
     def _top(self, entry: PositionLogprobs | None) -> dict[str, float] | None:
         """The most likely tokens, and the chosen one where it is none of them."""
@@ -43,21 +50,21 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(texts: TokenTexts, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any]:
-    content = [
-        _chat_entry(texts, entry.chosen) | {"top_logprobs": [_chat_entry(texts, each) for each in entry.top]}
-        for entry in logprobs
-    ]
-    return {"content": content, "refusal": None}
+    def entries() -> Iterator[dict[str, Any]]:
+        for entry in logprobs:
+            yield _chat_entry(texts, entry.chosen) | {"top_logprobs": [_chat_entry(texts, each) for each in entry.top]}
+
+    return {"content": LazyList(entries), "refusal": None}
 
 
-def prompt_logprobs(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> list[Any]:
+def prompt_logprobs(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> LazyList:
     """One entry a prompt token, by token id; the first token has none."""
-    return [None, *logprobs_by_token_id(texts, logprobs, num_top)]
+    return LazyList(lambda: chain([None], logprobs_by_token_id(texts, logprobs, num_top)))
 
 
-def logprobs_by_token_id(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> list[dict[str, Any]]:
+def logprobs_by_token_id(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> LazyList:
     """One entry a token: the chosen token and the most likely ones by their ids, as vLLM shows them."""
-    return [_entry_by_token_id(texts, entry, num_top) for entry in logprobs]
+    return LazyList(lambda: (_entry_by_token_id(texts, entry, num_top) for entry in logprobs))
 
 
 def _entry_by_token_id(texts: TokenTexts, entry: PositionLogprobs, num_top: int) -> dict[str, Any]:

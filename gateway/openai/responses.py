@@ -1,10 +1,8 @@
 """Responses that are made while the client waits, and end when it leaves."""
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,45 +15,12 @@ _EVENT_STREAM = {
     # Proxies would hold back what they take for an ordinary body.
     "x-accel-buffering": "no",
 }
+_JSON = {"content-type": "application/json"}
 _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 # A scheduler that refuses a request does so within this time.
 _REFUSAL_S = 0.5
 _PIECE_BYTES = 1 << 16
-_FEW = 64
-_dumps = json.JSONEncoder(separators=(",", ":")).encode
-
-
-def as_json(answer: Mapping[str, Any]) -> bytes:
-    """An object as JSON. Long lists are written in pieces: where that is done in a thread, others get their turns in
-    between.
-
-    All characters beyond ASCII are escaped: some readers split lines at more of them than JSON does.
-    """
-    return _written(answer).encode()
-
-
-def _written(value: Any) -> str:
-    match value:
-        case list() if len(value) > _FEW:
-            pieces = (_dumps(value[begin : begin + _FEW])[1:-1] for begin in range(0, len(value), _FEW))
-            return f"[{','.join(pieces)}]"
-        case list() if _has_long_list(value):
-            return f"[{','.join(map(_written, value))}]"
-        case dict() if _has_long_list(value.values()):
-            return f"{{{','.join(f'{_dumps(name)}:{_written(each)}' for name, each in value.items())}}}"
-        case _:
-            return _dumps(value)
-
-
-def _has_long_list(values: Iterable[Any]) -> bool:
-    """Whether there is one among the values, or in them."""
-    for value in values:
-        if isinstance(value, list) and (len(value) > _FEW or _has_long_list(value)):
-            return True
-        if isinstance(value, dict) and _has_long_list(value.values()):
-            return True
-    return False
 
 
 class WatchedResponse(Response):
@@ -94,20 +59,38 @@ class WatchedResponse(Response):
 
 
 class WholeResponse(WatchedResponse):
-    """One JSON object, once it is known."""
+    """One JSON object, once it is known. Where it is long it is sent in pieces as they are made."""
 
-    def __init__(self, make: Callable[[], Awaitable[bytes]], names: ParamNames, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, make: Callable[[], AsyncGenerator[bytes, None]], names: ParamNames, headers: Mapping[str, str]
+    ) -> None:
+        """`make` makes the body's pieces."""
         super().__init__(names, headers)
-        self._make_body = make
+        self._make_pieces = make
+        self._has_started = False
 
     async def _make(self, send: Send) -> None:
-        body = await self._make_body()
-        await _start(send, 200, _json_headers(body) | dict(self._headers))
-        # Piece by piece, each of which waits for the ones before to leave: over TLS what is written at once counts as
-        # sent, and is cut off some time after that.
-        for begin in range(0, len(body), _PIECE_BYTES):
-            end = begin + _PIECE_BYTES
-            await send({"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)})
+        async with aclosing(self._make_pieces()) as pieces:
+            body = b""
+            async for piece in pieces:
+                body += piece
+                if len(body) > _PIECE_BYTES:
+                    break
+            else:
+                await _start(send, 200, _json_headers(body) | dict(self._headers))
+                await send({"type": "http.response.body", "body": body})
+                return
+            self._has_started = True
+            await _start(send, 200, _JSON | dict(self._headers))
+            await _send_piece(send, body)
+            async for piece in pieces:
+                await _send_piece(send, piece)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
+        # A body that has begun cannot be taken back; the connection ends in the middle of it.
+        if not self._has_started:
+            await super()._send_error(send, answer)
 
 
 class StreamedResponse(WatchedResponse):
@@ -179,12 +162,19 @@ class StreamedResponse(WatchedResponse):
 
 
 def _json_headers(body: bytes) -> dict[str, str]:
-    return {"content-type": "application/json", "content-length": str(len(body))}
+    return _JSON | {"content-length": str(len(body))}
 
 
 async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
     encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+async def _send_piece(send: Send, body: bytes) -> None:
+    """More of a body. Each message waits for the ones before to leave: over TLS what is written at once counts as sent,
+    and is cut off some time after that."""
+    for begin in range(0, len(body), _PIECE_BYTES):
+        await send({"type": "http.response.body", "body": body[begin : begin + _PIECE_BYTES], "more_body": True})
 
 
 async def _until_disconnect(receive: Receive) -> None:

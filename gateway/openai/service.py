@@ -1,22 +1,25 @@
 """Completions and chat completions over the generator."""
 
+import asyncio
 import re
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 
 from starlette.responses import Response
 
 from gateway.openai.calls import Call
 from gateway.openai.errors import HttpError, error_answer
-from gateway.openai.responses import StreamedResponse, WholeResponse, as_json
+from gateway.openai.json_writer import as_json, json_pieces
+from gateway.openai.responses import StreamedResponse, WholeResponse
 from gateway.openai.shapes import Shaper
 from gateway.openai.token_text import TokenTexts
+from gateway.requests.answer_memory import IN_PIECES, STREAMED, CallMemory
 from gateway.requests.events import Chunk, Completed, Finished, Usage
 from gateway.requests.generator import Generator
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import RequestOptions
-from gateway.requests.running import answer, answer_event, events, running
+from gateway.requests.running import answer_event, events, results_of, running
 from quire.rpc.errors import QuireError
 
 _HEADER_VALUE = re.compile(r"[!-~]{1,256}")
@@ -47,12 +50,22 @@ class OpenAiService:
             )
         return WholeResponse(partial(self._whole, call), names, headers)
 
-    async def _whole(self, call: Call) -> bytes:
+    async def _whole(self, call: Call) -> AsyncGenerator[bytes, None]:
+        """The body in pieces. The memory of the answer is counted until all of it was taken."""
         requests = await call.requests(self._generator)
         texts = await self._texts_for(call)
-        async with self._running(call, requests) as live:
-            shaper = await call.shaper(self._generator, live, texts)
-            return await answer(live, lambda results: as_json(shaper.whole(results)))
+        with self._generator.call_memory(IN_PIECES) as memory:
+            async with self._running(call, requests, memory) as live:
+                shaper = await call.shaper(self._generator, live, texts)
+                results = await results_of(live)
+            memory.raise_if_ended()
+            writer = asyncio.current_task()
+            assert writer is not None
+            memory.when_ended(lambda error: writer.cancel(error.message))
+            for piece in json_pieces(shaper.whole(results)):
+                yield piece
+                # Between the pieces other calls have their turns.
+                await asyncio.sleep(0)
 
     async def _stream(self, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
         """The events as JSON. The requests are added to `running_now` when they run."""
@@ -60,7 +73,7 @@ class OpenAiService:
         texts = await self._texts_for(call)
         usages: list[Usage] = []
         async with (
-            self._running(call, requests) as live,
+            self._streaming(call, requests) as live,
             aclosing(events(live)) as all_events,
         ):
             running_now += live
@@ -74,11 +87,17 @@ class OpenAiService:
             if options is not None and options.include_usage:
                 yield as_json(shaper.usage_chunk(usages))
 
+    @asynccontextmanager
+    async def _streaming(self, call: Call, requests: Sequence[RequestOptions]) -> AsyncIterator[list[LiveRequest]]:
+        with self._generator.call_memory(STREAMED) as memory:
+            async with self._running(call, requests, memory) as live:
+                yield live
+
     def _running(
-        self, call: Call, requests: Sequence[RequestOptions]
+        self, call: Call, requests: Sequence[RequestOptions], memory: CallMemory
     ) -> AbstractAsyncContextManager[list[LiveRequest]]:
         refusal = partial(_refusal, call)
-        return running(self._generator, requests, refusal, shows_prompt_by_sequence=call.shows_prompt_by_choice)
+        return running(self._generator, requests, refusal, memory, shows_prompt_by_sequence=call.shows_prompt_by_choice)
 
     async def _texts_for(self, call: Call) -> TokenTexts | None:
         """The tokens' texts, where the call needs them; made when they are needed for the first time."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from gateway.auth.caller import current_caller
 from gateway.model import ServedModel
+from gateway.openai.json_writer import as_json
 from gateway.openai.options import chat_prompt
-from gateway.openai.responses import as_json
 from gateway.openai.schemas import DetokenizeBody, TokenizeBody
 from gateway.requests.request import ChatPrompt, TextPrompt
 from gateway.requests.validation import find_model

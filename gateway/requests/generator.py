@@ -11,6 +11,7 @@ from gateway.auth.account import Use
 from gateway.auth.caller import Caller, current_caller
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
+from gateway.requests.answer_memory import STREAMED, AnswerForm, AnswerLimits, AnswerMemory, CallMemory
 from gateway.requests.answer_size import check_answer_size
 from gateway.requests.continuation import check_continuation, continue_from
 from gateway.requests.defaults import num_candidates, resolve_sampling, sampling_of_another
@@ -92,6 +93,9 @@ class Generator:
         self._settings = settings
         self._metrics = metrics
         self._spans = RequestSpans(tracer, model.name)
+        self._answer_memory = AnswerMemory(
+            AnswerLimits(settings.max_answer_bytes, settings.max_key_answer_bytes, settings.max_total_answer_bytes)
+        )
         self.durable_uses = DurableUses(replicas.clients, settings.connect_timeout, time.monotonic)
 
     @property
@@ -121,15 +125,21 @@ class Generator:
         with self._ledger.arriving():
             yield
 
+    def call_memory(self, form: AnswerForm) -> AbstractContextManager[CallMemory]:
+        """What the answer to the current call holds, until the context is left."""
+        return self._answer_memory.call(current_caller().account, form)
+
     async def limits(self) -> Limits:
         """Raises Unavailable when no scheduler was reached yet."""
         welcomes = await self.replicas.wait_until_known()
         return limits_of(self._settings, welcomes, self.model.tokenizer.longest_token_bytes)
 
     @asynccontextmanager
-    async def run(self, options: RequestOptions, call: CallParameters | None = None) -> AsyncIterator[LiveRequest]:
+    async def run(
+        self, options: RequestOptions, call: CallParameters | None = None, *, memory: CallMemory
+    ) -> AsyncIterator[LiveRequest]:
         """A running request. Leaving the context before its end, by whatever way, aborts it. Requests of one call share
-        `call`.
+        `call` and `memory`.
 
         Raises:
             QuireError: it is refused; nothing was submitted.
@@ -138,7 +148,9 @@ class Generator:
             caller = current_caller()
             with self.arriving():
                 caller.account.check()
-                live = self._open(await self._prepare(options, caller, span.context, call or CallParameters()))
+                request = await self._prepare(options, caller, span.context, call or CallParameters())
+                memory.expect(request, options.stopping.max_tokens)
+                live = self._open(request, memory)
             span.opened(live)
             try:
                 admitted = caller.account.admitted(len(live.request.prompt_token_ids), lambda: live.num_computed_tokens)
@@ -161,8 +173,8 @@ class Generator:
             AlreadyExists: another request of that id, which is not durable, runs at this gateway.
             InvalidArgument: an offset names what the request does not have.
         """
-        with self._spans.resumption() as span:
-            caller = current_caller()
+        caller = current_caller()
+        with self._spans.resumption() as span, self.call_memory(STREAMED) as memory:
             with self.arriving():
                 self.durable_uses.check_resumption(caller.account, caller.tenant, request_id)
                 await self.limits()
@@ -171,7 +183,7 @@ class Generator:
                 # Once more: whoever reads it now is to lose it to nobody who is refused.
                 self.durable_uses.check_resumption(caller.account, caller.tenant, request_id)
                 self._take_from_earlier_call(caller.tenant, request_id)
-                live = self._open(found.request)
+                live = self._open(found.request, memory)
             span.opened(live)
             for offset in offsets:
                 live.skip(offset.sequence_index, offset.num_tokens, offset.num_characters)
@@ -187,11 +199,13 @@ class Generator:
     def _durable_read(self, caller: Caller, use: Use, live: LiveRequest) -> AbstractContextManager[None]:
         return self.durable_uses.read(caller.account, use, live) if live.request.durable else nullcontext()
 
-    def _open(self, request: GenerationRequest) -> LiveRequest:
+    def _open(self, request: GenerationRequest, memory: CallMemory) -> LiveRequest:
         tokenizer = self.model.tokenizer
-        return self._ledger.open(
+        live = self._ledger.open(
             request, lambda: tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
         )
+        live.count_in(memory)
+        return live
 
     def _take_from_earlier_call(self, tenant: str, request_id: str) -> None:
         """A call of this gateway that reads the request ends; the scheduler tells those of other gateways. Another

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from gateway.requests.answer_memory import CallMemory
 from gateway.requests.events import Chunk, Completed, Event, GeneratedSequence, Usage
 from gateway.requests.logprobs import TokenLogprobs
 from gateway.requests.request import GenerationRequest
@@ -50,6 +51,8 @@ class LiveRequest:
         self.moves = 0
         self.awaits_usage = False
         self.prompt_logprobs = TokenLogprobs()
+        self._memory: CallMemory | None = None
+        self._kept_bytes = self._pending_bytes = 0
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
         self._arrived_at = clock()
@@ -59,6 +62,12 @@ class LiveRequest:
         self._error: QuireError | None = None
         self._news = asyncio.Event()
         self._ended = asyncio.Event()
+
+    def count_in(self, memory: CallMemory) -> None:
+        """What comes from now on is counted as held by the answer to this call."""
+        self._memory = memory
+        self._kept_bytes, self._pending_bytes = memory.kept_bytes, memory.pending_bytes(self.request)
+        memory.when_ended(self.fail)
 
     @property
     def is_over(self) -> bool:
@@ -107,7 +116,8 @@ class LiveRequest:
         """
         stream = self._stream(run.sequence_index)
         was_running = stream.finished is None
-        if stream.accept(run.offset, run.token_ids, run.logprobs):
+        if num_new := stream.accept(run.offset, run.token_ids, run.logprobs):
+            self._hold(num_new * (self._kept_bytes + self._pending_bytes))
             self._last_token_at = self._clock()
             self.moves = 0
             if self._first_token_at is None:
@@ -128,7 +138,10 @@ class LiveRequest:
                 f"an event starts at {run.first_position}"
             )
         if seen < len(run.columns):
-            self.prompt_logprobs.add(run.token_ids[seen:], run.columns.part(seen, len(run.columns)))
+            columns = run.columns.part(seen, len(run.columns))
+            self.prompt_logprobs.add(run.token_ids[seen:], columns)
+            if self._memory is not None:
+                self._hold(len(columns) * self._memory.logprob_bytes(self.request.prompt_logprobs))
 
     def end_sequence(self, end: SequenceEnded) -> None:
         """Raises TokenGapError when tokens of the sequence are missing."""
@@ -200,7 +213,9 @@ class LiveRequest:
             if self._error is not None:
                 raise self._error
             for stream in self.sequences:
+                num_pending = stream.num_pending
                 event = stream.take_chunk(self._max_chunk_tokens) or stream.take_finished()
+                self._hold((stream.num_pending - num_pending) * self._pending_bytes)
                 if event is None:
                     continue
                 # It may have more, when the others have had their turn.
@@ -228,6 +243,10 @@ class LiveRequest:
             sequences.append(_generated(stream))
             await turns.pause()
         return sequences, self._usage
+
+    def _hold(self, num_bytes: int) -> None:
+        if self._memory is not None and num_bytes:
+            self._memory.add(num_bytes)
 
     def _all_ended(self) -> bool:
         return all(stream.finished is not None for stream in self.sequences)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from gateway.auth.caller import current_caller
+from gateway.requests.answer_memory import CallMemory
 from gateway.requests.answer_size import check_prompt_logprobs, num_prompt_logprobs
 from gateway.requests.events import Chunk, Completed, Event, Finished, GeneratedSequence, PositionLogprobs, Usage
 from gateway.requests.generator import CallParameters, Generator
@@ -33,10 +34,11 @@ async def running(
     generator: Generator,
     requests: Sequence[RequestOptions],
     refusal: Callable[[int, QuireError], Exception],
+    memory: CallMemory,
     *,
     shows_prompt_by_sequence: bool = False,
 ) -> AsyncIterator[list[LiveRequest]]:
-    """The running requests, in order. Leaving the context aborts what runs.
+    """The running requests, in order. Leaving the context aborts what runs. `memory` is the call's.
 
     Where one of them is refused, none runs, and what is raised is what `refusal` makes of its position and its error.
     Log probabilities of prompts count as often as the answer has them: once, or with each sequence.
@@ -55,7 +57,7 @@ async def running(
                 if position % _ENDED_AT_ONCE == 0:
                     # Between the ends of those before and of those after it, others run.
                     stack.push_async_callback(asyncio.sleep, 0)
-                live.append(await stack.enter_async_context(generator.run(options, parameters)))
+                live.append(await stack.enter_async_context(generator.run(options, parameters, memory=memory)))
                 await turns.pause()
                 request = live[-1].request
                 copies = request.num_sequences if shows_prompt_by_sequence else 1
@@ -74,7 +76,7 @@ async def answer(live: Sequence[LiveRequest], make: Callable[[Sequence[Result]],
     Raises:
         QuireError: one of them failed; the others are not waited for.
     """
-    results = await _results(live)
+    results = await results_of(live)
     num_logprobs = sum(
         _num_prompt_logprobs(each) + sum(_size(each, sequence) for sequence in sequences)
         for each, (sequences, _) in zip(live, results, strict=True)
@@ -112,7 +114,12 @@ def _size(live: LiveRequest, sequence: GeneratedSequence) -> int:
     )
 
 
-async def _results(live: Sequence[LiveRequest]) -> list[Result]:
+async def results_of(live: Sequence[LiveRequest]) -> list[Result]:
+    """Waits for the results of all.
+
+    Raises:
+        QuireError: one of them failed; the others are not waited for.
+    """
     tasks = [asyncio.create_task(each.result()) for each in live]
     try:
         return await asyncio.gather(*tasks)

@@ -141,6 +141,11 @@ class SequenceStream:
         del self._pending_texts[:count]
         return chunk
 
+    @property
+    def num_pending(self) -> int:
+        """Tokens that were not taken yet."""
+        return len(self.token_ids) - self._taken
+
     def take_finished(self) -> Finished | None:
         """The end of the sequence, once, when all chunks were taken."""
         if self._finish_taken or self._taken < len(self.token_ids):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from gateway.openai.json_writer import as_json
 from gateway.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from gateway.openai.token_text import TokenTexts
 from gateway.requests.events import Logprob, PositionLogprobs
@@ -24,8 +25,23 @@ async def texts() -> TokenTexts:
     return await TokenTexts.load(wrapped(byte_level()))
 
 
-def completion(texts, num_top=1, **fields) -> CompletionLogprobs:
-    return CompletionLogprobs(texts, wrapped(byte_level()).detokenizer(include_special_tokens=False), num_top, **fields)
+class Completion:
+    """A choice, each piece of it as it is written."""
+
+    def __init__(self, shaper: CompletionLogprobs) -> None:
+        self._shaper = shaper
+
+    def shape(self, token_ids, logprobs):
+        return written(self._shaper.shape(token_ids, logprobs))
+
+
+def completion(texts, num_top=1, **fields) -> Completion:
+    detokenizer = wrapped(byte_level()).detokenizer(include_special_tokens=False)
+    return Completion(CompletionLogprobs(texts, detokenizer, num_top, **fields))
+
+
+def written(shaped):
+    return json.loads(as_json(shaped))
 
 
 def test_offsets_count_characters_and_go_on_from_chunk_to_chunk(texts):
@@ -67,20 +83,21 @@ def test_what_is_excluded_has_a_number_that_json_can_write(texts):
     position = entry(CAT[0], -math.inf, (CAT[0], -math.inf))
     for shaped in (
         completion(texts).shape(CAT[:1], [position]),
-        chat_logprobs(texts, [position]),
-        prompt_logprobs(texts, [position], 1),
+        written(chat_logprobs(texts, [position])),
+        written(prompt_logprobs(texts, [position], 1)),
     ):
         assert "-9999.0" in json.dumps(shaped, allow_nan=False)
 
 
 def test_chat_entries_have_the_token_s_bytes(texts):
-    (shaped,) = chat_logprobs(texts, [entry(SMILE[0], -0.5, (SMILE[0], -0.5), (CAT[0], -3.0))])["content"]
+    position = entry(SMILE[0], -0.5, (SMILE[0], -0.5), (CAT[0], -3.0))
+    (shaped,) = written(chat_logprobs(texts, [position]))["content"]
     assert (shaped["token"], shaped["bytes"], shaped["logprob"]) == ("\N{REPLACEMENT CHARACTER}", [0xF0], -0.5)
     assert [top["bytes"] for top in shaped["top_logprobs"]] == [[0xF0], list(texts.bytes_of(CAT[0]))]
 
 
 def test_prompt_entries_are_by_token_id_and_the_first_has_none(texts):
-    shaped = prompt_logprobs(texts, [entry(CAT[0], -4.0, (SMILE[0], -1.0))], 1)
+    shaped = written(prompt_logprobs(texts, [entry(CAT[0], -4.0, (SMILE[0], -1.0))], 1))
     assert shaped == [
         None,
         {

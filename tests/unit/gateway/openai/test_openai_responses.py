@@ -5,7 +5,9 @@ import json
 
 import pytest
 
-from gateway.openai.responses import WholeResponse, as_json
+from gateway.openai.json_writer import LazyList, as_json, json_pieces
+from gateway.openai.responses import WholeResponse
+from quire.rpc.errors import ResourceExhausted
 
 
 @pytest.mark.parametrize(
@@ -26,12 +28,28 @@ def test_an_answer_written_in_pieces_is_the_same_json(answer):
     assert as_json(answer) == json.dumps(answer, separators=(",", ":")).encode()
 
 
-@pytest.mark.parametrize("size", [1, 65_536, 65_537, 300_000])
-async def test_a_large_answer_leaves_piece_by_piece(size):
-    body, messages = bytes(range(256)) * (size // 256 + 1), []
+def test_the_entries_of_lazy_lists_are_made_as_they_are_written():
+    made = []
 
-    async def make():
-        return body[:size]
+    def entries(count):
+        for number in range(count):
+            made.append(number)
+            yield {"number": number, "squares": LazyList(lambda number=number: [number, number * number])}
+
+    answer = {"empty": LazyList(list), "choices": [{"long": LazyList(lambda: entries(5000))}], "end": 1}
+    pieces = json_pieces(answer)
+    first = next(pieces)
+    assert 32_768 <= len(first) < 40_000
+    assert 0 < len(made) < 2500
+    whole = [{"number": number, "squares": [number, number * number]} for number in range(5000)]
+    expected = {"empty": [], "choices": [{"long": whole}], "end": 1}
+    assert first + b"".join(pieces) == json.dumps(expected, separators=(",", ":")).encode()
+    assert as_json(LazyList(lambda: [1, "é"])) == b'[1,"\\u00e9"]'
+
+
+async def sent(make):
+    """The messages of a response, the first of which starts it."""
+    messages = []
 
     async def receive():
         await asyncio.get_running_loop().create_future()
@@ -40,8 +58,37 @@ async def test_a_large_answer_leaves_piece_by_piece(size):
         messages.append(message)
 
     await WholeResponse(make, lambda name: name, {})({}, receive, send)
-    start, *pieces = messages
-    assert dict(start["headers"])[b"content-length"] == str(size).encode()
+    return messages
+
+
+@pytest.mark.parametrize("size", [1, 65_536, 65_537, 300_000])
+async def test_a_large_answer_leaves_piece_by_piece_and_a_small_one_with_its_length(size):
+    body = bytes(range(256)) * (size // 256 + 1)
+
+    async def make():
+        for begin in range(0, size, 100_000):
+            yield body[begin : min(begin + 100_000, size)]
+
+    start, *pieces = await sent(make)
+    headers = dict(start["headers"])
+    assert headers[b"content-type"] == b"application/json"
+    assert headers.get(b"content-length") == (str(size).encode() if size <= 65_536 else None)
     assert b"".join(piece["body"] for piece in pieces) == body[:size]
     assert all(len(piece["body"]) <= 65_536 for piece in pieces)
-    assert [piece["more_body"] for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+    assert [piece.get("more_body", False) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+
+
+@pytest.mark.parametrize("size", [0, 70_000])
+async def test_a_body_that_fails_after_its_start_is_left_incomplete(size):
+    async def make():
+        if size:
+            yield bytes(size)
+        raise ResourceExhausted("too much", reason="ANSWER_TOO_LARGE")
+
+    start, *pieces = await sent(make)
+    if size:
+        assert start["status"] == 200
+        assert all(piece["more_body"] for piece in pieces)
+    else:
+        assert start["status"] == 429
+        assert b"too much" in pieces[0]["body"]

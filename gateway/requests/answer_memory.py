@@ -1,0 +1,190 @@
+"""How much of answers is held in memory: by one call, by the calls of one API key, by all.
+
+What a call may need at most says little of what it will need: a default of 32,000 tokens is rarely used up. So memory
+is counted as tokens come, and where it is too much the call that holds most is ended. A call is refused before it runs
+only where the `max_tokens` that it names itself are too many.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from gateway.requests.request import GenerationRequest
+from gateway.requests.violations import Violations
+from quire.logprob_columns import POSITION_BYTES, TOP_BYTES
+from quire.rpc.errors import QuireError, ResourceExhausted
+
+# Measured: an id in a list, and a piece of text in another.
+_ID_BYTES = 40
+_TEXT_BYTES = 70
+_WAY_OUT = "stream the answer, or ask for fewer sequences, tokens or log probabilities"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How an answer is written.
+
+    Attributes:
+        is_whole: All of it is held until the end.
+        bytes_per_logprob: What a log probability takes more while a message is made of all of them at once.
+    """
+
+    is_whole: bool
+    bytes_per_logprob: int = 0
+
+
+STREAMED = AnswerForm(is_whole=False)
+IN_PIECES = AnswerForm(is_whole=True)
+AS_MESSAGE = AnswerForm(is_whole=True, bytes_per_logprob=64)
+AS_TENSORS = AnswerForm(is_whole=True, bytes_per_logprob=160)
+"""JSON inside of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """The most bytes of the answer to one call, of those to one key, and of all."""
+
+    per_call: int
+    per_key: int
+    total: int
+
+
+class CallMemory:
+    """What the answer to one call holds. It is ended, with all its requests, where it or others hold too much."""
+
+    def __init__(self, memory: "AnswerMemory", key: object, form: AnswerForm) -> None:
+        self.key = key
+        self.num_bytes = 0
+        self._memory = memory
+        self._form = form
+        self._num_expected = 0
+        self.is_closed = False
+        self._error: QuireError | None = None
+        self._ends: list[Callable[[QuireError], object]] = []
+
+    def expect(self, request: GenerationRequest, asked_max_tokens: int | None) -> None:
+        """A request of the call is about to run.
+
+        Raises:
+            InvalidArgument: with those before it, it asks for more than the answer may hold.
+        """
+        if asked_max_tokens is None or not self._form.is_whole:
+            return
+        num_bytes = request.num_sequences * asked_max_tokens * (self.kept_bytes + self.pending_bytes(request))
+        self._num_expected += num_bytes
+        limit = self._memory.limits.per_call
+        if self._num_expected <= limit:
+            return
+        of_logprobs = ("output.logprobs", request.logprobs)
+        name, value = ("stopping.max_tokens", asked_max_tokens) if request.logprobs is None else of_logprobs
+        violations = Violations()
+        violations.add(
+            name,
+            f"is {value:,}; with {request.num_sequences:,} sequences of up to {asked_max_tokens:,} tokens the answer "
+            f"to the call takes {self._num_expected:,} bytes or more, and {limit:,} are the most of one that is not "
+            f"streamed (--max-answer-bytes); {_WAY_OUT}",
+        )
+        violations.raise_if_any()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of a token as long as its request runs: its id."""
+        return _ID_BYTES
+
+    def pending_bytes(self, request: GenerationRequest) -> int:
+        """Of a token that its client does not have yet: its text and its log probabilities."""
+        return _TEXT_BYTES + self.logprob_bytes(request.logprobs)
+
+    def logprob_bytes(self, num_top: int | None) -> int:
+        """Of a position with so many of the most likely tokens."""
+        if num_top is None:
+            return 0
+        return POSITION_BYTES + TOP_BYTES * num_top + self._form.bytes_per_logprob * (1 + num_top)
+
+    def add(self, num_bytes: int) -> None:
+        """The answer holds so much more, or less where it is negative. May end this call, or others."""
+        if not self.is_closed:
+            self._memory.add(self, num_bytes)
+
+    def when_ended(self, end: Callable[[QuireError], object]) -> None:
+        """`end` is called where the call is ended for what it holds."""
+        self._ends.append(end)
+
+    def raise_if_ended(self) -> None:
+        """Raises ResourceExhausted where the call was ended for what it holds."""
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: QuireError) -> None:
+        """Tells all who registered by `when_ended`."""
+        self._error = error
+        for end in self._ends:
+            end(error)
+
+
+@dataclass(slots=True, eq=False)
+class _KeyUse:
+    num_bytes: int = 0
+    calls: dict[CallMemory, None] = field(default_factory=dict)
+
+
+class AnswerMemory:
+    """What all answers of a gateway hold.
+
+    Where all hold too much, the key that holds most gives way, and of a key's calls the one that holds most: who holds
+    little is never ended for what others hold.
+    """
+
+    def __init__(self, limits: AnswerLimits) -> None:
+        self.limits = limits
+        self.num_bytes = 0
+        self._keys: dict[object, _KeyUse] = {}
+
+    @contextmanager
+    def call(self, key: object, form: AnswerForm) -> Iterator[CallMemory]:
+        """A call of a key, until its answer is written."""
+        call = CallMemory(self, key, form)
+        self._keys.setdefault(key, _KeyUse()).calls[call] = None
+        try:
+            yield call
+        finally:
+            self._close(call)
+
+    def add(self, call: CallMemory, num_bytes: int) -> None:
+        """Counts what an open call holds more; ends calls where that is too much."""
+        use = self._keys[call.key]
+        call.num_bytes += num_bytes
+        use.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        if num_bytes <= 0:
+            return
+        limits = self.limits
+        if call.num_bytes > limits.per_call:
+            self._end(call, f"the answer holds {call.num_bytes:,} bytes; --max-answer-bytes is {limits.per_call:,}")
+        elif use.num_bytes > limits.per_key:
+            held = f"answers to this API key hold {use.num_bytes:,} bytes, this one most"
+            self._end(_largest(use), f"{held}; --max-key-answer-bytes is {limits.per_key:,}")
+        elif self.num_bytes > limits.total:
+            largest = max(self._keys.values(), key=lambda each: each.num_bytes)
+            held = f"all answers hold {self.num_bytes:,} bytes, this one most"
+            self._end(_largest(largest), f"{held}; --max-total-answer-bytes is {limits.total:,}")
+
+    def _end(self, call: CallMemory, reason: str) -> None:
+        self._close(call)
+        call.end(ResourceExhausted(f"{reason}; {_WAY_OUT}", reason="ANSWER_TOO_LARGE"))
+
+    def _close(self, call: CallMemory) -> None:
+        use = self._keys.get(call.key)
+        if call.is_closed or use is None:
+            return
+        call.is_closed = True
+        self.num_bytes -= call.num_bytes
+        use.num_bytes -= call.num_bytes
+        call.num_bytes = 0
+        del use.calls[call]
+        if not use.calls:
+            del self._keys[call.key]
+
+
+def _largest(use: _KeyUse) -> CallMemory:
+    return max(use.calls, key=lambda call: call.num_bytes)

@@ -1,0 +1,81 @@
+"""Answers that take too much memory: the call that holds most is ended by a clear error, and others go on."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from quire.common.v1 import common_pb2
+from quire.gateway.v1 import generation_pb2
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import running_gateway
+
+COMPLETIONS = "/v1/completions"
+LARGE = {"prompt": ["a", "b", "c", "d"], "logprobs": 20, "min_tokens": 900}
+
+
+@pytest.fixture
+async def small_gateway(scheduler):
+    async with running_gateway(scheduler, max_answer_bytes=200_000) as gateway:
+        yield gateway
+
+
+async def post(gateway, **fields):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+        return await http.post(COMPLETIONS, json=fields)
+
+
+async def test_an_answer_that_is_asked_to_be_too_large_is_refused_with_the_way_out(small_gateway, scheduler):
+    response = await post(small_gateway, **LARGE, max_tokens=900)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "logprobs"
+    assert "200,000 are the most of one that is not streamed" in error["message"]
+    assert "stream the answer, or ask for fewer" in error["message"]
+    streamed = await post(small_gateway, **LARGE, max_tokens=900, stream=True)
+    assert streamed.status_code == 200
+    assert streamed.text.count('"finish_reason":"length"') == 4
+
+
+async def test_an_answer_that_grows_too_large_ends_alone_and_its_requests_are_aborted(small_gateway, scheduler):
+    # No max_tokens of its own: what the context has left says nothing of what will come.
+    scheduler.tokens_per_step = 8
+    others = [post(small_gateway, prompt="hello", max_tokens=200, logprobs=5) for _ in range(3)]
+    body = {"messages": [{"role": "user", "content": "x"}], "n": 1, "logprobs": True, "top_logprobs": 20}
+    async with httpx.AsyncClient(base_url=small_gateway.http_url, timeout=20) as http:
+        large, *answers = await asyncio.gather(http.post("/v1/chat/completions", json=body), *others)
+    assert large.status_code == 429
+    assert "--max-answer-bytes is 200,000; stream the answer" in large.json()["error"]["message"]
+    assert [len(answer.json()["choices"][0]["logprobs"]["tokens"]) for answer in answers] == [200] * 3
+    await scheduler.until(lambda: len(scheduler.aborted) == 1)
+    # What it held is free again.
+    assert (await post(small_gateway, prompt="hello", max_tokens=200, logprobs=20)).status_code == 200
+
+
+async def test_the_same_over_grpc(small_gateway):
+    stopping = common_pb2.StoppingParameters(max_tokens=900)
+    output = common_pb2.OutputOptions(logprobs=20)
+    request = generation_pb2.GenerateRequest(text="a", stopping=stopping, output=output)
+    with pytest.raises(Exception, match=r"output.logprobs is 20; with 1 sequences of up to 900 tokens"):
+        await small_gateway.generation.Generate(request)
+    request.stopping.ClearField("max_tokens")
+    with pytest.raises(Exception, match="--max-answer-bytes is 200,000"):
+        await small_gateway.generation.Generate(request)
+
+
+async def test_a_large_answer_comes_in_pieces_and_is_the_same_as_its_stream(scheduler: FakeScheduler):
+    scheduler.tokens_per_step = 50
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+        async with http.stream("POST", COMPLETIONS, json=LARGE | {"max_tokens": 900, "echo": True}) as response:
+            assert response.headers["transfer-encoding"] == "chunked"
+            body = await response.aread()
+        assert len(body) > 1_000_000
+        choices = response.json()["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+        for choice in choices:
+            logprobs = choice["logprobs"]
+            assert {len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")} == {
+                len(logprobs["tokens"])
+            }
+            assert logprobs["token_logprobs"][0] is None
+            assert len(choice["text"]) >= logprobs["text_offset"][-1] > logprobs["text_offset"][-100]

@@ -1,0 +1,222 @@
+"""What answers hold in memory: as little as can be, and never more than a bound."""
+
+import gc
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from gateway.openai.completions import CompletionShaper
+from gateway.openai.json_writer import json_pieces
+from gateway.openai.schemas import CompletionBody
+from gateway.openai.shapes import Head
+from gateway.openai.token_text import TokenTexts
+from gateway.requests.answer_memory import (
+    AS_MESSAGE,
+    AS_TENSORS,
+    IN_PIECES,
+    STREAMED,
+    AnswerLimits,
+    AnswerMemory,
+)
+from gateway.requests.ledger import Ledger
+from gateway.requests.request import GenerationRequest, Sampling, Stopping
+from gateway.requests.running import results_of
+from gateway.schedulers.scheduler_convert import event_batch_from
+from quire.arrays import encode_int32
+from quire.common.v1 import common_pb2
+from quire.rpc.errors import InvalidArgument, ResourceExhausted
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.logprobs import Line, token_logprobs
+from tests.support.tokenizers import byte_level, wrapped
+
+REPLICA = "replica"
+TOKENIZER = wrapped(byte_level())
+NUM_TOP = 20
+
+
+def make_request(request_id="a", *, num_sequences=1, logprobs=None, max_tokens=100):
+    return GenerationRequest(
+        request_id=request_id,
+        tenant="default",
+        prompt_token_ids=np.array([5, 6, 7], np.int32),
+        sampling=Sampling(0.0, 0, 1.0, 0.0, 1),
+        stopping=Stopping(max_tokens, (), (), (1,)),
+        logprobs=logprobs,
+        include_special_tokens=False,
+        priority=0,
+        ignore_eos=False,
+        num_sequences=num_sequences,
+        best_of=num_sequences,
+    )
+
+
+def open_live(ledger, memory, **fields):
+    live = ledger.open(make_request(**fields), lambda: TOKENIZER.detokenizer(include_special_tokens=False))
+    live.replica = REPLICA
+    live.count_in(memory)
+    return live
+
+
+def step_message(live, offset, *, is_last=False):
+    """One token of each sequence, as a scheduler sends them, with log probabilities where they are asked."""
+    count, num_top = len(live.sequences), live.request.logprobs
+    events = scheduler_pb2.TokenEvents(
+        handles=encode_int32([live.handle] * count),
+        sequence_indices=encode_int32(list(range(count))),
+        offsets=encode_int32([offset] * count),
+        token_ids=encode_int32([60 + (offset + index) % 20 for index in range(count)]),
+    )
+    if num_top is not None:
+        line = Line(-0.25, 1, list(range(60, 60 + num_top)), [-0.5] * num_top)
+        events.token_logprobs.CopyFrom(token_logprobs(dict.fromkeys(range(count), line)))
+    if is_last:
+        reason = common_pb2.FINISH_REASON_LENGTH
+        for index in range(count):
+            events.finished.add(handle=live.handle, sequence_index=index, num_tokens=offset + 1, reason=reason)
+        events.completed.add(handle=live.handle)
+    return events.SerializeToString()
+
+
+def generate(ledger, live, num_tokens, *, completes=False):
+    first = live.num_generated_tokens // len(live.sequences)
+    for offset in range(first, first + num_tokens):
+        is_last = completes and offset == first + num_tokens - 1
+        message = scheduler_pb2.TokenEvents.FromString(step_message(live, offset, is_last=is_last))
+        ledger.apply(REPLICA, event_batch_from(message))
+
+
+@pytest.fixture
+def memory():
+    return AnswerMemory(AnswerLimits(per_call=50_000, per_key=80_000, total=120_000))
+
+
+@pytest.fixture
+def ledger():
+    return Ledger(max_chunk_tokens=100)
+
+
+async def test_many_log_probabilities_are_kept_as_columns_and_written_in_pieces(ledger):
+    """A share of 64 prompts with n=128, 400 tokens and 20 log probabilities, which took 2,960 bytes a position."""
+    texts = await TokenTexts.load(TOKENIZER)
+    num_positions = 64 * 50
+    with AnswerMemory(AnswerLimits(1 << 30, 1 << 30, 1 << 30)).call("key", IN_PIECES) as call:
+        live = open_live(ledger, call, num_sequences=64, logprobs=NUM_TOP, max_tokens=50)
+        generate(ledger, live, 1)
+        tracemalloc.start()
+        try:
+            generate(ledger, live, 49, completes=True)
+            gc.collect()
+            held, _ = tracemalloc.get_traced_memory()
+            # What is counted is about what is held.
+            assert held / 2 < call.num_bytes < 2 * held
+            assert held / num_positions < 400
+            body = CompletionBody(prompt="x", logprobs=NUM_TOP)
+            shaper = CompletionShaper(Head("id", 1, "m"), body, [None], [""], [live], TOKENIZER, texts)
+            answer = shaper.whole(await results_of([live]))
+            tracemalloc.reset_peak()
+            sizes = [len(piece) for piece in json_pieces(answer)]
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert sum(sizes) > 190 * num_positions
+    assert max(sizes) < 100_000
+    assert peak - held < 1_500_000
+
+
+async def test_what_a_stream_has_written_is_not_held(ledger, memory):
+    with memory.call("key", STREAMED) as call:
+        live = open_live(ledger, call, logprobs=5)
+        events = live.events()
+        generate(ledger, live, 10)
+        waiting = call.num_bytes
+        await anext(events)
+        written = call.num_bytes
+        generate(ledger, live, 10)
+        assert 0 < written < waiting / 3
+        assert call.num_bytes == written + waiting
+        await anext(events)
+        assert call.num_bytes == 2 * written
+    assert memory.num_bytes == 0
+
+
+@pytest.mark.parametrize(("form", "most"), [(IN_PIECES, 190), (AS_MESSAGE, 85), (AS_TENSORS, 45)])
+async def test_a_call_that_holds_too_much_is_ended_and_says_what_helps(ledger, memory, form, most):
+    with memory.call("key", form) as call:
+        live = open_live(ledger, call, logprobs=5, max_tokens=1000)
+        num_tokens = 0
+        while not live.is_over:
+            generate(ledger, live, 1)
+            num_tokens += 1
+            assert num_tokens < 1000
+        assert most <= num_tokens < 2 * most
+        with pytest.raises(
+            ResourceExhausted, match=r"--max-answer-bytes is 50,000; stream the answer, or ask for fewer"
+        ):
+            await live.result()
+        with pytest.raises(ResourceExhausted):
+            call.raise_if_ended()
+        assert (memory.num_bytes, call.num_bytes) == (0, 0)
+        call.add(10_000)
+        assert memory.num_bytes == 0
+
+
+def ended(*calls):
+    return [call.is_closed for call in calls]
+
+
+def test_of_a_key_that_holds_too_much_the_largest_call_is_ended(memory):
+    with (
+        memory.call("a", STREAMED) as small,
+        memory.call("a", IN_PIECES) as large,
+        memory.call("a", IN_PIECES) as growing,
+        memory.call("b", IN_PIECES) as other,
+    ):
+        reasons = []
+        large.when_ended(reasons.append)
+        for call, num_bytes in ((small, 1_000), (large, 45_000), (other, 10_000), (growing, 35_000)):
+            call.add(num_bytes)
+        assert ended(small, large, growing, other) == [False, True, False, False]
+        assert "answers to this API key hold 81,000 bytes, this one most; --max-key-answer-bytes is 80,000" in str(
+            reasons[0]
+        )
+        assert memory.num_bytes == 46_000
+
+
+def test_of_all_answers_the_largest_of_the_key_that_holds_most_is_ended(memory):
+    with (
+        memory.call("a", IN_PIECES) as first,
+        memory.call("a", IN_PIECES) as second,
+        memory.call("b", IN_PIECES) as other,
+        memory.call("c", STREAMED) as stream,
+    ):
+        for call, num_bytes in ((first, 40_000), (second, 30_000), (other, 49_000), (stream, 2_000)):
+            call.add(num_bytes)
+        # The key "a" holds 70,000, in two calls, the other one 49,000.
+        assert ended(first, second, other, stream) == [True, False, False, False]
+        assert memory.num_bytes == 81_000
+    assert memory.num_bytes == 0
+
+
+def test_what_a_call_asks_for_in_so_many_words_is_refused_before_it_runs_where_it_can_never_be_held(memory):
+    asked = make_request(num_sequences=2, logprobs=20, max_tokens=50)
+    with memory.call("key", IN_PIECES) as call:
+        call.expect(asked, 50)
+        with pytest.raises(InvalidArgument) as refused:
+            call.expect(asked, 50)
+        (violation,) = refused.value.violations
+        assert violation.field == "output.logprobs"
+        assert "is 20; with 2 sequences of up to 50 tokens" in violation.description
+        assert "50,000 are the most of one that is not streamed (--max-answer-bytes); stream" in violation.description
+        with pytest.raises(InvalidArgument) as refused:
+            call.expect(make_request(num_sequences=4, max_tokens=9999), 9999)
+        assert refused.value.violations[0].field == "stopping.max_tokens"
+    with memory.call("key", STREAMED) as call:
+        call.expect(make_request(num_sequences=128, logprobs=20, max_tokens=9999), 9999)
+
+
+@pytest.mark.parametrize("form", [IN_PIECES, AS_MESSAGE, AS_TENSORS])
+def test_a_context_of_32k_with_five_log_probabilities_is_let_pass_by_the_default_limits(form):
+    memory = AnswerMemory(AnswerLimits(64 << 20, 128 << 20, 256 << 20))
+    with memory.call("key", form) as call:
+        call.expect(make_request(logprobs=5, max_tokens=32_768), 32_768)
