@@ -19,6 +19,8 @@ from gateway.body_memory import BodyMemory
 from gateway.http.bodies import IncomingBody
 from gateway.openai.errors import ErrorAnswer
 
+# Each takes some microseconds, however short it is, and all of one read are taken in one go.
+_MAX_CHUNKS = 1 << 15
 _logger = logging.getLogger(__name__)
 
 
@@ -62,6 +64,28 @@ class Places:
         self._holders.discard(holder)
 
 
+class _Connection(h11.Connection):
+    """The state of one connection, which takes a body in so many chunks and no more."""
+
+    def __init__(self, max_incomplete_event_size: int | None) -> None:
+        if max_incomplete_event_size is None:
+            super().__init__(h11.SERVER)
+        else:
+            super().__init__(h11.SERVER, max_incomplete_event_size)
+        self._num_chunks = 0
+
+    def next_event(self) -> Any:
+        """Raises RemoteProtocolError where the other side does not speak HTTP as it should."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = 0
+        elif isinstance(event, h11.Data) and event.chunk_start:
+            self._num_chunks += 1
+            if self._num_chunks > _MAX_CHUNKS:
+                raise h11.RemoteProtocolError(f"a body has more than {_MAX_CHUNKS} chunks")
+        return event
+
+
 class LimitedProtocol(H11Protocol):
     """The protocol of one HTTP connection within limits."""
 
@@ -76,6 +100,7 @@ class LimitedProtocol(H11Protocol):
     ) -> None:
         """Takes all that uvicorn's protocol takes. `handshake` holds the place that this connection has already."""
         super().__init__(*args, **kwargs)
+        self.conn = _Connection(self.config.h11_max_incomplete_event_size)
         self._limits = limits
         self._places = places
         self._handshake = handshake
@@ -92,7 +117,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         self._places.give_back(self._handshake)
         if self._places.take(self):
-            self._reading = self._cut_later(self._limits.sender_timeout_s, "sent no request")
+            self._reading = self._cut_later(self._limits.sender_timeout_s, "sent no request in time")
         else:
             transport.abort()
 
@@ -101,7 +126,14 @@ class LimitedProtocol(H11Protocol):
         if self.conn.their_state is not h11.IDLE:
             self._reading = _stopped(self._reading)
         elif self._reading is None:
-            self._reading = self._cut_later(self._limits.sender_timeout_s, "did not end its headers")
+            self._reading = self._cut_later(self._limits.sender_timeout_s, "did not end its headers in time")
+
+    def send_400_response(self, msg: str) -> None:
+        """Behind an answer that has begun there is no other one."""
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            super().send_400_response(msg)
+        else:
+            self._cut("sent what is not HTTP")
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -152,13 +184,13 @@ class LimitedProtocol(H11Protocol):
         if self.transport.get_write_buffer_size() < num_waited:
             self._watch_reader()
         else:
-            self._cut("took nothing")
+            self._cut("took nothing in time")
 
     def _cut_later(self, delay_s: float, why: str) -> asyncio.TimerHandle:
         return self.loop.call_later(delay_s, self._cut, why)
 
     def _cut(self, why: str) -> None:
-        _logger.info("an HTTP client %s in time; its connection is cut", why)
+        _logger.info("an HTTP client %s; its connection is cut", why)
         self.transport.abort()
 
 

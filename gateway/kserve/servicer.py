@@ -93,6 +93,8 @@ class KServeServicer:
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        # Proxies wait for the headers, however long the client takes to say what it wants.
+        await context.send_initial_metadata(())
         answer = self._answer if _wants_status(context) else self._answer_with_errors
         async with aclosing(answer_all(requests, answer)) as responses:
             async for response in responses:

@@ -1,7 +1,9 @@
 """Bodies of HTTP requests: those that never end, those that nobody reads, and the memory that all of them may take."""
 
 import asyncio
+import contextlib
 import json
+import socket
 
 import httpx
 import pytest
@@ -75,6 +77,51 @@ async def test_a_body_that_comes_byte_by_byte_has_no_longer_than_one_that_stops(
                 connection.sendall(b" ")
                 await asyncio.wait([answering], timeout=SHORT_S / 10)
             assert answering.result().status == 408
+
+
+async def test_a_body_in_very_many_chunks_is_refused_and_one_in_many_is_not(scheduler):
+    body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode().ljust(20_000)
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url) as http:
+        assert (await http.post("/v1/completions", content=pieces(body, 1))).status_code == 200
+        with await connection_to(gateway) as connection:
+            connection.setblocking(True)
+            connection.sendall(request("POST /v1/completions", {"transfer-encoding": "chunked"}))
+            sending = asyncio.create_task(asyncio.to_thread(send_chunks, connection, 60_000))
+            await sending
+            connection.setblocking(False)
+            answer = await read_to_end(connection)
+        assert answer[:12] in (b"", b"HTTP/1.1 400")
+        assert not scheduler.live
+        assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("behind_an_answer", [False, True])
+async def test_what_is_no_http_closes_the_connection_without_a_fault_here(
+    scheduler, tmp_path, caplog, behind_an_answer
+):
+    keys = (KeysFile(tmp_path / "keys.json").path,) if behind_an_answer else ()
+    async with running_gateway(scheduler, keys_files=keys) as gateway:
+        with await connection_to(gateway) as connection:
+            connection.sendall(request("POST /v1/completions", {"transfer-encoding": "chunked"}) + b"1\r\n")
+            if behind_an_answer:
+                assert (await read_answer(connection)).status == 401
+            connection.sendall(b"xyz\r\n")
+            assert (await read_to_end(connection))[:12] == (b"" if behind_an_answer else b"HTTP/1.1 400")
+    faults = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    # What asyncio says of an exception in `data_received`.
+    assert not [each for each in faults if each.startswith("Fatal error")]
+
+
+async def pieces(body: bytes, size: int):
+    for begin in range(0, len(body), size):
+        yield body[begin : begin + size]
+
+
+def send_chunks(connection: socket.socket, num_chunks: int) -> None:
+    """Blocks until all are sent or the other side has enough of them."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        for _ in range(num_chunks // 1000):
+            connection.sendall(b"1\r\n \r\n" * 1000)
 
 
 async def test_a_request_behind_another_one_in_the_same_packet_is_answered(scheduler):

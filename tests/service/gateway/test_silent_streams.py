@@ -5,6 +5,7 @@ import json
 
 import grpc.aio
 import httpx
+import openai
 import pytest
 from google.rpc import code_pb2
 
@@ -44,6 +45,21 @@ async def test_headers_come_before_the_first_token_and_comments_while_nothing_co
         rest = [line async for line in lines if line not in ("", COMMENT)]
     assert rest[-1] == "data: [DONE]"
     assert all(line.startswith("data: ") for line in rest)
+
+
+async def test_comments_are_nothing_to_the_client_of_openai(scheduler):
+    scheduler.step_delay_s = 2 * SHORT_S
+    async with (
+        running_gateway(scheduler, sse_keepalive=SHORT_S / 2) as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        chunks = [
+            chunk
+            async for chunk in await client.chat.completions.create(
+                model="quire-tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4, stream=True
+            )
+        ]
+    assert chunks[-1].choices[0].finish_reason == "length"
 
 
 async def test_a_stream_without_keepalive_sends_its_headers_and_no_comment(scheduler):
@@ -124,3 +140,9 @@ async def test_a_grpc_stream_that_is_left_before_its_first_token_ends(scheduler,
         call.cancel()
         await scheduler.until(lambda: scheduler.aborted)
     assert scheduler.aborted == ["left"]
+
+
+async def test_headers_of_a_kserve_stream_come_before_its_first_request(gateway):
+    call = gateway.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+    assert await asyncio.wait_for(call.initial_metadata(), 10) is not None
+    call.cancel()
