@@ -42,7 +42,9 @@ class SchedulerFlags(StepFlags):
     )
     max_durable_requests: int = setting(1024, "most durable requests that are kept", minimum=0)
     max_durable_tokens: int = setting(
-        2_000_000, "most tokens of durable requests, those that they may still generate included", minimum=0
+        2_000_000,
+        "most tokens of durable requests, up to 1,024 more than each sequence has included; more requests are refused",
+        minimum=0,
     )
     max_steps_in_flight: int = setting(2, "steps that workers have before the first is answered", minimum=1, maximum=4)
     trace_steps: str | None = setting(

@@ -61,6 +61,14 @@ class BlockPool:
         """The hash under which the block is sealed."""
         return self._hashes[block]
 
+    def ref_counts_of(self, blocks: Sequence[BlockId]) -> list[int]:
+        """`ref_count` of each."""
+        return [self._ref_counts[block] for block in blocks]
+
+    def hashes_of(self, blocks: Sequence[BlockId]) -> list[BlockHash | None]:
+        """`hash_of` of each."""
+        return [self._hashes[block] for block in blocks]
+
     def allocate(self, count: int) -> list[BlockId]:
         """Takes `count` free blocks, each with a reference count of 1. Raises OutOfBlocksError and changes nothing."""
         if count > len(self._free):

@@ -65,7 +65,9 @@ async def serve(settings: SchedulerSettings) -> None:
         spans.aborted(key)
         return had_one
 
-    limits = DurableLimits(settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace)
+    limits = DurableLimits(
+        settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace, settings.tenant_overflow
+    )
     requests = Requests(abort, lambda key: loop.progress(key), limits)
     connections = Connections(requests)
 

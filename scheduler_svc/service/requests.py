@@ -7,14 +7,17 @@ output is kept from the first token on, that any gateway of the tenant may read 
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Protocol
 
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted
+from scheduler_svc.core.errors import QueueFullError
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, Usage
+from scheduler_svc.core.submission import Demand, check_shared_bound
 from scheduler_svc.service.client_events import by_request, select
 from scheduler_svc.service.history import Held, History, SequenceProgress
 from scheduler_svc.service.outbox import Outbox
@@ -28,6 +31,14 @@ MAX_CANCELLED = 1024
 
 MAX_UNDELIVERED = 2_000_000
 """How many tokens and log probabilities are kept of plain requests that ended without a reader."""
+
+
+MAX_GROWTH = 1024
+"""Output tokens that are kept room for, for each sequence of a durable request beyond those that it has. A request that
+runs keeps whatever it gets; what it has then leaves less room for others."""
+
+_RETRY_MS = 1000
+"""When to come back where too much is kept of durable requests."""
 
 
 class Timer(Protocol):
@@ -45,12 +56,13 @@ def _call_later(seconds: float, call: Callable[[], object]) -> Timer:
 
 @dataclass(frozen=True, slots=True)
 class DurableLimits:
-    """How much is kept of durable requests: requests; tokens that they have and may still generate; and seconds without
-    a reader, or after the end."""
+    """How much is kept of durable requests: requests; tokens that they have and may soon have; and seconds without a
+    reader, or after the end. `tenant_overflow` is as in the core's config."""
 
     max_requests: int
     max_tokens: int
     grace_s: float
+    tenant_overflow: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -75,11 +87,42 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """What a durable request has besides: the submission as it came, and the tokens that it counts for against the
-    limit."""
+    """What a durable request has besides: the submission as it came, and what it counts for against the limit. A log
+    probability counts as a token."""
 
     description: bytes
-    num_tokens: int
+    prompt_charge: int
+    charge_per_token: int
+    num_sequences: int
+    max_tokens: int
+    """Of each sequence."""
+
+    @classmethod
+    def of(cls, request: Request, description: bytes) -> "Durable":
+        sampling = request.sampling
+        per_prompt = 1 if sampling.prompt_logprobs is None else 2 + sampling.prompt_logprobs
+        per_token = 1 if sampling.logprobs is None else 2 + sampling.logprobs
+        prompt_charge = len(request.prompt) * per_prompt
+        return cls(description, prompt_charge, per_token, request.num_returned, request.max_tokens)
+
+    def charge(self, num_output_tokens: int, *, is_over: bool) -> int:
+        """What it counts for with so many output tokens: those, and while it runs as many as it may soon have."""
+        growth = 0 if is_over else self.num_sequences * MAX_GROWTH
+        num_tokens = min(num_output_tokens + growth, self.num_sequences * self.max_tokens)
+        return self.prompt_charge + num_tokens * self.charge_per_token
+
+
+@dataclass(slots=True)
+class _DurableUsage:
+    """What durable requests that run count for, by tenant, and those that are over, oldest first, with theirs."""
+
+    num_of: Counter[str] = field(default_factory=Counter)
+    charge_of: Counter[str] = field(default_factory=Counter)
+    over: list[tuple["OwnedRequest", int]] = field(default_factory=list)
+
+    def add(self, tenant: str, charge: int) -> None:
+        self.num_of[tenant] += 1
+        self.charge_of[tenant] += charge
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +182,8 @@ class Requests:
         # Plain ones that ended without a reader, oldest first, with their sizes.
         self._undelivered: dict[Handle, int] = {}
         self._durable: dict[Handle, OwnedRequest] = {}
-        self._num_durable_tokens = 0
+        # None once a step has added to histories since it was summed up.
+        self._durable_usage: _DurableUsage | None = None
         self._handles = count()
 
     def __len__(self) -> int:
@@ -156,8 +200,9 @@ class Requests:
 
     @property
     def num_durable_tokens(self) -> int:
-        """Tokens of all durable requests, those that may still be generated included."""
-        return self._num_durable_tokens
+        """What all durable requests count for against the limit: tokens that they have and may soon have."""
+        usage = self._usage()
+        return sum(usage.charge_of.values()) + sum(charge for _, charge in usage.over)
 
     # Requests come.
 
@@ -187,8 +232,8 @@ class Requests:
         request = replace(request, key=owned.key)
         if durable is not None:
             owned.history.add_emitted(request)
+            self._usage().add(owned.tenant, durable.charge(owned.history.num_tokens, is_over=False))
             self._durable[owned.key.handle] = owned
-            self._num_durable_tokens += durable.num_tokens
         self._by_handle[owned.key.handle] = owned
         self._by_id.setdefault((owned.tenant, owned.request_id), []).append(owned)
         self._cancelled.pop((owned.tenant, owned.request_id, nonce), None)
@@ -287,6 +332,7 @@ class Requests:
             if usage is not None:
                 owned.history.add_ends([], [RequestEnd(owned.key.handle, usage)], [])
         owned.is_over = True
+        self._durable_usage = None
         self.detach(owned)
 
     def end_unread(self, gateway_id: str) -> None:
@@ -330,8 +376,8 @@ class Requests:
         _stop_timer(owned)
         self._kept.pop(handle, None)
         self._undelivered.pop(handle, None)
-        if self._durable.pop(handle, None) is not None and owned.durable is not None:
-            self._num_durable_tokens -= owned.durable.num_tokens
+        if self._durable.pop(handle, None) is not None:
+            self._durable_usage = None
         if not owned.is_over:
             self._abort(owned.key)
         owned.is_over = True
@@ -342,6 +388,7 @@ class Requests:
         """Hands out what happened in a step, and keeps what is to be kept. Never waits."""
         if self._kept:
             self._keep(events)
+            self._durable_usage = None
         for connection, part in self._by_connection(events):
             connection.outbox.put(step_id, part)
         for handle in chain(
@@ -485,29 +532,55 @@ class Requests:
                     f'request_id "{request.request_id}" names a request that is running', reason="REQUEST_ID_IN_USE"
                 )
             self.forget(known)
-        durable = Durable(description, _num_kept(request))
-        self._make_room(durable.num_tokens)
+        durable = Durable.of(request, description)
+        num_emitted = sum(len(each.token_ids) for each in request.emitted)
+        self._make_room(request.tenant, durable.charge(num_emitted, is_over=False))
         return durable
 
-    def _make_room(self, num_tokens: int) -> None:
+    def _make_room(self, tenant: str, charge: int) -> None:
         """Forgets durable requests that are over, the oldest first, as far as needed. Raises ResourceExhausted where it
         is too little."""
-        limits = self._limits
-        over = [
-            (owned, owned.durable.num_tokens) for owned in self._durable.values() if owned.is_over and owned.durable
-        ]
-        running = self._num_durable_tokens - sum(tokens for _, tokens in over)
-        num_running = len(self._durable) - len(over)
-        if num_running >= limits.max_requests or running + num_tokens > limits.max_tokens:
-            raise ResourceExhausted(
-                f"{num_running} durable requests may have {running} tokens, this one {num_tokens}; "
-                f"at most {limits.max_requests} requests and {limits.max_tokens} tokens are kept",
-                reason="DURABLE_LIMIT",
+        usage, limits = self._usage(), self._limits
+        num_running, running = usage.num_of.total(), usage.charge_of.total()
+        num_tenants = len(usage.num_of) + (tenant not in usage.num_of)
+        if not limits.max_requests or charge > limits.max_tokens:
+            raise _durable_limit(
+                f"1 durable request would be kept, with {charge} tokens; at most {limits.max_requests} requests and "
+                f"{limits.max_tokens} tokens are"
             )
-        for owned, _ in over:
-            if len(self._durable) < limits.max_requests and self._num_durable_tokens + num_tokens <= limits.max_tokens:
+        try:
+            check_shared_bound(
+                "durable requests would run",
+                limits.max_requests,
+                Demand(num_running, usage.num_of[tenant], 1, num_tenants),
+                overflow=limits.tenant_overflow,
+            )
+            check_shared_bound(
+                "tokens of durable requests would be kept",
+                limits.max_tokens,
+                Demand(running, usage.charge_of[tenant], charge, num_tenants),
+                overflow=limits.tenant_overflow,
+            )
+        except QueueFullError as error:
+            raise _durable_limit(str(error)) from error
+        num_kept, kept = len(self._durable), running + sum(each for _, each in usage.over)
+        for owned, own in usage.over:
+            if num_kept < limits.max_requests and kept + charge <= limits.max_tokens:
                 return
             self.forget(owned)
+            num_kept, kept = num_kept - 1, kept - own
+
+    def _usage(self) -> _DurableUsage:
+        if self._durable_usage is None:
+            usage = self._durable_usage = _DurableUsage()
+            for owned in self._durable.values():
+                assert owned.durable is not None
+                charge = owned.durable.charge(owned.history.num_tokens, is_over=owned.is_over)
+                if owned.is_over:
+                    usage.over.append((owned, charge))
+                else:
+                    usage.add(owned.tenant, charge)
+        return self._durable_usage
 
     def _start_timer(self, owned: OwnedRequest) -> None:
         if owned.expiry is None:
@@ -519,6 +592,10 @@ def was_cancelled(request_id: str) -> Cancelled:
     return Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID")
 
 
+def _durable_limit(message: str) -> ResourceExhausted:
+    return ResourceExhausted(message, reason="DURABLE_LIMIT", retry_after_ms=_RETRY_MS)
+
+
 def _taken_over(owned: OwnedRequest) -> Aborted:
     return Aborted(f'request "{owned.request_id}" is read by another call now', reason="REQUEST_TAKEN_OVER")
 
@@ -527,11 +604,3 @@ def _stop_timer(owned: OwnedRequest) -> None:
     if owned.expiry is not None:
         owned.expiry.cancel()
         owned.expiry = None
-
-
-def _num_kept(request: Request) -> int:
-    """Prompt and output tokens, a log probability counted as a token."""
-    sampling = request.sampling
-    per_output = 1 if sampling.logprobs is None else 2 + sampling.logprobs
-    per_prompt = 1 if sampling.prompt_logprobs is None else 2 + sampling.prompt_logprobs
-    return len(request.prompt) * per_prompt + request.num_returned * request.max_tokens * per_output

@@ -98,7 +98,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetState(
         self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetStateResponse:
-        return state_message(
+        return await state_message(
             self._loop,
             include_sequences=request.include_sequences,
             draining=self._readiness.is_draining,
@@ -108,7 +108,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def InspectBlocks(
         self, request: scheduler_pb2.InspectBlocksRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.InspectBlocksResponse:
-        return blocks_message(self._loop, request.request_id if request.HasField("request_id") else None)
+        return await blocks_message(self._loop, request.request_id if request.HasField("request_id") else None)
 
     async def PinPrefix(
         self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext

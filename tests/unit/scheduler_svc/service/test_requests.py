@@ -1,6 +1,7 @@
 """The table of requests: whoever reads one gets each of its events once, and what is kept is bounded."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound
+from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, ResourceExhausted
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
@@ -20,7 +21,9 @@ from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 from scheduler_svc.service.requests import (
     MAX_CANCELLED,
+    MAX_GROWTH,
     Connection,
+    Durable,
     DurableLimits,
     OwnedRequest,
     Reader,
@@ -641,3 +644,74 @@ class ReadersComeAndGo(RuleBasedStateMachine):
 
 TestReadersComeAndGo = ReadersComeAndGo.TestCase
 TestReadersComeAndGo.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def fill(bench: Bench, connection: Connection, tenant: str, **fields) -> int:
+    """Admits durable requests of a tenant until one is refused; returns how many were taken."""
+    first = len(bench.requests)
+    for handle in itertools.count(1000 * (1 + first)):
+        try:
+            bench.admit(make_request(handle, tenant=tenant, **fields), connection, durable=True)
+        except ResourceExhausted:
+            return len(bench.requests) - first
+    raise AssertionError("unreachable")
+
+
+def test_a_durable_request_counts_for_what_it_has_and_may_soon_have_and_not_for_its_limit():
+    """Without max_tokens a request may have as many as the model allows: each counted for 32,000, and 61 filled all."""
+    bench = Bench(limits=DurableLimits(1024, 2_000_000, 60.0))
+    assert fill(bench, bench.connect(), "a", prompt_len=100, max_tokens=32_000) == 1024
+    assert bench.requests.num_durable_tokens == 1024 * (100 + MAX_GROWTH)
+
+
+def test_what_a_durable_request_gets_leaves_less_room_and_is_kept_however_much_it_is(bench):
+    connection = bench.connect(credit=10**6)
+    bench.requests = Requests(
+        bench.core.abort, bench.core.progress, DurableLimits(8, 3000, 60.0), bench.timers.call_later
+    )
+    first = bench.admit(make_request(1, prompt_len=10, max_tokens=10_000), connection, durable=True)
+    assert bench.requests.num_durable_tokens == 10 + MAX_GROWTH
+    for _ in range(2500):
+        bench.step(first)
+    assert bench.requests.num_durable_tokens == 10 + 2500 + MAX_GROWTH
+    with pytest.raises(ResourceExhausted, match=r"3\d\d\d tokens of durable requests would be kept; .* room for 3000"):
+        bench.admit(make_request(2, prompt_len=10, max_tokens=1), connection, durable=True)
+    bench.step(first, ends=True)
+    assert bench.requests.num_durable_tokens == 10 + 2501
+    assert bench.requests.find("", "request-1").history.num_tokens == 2501
+    # What is over makes room.
+    bench.admit(make_request(2, prompt_len=10, max_tokens=600), connection, durable=True)
+    with pytest.raises(NotFound):
+        bench.requests.find("", "request-1")
+
+
+def test_a_tenant_that_keeps_as_much_as_it_may_leaves_others_an_equal_share(bench):
+    connection = bench.connect()
+    assert fill(bench, connection, "a") == 8
+    assert fill(bench, connection, "b") == 4
+    assert fill(bench, connection, "c") == 2
+    with pytest.raises(
+        ResourceExhausted, match=r"5 durable requests would run of this tenant; .* 3 tenants .* has 2$"
+    ) as caught:
+        bench.admit(make_request(9, tenant="b"), connection, durable=True)
+    assert (caught.value.reason, caught.value.retry_after_ms) == ("DURABLE_LIMIT", 1000)
+
+
+@pytest.mark.parametrize("limits", [DurableLimits(0, 10_000, 60.0), DurableLimits(8, 10, 60.0)])
+def test_where_no_durable_request_has_room_none_is_taken(limits):
+    bench = Bench(limits=limits)
+    with pytest.raises(ResourceExhausted, match="1 durable request would be kept, with 11 tokens; at most"):
+        bench.admit(make_request(1), bench.connect(), durable=True)
+
+
+def test_arrivals_between_two_steps_sum_up_what_is_kept_once(bench, monkeypatch):
+    connection = bench.connect()
+    owned = [bench.admit(make_request(handle), connection, durable=True) for handle in range(3)]
+    bench.step(*owned)
+    sums = []
+    charge = Durable.charge
+    monkeypatch.setattr(Durable, "charge", lambda self, *args, **kw: sums.append(self) or charge(self, *args, **kw))
+    for handle in range(3, 7):
+        bench.admit(make_request(handle), connection, durable=True)
+    # The three that were there, and for each of four that it has room and what it takes.
+    assert len(sums) == 3 + 2 * 4

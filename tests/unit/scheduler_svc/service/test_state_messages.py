@@ -1,0 +1,66 @@
+"""What GetState and InspectBlocks answer about many blocks does not hold the event loop up."""
+
+import asyncio
+
+import pytest
+
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.service import state_convert
+from scheduler_svc.service.metrics import SchedulerMetrics
+from scheduler_svc.service.state_convert import blocks_message, state_message
+from scheduler_svc.service.step_loop import StepLoop
+from scheduler_svc.settings import SchedulerSettings
+from tests.support.core_driver import Driver, make_config, make_request
+
+
+def ignore(*_: object) -> None:
+    """Nobody listens."""
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    """Two requests of 100 blocks each run, and one that is over has left 100 cached ones."""
+    driver = Driver(make_config(num_blocks=400, max_num_batched_tokens=2000, max_model_len=1000))
+    driver.submit(make_request(0, prompt_len=402, max_tokens=1))
+    driver.run_until_idle()
+    for handle in (1, 2):
+        driver.submit(make_request(handle, prompt_len=398, max_tokens=20))
+    driver.run_steps(2)
+    return driver.scheduler
+
+
+@pytest.fixture
+def loop(scheduler: Scheduler) -> StepLoop:
+    settings = SchedulerSettings(listen="127.0.0.1:0", workers=("127.0.0.1:1",))
+    loop = StepLoop(settings, SchedulerMetrics(), ignore, ignore, ignore)
+    loop.scheduler = scheduler
+    return loop
+
+
+async def turns_of(coroutine) -> tuple[object, int]:
+    """What it returns, and how often others had a turn meanwhile."""
+    task, turns = asyncio.ensure_future(coroutine), 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    return task.result(), turns
+
+
+@pytest.mark.parametrize("what", ["state", "blocks"])
+async def test_others_have_their_turns_and_the_answer_is_of_one_moment(loop, scheduler, monkeypatch, what):
+    async def answer():
+        if what == "blocks":
+            return await blocks_message(loop, None)
+        return await state_message(loop, include_sequences=True, draining=False, num_gateways=0)
+
+    whole, _ = await turns_of(answer())
+    monkeypatch.setattr(state_convert, "_BLOCKS_AT_ONCE", 16)
+    asking = asyncio.ensure_future(answer())
+    await asyncio.sleep(0)
+    # The first piece is made; all blocks are given back before the next.
+    for handle in (1, 2):
+        assert scheduler.abort(make_request(handle).key)
+    message, turns = await turns_of(asking)
+    assert turns >= 2 * 100 / 16 - 1
+    assert message == whole
+    assert [len(each.block_table) for each in message.sequences] == [100, 100]
