@@ -87,7 +87,7 @@ class Admission:
     def swap_in(self, now: float) -> None:
         """Brings swapped groups back until one that waits is next. They compute with the decodes of this step."""
         state = self._state
-        while len(state.swapped):
+        while state.swapped.has_next:
             group = self._next()
             if group is None or group.request.key not in state.swapped:
                 return
@@ -103,7 +103,7 @@ class Admission:
         state = self._state
         growing: int | None = None
         for _ in range(_MAX_ADMISSIONS):
-            if not len(state.waiting) or state.batch.draft.budget <= 0:
+            if state.batch.draft.budget <= 0:
                 return
             group = self._next()
             if group is None or group.request.key not in state.waiting:
@@ -122,11 +122,29 @@ class Admission:
     def _next(self) -> SequenceGroup | None:
         """Who enters the batch next; None where nobody may."""
         state = self._state
+        for key in state.batch.underway.take_let_go():
+            state.waiting.let_go(key)
         if self._trials.are_on:
-            return state.swapped.first() if len(state.swapped) else self._trials.next_of_waiting()
-        if not len(state.waiting) and not len(state.swapped):
-            return None
-        return state.policy.next_of(state.waiting, state.swapped)
+            return state.swapped.first() if state.swapped.has_next else self._trials.next_of_waiting()
+        while state.waiting.has_next or state.swapped.has_next:
+            group = state.policy.next_of(state.waiting, state.swapped)
+            if group.request.key in state.swapped or not self._hold(group):
+                return group
+        return None
+
+    def _hold(self, group: SequenceGroup) -> bool:
+        """Holds a group that waits where enough of its next blocks are underway; returns whether it did. Those behind
+        it pass meanwhile. It never waits for a group that it goes before."""
+        batch = self._state.batch
+        if not batch.underway.has_any:
+            return False
+        batch.name_underway()
+        last = batch.underway.last_of(batch.blocks.next_hashes(group.computing[0], batch.underway.window))
+        if last is None or batch.rows.rank[batch.underway.row_of(last)] > group.rank:
+            return False
+        batch.underway.hold(group.request.key, last)
+        self._state.waiting.hold(group.request.key)
+        return True
 
     def _fits(self, group: SequenceGroup, growing: int) -> bool:
         """Whether there are rows and blocks for a group that waits or is swapped, beside those who run and take

@@ -7,15 +7,18 @@ from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.step_draft import StepDraft
 from scheduler_svc.core.step_plan import RowAssignment, StepPlan
+from scheduler_svc.core.underway import BlocksUnderway
 
 
 class Batch:
-    """Rows, GPU blocks, and in `draft` what the worker is still to be told of them."""
+    """Rows, GPU blocks, in `draft` what the worker is still to be told of them, and in `underway` the full blocks that
+    rows are computing."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.watermark)
         self.rows = RowTable(config.max_num_seqs)
         self.draft = StepDraft(config.max_num_batched_tokens)
+        self.underway = BlocksUnderway(config.block_size, config.max_num_batched_tokens)
         self._block_size = config.block_size
         self._token_budget = config.max_num_batched_tokens
 
@@ -33,6 +36,8 @@ class Batch:
         """Puts a sequence that has its blocks into a row, which it returns."""
         row = self.rows.assign(sequence, rank, self._block_size, num_computed, num_sealed)
         sequence.status = SequenceStatus.RUNNING
+        if self.underway.is_worth_it(self._num_full(row) - num_sealed):
+            self.underway.expect(row)
         self.draft.assign(
             RowAssignment(
                 row,
@@ -50,6 +55,7 @@ class Batch:
         assert parent.row is not None
         assert child.row is not None
         self.blocks.fork(parent, child)
+        self.underway.stop(child.row)
         self.rows.fork(parent.row, child.row, self._block_size)
         self.draft.fork(parent.row, child.row)
         child.status = SequenceStatus.RUNNING
@@ -58,6 +64,7 @@ class Batch:
         """Frees the sequence's row. Steps in flight may still write to its blocks, but every later step runs after
         those."""
         if sequence.row is not None:
+            self.underway.stop(sequence.row)
             self.draft.release(sequence.row)
             self.rows.release(sequence.row)
 
@@ -71,6 +78,27 @@ class Batch:
         first = int(self.rows.num_sealed[row])
         self.draft.sealed += self.blocks.seal(self.sequence(row), first, num_full)
         self.rows.num_sealed[row] = num_full
+        if self.underway.computes(row):
+            self._begin(row, num_full)
+            sequence = self.sequence(row)
+            self.underway.sealed(row, sequence.prefix_hashes.first(num_full, sequence.token_ids)[first:])
+
+    def name_underway(self) -> None:
+        """Somebody waits who might want what rows are computing: names the blocks of those that are not named yet."""
+        for row in self.underway.take_expected():
+            num_sealed = int(self.rows.num_sealed[row])
+            if self.underway.is_worth_it(self._num_full(row) - num_sealed):
+                self._begin(row, num_sealed)
+
+    def _begin(self, row: int, num_sealed: int) -> None:
+        """The blocks that the row computes next are underway."""
+        end = min(self._num_full(row), num_sealed + self.underway.window)
+        sequence = self.sequence(row)
+        self.underway.begin(row, sequence.prefix_hashes.first(end, sequence.token_ids)[num_sealed:])
+
+    def _num_full(self, row: int) -> int:
+        """Blocks that are sealed when the row first samples; see `Results`."""
+        return (self.sequence(row).num_tokens - int(self.rows.dependent[row])) // self._block_size
 
     def commit(self, step_id: int) -> StepPlan:
         """The step that was put together. It counts as done, which it is once its result comes."""

@@ -132,6 +132,13 @@ class BlockManager:
                 return blocks
             ahead *= 4
 
+    def next_hashes(self, sequence: Sequence, count: int) -> list[BlockHash]:
+        """Hashes of the blocks that the sequence may take from others, from the first that is not cached on, and of no
+        more than `count`."""
+        start = len(self.hits(sequence))
+        end = min(start + count, self._num_shareable(sequence))
+        return sequence.prefix_hashes.first(end, sequence.token_ids)[start:]
+
     def _shareable(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of the blocks that the sequence may take from others."""
         return sequence.prefix_hashes.first(self._num_shareable(sequence), sequence.token_ids)

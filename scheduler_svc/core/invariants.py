@@ -26,6 +26,7 @@ def check(scheduler: Scheduler) -> None:
     _check_swapped(scheduler, swapped)
     _check_occupancy(scheduler, running)
     _check_rows(scheduler, [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING])
+    _check_underway(scheduler)
     _check_order(scheduler)
     running_keys = [group.request.key for group in scheduler.running]
     _require(scheduler.trials.are_together(running_keys), "a suspect runs beside others than its cohort")
@@ -124,6 +125,23 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
         _require(computed <= slots, f"{name}: {computed} computed tokens in {slots} slots")
         unused = slots - max(computed, sequence.num_tokens)
         _require(unused < scheduler.config.block_size, f"{name}: {unused} slots are reserved ahead of need")
+
+
+def _check_underway(scheduler: Scheduler) -> None:
+    rows, underway = scheduler.rows, scheduler.underway
+    for content, row in underway.items():
+        sequence = rows.sequences[row]
+        _require(sequence is not None and bool(rows.active[row]), f"row {row} computes a block and is not active")
+        assert sequence is not None
+        num_full = sequence.num_tokens // scheduler.config.block_size
+        hashes = sequence.prefix_hashes.first(num_full, sequence.token_ids)
+        _require(content in hashes[rows.num_sealed[row] :], f"row {row} does not compute what it is said to")
+    _require(
+        set(underway.awaited()) <= {content for content, _ in underway.items()}, "a block that is awaited never comes"
+    )
+    for group in scheduler.waiting:
+        key = group.request.key
+        _require(not scheduler.waiting.is_held(key) or underway.is_known(key), f"{key} is held for nothing")
 
 
 def _check_order(scheduler: Scheduler) -> None:

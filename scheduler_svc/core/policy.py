@@ -28,8 +28,8 @@ class Policy:
         """A request of this tenant is about to join one of these queues, which hold all that are to enter the batch."""
 
     def next_of(self, *queues: GroupQueue) -> SequenceGroup:
-        """Who of these queues enters the batch next. Not all of them are empty."""
-        return min((queue.first() for queue in queues if len(queue)), key=_rank)
+        """Who of these queues enters the batch next. One of them `has_next`."""
+        return min((queue.first() for queue in queues if queue.has_next), key=_rank)
 
     def victim_of(self, running: GroupQueue) -> SequenceGroup:
         """Who is preempted next. The queue is not empty."""
@@ -102,7 +102,7 @@ class FairPolicy(Policy):
 
     def next_of(self, *queues: GroupQueue) -> SequenceGroup:
         first = min(
-            (queue.first_of(tenant) for queue in queues for tenant in queue.tenants()),
+            (queue.first_of(tenant) for queue in queues for tenant in queue.tenants_with_next()),
             key=lambda group: (self._counter(group.request.tenant), group.rank),
         )
         self._floor = max(self._floor, self._counter(first.request.tenant))

@@ -12,7 +12,8 @@ class GroupQueue:
     """Groups in order of their rank, lowest first, and those of one tenant likewise.
 
     Ranks are unique; the policy gives them (see `policy`). Searching costs O(log n); putting in and taking out moves
-    the machine words behind the place.
+    the machine words behind the place. A group can be held: it stays here with its rank, and is passed over by `first`,
+    `last` and their like until it is let go.
     """
 
     def __init__(self) -> None:
@@ -21,19 +22,23 @@ class GroupQueue:
         self._by_key: dict[RequestKey, SequenceGroup] = {}
         self._of_tenant: dict[str, list[int]] = {}
         self._tokens: dict[RequestKey, int] = {}
+        self._held: set[int] = set()
         self._tokens_of_tenant: Counter[str] = Counter()
+        self._num_of_tenant: Counter[str] = Counter()
         self.num_tokens = 0
         """Tokens that all groups have to compute, at the time when they were put in, if none is cached."""
         self.num_changes = 0
         """How often a group was put in or taken out."""
 
     def __len__(self) -> int:
-        return len(self._ranks)
+        return len(self._by_key)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        return (self._by_rank[rank] for rank in self._ranks)
+        ranks = sorted((*self._ranks, *self._held)) if self._held else self._ranks
+        return (self._by_rank[rank] for rank in ranks)
 
     def __reversed__(self) -> Iterator[SequenceGroup]:
+        assert not self._held
         return (self._by_rank[rank] for rank in reversed(self._ranks))
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -42,6 +47,32 @@ class GroupQueue:
     def get(self, key: RequestKey) -> SequenceGroup:
         """KeyError where it is not here."""
         return self._by_key[key]
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is a group that is not held."""
+        return bool(self._ranks)
+
+    def is_held(self, key: RequestKey) -> bool:
+        return key in self._by_key and self._by_key[key].rank in self._held
+
+    def hold(self, key: RequestKey) -> None:
+        """KeyError where it is not here; it must not be held."""
+        group = self._by_key[key]
+        self._take_out_of_order(group)
+        self._held.add(group.rank)
+
+    def let_go(self, key: RequestKey) -> None:
+        """A held group has its place again. Nothing happens where it is not here or not held."""
+        group = self._by_key.get(key)
+        if group is not None and group.rank in self._held:
+            self._held.remove(group.rank)
+            self._put_in_order(group)
+
+    def let_all_go(self) -> None:
+        """No group is held any more."""
+        for rank in list(self._held):
+            self.let_go(self._by_rank[rank].request.key)
 
     def first(self) -> SequenceGroup:
         """The group with the lowest rank."""
@@ -53,11 +84,15 @@ class GroupQueue:
 
     def tenants(self) -> KeysView[str]:
         """Those who have a group here."""
+        return self._num_of_tenant.keys()
+
+    def tenants_with_next(self) -> KeysView[str]:
+        """Those who have a group here that is not held."""
         return self._of_tenant.keys()
 
     def num_of(self, tenant: str) -> int:
         """How many groups the tenant has here."""
-        return len(self._of_tenant.get(tenant, ()))
+        return self._num_of_tenant[tenant]
 
     def num_tokens_of(self, tenant: str) -> int:
         """`num_tokens` of the tenant's groups."""
@@ -74,28 +109,41 @@ class GroupQueue:
     def add(self, group: SequenceGroup) -> None:
         """Puts a group in that is not here."""
         key = group.request.key
-        insort(self._ranks, group.rank)
-        insort(self._of_tenant.setdefault(group.request.tenant, []), group.rank)
+        self._put_in_order(group)
         self._by_rank[group.rank] = self._by_key[key] = group
         self.num_changes += 1
         self._tokens[key] = group.num_tokens_to_compute
         self.num_tokens += self._tokens[key]
         self._tokens_of_tenant[group.request.tenant] += self._tokens[key]
+        self._num_of_tenant[group.request.tenant] += 1
 
     def remove(self, key: RequestKey) -> SequenceGroup:
         """Takes a group out and returns it. KeyError where it is not here."""
         group = self._by_key.pop(key)
         del self._by_rank[group.rank]
         self.num_changes += 1
+        if group.rank in self._held:
+            self._held.remove(group.rank)
+        else:
+            self._take_out_of_order(group)
+        num_tokens, tenant = self._tokens.pop(key), group.request.tenant
+        self.num_tokens -= num_tokens
+        self._tokens_of_tenant[tenant] -= num_tokens
+        self._num_of_tenant[tenant] -= 1
+        if not self._num_of_tenant[tenant]:
+            del self._num_of_tenant[tenant], self._tokens_of_tenant[tenant]
+        return group
+
+    def _put_in_order(self, group: SequenceGroup) -> None:
+        insort(self._ranks, group.rank)
+        insort(self._of_tenant.setdefault(group.request.tenant, []), group.rank)
+
+    def _take_out_of_order(self, group: SequenceGroup) -> None:
         _take_out(self._ranks, group.rank)
         tenant = group.request.tenant
         _take_out(self._of_tenant[tenant], group.rank)
-        num_tokens = self._tokens.pop(key)
-        self.num_tokens -= num_tokens
-        self._tokens_of_tenant[tenant] -= num_tokens
         if not self._of_tenant[tenant]:
-            del self._of_tenant[tenant], self._tokens_of_tenant[tenant]
-        return group
+            del self._of_tenant[tenant]
 
 
 def _take_out(ranks: list[int], rank: int) -> None:

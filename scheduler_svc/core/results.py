@@ -172,7 +172,9 @@ class Results:
         num_full = (step.num_computed - batch.rows.dependent[step.rows]) // batch.blocks.block_size
         for index in np.flatnonzero(current & (num_full > batch.rows.num_sealed[step.rows])).tolist():
             row = int(step.rows[index])
-            if row not in result.failures:
+            if row in result.failures:
+                batch.underway.stop(row)
+            else:
                 batch.seal(row, int(num_full[index]))
 
     def _seal_chunks(self, step: StepInFlight, result: StepResult) -> None:
@@ -181,7 +183,10 @@ class Results:
         batch, rows = self._state.batch, step.chunk_rows
         current = batch.rows.incarnation[rows] == step.chunk_incarnations
         if result.non_finite_chunks:
-            batch.rows.seals_chunks[rows[current & np.isin(rows, list(result.non_finite_chunks))]] = False
+            spoilt = rows[current & np.isin(rows, list(result.non_finite_chunks))]
+            batch.rows.seals_chunks[spoilt] = False
+            for row in spoilt.tolist():
+                batch.underway.stop(row)
         num_full = step.chunk_num_computed // batch.blocks.block_size
         due = current & batch.rows.seals_chunks[rows] & (num_full > batch.rows.num_sealed[rows])
         for row, count in zip(rows[due].tolist(), num_full[due].tolist(), strict=True):

@@ -34,6 +34,7 @@ from scheduler_svc.core.step_plan import ClientEvents, RequestFailure, StepInFli
 from scheduler_svc.core.submission import check_queue, check_request
 from scheduler_svc.core.swap import SwapSpace
 from scheduler_svc.core.trials import Trials
+from scheduler_svc.core.underway import BlocksUnderway
 
 
 class Scheduler:
@@ -71,6 +72,10 @@ class Scheduler:
     @property
     def blocks(self) -> BlockManager:
         return self._state.batch.blocks
+
+    @property
+    def underway(self) -> BlocksUnderway:
+        return self._state.batch.underway
 
     @property
     def rows(self) -> RowTable:

@@ -89,6 +89,7 @@ class SchedulerState:
     def forget_worker(self, now: float) -> None:
         """All steps in flight and both pools are gone: every group waits, with the rank that it had."""
         self.in_flight.clear()
+        self.waiting.let_all_go()
         for queue in (self.running, self.swapped):
             for group in list(queue):
                 self.waiting.add(queue.remove(group.request.key))

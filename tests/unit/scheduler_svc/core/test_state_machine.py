@@ -140,7 +140,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         entered = [group.rank for group in before if group.request.key in scheduler.running]
         queues = (scheduler.waiting, scheduler.swapped)
-        left = [group.rank for group in before if any(group.request.key in queue for queue in queues)]
+        left = [
+            group.rank
+            for group in before
+            if any(group.request.key in queue for queue in queues) and not scheduler.waiting.is_held(group.request.key)
+        ]
         assert max(entered, default=0) <= min(left, default=math.inf), "a group entered the batch past a better one"
 
     @rule()
