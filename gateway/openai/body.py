@@ -6,19 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from gateway.openai.errors import ErrorAnswer, HttpError
-from gateway.openai.schemas import UNION_TYPES, Body
+from gateway.openai.schemas import UNION_TYPES, Body, Message
 from gateway.openai.unsupported import check_supported
 from gateway.requests.violations import shortened
+from gateway.turns import Turns
 from quire.rpc.errors import InvalidArgument, invalid_field
 
 BodyType = TypeVar("BodyType", bound=Body)
 Model = TypeVar("Model", bound=BaseModel)
 
 _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
+# So much is parsed within some milliseconds, whatever it is.
+_INLINE_BYTES = 64 * 1024
+_MAX_FIELDS = 1024
+_MESSAGES_AT_ONCE = 512
+_MESSAGES = TypeAdapter(list[Message])
+
 _EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -81,6 +89,49 @@ def parse_json(kind: type[Model], data: bytes, union_types: Mapping[str, str]) -
         raise _invalid(error, union_types) from error
 
 
+async def read_parsed(kind: type[BodyType], request: Request, limits: BodyLimits) -> BodyType:
+    """The body of a request. What is long lets others run in between. Raises as `read_body` and `parse_body` do."""
+    data = await read_body(request, limits)
+    return parse_body(kind, data) if len(data) <= _INLINE_BYTES else await parse_long_body(kind, data)
+
+
+async def parse_long_body(kind: type[BodyType], data: bytes) -> BodyType:
+    """As `parse_body`: first what JSON it is, then what that means, messages a few at a time."""
+    turns = Turns()
+    try:
+        fields = from_json(data.removeprefix(codecs.BOM_UTF8))
+    except ValueError as error:
+        raise _malformed(str(error)) from error
+    await turns.pause()
+    if isinstance(fields, dict) and len(fields) > _MAX_FIELDS:
+        raise InvalidArgument(f"the body has {len(fields):,} fields; the most is {_MAX_FIELDS:,}")
+    try:
+        if isinstance(fields, dict) and isinstance(fields.get("messages"), list) and "messages" in kind.model_fields:
+            fields["messages"] = await _messages(kind, fields, turns)
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error, UNION_TYPES) from error
+    await turns.pause()
+    check_supported(body)
+    return body
+
+
+async def _messages(kind: type[BodyType], fields: dict[str, Any], turns: Turns) -> list[Any]:
+    """The messages among the fields, each a Message. Raises ValidationError as the body would for the first bad one."""
+    asked = fields["messages"]
+    messages: list[Any] = []
+    for begin in range(0, len(asked), _MESSAGES_AT_ONCE):
+        some = asked[begin : begin + _MESSAGES_AT_ONCE]
+        try:
+            messages += _MESSAGES.validate_python(some)
+        except ValidationError:
+            # Those before it are not looked at again, and the error counts from the first one.
+            kind.model_validate(fields | {"messages": messages + some})
+            raise
+        await turns.pause()
+    return messages
+
+
 def _check_media_type(request: Request) -> None:
     """Browsers let a page of another site send other media types, or none, without asking this server first. Some
     programs send none; what comes from a page has `origin`."""
@@ -114,7 +165,7 @@ def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidA
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location = first["loc"]
     if first["type"] == "json_invalid":
-        return InvalidArgument(f"the body is not valid JSON: {_cause(first['msg'])}", reason="MALFORMED_MESSAGE")
+        return _malformed(_cause(first["msg"]))
     if not location:
         return InvalidArgument("the body must be a JSON object", reason="MALFORMED_MESSAGE")
     path, alternatives = _path(location, union_types)
@@ -127,6 +178,10 @@ def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidA
     else:
         description = f"must be {_EXPECTED.get(first['type'], _cause(first['msg']))}"
     return invalid_field(path, description)
+
+
+def _malformed(cause: str) -> InvalidArgument:
+    return InvalidArgument(f"the body is not valid JSON: {cause}", reason="MALFORMED_MESSAGE")
 
 
 def _path(location: tuple[Any, ...], union_types: Mapping[str, str]) -> tuple[str, str | None]:

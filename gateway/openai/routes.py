@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.auth.caller import current_caller
 from gateway.http.api_route import ApiRoute
-from gateway.openai.body import BodyLimits, parse_body, read_body
+from gateway.openai.body import BodyLimits, read_parsed
 from gateway.openai.calls import ChatCall, CompletionCall
 from gateway.openai.errors import ErrorAnswer, HttpError, ParamNames, error_answer
 from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -56,12 +56,12 @@ def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive
 
     async def completions(request: Request) -> Response:
         """Continues one or several prompts."""
-        body = parse_body(CompletionBody, await read_body(request, body_limits))
+        body = await read_parsed(CompletionBody, request, body_limits)
         return service.respond(CompletionCall(body, model))
 
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation."""
-        body = parse_body(ChatBody, await read_body(request, body_limits))
+        body = await read_parsed(ChatBody, request, body_limits)
         return service.respond(ChatCall(body, model))
 
     return [
@@ -104,12 +104,12 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
 
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt or of a conversation."""
-        body = parse_body(TokenizeBody, await read_body(request, body_limits))
+        body = await read_parsed(TokenizeBody, request, body_limits)
         return await _answered(lambda: texts.tokenize(body), text_param_name)
 
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
-        body = parse_body(DetokenizeBody, await read_body(request, body_limits))
+        body = await read_parsed(DetokenizeBody, request, body_limits)
         return await _answered(lambda: texts.detokenize(body), text_param_name)
 
     async def tokenizer_information(request: Request) -> Response:

@@ -22,7 +22,7 @@ from tests.support.gateway_process import error_of
 from tests.support.measured_gateway import MeasuredGateway, measured_gateway
 from tests.support.processes import until_true
 
-LONGEST_TURN_MS = 80
+LONGEST_TURN_MS = 150
 PATIENCE_S = 60
 MAX_MODEL_LEN = 60_000
 NUM_PROMPTS = 1024
@@ -175,6 +175,29 @@ async def test_lists_of_millions_are_refused_for_their_length(
     error = await error_of(generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=60))
     assert isinstance(error, InvalidArgument)
     assert field in [violation.field for violation in error.violations]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/v1/chat/completions",
+            b'{"messages": [' + b", ".join([b'{"role": "user", "content": ""}'] * 120_000) + b"]}",
+            "messages has 120,000 entries",
+        ),
+        (
+            "/v1/completions",
+            b'{"prompt": "a", ' + b", ".join(b'"f%d": null' % number for number in range(200_000)) + b"}",
+            "200,001 fields",
+        ),
+        ("/v1/completions", b'{"prompt": [' + b"7," * 1_900_000 + b"7]}", "1,900,001 tokens"),
+    ],
+    ids=["messages", "fields", "token ids"],
+)
+async def test_bodies_of_the_largest_size_are_refused_for_their_length(http, path, body, message):
+    response = await http.post(path, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
 
 
 async def test_a_raw_tensor_of_a_million_elements_is_refused_for_its_length(channel):

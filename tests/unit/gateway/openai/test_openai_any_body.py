@@ -1,11 +1,15 @@
 """Whatever a body holds, it becomes options that the validator takes, or a typed error."""
 
+import contextlib
 import json
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai.body import parse_body
+from gateway.openai.body import parse_body, parse_long_body
 from gateway.openai.errors import error_answer
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody
@@ -84,3 +88,45 @@ def test_any_chat(body):
 @given(st.binary(max_size=64) | st.text(max_size=32).map(str.encode))
 def test_any_bytes(data):
     answered(CompletionBody, data)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Any]]:
+    """What the block puts in, or the error that it raises."""
+    outcome: list[Any] = []
+    try:
+        yield outcome
+    except QuireError as error:
+        outcome.append((error.message, error.reason))
+
+
+@settings(deadline=None)
+@given(
+    kind_and_body=st.one_of(
+        st.tuples(st.just(CompletionBody), bodies(CompletionBody, st.fixed_dictionaries({"prompt": VALUES}))),
+        st.tuples(st.just(ChatBody), bodies(ChatBody, st.fixed_dictionaries({"messages": MESSAGES}))),
+    ),
+    cut=st.sampled_from([0, 0, 0, 1, 5]),
+)
+async def test_a_long_body_is_what_it_would_be_if_it_were_short(kind_and_body, cut):
+    kind, fields = kind_and_body
+    data = json.dumps(fields).encode()
+    data = data[: len(data) - cut]
+    with recording() as short:
+        short.append(parse_body(kind, data))
+    with recording() as long:
+        long.append(await parse_long_body(kind, data))
+    assert long == short
+
+
+async def test_the_first_bad_message_of_many_is_named():
+    messages = [{"role": "user", "content": "a"}] * 1500 + [{"role": 5}] + [{"role": 6}] * 1000
+    with pytest.raises(QuireError) as caught:
+        await parse_long_body(ChatBody, json.dumps({"messages": messages}).encode())
+    assert caught.value.message == "messages[1500].role must be a string"
+
+
+async def test_a_body_of_very_many_fields_is_refused_for_their_number():
+    with pytest.raises(QuireError) as caught:
+        await parse_long_body(CompletionBody, json.dumps({f"k{number}": None for number in range(2000)}).encode())
+    assert "2,000 fields; the most is 1,024" in caught.value.message
