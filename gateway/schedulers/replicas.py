@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from gateway.requests.ledger import Ledger
 from gateway.requests.live_request import LiveRequest
@@ -200,13 +201,20 @@ class Replicas:
         for live, index in outcome.sequences_ended_here:
             client.abort(live.handle, index, wants_usage=True)
         for live, error in outcome.failed:
-            self._refused(client, live, error)
+            self._for_each([live], partial(self._refused, client, error))
         for live in outcome.over:
             self._forget(live)
         for live in outcome.broken:
             self.release(live)
         for handle in outcome.unknown_handles:
             client.abort(handle)
+
+    def on_not_sent(self, live: LiveRequest, error: Exception) -> None:
+        self._fail_unexpectedly(live, error)
+
+    def _fail_unexpectedly(self, live: LiveRequest, error: Exception) -> None:
+        live.fail_unexpectedly(error)
+        self.release(live)
 
     def _update_readiness(self) -> None:
         set_event, cleared = self._some_ready, self._none_ready
@@ -261,11 +269,7 @@ class Replicas:
             except Exception as error:
                 self._fail_unexpectedly(live, error)
 
-    def _fail_unexpectedly(self, live: LiveRequest, error: Exception) -> None:
-        live.fail_unexpectedly(error)
-        self.release(live)
-
-    def _refused(self, client: SchedulerClient, live: LiveRequest, error: QuireError) -> None:
+    def _refused(self, client: SchedulerClient, error: QuireError, live: LiveRequest) -> None:
         """A new request fails; one that was running before comes back later, since it was accepted once. Whatever a
         scheduler refuses because it drains is for another one, or for its successor."""
         self._assign(live, None)

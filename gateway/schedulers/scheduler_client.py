@@ -68,6 +68,10 @@ class SchedulerListener(Protocol):
         stream is opened anew."""
         ...
 
+    def on_not_sent(self, live: LiveRequest, error: Exception) -> None:
+        """No message could be made of a request."""
+        ...
+
     def on_disconnected(self, client: "SchedulerClient") -> None:
         """An open stream broke."""
         ...
@@ -108,13 +112,14 @@ class SchedulerClient:
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
         self._hello = hello_message(gateway_id, grace_period_ms)
         self._listener = listener
-        self._outbox: deque[scheduler_pb2.ConnectRequest] = deque()
+        # A request stands for its submission, which is made when it is written: after a reconnect there are many.
+        self._outbox: deque[scheduler_pb2.ConnectRequest | LiveRequest] = deque()
         self._has_mail = asyncio.Event()
         self._outbox_is_empty = asyncio.Event()
 
     def submit(self, live: LiveRequest) -> None:
         """Sends a request, with the tokens that it has already, soon."""
-        self._send(submit_message(live))
+        self._send(live)
 
     def abort(self, handle: int, sequence_index: int | None = None, *, wants_usage: bool = False) -> None:
         """Asks to end a request, or one sequence of it, soon, and to say what it has cost. Without a stream there is
@@ -292,14 +297,27 @@ class SchedulerClient:
         try:
             while True:
                 await self._has_mail.wait()
+                turns = Turns()
                 while self._outbox:
-                    await call.write(self._outbox.popleft().SerializeToString())
+                    if (data := self._serialized(self._outbox.popleft())) is not None:
+                        await call.write(data)
+                    await turns.pause()
                 self._has_mail.clear()
                 self._outbox_is_empty.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
-    def _send(self, message: scheduler_pb2.ConnectRequest) -> None:
+    def _serialized(self, mail: scheduler_pb2.ConnectRequest | LiveRequest) -> bytes | None:
+        """What is written; None for a request that cannot be, which the listener hears."""
+        if not isinstance(mail, LiveRequest):
+            return mail.SerializeToString()
+        try:
+            return submit_message(mail).SerializeToString()
+        except Exception as error:
+            self._listener.on_not_sent(mail, error)
+            return None
+
+    def _send(self, message: scheduler_pb2.ConnectRequest | LiveRequest) -> None:
         self._outbox.append(message)
         self._outbox_is_empty.clear()
         self._has_mail.set()

@@ -349,3 +349,21 @@ async def test_a_completed_request_is_not_aborted(gateway, scheduler):
     call.cancel()
     await scheduler.until(lambda: scheduler.aborted)
     assert len(scheduler.aborted_handles) == 1
+
+
+async def test_a_request_that_cannot_be_submitted_fails_alone(gateway, scheduler, monkeypatch):
+    real = scheduler_client.submit_message
+
+    def submit_message(live):
+        if live.request.request_id == "broken":
+            raise ZeroDivisionError("nobody thought of this")
+        return real(live)
+
+    monkeypatch.setattr(scheduler_client, "submit_message", submit_message)
+    broken = error_of(gateway.generation.GenerateStream(stream_request("hello", request_id="broken")))
+    other = collect(gateway.generation.GenerateStream(stream_request("other", max_tokens=12)))
+    error, stream = await asyncio.gather(broken, other)
+    assert isinstance(error, Internal)
+    assert error.reason == "UNEXPECTED"
+    assert stream.token_ids == expected_ids("other", 12)
+    assert scheduler.connections == 1

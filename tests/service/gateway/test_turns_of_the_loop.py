@@ -234,3 +234,14 @@ async def test_a_long_output_that_comes_at_once(channel, scheduler):
     finally:
         scheduler.tokens_per_step = 1
     assert len(answer.sequences[0].token_ids) == 40_000
+
+
+async def test_a_thousand_requests_go_on_when_their_scheduler_is_back(http, scheduler):
+    with scheduler.standing_still():
+        body = {"prompt": ["hello there " * 100] * NUM_PROMPTS, "max_tokens": 2}
+        calling = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until_true(lambda: len(scheduler.live) == NUM_PROMPTS, PATIENCE_S)
+        scheduler.break_streams()
+        await until_true(lambda: not scheduler.live, PATIENCE_S)
+        await until_true(lambda: len(scheduler.live) == NUM_PROMPTS, PATIENCE_S)
+    assert (await calling).status_code == 200
