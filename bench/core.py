@@ -8,7 +8,7 @@ in service. The split by part is measured in a run of its own, since measuring i
 import argparse
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 
 from bench.core_calls import BOUND_MS, CallTimes, measure_calls
 from bench.core_load import Load, constant_tokens, steady_load, turning_load
+from bench.core_logprobs import NUMBERS_OF_TOP, time_logprob_steps
 from bench.core_parts import CORE_PARTS
 from bench.parts import PartTimes
 from bench.report import Series, write_results
@@ -48,6 +49,10 @@ def main(arguments: argparse.Namespace) -> None:
         splits |= {f"{name}, {count}": each.parts for count, each in times.items()}
         series += [each for count, run in times.items() for each in run.series(f"{name}, {count}")]
         _print(name, times)
+    for count in arguments.sequences:
+        figures = {num_top: time_logprob_steps(count, num_top, arguments.steps) for num_top in NUMBERS_OF_TOP}
+        series += [Series(f"{count}, {name}", "ms", tuple(each)) for name, each in _logprob_figures(figures)]
+        _print_logprobs(count, figures)
     if arguments.runs:
         for count in arguments.sequences:
             calls = measure_calls(count, arguments.runs)
@@ -143,6 +148,20 @@ def _print(name: str, times: dict[int, StepTimes]) -> None:
     print(f"from {fewest} to {most} sequences the median of both grows {growth:.1f} times")
     for count, run in times.items():
         print(f"{count:>9}  " + ", ".join(f"{part} {value:.3f}" for part, value in run.parts.items()))
+    print()
+
+
+def _logprob_figures(figures: Mapping[int | None, np.ndarray]) -> Iterator[tuple[str, Sequence[float]]]:
+    """Median and 99th percentile of a step by how many log probabilities there are."""
+    for num_top, times in figures.items():
+        kind = "without log probabilities" if num_top is None else f"log probabilities, {num_top}"
+        yield f"{kind}, median and p99", _median_p99(times)
+
+
+def _print_logprobs(count: int, figures: Mapping[int | None, np.ndarray]) -> None:
+    print(f"steps of {count} with both messages, ms")
+    for name, (median, p99) in _logprob_figures(figures):
+        print(f"{median:9.3f} {p99:7.3f}  {name}")
     print()
 
 

@@ -32,8 +32,8 @@ class Load:
             self.scheduler.submit(request, 0.0)
 
 
-def steady_load(num_sequences: int, num_steps: int) -> Load:
-    """All sequences decode for this many steps; none comes or goes. No request waits."""
+def steady_load(num_sequences: int, num_steps: int, *, logprobs: int | None = None) -> Load:
+    """All sequences decode for this many steps, with so many log probabilities each; none comes or goes, none waits."""
     blocks_each = -(-(_STEADY_PROMPT + num_steps) // _BLOCK_SIZE) + 1
     config = SchedulerConfig(
         num_blocks=num_sequences * blocks_each,
@@ -48,7 +48,7 @@ def steady_load(num_sequences: int, num_steps: int) -> Load:
     for index in range(num_sequences):
         # Lengths differ, so that blocks fill up at different steps, as they do in real batches.
         prompt = [1] * (1 + index % _STEADY_PROMPT)
-        scheduler.submit(_request(index, prompt, num_steps), 0.0)
+        scheduler.submit(_request(index, prompt, num_steps, logprobs), 0.0)
     return Load(scheduler, iter(()))
 
 
@@ -72,5 +72,6 @@ def constant_tokens(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, np.full(len(plan.samples), 7))
 
 
-def _request(index: int, prompt: list[int], num_output_tokens: int) -> Request:
-    return Request(key_of(index), str(index), prompt, RowSampling(index), num_output_tokens, frozenset([2]))
+def _request(index: int, prompt: list[int], num_output_tokens: int, logprobs: int | None = None) -> Request:
+    sampling = RowSampling(index, logprobs=logprobs)
+    return Request(key_of(index), str(index), prompt, sampling, num_output_tokens, frozenset([2]))

@@ -6,6 +6,7 @@ from bench import core_calls
 from bench.core import time_steps
 from bench.core_calls import CALLS, measure_calls
 from bench.core_load import steady_load, turning_load
+from bench.core_logprobs import NUMBERS_OF_TOP, time_logprob_steps
 from bench.parts import PartTimes
 from bench.waiting_memory import measure_waiting
 
@@ -45,3 +46,10 @@ def test_every_rare_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     times = measure_calls(8, 2)
     assert [each.name for each in times] == [name for name, _ in CALLS]
     assert all(len(each.values) == 2 and min(each.values) > 0 for each in times)
+
+
+@pytest.mark.parametrize("num_top", NUMBERS_OF_TOP)
+def test_steps_with_log_probabilities_are_timed_with_their_messages(num_top) -> None:
+    times = time_logprob_steps(8, num_top, 20)
+    assert len(times) == 20
+    assert times.min() > 0
