@@ -13,6 +13,7 @@ from gateway.requests.validation import check_defaults
 from gateway.requests.violations import Violations
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
+from quire.compatibility import ModelFingerprint
 from quire.model_directory import ModelDirectory
 from quire.rpc.errors import FieldViolation, InvalidArgument
 from quire.settings import ConfigurationError
@@ -26,6 +27,7 @@ _SPECIAL_TOKEN_SECTIONS = ("extra_special_tokens", "model_specific_special_token
 class ServedModel:
     name: str
     architecture: str
+    fingerprint: ModelFingerprint
     eos_token_ids: tuple[int, ...]
     sampling_defaults: SamplingOptions
     tokenizer: Tokenizer
@@ -48,6 +50,7 @@ class ServedModel:
         return cls(
             name=name or directory.name,
             architecture=directory.architecture,
+            fingerprint=ModelFingerprint.read(directory),
             eos_token_ids=directory.eos_token_ids,
             sampling_defaults=_sampling_defaults(directory),
             tokenizer=Tokenizer.open(directory.tokenizer_file(), executor, directory.tokenizer_config),

@@ -101,10 +101,7 @@ class GatewayFlags(ServiceFlags):
     )
 
     connect_timeout: float = setting(
-        30.0, "seconds that a request waits for a scheduler to come back", minimum=0, metavar="SECONDS"
-    )
-    first_connect_timeout: float = setting(
-        2.0, "seconds that a request waits for the first scheduler", minimum=0, metavar="SECONDS"
+        30.0, "seconds that a request waits for a scheduler to come, or to come back", minimum=0, metavar="SECONDS"
     )
     failover_delay: float = setting(
         5.0,

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
@@ -55,3 +57,4 @@ class WorkerInfo:
     pool: PoolGeometry
     model: ModelGeometry
     limits: WorkerLimits
+    fingerprint: ModelFingerprint = UNKNOWN_MODEL

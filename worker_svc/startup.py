@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from kernels import ops
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.processors import available_memory, num_processors
 from quire.rpc.address import is_local
@@ -58,7 +59,7 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
             quantization=Quantization(settings.quantization),
         )
         release_freed_memory()
-        worker = make_worker(model, settings, device_loop)
+        worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory))
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"the model and a step of {settings.max_num_batched_tokens} tokens do not fit on {device}; "
@@ -69,7 +70,12 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
     return worker
 
 
-def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
+def make_worker(
+    model: CausalLM,
+    settings: WorkerSettings,
+    device_loop: DeviceLoop,
+    fingerprint: ModelFingerprint = UNKNOWN_MODEL,
+) -> Worker:
     """The worker of a loaded model.
 
     Raises:
@@ -92,7 +98,7 @@ def make_worker(model: CausalLM, settings: WorkerSettings, device_loop: DeviceLo
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-time.time_ns())
-    info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits)
+    info = WorkerInfo(-negative_generation, ranks.rank, ranks.size, pool.geometry, geometry, limits, fingerprint)
     return Worker(info, runner, device_loop, ranks.agree)
 
 

@@ -19,6 +19,8 @@ from quire.gateway.v1.model_pb2 import (
 from quire.version import VERSION
 
 Context = grpc.aio.ServicerContext
+_PATIENCE_S = 2.0
+"""Who asks how things are wants an answer soon."""
 
 
 class ModelServicer:
@@ -38,7 +40,7 @@ class ModelServicer:
         return GetModelResponse(model=await self._describe())
 
     async def GetServerInfo(self, request: GetServerInfoRequest, context: Context) -> GetServerInfoResponse:
-        limits = await self._generator.limits()
+        limits = await self._generator.limits(_PATIENCE_S)
         return GetServerInfoResponse(
             version=VERSION,
             gateway_id=self._gateway_id,
@@ -53,7 +55,7 @@ class ModelServicer:
         ]
 
     async def _describe(self) -> Model:
-        limits = await self._generator.limits()
+        limits = await self._generator.limits(_PATIENCE_S)
         welcome = self._generator.replicas.welcomes[0]
         return Model(
             name=self._model.name,

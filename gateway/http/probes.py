@@ -48,4 +48,9 @@ def _reason_not_ready(generator: Generator) -> str:
         return "draining"
     if generator.replicas.num_connected:
         return "no scheduler has its worker"
-    return "no scheduler is connected"
+    problems = [
+        f"{address}: {client.problem}"
+        for address, client in generator.replicas.clients.items()
+        if client.problem is not None
+    ]
+    return "; ".join(["no scheduler is connected", *problems])

@@ -129,9 +129,14 @@ class Generator:
         """What the answer to the current call holds, until the context is left."""
         return self._answer_memory.call(current_caller().account, form)
 
-    async def limits(self) -> Limits:
-        """Raises Unavailable when no scheduler was reached yet."""
-        welcomes = await self.replicas.wait_until_known()
+    async def limits(self, patience_s: float | None = None) -> Limits:
+        """Where no scheduler was ever reached, waits for the first one, for `--connect-timeout` or for less.
+
+        Raises:
+            Unavailable: no scheduler was reached in that time.
+        """
+        longest_s = self._settings.connect_timeout
+        welcomes = await self.replicas.wait_until_known(longest_s if patience_s is None else min(patience_s, longest_s))
         return limits_of(self._settings, welcomes, self.model.tokenizer.longest_token_bytes)
 
     @asynccontextmanager

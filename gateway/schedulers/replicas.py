@@ -12,7 +12,9 @@ from gateway.requests.request_timers import RequestTimers
 from gateway.schedulers.routing import affinity_key, choose_replica
 from gateway.schedulers.scheduler_client import SchedulerClient, SchedulerRefusedError
 from gateway.schedulers.scheduler_events import EventBatch, Welcome
-from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
+from quire import compatibility
+from quire.compatibility import ModelFingerprint, check_model, check_protocol
+from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
 from quire.rpc.tls import TlsIdentity
 
 _DEFAULT_RETRY_MS = 100
@@ -42,21 +44,21 @@ class Replicas:
         *,
         gateway_id: str,
         architecture: str,
+        model: ModelFingerprint,
         connect_timeout_s: float,
-        first_connect_timeout_s: float,
         failover_delay_s: float,
         reconnect_grace_s: float,
         tls: TlsIdentity | None = None,
     ) -> None:
         self._ledger = ledger
         self._architecture = architecture
+        self._model = model
         self._connect_timeout_s = connect_timeout_s
-        self._first_connect_timeout_s = first_connect_timeout_s
         self._failover_delay_s = failover_delay_s
         grace_period_ms = round(reconnect_grace_s * 1000)
         self.clients = {
             address: SchedulerClient(
-                address, gateway_id=gateway_id, grace_period_ms=grace_period_ms, listener=self, tls=tls
+                address, gateway_id=gateway_id, grace_period_ms=grace_period_ms, model=model, listener=self, tls=tls
             )
             for address in addresses
         }
@@ -95,18 +97,19 @@ class Replicas:
         """Waits until no replica is ready."""
         await self._none_ready.wait()
 
-    async def wait_until_known(self) -> list[Welcome]:
-        """The welcomes, at once where a scheduler was ever reached, else after a short wait for the first one.
+    async def wait_until_known(self, patience_s: float) -> list[Welcome]:
+        """The welcomes, at once where a scheduler was ever reached, else after a wait for the first one.
 
         Raises:
             Unavailable: no scheduler was reached in that time.
         """
         if not self.welcomes:
             try:
-                async with asyncio.timeout(self._first_connect_timeout_s):
+                async with asyncio.timeout(patience_s):
                     await self._some_connected.wait()
             except TimeoutError:
-                raise Unavailable("no scheduler has been reached yet", reason="NO_SCHEDULER") from None
+                message = f"no scheduler was reached within {patience_s:g} s, nor before"
+                raise Unavailable(message, reason="NO_SCHEDULER") from None
         return self.welcomes
 
     def place(self, live: LiveRequest) -> None:
@@ -161,6 +164,12 @@ class Replicas:
             raise SchedulerRefusedError(
                 f"it serves {welcome.architecture}, but this gateway's model directory has {self._architecture}"
             )
+        us, them = "this gateway", "the scheduler"
+        try:
+            check_protocol("quire.scheduler.v1", compatibility.SCHEDULER_PROTOCOL, welcome.protocol, us=us, them=them)
+            check_model(self._model, welcome.model, us=us, them=f"the worker of {them}")
+        except FailedPrecondition as error:
+            raise SchedulerRefusedError(str(error)) from error
 
     def on_connected(self, client: SchedulerClient) -> None:
         _logger.info("connected to scheduler %s", client.address)

@@ -26,8 +26,9 @@ from gateway.schedulers.scheduler_convert import (
 )
 from gateway.schedulers.scheduler_events import EventBatch, Welcome
 from gateway.turns import Turns
+from quire.compatibility import ModelFingerprint
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import QuireError, Unavailable, from_rpc_error
+from quire.rpc.errors import FailedPrecondition, QuireError, Unavailable, from_rpc_error
 from quire.rpc.tls import TlsIdentity
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.settings import ConfigurationError
@@ -92,6 +93,7 @@ class SchedulerClient:
         welcome: What the scheduler said last, None before the first time.
         is_connected: Whether a stream is open.
         is_ready: Whether the scheduler runs steps, too: it has its worker.
+        problem: Why no stream is open; None before the first attempt, and while one is.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class SchedulerClient:
         *,
         gateway_id: str,
         grace_period_ms: int,
+        model: ModelFingerprint,
         listener: SchedulerListener,
         tls: TlsIdentity | None = None,
     ) -> None:
@@ -108,9 +111,10 @@ class SchedulerClient:
         self.welcome: Welcome | None = None
         self.is_connected = False
         self.is_ready = False
+        self.problem: str | None = None
         # For unary calls, which end when the stream does; None while none is open.
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
-        self._hello = hello_message(gateway_id, grace_period_ms)
+        self._hello = hello_message(gateway_id, grace_period_ms, model)
         self._listener = listener
         # A request stands for its submission, which is made when it is written: after a reconnect there are many.
         self._outbox: deque[scheduler_pb2.ConnectRequest | LiveRequest] = deque()
@@ -173,11 +177,13 @@ class SchedulerClient:
         clock = asyncio.get_running_loop().time
         while True:
             started_at = clock()
+            is_refused = False
             try:
                 await self._run_stream()
                 problem = "the scheduler ended the stream"
             except (QuireError, SchedulerRefusedError, TokenGapError, ConfigurationError) as error:
                 problem = str(error)
+                is_refused = isinstance(error, FailedPrecondition | SchedulerRefusedError)
             except Exception as error:
                 # Whatever it is, it is no reason to end the other streams; another stream may be served.
                 problem = f"{type(error).__name__}: {error}"
@@ -189,9 +195,9 @@ class SchedulerClient:
                     self._disconnect()
             if was_connected or problem != last_problem:
                 # Before the first connection it is no news that a scheduler is not there yet.
-                level = logging.INFO if self.welcome is None else logging.WARNING
+                level = logging.INFO if self.welcome is None and not is_refused else logging.WARNING
                 _logger.log(level, "scheduler %s: %s; connecting again", self.address, problem)
-            last_problem = problem
+            self.problem = last_problem = problem
             if was_connected and clock() - started_at >= _STABLE_AFTER_S:
                 backoff.reset()
             await asyncio.sleep(backoff.next_delay_s())
@@ -239,6 +245,7 @@ class SchedulerClient:
         self._outbox_is_empty.set()
         self.is_connected = True
         self.is_ready = True
+        self.problem = None
         self.welcome = welcome
         self._send(credit_message(_MESSAGES_AHEAD, 0))
         self._listener.on_connected(self)

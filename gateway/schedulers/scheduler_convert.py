@@ -17,8 +17,10 @@ from gateway.schedulers.scheduler_events import (
     TokenRun,
     Welcome,
 )
+from quire import compatibility
 from quire.arrays import decode_int32, decode_logprobs, encode_int32
 from quire.common.v1 import common_pb2
+from quire.compatibility import ModelFingerprint, ProtocolVersions
 from quire.rpc.errors import InvalidArgument, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
 from quire.tracing import TraceContext
@@ -36,9 +38,14 @@ _EARLY_STOPPING = {
 }
 
 
-def hello_message(gateway_id: str, grace_period_ms: int) -> scheduler_pb2.ConnectRequest:
+def hello_message(gateway_id: str, grace_period_ms: int, model: ModelFingerprint) -> scheduler_pb2.ConnectRequest:
     return scheduler_pb2.ConnectRequest(
-        hello=scheduler_pb2.Hello(gateway_id=gateway_id, grace_period_ms=grace_period_ms)
+        hello=scheduler_pb2.Hello(
+            gateway_id=gateway_id,
+            grace_period_ms=grace_period_ms,
+            protocol=compatibility.SCHEDULER_PROTOCOL.message(),
+            model=model.message(),
+        )
     )
 
 
@@ -187,6 +194,8 @@ def welcome_from(message: scheduler_pb2.Welcome) -> Welcome:
         architecture=message.architecture,
         dtype=message.dtype,
         max_logprobs=message.max_logprobs,
+        protocol=ProtocolVersions.of(message.protocol),
+        model=ModelFingerprint.of(message.model),
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.requests.events import FinishReason, Usage
+from quire.compatibility import ModelFingerprint, ProtocolVersions
 from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import QuireError
 
@@ -25,6 +26,8 @@ class Welcome:
     architecture: str
     dtype: str
     max_logprobs: int
+    protocol: ProtocolVersions
+    model: ModelFingerprint
 
 
 @dataclass(slots=True)

@@ -18,14 +18,22 @@ async def wait_until_served(address: str, api_key: str | None, report: Callable[
         QuireError: the request failed for another reason than that nobody serves yet, or that all are busy.
     """
     loop = asyncio.get_running_loop()
-    started_at = told_at = loop.time()
+    started_at = loop.time()
     async with AsyncClient(address, api_key=api_key) as client:
-        while True:
-            try:
-                await client.generate([0], _ONE_TOKEN)
-                return
-            except (Unavailable, ResourceExhausted):
-                if loop.time() - told_at >= _PROGRESS_EVERY_S:
-                    told_at = loop.time()
-                    report(f"waiting for the model to be loaded ({told_at - started_at:.0f} s)")
-                await asyncio.sleep(_RETRY_S)
+        sending = asyncio.create_task(_send_until_it_succeeds(client))
+        try:
+            while not (await asyncio.wait([sending], timeout=_PROGRESS_EVERY_S))[0]:
+                report(f"waiting for the model to be loaded ({loop.time() - started_at:.0f} s)")
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
+
+
+async def _send_until_it_succeeds(client: AsyncClient) -> None:
+    while True:
+        try:
+            await client.generate([0], _ONE_TOKEN)
+            return
+        except (Unavailable, ResourceExhausted):
+            await asyncio.sleep(_RETRY_S)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from google.rpc import code_pb2
 
+from quire import compatibility
 from quire.arrays import decode_int32, encode_int32, encode_logprobs
 from quire.common.v1 import common_pb2
 from quire.logprob_columns import LogprobLog
@@ -96,6 +97,8 @@ def welcome_message(epoch: int, info: ReplicaInfo, scheduler: Scheduler) -> sche
             architecture=info.architecture,
             dtype=info.dtype,
             max_logprobs=info.max_logprobs,
+            protocol=compatibility.SCHEDULER_PROTOCOL.message(),
+            model=info.fingerprint.message(),
         )
     )
 

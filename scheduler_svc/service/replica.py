@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
@@ -19,6 +21,7 @@ class ReplicaInfo:
     max_num_batched_tokens: int
     max_steps_in_flight: int
     max_logprobs: int
+    fingerprint: ModelFingerprint = UNKNOWN_MODEL
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is the same start of the same workers."""

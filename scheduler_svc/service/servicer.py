@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
+from quire import compatibility
 from quire.arrays import decode_int32
+from quire.compatibility import ModelFingerprint, ProtocolVersions, check_model, check_protocol
 from quire.rpc.errors import (
     FailedPrecondition,
     Internal,
@@ -57,6 +59,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._readiness = readiness
         self._clock = clock
         self._spans = spans
+        # Which was refused last.
+        self._refused_gateway: str | None = None
 
     async def Connect(
         self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
@@ -183,7 +187,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise invalid_field(
                 "hello.grace_period_ms", f"is {first.hello.grace_period_ms}; at most {_MAX_GRACE_PERIOD_MS}"
             )
+        self._check_fits(first.hello)
         return first.hello
+
+    def _check_fits(self, hello: scheduler_pb2.Hello) -> None:
+        """Raises FailedPrecondition where a gateway speaks other versions, or has another model than the workers."""
+        replica = self._loop.replica
+        assert replica is not None
+        us, them = "the scheduler", f"gateway {hello.gateway_id[:128]}"
+        theirs = ProtocolVersions.of(hello.protocol)
+        try:
+            check_protocol("quire.scheduler.v1", compatibility.SCHEDULER_PROTOCOL, theirs, us=us, them=them)
+            check_model(replica.fingerprint, ModelFingerprint.of(hello.model), us=f"the worker of {us}", them=them)
+        except FailedPrecondition as error:
+            # It comes again, several times a second.
+            if hello.gateway_id != self._refused_gateway:
+                self._refused_gateway = hello.gateway_id
+                _logger.warning("refused: %s", error)
+            raise
 
     def _check_available(self) -> None:
         self._check_not_draining()

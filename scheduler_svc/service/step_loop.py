@@ -22,7 +22,7 @@ from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.step_refusal import is_unexplained, refusal_of
 from scheduler_svc.service.step_trace import StepTrace
 from scheduler_svc.service.worker_group import StepLink, attach_workers
-from scheduler_svc.service.worker_link import InvalidAnswerError, WorkerHangsError, WorkerLostError
+from scheduler_svc.service.worker_link import InvalidAnswerError, WorkerHangsError, WorkerLostError, WorkerRefusedError
 from scheduler_svc.settings import SchedulerSettings
 
 _logger = logging.getLogger(__name__)
@@ -229,7 +229,8 @@ class StepLoop:
             except WorkerLostError as error:
                 if str(error) != said:
                     said = str(error)
-                    _logger.info("%s; trying again", said)
+                    level = logging.WARNING if isinstance(error, WorkerRefusedError) else logging.INFO
+                    _logger.log(level, "%s; trying again", said)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_ATTACH_BACKOFF_S)
 

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire import compatibility
 from quire.arrays import decode_float32, decode_int32, decode_logprobs, encode_float32, encode_int32
+from quire.compatibility import ModelFingerprint, ProtocolVersions, check_protocol
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.beam import Candidates
@@ -20,7 +22,8 @@ from scheduler_svc.service.replica import ReplicaInfo
 
 
 def attach_message(epoch: int) -> bytes:
-    return worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=epoch)).SerializeToString()
+    attach = worker_pb2.Attach(scheduler_epoch=epoch, protocol=compatibility.WORKER_PROTOCOL.message())
+    return worker_pb2.RunRequest(attach=attach).SerializeToString()
 
 
 def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
@@ -121,7 +124,15 @@ int32."""
 
 
 def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
-    """Raises InvalidArgument that names the first value with which no scheduler can work."""
+    """What attached.
+
+    Raises:
+        FailedPrecondition: it speaks no version of the contract that this scheduler does.
+        InvalidArgument: names the first value with which no scheduler can work.
+    """
+    theirs = ProtocolVersions.of(info.protocol)
+    ours = compatibility.WORKER_PROTOCOL
+    check_protocol("quire.worker.v1", ours, theirs, us="the scheduler", them="the worker")
     for name, (least, greatest) in _BOUNDS.items():
         part, field = name.split(".")
         value = getattr(getattr(info, part), field)
@@ -140,6 +151,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         max_num_batched_tokens=info.limits.max_num_batched_tokens,
         max_steps_in_flight=info.limits.max_steps_in_flight,
         max_logprobs=info.limits.max_logprobs,
+        fingerprint=ModelFingerprint.of(info.fingerprint),
     )
 
 

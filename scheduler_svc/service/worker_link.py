@@ -6,7 +6,7 @@ import grpc
 import grpc.aio
 
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import InvalidArgument
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
@@ -33,6 +33,10 @@ _CALL_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 class WorkerLostError(Exception):
     """The worker's stream broke, or the worker does not answer. Every step in flight is void."""
+
+
+class WorkerRefusedError(WorkerLostError):
+    """The worker cannot be used as it is, and trying again does not help before one of the two is another release."""
 
 
 class WorkerHangsError(WorkerLostError):
@@ -87,8 +91,9 @@ class WorkerLink:
             # The call's end does not wake a write that waits for the connection.
             handshake.cancel()
             await asyncio.wait([handshake])
-            if isinstance(error, (*_CALL_ERRORS, InvalidArgument)):
-                raise WorkerLostError(f"cannot attach to worker {address}: {_describe(error)}") from error
+            if isinstance(error, (*_CALL_ERRORS, FailedPrecondition, InvalidArgument)):
+                kind = WorkerRefusedError if _is_other_release(error) else WorkerLostError
+                raise kind(f"cannot attach to worker {address}: {_describe(error)}") from error
             raise
 
     async def send(self, plan: StepPlan) -> None:
@@ -138,6 +143,12 @@ class WorkerLink:
             silent = silent + 1 if self._num_received == received else 0
         self._is_silent = True
         self._call.cancel()
+
+
+def _is_other_release(error: Exception) -> bool:
+    if isinstance(error, grpc.aio.AioRpcError):
+        error = from_rpc_error(error)
+    return isinstance(error, FailedPrecondition) and error.reason == "PROTOCOL_VERSION"
 
 
 def _open(address: str, tls: TlsIdentity | None) -> grpc.aio.Channel:

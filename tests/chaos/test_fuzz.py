@@ -23,7 +23,7 @@ from quire.gateway.v1 import generation_pb2
 from quire.worker.v1 import worker_pb2
 from tests.support.fuzz import Fuzzer, check_status, input_class, methods_of
 from tests.support.serving import Served, serving
-from tests.support.worker_client import StepClient, make_assign, make_batch, worker_stub
+from tests.support.worker_client import StepClient, attach_request, make_assign, make_batch, worker_stub
 from tests.support.worker_server import running_worker
 
 SECONDS = float(os.environ.get("QUIRE_FUZZ_SECONDS", "5"))
@@ -222,7 +222,7 @@ async def test_nonsense_at_the_worker_s_methods(tmp_path: Path) -> None:
         async def attempt(fuzzer: Fuzzer) -> str:
             nonlocal epoch
             epoch += 1
-            attach = worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=epoch)).SerializeToString()
+            attach = attach_request(epoch).SerializeToString()
             noise = [seeds_of(RUN, fuzzer) for _ in range(fuzzer.rng.randint(1, 3))]
             noise = [data for data in noise if not attaches(data)]
             return await asyncio.to_thread(call_with, channel, RUN, [attach, *noise], patient=True)

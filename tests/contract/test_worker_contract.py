@@ -16,7 +16,15 @@ from quire.arrays import encode_int32
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from tests.support.fake_worker import running_fake_worker
-from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch, worker_stub
+from tests.support.worker_client import (
+    StepClient,
+    attach_request,
+    attached_client,
+    ints,
+    make_assign,
+    make_batch,
+    worker_stub,
+)
 from tests.support.worker_server import running_worker
 
 WORKERS: dict[str, Callable[[Path], AbstractAsyncContextManager[str]]] = {
@@ -74,7 +82,7 @@ async def test_a_stream_that_does_not_begin_with_attach_is_refused(address: str)
 async def test_an_epoch_below_the_highest_seen_is_refused_and_changes_nothing(address: str) -> None:
     async with attached_client(address, 7) as current, worker_stub(address) as stub:
         stale = StepClient(stub)
-        await stale.write(worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=6)))
+        await stale.write(attach_request(6))
         assert isinstance(await stale.error(), FailedPrecondition)
         await prefill(current)
 

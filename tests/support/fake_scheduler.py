@@ -13,6 +13,7 @@ from google.rpc import code_pb2
 
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
+from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL, ModelFingerprint, ProtocolVersions
 from quire.rpc.errors import NotFound
 from quire.rpc.server import RpcServer
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -124,6 +125,8 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     max_model_len: int = 1024
     architecture: str = "LlamaForCausalLM"
     max_logprobs: int = 20
+    protocol: ProtocolVersions = SCHEDULER_PROTOCOL
+    model: ModelFingerprint = UNKNOWN_MODEL
     rule: TokenRule = counting_rule
     step_delay_s: float = 0.001
     tokens_per_step: int = 1
@@ -227,7 +230,8 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def until_known(self) -> None:
         """Waits until its gateway has read the welcome, unless that will never be."""
-        if not self.refuses_connections and self.architecture == FakeScheduler.architecture:
+        said = (self.architecture, self.protocol, self.model)
+        if not self.refuses_connections and said == (FakeScheduler.architecture, SCHEDULER_PROTOCOL, UNKNOWN_MODEL):
             await self.until(lambda: self.is_heard)
 
     async def Connect(
@@ -375,6 +379,8 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _welcome(self) -> scheduler_pb2.Welcome:
         return scheduler_pb2.Welcome(
+            protocol=self.protocol.message(),
+            model=self.model.message(),
             scheduler_epoch=self.epoch,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,

@@ -9,6 +9,7 @@ import grpc.aio
 
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
+from quire.compatibility import SCHEDULER_PROTOCOL
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.service.app import serve
@@ -152,7 +153,9 @@ class GatewayStream:
     ) -> tuple["GatewayStream", scheduler_pb2.Welcome]:
         """With credit, each message that is read is taken in and gives credit for one more."""
         stream = cls(stub.Connect(), gives_credit=credit is not None)
-        hello = scheduler_pb2.Hello(gateway_id=gateway_id, grace_period_ms=grace_period_ms)
+        hello = scheduler_pb2.Hello(
+            gateway_id=gateway_id, grace_period_ms=grace_period_ms, protocol=SCHEDULER_PROTOCOL.message()
+        )
         await stream.call.write(scheduler_pb2.ConnectRequest(hello=hello))
         welcome = (await stream.call.read()).welcome
         if credit:

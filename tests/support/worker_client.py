@@ -8,11 +8,17 @@ import grpc
 import grpc.aio
 
 from quire.arrays import decode_int32, encode_int32
+from quire.compatibility import WORKER_PROTOCOL
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError, from_rpc_error
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 
 TIMEOUT_S = 10.0
+
+
+def attach_request(epoch: int) -> worker_pb2.RunRequest:
+    attach = worker_pb2.Attach(scheduler_epoch=epoch, protocol=WORKER_PROTOCOL.message())
+    return worker_pb2.RunRequest(attach=attach)
 
 
 class StepClient:
@@ -30,7 +36,7 @@ class StepClient:
 
     async def attach(self, epoch: int) -> worker_pb2.Attached:
         """Attaches and waits for the answer."""
-        await self.write(worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=epoch)))
+        await self.write(attach_request(epoch))
         response = await self._read()
         assert response.WhichOneof("message") == "attached"
         self.attached = response.attached

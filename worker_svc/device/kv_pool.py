@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ PINNED_SWAP_BYTES = 4 << 30
 _POPULATED_AT_ONCE = 1 << 22
 _KEPT_FREE = 1 << 28
 _LOWEST_PRIORITY = 19
+_REST = 9.0
+"""For so many times as long as a part took it rests, so that a system that is slow to give memory serves requests
+meanwhile: a virtual machine cannot be interrupted while its host finds a page."""
 _logger = logging.getLogger(__name__)
 
 
@@ -229,9 +233,12 @@ def _populate(layers: Sequence["weakref.ref[Tensor]"]) -> None:
             _logger.warning("memory runs short: %d bytes are available, and the KV pool will take more of it", left)
             return
         for layer in layers:
+            started_at = time.monotonic()
             tensor = layer()
             if tensor is None or not all(populate(tensor, half * part + start, num_bytes) for part in range(2)):
                 return
+            del tensor
+            time.sleep(_REST * (time.monotonic() - started_at))
 
 
 def _layer_shape(geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype) -> tuple[int, ...]:

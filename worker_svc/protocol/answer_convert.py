@@ -1,5 +1,6 @@
 """What the worker answers, from values to messages."""
 
+from quire import compatibility
 from quire.arrays import encode_float32, encode_int32, encode_logprobs
 from quire.worker.v1 import worker_pb2
 from worker_svc.info import WorkerInfo
@@ -90,6 +91,8 @@ def info_message(info: WorkerInfo) -> worker_pb2.WorkerInfo:
             max_steps_in_flight=limits.max_steps_in_flight,
             max_logprobs=limits.max_logprobs,
         ),
+        protocol=compatibility.WORKER_PROTOCOL.message(),
+        fingerprint=info.fingerprint.message(),
     )
 
 

@@ -7,7 +7,9 @@ depends on the rows' present content is `RowLedger`'s to refuse. Neither changes
 
 import numpy as np
 
+from quire import compatibility
 from quire.arrays import decode_int32
+from quire.compatibility import ProtocolVersions, check_protocol
 from quire.rpc.errors import FailedPrecondition, invalid_field
 from quire.worker.v1 import worker_pb2
 from worker_svc.info import WorkerInfo
@@ -32,9 +34,16 @@ StepRequest = worker_pb2.StepRequest
 
 
 def epoch_of(request: RunRequest) -> int:
-    """The epoch that the first message attaches. FailedPrecondition when it is not an Attach."""
+    """The epoch that the first message attaches.
+
+    Raises:
+        FailedPrecondition: it is not an Attach, or of a scheduler that speaks no version of this worker's.
+    """
     if request.WhichOneof("message") != "attach":
         raise FailedPrecondition("the first message of a step stream must be attach", reason="NOT_ATTACHED")
+    theirs = ProtocolVersions.of(request.attach.protocol)
+    ours = compatibility.WORKER_PROTOCOL
+    check_protocol("quire.worker.v1", ours, theirs, us="the worker", them="the scheduler")
     return request.attach.scheduler_epoch
 
 

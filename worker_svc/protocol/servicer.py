@@ -1,12 +1,13 @@
 """quire.worker.v1.WorkerService."""
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 
-from quire.rpc.errors import Unavailable
+from quire.rpc.errors import FailedPrecondition, Unavailable
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.metrics import WorkerMetrics
@@ -18,6 +19,7 @@ from worker_svc.protocol.worker import Worker
 HEARTBEAT_INTERVAL_S = 0.5
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _RETRY_WHILE_LOADING_MS = 200
+_logger = logging.getLogger(__name__)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -27,6 +29,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._metrics = metrics
         self._heartbeat_interval_s = heartbeat_interval_s
         self._loaded: Worker | None = None
+        # Why a scheduler was refused last.
+        self._refused: str | None = None
 
     def open(self, worker: Worker) -> None:
         """The worker is loaded; calls are served from now on."""
@@ -35,7 +39,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Run(
         self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.RunResponse]:
-        epoch = epoch_of(await anext(request_iterator, worker_pb2.RunRequest()))
+        epoch = self._epoch_of(await anext(request_iterator, worker_pb2.RunRequest()))
         stream = StepStream(self._worker(), self._metrics, epoch, heartbeat_interval_s=self._heartbeat_interval_s)
         async with aclosing(stream.responses(request_iterator)) as responses:
             async for response in responses:
@@ -45,6 +49,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetInfoResponse:
         return worker_pb2.GetInfoResponse(info=info_message(self._worker().info))
+
+    def _epoch_of(self, request: worker_pb2.RunRequest) -> int:
+        try:
+            return epoch_of(request)
+        except FailedPrecondition as error:
+            # A scheduler that is refused comes again, several times a second.
+            if str(error) != self._refused:
+                self._refused = str(error)
+                _logger.warning("refused: %s", error)
+            raise
 
     def _worker(self) -> Worker:
         if self._loaded is None:

@@ -162,7 +162,7 @@ async def test_waiting_for_a_lost_scheduler_ends(scheduler):
 async def test_unavailable_soon_where_no_scheduler_was_ever_reached():
     scheduler = FakeScheduler(refuses_connections=True)
     await scheduler.start()
-    async with running_gateway(scheduler, first_connect_timeout=0.1) as gateway:
+    async with running_gateway(scheduler, connect_timeout=0.1) as gateway:
         error = await error_of(gateway.generation.GenerateStream(stream_request("hello")))
         assert isinstance(error, Unavailable)
         assert error.reason == "NO_SCHEDULER"
@@ -185,7 +185,7 @@ async def test_scheduler_whose_clock_went_back_is_used_and_what_ran_goes_on_ther
 async def test_scheduler_of_another_architecture_is_not_used():
     scheduler = FakeScheduler(architecture="GPT2LMHeadModel")
     await scheduler.start()
-    async with running_gateway(scheduler, first_connect_timeout=0.1) as gateway:
+    async with running_gateway(scheduler, connect_timeout=0.1) as gateway:
         assert isinstance(await error_of(gateway.generation.GenerateStream(stream_request("hello"))), Unavailable)
     await scheduler.stop()
 

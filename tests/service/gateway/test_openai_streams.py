@@ -269,7 +269,7 @@ async def test_without_a_scheduler_a_request_is_unavailable():
     scheduler = FakeScheduler(refuses_connections=True)
     await scheduler.start()
     async with (
-        running_gateway(scheduler, first_connect_timeout=0.05) as gateway,
+        running_gateway(scheduler, connect_timeout=0.05) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url) as http,
     ):
         response = await http.post(CHAT, json=BODIES[CHAT])

@@ -245,7 +245,7 @@ async def test_a_scheduler_that_is_lost_meanwhile_is_unavailable(gateway, schedu
 async def test_without_a_scheduler_there_is_no_pin():
     scheduler = FakeScheduler(refuses_connections=True)
     await scheduler.start()
-    async with running_gateway(scheduler, first_connect_timeout=0.05) as gateway:
+    async with running_gateway(scheduler, connect_timeout=0.05) as gateway:
         for call in (
             gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT)),
             gateway.prefixes.UnpinPrefix(UnpinPrefixRequest(pin_id="x")),

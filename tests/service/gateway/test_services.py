@@ -113,7 +113,8 @@ async def test_readiness_follows_the_scheduler(gateway, scheduler):
         await scheduler.stop()
         await until_health_is(gateway.channel, "NOT_SERVING")
         answer = await client.get("/ready")
-        assert (answer.status_code, answer.json()["reason"]) == (503, "no scheduler is connected")
+        assert answer.status_code == 503
+        assert answer.json()["reason"].startswith("no scheduler is connected")
         assert (await client.get("/health")).status_code == 200
         scheduler.epoch += 1
         await scheduler.start()
@@ -184,7 +185,7 @@ async def test_http_describes_the_server(gateway):
 async def test_model_service_is_unavailable_where_no_scheduler_was_reached():
     scheduler = FakeScheduler(refuses_connections=True)
     await scheduler.start()
-    async with running_gateway(scheduler, first_connect_timeout=0.05) as gateway:
+    async with running_gateway(scheduler, connect_timeout=0.05) as gateway:
         error = await error_of(gateway.models.ListModels(model_pb2.ListModelsRequest()))
         assert isinstance(error, Unavailable)
         assert await health_of(gateway.channel) == "NOT_SERVING"

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quire.compatibility import SCHEDULER_PROTOCOL
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.service.app import serve
@@ -124,7 +125,7 @@ async def test_a_gateway_that_says_hello_as_draining_begins_is_told_after_its_we
     # The call is there before another one is answered.
     await state_of(scheduler)
     await (await start_draining(scheduler))
-    hello = scheduler_pb2.Hello(gateway_id="gateway-a")
+    hello = scheduler_pb2.Hello(protocol=SCHEDULER_PROTOCOL.message(), gateway_id="gateway-a")
     await call.write(scheduler_pb2.ConnectRequest(hello=hello))
     stream = GatewayStream(call)
     assert (await call.read()).HasField("welcome")

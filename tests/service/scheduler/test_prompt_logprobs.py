@@ -6,6 +6,7 @@ import pytest
 
 from quire.arrays import decode_int32, decode_logprobs
 from quire.common.v1 import common_pb2
+from quire.compatibility import SCHEDULER_PROTOCOL
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import make_submit, running_scheduler, state_of, wait_attached
@@ -31,7 +32,8 @@ class Reader:
         self.completed: set[int] = set()
 
     async def open(self):
-        await self.call.write(scheduler_pb2.ConnectRequest(hello=scheduler_pb2.Hello(gateway_id="g")))
+        hello = scheduler_pb2.Hello(protocol=SCHEDULER_PROTOCOL.message(), gateway_id="g")
+        await self.call.write(scheduler_pb2.ConnectRequest(hello=hello))
         await self.call.read()
 
     async def run(self, *submits):

@@ -13,7 +13,7 @@ from quire.rpc.address import free_port
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, Unavailable
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.worker_client import StepClient, ints, make_assign, make_batch, worker_stub
+from tests.support.worker_client import StepClient, attach_request, ints, make_assign, make_batch, worker_stub
 from worker_svc.protocol.servicer import SERVICE_NAME
 
 START_S = 60.0
@@ -119,7 +119,7 @@ async def test_a_rank_that_is_attached_alone_says_so_and_can_be_attached_with_th
     async with running_workers(tmp_path, "worker_svc") as stubs:
         for epoch in (1, 2):
             alone = StepClient(stubs[0])
-            await alone.write(worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=epoch)))
+            await alone.write(attach_request(epoch))
             error = await alone.error()
             assert isinstance(error, Unavailable)
             assert f"this is rank 0 of 2, and not all were attached under epoch {epoch} within 3 s" in error.message

@@ -13,6 +13,7 @@ from gateway.requests.request import ChatMessage, SamplingOptions
 from gateway.schedulers.backoff import Backoff
 from gateway.schedulers.scheduler_events import Welcome
 from gateway.settings import GatewaySettings
+from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
 from quire.settings import ConfigurationError, load_settings
 from tests.support.tokenizers import byte_fallback, byte_level, wrapped, write_model_directory
 
@@ -145,8 +146,8 @@ def test_seeds_are_drawn_where_none_is_given():
 
 
 def test_limits_are_those_that_hold_on_every_replica():
-    one = Welcome(1, 100, 512, 16, 40, 0, 1, 1, "A", "float32", 20)
-    other = Welcome(1, 90, 1024, 8, 64, 0, 1, 1, "A", "float32", 3)
+    one = Welcome(1, 100, 512, 16, 40, 0, 1, 1, "A", "float32", 20, SCHEDULER_PROTOCOL, UNKNOWN_MODEL)
+    other = Welcome(1, 90, 1024, 8, 64, 0, 1, 1, "A", "float32", 3, SCHEDULER_PROTOCOL, UNKNOWN_MODEL)
     limits = limits_of(GatewaySettings(max_prompt_tokens=600), [one, other], 7)
     assert (limits.vocab_size, limits.max_model_len, limits.max_prompt_tokens, limits.max_logprobs) == (90, 512, 511, 3)
     assert [limits.fewest_tokens(num_bytes) for num_bytes in (0, 1, 511 * 7, 511 * 7 + 1)] == [0, 1, 511, 512]

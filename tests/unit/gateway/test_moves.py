@@ -15,6 +15,7 @@ from gateway.requests.request import GenerationRequest, Sampling, Stopping
 from gateway.schedulers.replicas import Replicas
 from gateway.schedulers.scheduler_client import SchedulerClient
 from gateway.schedulers.scheduler_events import EventBatch, RequestEnded, RequestFailed, SequenceEnded, TokenRun
+from quire.compatibility import UNKNOWN_MODEL
 from quire.rpc.errors import ResourceExhausted
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, wrapped
@@ -73,7 +74,7 @@ class Cluster:
             gateway_id="gateway",
             architecture="x",
             connect_timeout_s=5,
-            first_connect_timeout_s=5,
+            model=UNKNOWN_MODEL,
             failover_delay_s=FAILOVER_DELAY_S,
             reconnect_grace_s=5,
         )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.arrays import encode_float32, encode_int32
+from quire.compatibility import WORKER_PROTOCOL
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from tests.support.logprobs import Line, columns_of, lines_by_row
@@ -317,7 +318,7 @@ def test_attached_carries_the_inventory() -> None:
 
 
 def test_what_is_not_a_step_is_refused() -> None:
-    attach = worker_pb2.RunRequest(attach=worker_pb2.Attach(scheduler_epoch=3))
+    attach = worker_pb2.RunRequest(attach=worker_pb2.Attach(protocol=WORKER_PROTOCOL.message(), scheduler_epoch=3))
     assert epoch_of(attach) == 3
     with pytest.raises(FailedPrecondition):
         epoch_of(worker_pb2.RunRequest())

@@ -9,6 +9,7 @@ from typing import cast
 import grpc.aio
 import pytest
 
+from quire.compatibility import SCHEDULER_PROTOCOL
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.connections import Connections
@@ -66,7 +67,7 @@ class Stream:
 
     def __init__(self, servicer: SchedulerServicer, gateway_id: str) -> None:
         self._said: asyncio.Queue[scheduler_pb2.ConnectRequest] = asyncio.Queue()
-        self.say(hello=scheduler_pb2.Hello(gateway_id=gateway_id))
+        self.say(hello=scheduler_pb2.Hello(protocol=SCHEDULER_PROTOCOL.message(), gateway_id=gateway_id))
         # The context is not looked at.
         self.answers = cast(
             AsyncGenerator[scheduler_pb2.ConnectResponse, None],

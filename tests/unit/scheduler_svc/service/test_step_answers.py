@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from quire.arrays import encode_int32
+from quire.compatibility import WORKER_PROTOCOL
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step_plan import StepInFlight
@@ -72,6 +73,7 @@ def test_rows_that_are_not_those_of_the_plan_are_refused_by_name(rows):
 
 def make_info() -> worker_pb2.WorkerInfo:
     return worker_pb2.WorkerInfo(
+        protocol=WORKER_PROTOCOL.message(),
         pool=worker_pb2.KvPoolGeometry(block_size=16, num_gpu_blocks=1, num_host_blocks=0),
         model=worker_pb2.ModelGeometry(vocab_size=50, max_model_len=128),
         limits=worker_pb2.WorkerLimits(max_num_rows=1, max_num_batched_tokens=1, max_steps_in_flight=1),

@@ -1,0 +1,176 @@
+"""Whether two processes fit each other: the versions of the contract that they speak, and the model that they have.
+
+Each side of a connection says both in its first message, and each checks what the other says, so that one line on both
+sides names what does not fit. A release that changes the meaning of a message raises `newest`; it keeps `oldest` where
+it still does what the version before says, so that services can be upgraded one by one.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from quire.common.v1 import common_pb2
+from quire.model_directory import ModelDirectory, weight_files
+from quire.rpc.errors import FailedPrecondition
+from quire.settings import ConfigurationError
+
+_DIGEST_BYTES = 8
+_NUM_SAMPLED_TENSORS = 64
+_SAMPLE_BYTES = 1024
+_MAX_HEADER_BYTES = 100 << 20
+_WITHOUT_EFFECT = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
+"""Entries of config.json and tokenizer_config.json that say how the file came about."""
+_OF_TEMPLATES = frozenset({"chat_template"})
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolVersions:
+    """The versions of a contract that a process speaks, `oldest` to `newest`; (0, 0) of a release before version 1."""
+
+    oldest: int
+    newest: int
+
+    def __str__(self) -> str:
+        if not self.newest:
+            return "no version"
+        return f"version {self.newest}" if self.oldest == self.newest else f"versions {self.oldest} to {self.newest}"
+
+    @classmethod
+    def of(cls, message: common_pb2.ProtocolVersions) -> Self:
+        return cls(message.oldest, message.newest)
+
+    def message(self) -> common_pb2.ProtocolVersions:
+        return common_pb2.ProtocolVersions(oldest=self.oldest, newest=self.newest)
+
+
+SCHEDULER_PROTOCOL = ProtocolVersions(1, 1)
+"""What this release speaks of quire.scheduler.v1, on both sides."""
+WORKER_PROTOCOL = ProtocolVersions(1, 1)
+"""What this release speaks of quire.worker.v1, on both sides."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """What a model is: hashes of its parts, each empty where a process does not have that part. See the message."""
+
+    config: str = ""
+    tokenizer: str = ""
+    weights: str = ""
+
+    @classmethod
+    def of(cls, message: common_pb2.ModelFingerprint) -> Self:
+        return cls(message.config, message.tokenizer, message.weights)
+
+    @classmethod
+    def read(cls, directory: ModelDirectory) -> Self:
+        """That of a model directory. Of the weights only the headers and a sample are read."""
+        return cls(
+            config=_digest([_canonical(directory.config, _WITHOUT_EFFECT)]),
+            tokenizer=_tokenizer_digest(directory),
+            weights=_weights_digest(directory.path),
+        )
+
+    def message(self) -> common_pb2.ModelFingerprint:
+        return common_pb2.ModelFingerprint(config=self.config, tokenizer=self.tokenizer, weights=self.weights)
+
+
+UNKNOWN_MODEL = ModelFingerprint()
+"""Fits every model."""
+
+
+def check_protocol(contract: str, ours: ProtocolVersions, theirs: ProtocolVersions, *, us: str, them: str) -> None:
+    """Raises FailedPrecondition (PROTOCOL_VERSION) where the two have no version of the contract in common.
+
+    Args:
+        us, them: what to call the two sides, for a line that either of them may print.
+    """
+    if theirs.newest and ours.oldest <= theirs.newest and theirs.oldest <= ours.newest:
+        return
+    older = them if theirs.newest < ours.oldest else us
+    raise FailedPrecondition(
+        f"{them} speaks {theirs} of {contract}, {us} {ours}: they have none in common; upgrade {older}",
+        reason="PROTOCOL_VERSION",
+    )
+
+
+def check_model(ours: ModelFingerprint, theirs: ModelFingerprint, *, us: str, them: str) -> None:
+    """Raises FailedPrecondition (MODEL_MISMATCH) where a part that both have differs. `us`, `them`: as above."""
+    differing = [
+        f"{field.name} {mine} and {other}"
+        for field in fields(ModelFingerprint)
+        if (mine := getattr(ours, field.name)) and (other := getattr(theirs, field.name)) and mine != other
+    ]
+    if differing:
+        raise FailedPrecondition(
+            f"{us} and {them} have different models: {', '.join(differing)}; give both the same one by --model",
+            reason="MODEL_MISMATCH",
+        )
+
+
+def _tokenizer_digest(directory: ModelDirectory) -> str:
+    try:
+        tokenizer = directory.tokenizer_file().read_bytes()
+    except (ConfigurationError, OSError):
+        return ""
+    return _digest([tokenizer, _canonical(directory.tokenizer_config, _WITHOUT_EFFECT | _OF_TEMPLATES)])
+
+
+def _weights_digest(path: Path) -> str:
+    """Independent of how the tensors are spread over files."""
+    try:
+        tensors = sorted(tensor for file in weight_files(path) for tensor in _tensors_of(file))
+        step = max(len(tensors) // _NUM_SAMPLED_TENSORS, 1)
+        samples = [_sample(tensor) for tensor in tensors[::step]]
+    except (ConfigurationError, OSError, ValueError, KeyError, TypeError):
+        # Not all files are there, which is the loader's to complain of.
+        return ""
+    return _digest([*(f"{tensor.name} {tensor.dtype} {tensor.shape}".encode() for tensor in tensors), *samples])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _StoredTensor:
+    """Where the bytes of a tensor lie in a file."""
+
+    name: str
+    dtype: str
+    shape: str
+    file: Path
+    start: int
+    end: int
+
+
+def _tensors_of(file: Path) -> Iterator[_StoredTensor]:
+    """From the header of a safetensors file: its length in 8 bytes, then JSON."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length)) if length <= _MAX_HEADER_BYTES else None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is no safetensors file")
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            yield _StoredTensor(name, str(entry["dtype"]), str(entry["shape"]), file, start, end)
+
+
+def _sample(tensor: _StoredTensor) -> bytes:
+    """Bytes from the middle of a tensor."""
+    num_bytes = min(_SAMPLE_BYTES, tensor.end - tensor.start)
+    with tensor.file.open("rb") as opened:
+        opened.seek(tensor.start + (tensor.end - tensor.start - num_bytes) // 2)
+        return opened.read(num_bytes)
+
+
+def _canonical(content: dict[str, Any], without: frozenset[str]) -> bytes:
+    kept = {name: value for name, value in content.items() if name not in without}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,94 @@
+"""Schedulers of other versions, or with another model, beside and before those that fit."""
+
+import asyncio
+
+import httpx
+from tokenizers import Tokenizer
+
+from quire.compatibility import ModelFingerprint, ProtocolVersions
+from quire.model_directory import resolve_model
+from quire.rpc.errors import Unavailable
+from tests.support.fake_scheduler import FakeScheduler, counting_rule
+from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+
+TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
+
+
+def expected_ids(text, count):
+    prompt = tuple(TOKENIZER.encode(text).ids)
+    return [counting_rule(prompt, position) for position in range(count)]
+
+
+async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_ready_says_why(caplog):
+    """Both are refused by what their welcome says, as of a scheduler that does not check what a gateway says."""
+    newer = FakeScheduler(protocol=ProtocolVersions(8, 9))
+    other = FakeScheduler(model=ModelFingerprint(tokenizer="0123456789abcdef"))
+    for scheduler in (newer, other):
+        await scheduler.start()
+    async with running_gateway(newer, other, connect_timeout=0.5) as gateway, httpx.AsyncClient() as http:
+        assert isinstance(await error_of(gateway.generation.GenerateStream(stream_request("hello"))), Unavailable)
+        reason = (await http.get(f"{gateway.http_url}/ready")).json()["reason"]
+        assert "the scheduler speaks versions 8 to 9 of quire.scheduler.v1, this gateway version 1" in reason
+        assert "have different models: tokenizer" in reason
+        assert reason.count("give both the same one by --model") == 1
+        # However often it tries, and it does, it says so once.
+        connections = newer.connections
+        await newer.until(lambda: newer.connections > connections + 2)
+    lines = [record.getMessage() for record in caplog.records if "quire.scheduler.v1" in record.getMessage()]
+    assert len(lines) == 1
+    for scheduler in (newer, other):
+        await scheduler.stop()
+
+
+async def test_requests_wait_for_a_scheduler_that_fits_again_and_new_ones_go_to_one_that_fits(gateway, scheduler):
+    """A scheduler is replaced by a release that this gateway cannot speak to, and that by one that it can."""
+    scheduler.emits.clear()
+    running = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("running"))))
+    await scheduler.until(lambda: scheduler.live)
+    await scheduler.stop()
+    scheduler.protocol = ProtocolVersions(8, 9)
+    await scheduler.start()
+    connections = scheduler.connections
+    await scheduler.until(lambda: scheduler.connections > connections + 1)
+    waiting = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello"))))
+    await scheduler.stop()
+    scheduler.protocol = ProtocolVersions(1, 9)
+    await scheduler.start()
+    scheduler.emits.set()
+    assert (await running).token_ids == expected_ids("running", 8)
+    assert (await waiting).token_ids == expected_ids("hello", 8)
+
+
+async def test_what_ran_at_a_scheduler_that_does_not_fit_any_more_goes_to_one_that_does(scheduler):
+    other = FakeScheduler()
+    await other.start()
+    async with running_gateway(scheduler, other, failover_delay=0.05) as gateway:
+        scheduler.step_delay_s = other.step_delay_s = 0.01
+        texts = [f"request {number}" for number in range(8)]
+        reading = [
+            asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(text, max_tokens=30))))
+            for text in texts
+        ]
+        await scheduler.until(lambda: len(scheduler.live) + len(other.live) == 8 and scheduler.live)
+        await scheduler.stop()
+        scheduler.protocol = ProtocolVersions(8, 9)
+        await scheduler.start()
+        for text, stream in zip(texts, await asyncio.gather(*reading), strict=True):
+            assert stream.token_ids == expected_ids(text, 30)
+    await other.stop()
+
+
+async def test_a_request_waits_for_the_first_scheduler_as_for_one_that_comes_back():
+    """As after a restart of the gateway while the scheduler is stopped."""
+    scheduler = FakeScheduler(refuses_connections=True)
+    await scheduler.start()
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient() as http:
+        await scheduler.stop()
+        scheduler.refuses_connections = False
+        running = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello"))))
+        while scheduler.address not in (await http.get(f"{gateway.http_url}/ready")).json()["reason"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert not running.done()
+        await scheduler.start()
+        assert (await running).token_ids == expected_ids("hello", 8)
+        await scheduler.stop()
