@@ -6,6 +6,7 @@ import grpc.aio
 from grpc_channelz.v1 import channelz, channelz_pb2
 
 from quire.rpc.address import TcpAddress, check_bindable
+from quire.rpc.listening import start_all
 from quire.rpc.reflection import add_reflection
 from quire.rpc.roles import role_interceptors
 from quire.rpc.tls import ServerTls
@@ -41,7 +42,7 @@ class AdminServer:
             bound = server.add_insecure_port(str(wanted))
         else:
             bound = server.add_secure_port(str(wanted), tls.credentials())
-        await server.start()
+        await start_all(server)
         return cls(server, str(TcpAddress(HOST, bound)))
 
     async def stop(self) -> None:

@@ -1,9 +1,13 @@
-"""Closing a port that gRPC listens on, which gRPC itself does only when it shuts a server down."""
+"""Starting servers so that a cancellation does no harm, and closing a port that gRPC listens on, which gRPC itself does
+only when it shuts a server down."""
 
+import asyncio
 import os
 import socket
 import stat
 from pathlib import Path
+
+import grpc.aio
 
 from quire.rpc.address import TcpAddress, UnixAddress
 
@@ -46,3 +50,15 @@ def _listens(descriptor: int, port: int) -> bool:
     except OSError:
         # It is closed by now, as that of the directory listing is.
         return False
+
+
+async def start_all(*servers: grpc.aio.Server) -> None:
+    """Starts servers, all or none. Where it is cancelled they are stopped first: gRPC neither ends the start of a
+    server that is cancelled, nor the loop that it runs in, without errors, and may hang."""
+    starting = asyncio.gather(*(server.start() for server in servers))
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await starting
+        await asyncio.gather(*(server.stop(0) for server in servers))
+        raise

@@ -17,7 +17,7 @@ from quire.rpc.health_servicer import SERVICE_NAME as HEALTH_SERVICE_NAME
 from quire.rpc.health_servicer import HealthServicer
 from quire.rpc.interceptors import ErrorInterceptor
 from quire.rpc.limits import ConnectionLimits
-from quire.rpc.listening import listening_at, stop_listening
+from quire.rpc.listening import listening_at, start_all, stop_listening
 from quire.rpc.reflection import add_reflection
 from quire.rpc.roles import role_interceptors
 from quire.rpc.tls import ServerTls
@@ -160,8 +160,7 @@ async def _listen(
     # Others of this process may share the port.
     others = listening_at(wanted[0])
     bound = [_bind(server, address, tls) for server, address in zip(servers, wanted, strict=True)]
-    for server in servers:
-        await server.start()
+    await start_all(*servers)
     return bound[0], listening_at(bound[0]) - others
 
 

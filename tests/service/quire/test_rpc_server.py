@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,37 @@ async def test_hand_over_waits_for_a_pause_between_calls_and_loses_none() -> Non
         await asyncio.gather(*callers)
     for server in (first, second):
         await server.stop(0)
+
+
+START_AND_CANCEL = """
+import asyncio, gc, sys
+from quire.rpc.process import run_service
+from quire.rpc.server import RpcServer
+
+async def start(num_turns):
+    address = f"unix:{sys.argv[1]}/{num_turns}"
+    starting = asyncio.create_task(RpcServer.start(address, lambda server: None, [], admin_port=0))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait([starting])
+    if not starting.cancelled():
+        await starting.result().stop(0)
+
+for num_turns in range(8):
+    run_service(lambda: start(num_turns), program="test")
+    gc.collect()
+"""
+
+
+async def test_a_start_that_is_cancelled_ends_the_process_in_order(tmp_path: Path) -> None:
+    """As by a signal while a service begins to listen: gRPC logs tracebacks of its own tasks then, or hangs."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", START_AND_CANCEL, str(tmp_path)), stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert (process.returncode, errors) == (0, b"")
