@@ -7,6 +7,7 @@ import sys
 BENCHMARKS = (
     "split",
     "core",
+    "first_tokens",
     "waste",
     "sharing",
     "soak",

@@ -26,6 +26,12 @@ class SchedulerFlags(StepFlags):
         "who goes first: first come, first served; by priority; or tenants in equal shares",
         choices=("fcfs", "priority", "fair"),
     )
+    max_prefill_share: float = setting(
+        0.5,
+        "share of a step's tokens that one prompt takes while others with less to compute wait; 1 bounds nothing",
+        minimum=0.01,
+        maximum=1,
+    )
     preemption_mode: str = setting(
         "auto",
         "how preempted requests give blocks back: swap to host memory, recompute, or by what they are",

@@ -4,7 +4,7 @@ One that does not fit holds up all behind it, so that nobody starves under a str
 """
 
 from scheduler_svc.core.block_manager import LeavingTables
-from scheduler_svc.core.planning import blocks_for_decodes, blocks_to_grow, plan_chunk
+from scheduler_svc.core.planning import blocks_for_decodes, blocks_to_grow, plan_chunk_or_share
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
@@ -205,7 +205,7 @@ class Admission:
         self._park_others(group)
         for row in rows:
             if batch.draft.budget:
-                plan_chunk(batch, row, self._state.running)
+                plan_chunk_or_share(self._state, row)
 
     def _park_others(self, group: SequenceGroup) -> None:
         for sequence in group.unfinished:

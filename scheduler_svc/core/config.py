@@ -32,7 +32,8 @@ class SchedulerConfig:
     `max_model_len` is the model's own limit; `max_len` is the one that counts. `watermark` is the share of the blocks
     that admission leaves free, `pin_quota` the share that one tenant's pins may hold, `max_pinned` that of all pins.
     `tenant_overflow` is the share of the queue's bounds that tenants with less than an equal part of it may take beyond
-    them.
+    them. `max_prefill_share` is the share of what is left of a step's tokens that a prompt takes while shorter ones
+    wait.
     """
 
     num_blocks: int
@@ -49,6 +50,7 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     pin_quota: float = 0.25
     max_pinned: float = 0.5
+    max_prefill_share: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
@@ -66,6 +68,8 @@ class SchedulerConfig:
         for name in ("pin_quota", "max_pinned", "tenant_overflow"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be in [0, 1]")
+        if not 0 < self.max_prefill_share <= 1:
+            raise ValueError(f"max_prefill_share is {self.max_prefill_share}, must be in (0, 1]")
 
     @property
     def max_len(self) -> int:

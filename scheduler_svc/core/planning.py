@@ -1,5 +1,7 @@
 """What the running batch computes next: decodes first, then chunks of prompts (the paper's sections 4.3 and 4.4)."""
 
+import itertools
+import sys
 from collections import Counter
 
 import numpy as np
@@ -7,6 +9,10 @@ import numpy as np
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.queues import GroupQueue
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.state import SchedulerState
+
+_NUM_LOOKED_AT = 4
+"""Waiting groups that may let a longer prompt be content with its share."""
 
 
 def blocks_for_decodes(batch: Batch) -> int:
@@ -33,12 +39,41 @@ def plan_decodes(batch: Batch) -> None:
     batch.draft.decode(rows, batch.rows.num_computed[rows])
 
 
-def plan_prefills(batch: Batch, running: GroupQueue) -> None:
+def plan_prefills(state: SchedulerState) -> None:
     """Goes on with the rows that compute what they came with, as far as the token budget goes."""
-    for row in batch.rows.prefilling().tolist():
-        if batch.draft.budget == 0:
+    rows = state.batch.rows.prefilling().tolist()
+    lengths = [_num_uncomputed(state.batch, row) for row in rows]
+    shortest_behind = [*itertools.accumulate(reversed(lengths), min, initial=sys.maxsize)][::-1][1:]
+    for row, shortest in zip(rows, shortest_behind, strict=True):
+        if state.batch.draft.budget == 0:
             return
-        plan_chunk(batch, row, running)
+        plan_chunk_or_share(state, row, shortest)
+
+
+def plan_chunk_or_share(state: SchedulerState, row: int, shortest_behind: int = sys.maxsize) -> None:
+    """The row's next chunk; or, where a prompt with less to compute is behind it or waits, its share of the budget, set
+    aside until `plan_shares`, so that those have the rest first. `shortest_behind` is the least that a row behind it
+    has to compute."""
+    batch = state.batch
+    length, key = _num_uncomputed(batch, row), batch.sequence(row).request.key
+    share = max(1, int(batch.draft.budget * state.config.max_prefill_share))
+    aside = batch.draft.aside
+    if aside and batch.sequence(aside[-1][0]).request.key == key:
+        # Rows of a group may share blocks: who computes them comes before who reads them.
+        batch.draft.set_aside(row, 0)
+    elif length > share and (shortest_behind < length or _is_shorter_waiting(state, length)):
+        batch.draft.set_aside(row, share)
+    else:
+        plan_chunk(batch, row, state.running)
+
+
+def plan_shares(state: SchedulerState) -> None:
+    """The chunks of the rows that had a share set aside, with what the others left."""
+    draft = state.batch.draft
+    for row, share in draft.take_aside():
+        draft.budget += share
+        if draft.budget:
+            plan_chunk(state.batch, row, state.running)
 
 
 def plan_chunk(batch: Batch, row: int, running: GroupQueue) -> None:
@@ -51,6 +86,21 @@ def plan_chunk(batch: Batch, row: int, running: GroupQueue) -> None:
     batch.draft.add_chunk(row, chunk, num_computed, samples=chunk == remaining)
     if chunk == remaining:
         _fork_samples(batch, row, running.get(batch.sequence(row).request.key))
+
+
+def _num_uncomputed(batch: Batch, row: int) -> int:
+    return int(batch.rows.num_tokens[row] - batch.rows.num_computed[row])
+
+
+def _is_shorter_waiting(state: SchedulerState, length: int) -> bool:
+    """Whether one of the next that wait has less than this to compute. Those further behind would get next to nothing:
+    each that goes before leaves them a share of what it found."""
+    blocks = state.batch.blocks
+    for group in state.waiting.next_few(_NUM_LOOKED_AT):
+        num_cached = len(blocks.hits(group.computing[0])) * blocks.block_size
+        if group.num_tokens_to_compute - num_cached < length:
+            return True
+    return False
 
 
 def _fork_samples(batch: Batch, parent_row: int, group: SequenceGroup) -> None:

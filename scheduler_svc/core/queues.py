@@ -48,6 +48,10 @@ class GroupQueue:
         """KeyError where it is not here."""
         return self._by_key[key]
 
+    def next_few(self, count: int) -> list[SequenceGroup]:
+        """The first so many that are not held."""
+        return [self._by_rank[rank] for rank in self._ranks[:count]]
+
     @property
     def has_next(self) -> bool:
         """Whether there is a group that is not held."""

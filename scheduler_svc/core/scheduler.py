@@ -21,7 +21,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import DuplicateKeyError, RefusedError
 from scheduler_svc.core.events import EventLog
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
-from scheduler_svc.core.planning import plan_decodes, plan_prefills
+from scheduler_svc.core.planning import plan_decodes, plan_prefills, plan_shares
 from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.queues import GroupQueue
@@ -240,9 +240,10 @@ class Scheduler:
         if not preempted:
             self._admission.swap_in(now)
         plan_decodes(batch)
-        plan_prefills(batch, self.running)
+        plan_prefills(self._state)
         if not preempted:
             self._admission.admit(now)
+        plan_shares(self._state)
         return None if batch.draft.is_empty else self._commit(batch)
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:

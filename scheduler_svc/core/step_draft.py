@@ -12,11 +12,14 @@ class StepDraft:
     """All that the worker has to be told, from one step's plan to the next.
 
     What happens between two plans (rows released, beams forked, blocks swapped out) is kept here too, so nothing is
-    forgotten when there is nothing to compute. `budget` is how many tokens more the batch may have.
+    forgotten when there is nothing to compute. `budget` is how many tokens more the batch may have, without those that
+    are set aside.
     """
 
     def __init__(self, token_budget: int) -> None:
         self.budget = token_budget
+        self.aside: list[tuple[int, int]] = []
+        """Rows whose chunk is planned last, and how much of the budget is theirs then at the least."""
         self.copies: list[tuple[BlockId, BlockId]] = []
         self.swap_in: list[tuple[BlockId, BlockId]] = []
         self.sealed: list[tuple[BlockId, BlockHash]] = []
@@ -46,6 +49,17 @@ class StepDraft:
         if self._blocks:
             self._blocks = {place: block for place, block in self._blocks.items() if place[0] != row}
         self._release[row] = None
+
+    def set_aside(self, row: int, num_tokens: int) -> None:
+        """Keeps a part of the budget for a row whose chunk is planned last."""
+        assert 0 <= num_tokens <= self.budget
+        self.budget -= num_tokens
+        self.aside.append((row, num_tokens))
+
+    def take_aside(self) -> list[tuple[int, int]]:
+        """What was set aside, in order; the budget does not have it back yet."""
+        aside, self.aside = self.aside, []
+        return aside
 
     def assign(self, assignment: RowAssignment) -> None:
         self._assign[assignment.row] = assignment

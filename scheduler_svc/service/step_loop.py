@@ -283,6 +283,7 @@ class StepLoop:
             preemption_mode=PreemptionMode(settings.preemption_mode),
             pin_quota=settings.pin_quota,
             max_pinned=settings.max_pinned,
+            max_prefill_share=settings.max_prefill_share,
         )
 
     def _rebuild(self, config: SchedulerConfig) -> None:

@@ -30,6 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         preemption_mode=st.sampled_from(PreemptionMode),
         max_pinned=st.sampled_from([0.3, 1.0]),
         max_in_flight=st.integers(1, 3),
+        max_prefill_share=st.sampled_from([0.1, 0.5, 1.0]),
     )
     def start(self, max_in_flight, max_num_seqs, budget, max_pinned, **config):
         self.driver = Driver(
