@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from quire.logprob_columns import LogprobColumns
 from scheduler_svc.core.beam import Candidates
+from scheduler_svc.core.logprobs import SampleLogprobs
 from scheduler_svc.core.step_plan import StepPlan, StepResult
 
 VOCAB_SIZE = 53
@@ -12,19 +14,23 @@ VOCAB_SIZE = 53
 class RuleSource:
     """Token ids follow from the step and the row, and run through the vocabulary evenly.
 
-    Rows that report candidates are remembered from their assignment on, and through forks, as a worker does. Of every
+    Rows that report candidates or log probabilities are remembered from their assignment on, and through forks, as a
+    worker does. Of every
     `fail_every`-th step's rows one fails; 0 lets none fail.
     """
 
     def __init__(self, max_num_rows: int, fail_every: int = 0) -> None:
         self._num_candidates = np.zeros(max_num_rows, dtype=np.int64)
+        self._wants_logprobs = np.zeros(max_num_rows, dtype=bool)
         self._fail_every = fail_every
 
     def __call__(self, plan: StepPlan) -> StepResult:
         for assigned in plan.assign:
             self._num_candidates[assigned.row] = assigned.sampling.num_candidates or 0
+            self._wants_logprobs[assigned.row] = assigned.sampling.logprobs is not None
         if len(plan.forks):
-            self._num_candidates[plan.forks[:, 1]] = self._num_candidates[plan.forks[:, 0]]
+            for remembered in (self._num_candidates, self._wants_logprobs):
+                remembered[plan.forks[:, 1]] = remembered[plan.forks[:, 0]]
         rows = plan.samples[:, 0]
         token_ids = (plan.step_id * 31 + rows * 17) % VOCAB_SIZE
         reporting = np.flatnonzero(self._num_candidates[rows])
@@ -32,12 +38,26 @@ class RuleSource:
             int(rows[index]): _candidates(int(token_ids[index]), int(self._num_candidates[rows[index]]))
             for index in reporting.tolist()
         }
-        return StepResult(plan.step_id, token_ids, failures=self._failures(plan.step_id, rows), candidates=candidates)
+        failures = self._failures(plan.step_id, rows)
+        samples = np.flatnonzero(self._wants_logprobs[rows] & ~np.isin(rows, list(failures)))
+        return StepResult(
+            plan.step_id,
+            token_ids,
+            SampleLogprobs(samples, _logprobs(token_ids[samples])) if len(samples) else None,
+            failures,
+            candidates,
+        )
 
     def _failures(self, step_id: int, rows: np.ndarray) -> dict[int, str]:
         if not self._fail_every or step_id % self._fail_every or not len(rows):
             return {}
         return {int(rows[step_id % len(rows)]): "fails by rule"}
+
+
+def _logprobs(token_ids: np.ndarray) -> LogprobColumns:
+    """Of the tokens alone: a token's log probability follows from its id."""
+    ones, none = np.ones(len(token_ids), np.int32), np.zeros(0, np.int32)
+    return LogprobColumns(-0.01 * token_ids.astype(np.float32), ones, 0 * ones, none, none.astype(np.float32))
 
 
 def _candidates(first: int, count: int) -> Candidates:
