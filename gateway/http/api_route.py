@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from gateway.auth.http_middleware import OPEN_PATHS
 from gateway.openai.errors import HTTP_STATUSES, ErrorBody
 from quire.version import VERSION
 
@@ -27,6 +28,7 @@ class ApiRoute(Route):
     Attributes:
         body: The type of its request's body; None where it has none.
         media_types: Those of a successful answer.
+        is_open: Whether no API key is asked for.
         statuses: Of its answers, errors included.
     """
 
@@ -40,7 +42,6 @@ class ApiRoute(Route):
         streams: bool = False,
         media_type: str = "application/json",
         statuses: Sequence[int] = (),
-        is_open: bool = False,
         error: type[BaseModel] = ErrorBody,
     ) -> None:
         """The first paragraph of the endpoint's docstring describes it.
@@ -48,16 +49,15 @@ class ApiRoute(Route):
         Args:
             streams: A successful answer may be a stream of server-sent events instead.
             statuses: Those besides 200, and besides those that any path with or without a body may answer.
-            is_open: No API key is asked for.
             error: The type of the body of errors.
         """
         super().__init__(path, endpoint, methods=[method])
         self.method = method
         self.body = body
         self.media_types = (media_type, _EVENT_STREAM) if streams else (media_type,)
-        self.is_open = is_open
+        self.is_open = path in OPEN_PATHS
         self.error = error
-        self.statuses = sorted({200, *statuses, *(() if is_open else _STATUSES), *(HTTP_STATUSES if body else ())})
+        self.statuses = sorted({200, *statuses, *(() if self.is_open else _STATUSES), *(HTTP_STATUSES if body else ())})
 
 
 def openapi_route(routes: Sequence[BaseRoute]) -> ApiRoute:

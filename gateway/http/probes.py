@@ -36,9 +36,9 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return [
-        ApiRoute("/health", health, is_open=True),
-        ApiRoute("/ready", ready, is_open=True, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
-        ApiRoute("/version", version, is_open=True),
+        ApiRoute("/health", health),
+        ApiRoute("/ready", ready, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
+        ApiRoute("/version", version),
         ApiRoute("/metrics", prometheus_metrics, media_type="text/plain"),
     ]
 

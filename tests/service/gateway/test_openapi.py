@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.auth.caller import Access
+from gateway.auth.http_middleware import OPEN_PATHS
 from gateway.openai.schemas import ChatBody
 from quire.model_directory import resolve_model
 from tests.support.fake_scheduler import FakeScheduler
@@ -61,6 +62,11 @@ async def test_the_document_is_whole(document):
         assert named == set(re.findall(r"{(\w+)}", path))
         assert "200" in operation["responses"]
         assert operation["summary"]
+
+
+async def test_paths_that_ask_for_no_key_say_so(document):
+    open_paths = {path for path, _, operation in operations_of(document) if operation.get("security") == []}
+    assert open_paths == OPEN_PATHS
 
 
 async def test_bodies_are_those_that_the_server_parses(document):
