@@ -1,6 +1,6 @@
 """The Open Inference Protocol v2 over HTTP, with tensors as JSON: the gRPC servicer behind other paths."""
 
-import json
+import asyncio
 import math
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -12,8 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.http.api_route import ApiRoute
 from gateway.kserve.servicer import KServeServicer
+from gateway.kserve.tensor_convert import MAX_ELEMENTS
 from gateway.openai.body import BodyLimits, parse_json, read_body
 from gateway.openai.errors import ErrorAnswer, error_answer
+from gateway.openai.json_writer import as_json
 from gateway.openai.responses import WholeResponse
 from gateway.requests.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
@@ -46,7 +48,10 @@ class InputTensor(_Part):
     shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=8)]
     datatype: str
     parameters: Parameters = None
-    data: Annotated[list[Element | list[Element]], Field(fail_fast=True)]
+    data: Annotated[
+        list[Element | Annotated[list[Element], Field(fail_fast=True, max_length=MAX_ELEMENTS)]],
+        Field(fail_fast=True, max_length=MAX_ELEMENTS),
+    ]
 
 
 class RequestedOutput(_Part):
@@ -116,7 +121,9 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[Api
             return _error_response(error)
 
         async def make() -> AsyncGenerator[bytes, None]:
-            yield json.dumps(_response_json(await servicer.ModelInfer(asked, None))).encode()
+            response = await servicer.ModelInfer(asked, None)
+            # It may have a thousand long texts.
+            yield await asyncio.to_thread(lambda: as_json(_response_json(response)))
 
         return _InferResponse(make, str, {})
 

@@ -162,14 +162,16 @@ def _too_large(max_bytes: int) -> HttpError:
 
 def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidArgument:
     """The first thing that is wrong; an alternative of a field is of no use to the caller."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_context=True, include_input=False)[0]
     location = first["loc"]
     if first["type"] == "json_invalid":
         return _malformed(_cause(first["msg"]))
     if not location:
         return InvalidArgument("the body must be a JSON object", reason="MALFORMED_MESSAGE")
     path, alternatives = _path(location, union_types)
-    if alternatives is not None:
+    if first["type"] == "too_long" and (most := first.get("ctx", {}).get("max_length")) is not None:
+        description = f"has more than {most:,} entries, which is the most"
+    elif alternatives is not None:
         description = f"must be {alternatives}"
     elif first["type"] == "missing":
         description = "is missing"
