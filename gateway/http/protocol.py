@@ -19,8 +19,9 @@ from gateway.body_memory import BodyMemory
 from gateway.http.bodies import IncomingBody
 from gateway.openai.errors import ErrorAnswer
 
-# Each takes some microseconds, however short it is, and all of one read are taken in one go.
-_MAX_CHUNKS = 1 << 15
+# A chunk takes some microseconds, however short it is, and all of one read are taken in one go. So many may be short.
+_MAX_SHORT_CHUNKS = 1 << 13
+_MIN_MEAN_CHUNK_BYTES = 256
 _logger = logging.getLogger(__name__)
 
 
@@ -29,6 +30,7 @@ class HttpLimits:
     """Of the connections to one port.
 
     Attributes:
+        max_header_bytes: Of a request.
         max_connections: At once, those that are still in their TLS handshake among them; further ones are closed.
         handshake_timeout_s: For the TLS handshake.
         sender_timeout_s: For the headers of a request, from the connection's begin or their own first byte, and once
@@ -36,6 +38,7 @@ class HttpLimits:
         reader_timeout_s: For a client to take something while output waits for it.
     """
 
+    max_header_bytes: int
     max_connections: int
     handshake_timeout_s: float
     sender_timeout_s: float
@@ -65,24 +68,23 @@ class Places:
 
 
 class _Connection(h11.Connection):
-    """The state of one connection, which takes a body in so many chunks and no more."""
+    """The state of one connection. A body in very many chunks is refused when they are short on average."""
 
-    def __init__(self, max_incomplete_event_size: int | None) -> None:
-        if max_incomplete_event_size is None:
-            super().__init__(h11.SERVER)
-        else:
-            super().__init__(h11.SERVER, max_incomplete_event_size)
+    def __init__(self, max_incomplete_event_size: int) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size)
         self._num_chunks = 0
+        self._num_bytes = 0
 
     def next_event(self) -> Any:
         """Raises RemoteProtocolError where the other side does not speak HTTP as it should."""
         event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._num_chunks = 0
-        elif isinstance(event, h11.Data) and event.chunk_start:
-            self._num_chunks += 1
-            if self._num_chunks > _MAX_CHUNKS:
-                raise h11.RemoteProtocolError(f"a body has more than {_MAX_CHUNKS} chunks")
+        if isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > max(_MAX_SHORT_CHUNKS, self._num_bytes // _MIN_MEAN_CHUNK_BYTES):
+                raise h11.RemoteProtocolError("the chunks of a body are too short")
+        elif isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
         return event
 
 
@@ -100,7 +102,7 @@ class LimitedProtocol(H11Protocol):
     ) -> None:
         """Takes all that uvicorn's protocol takes. `handshake` holds the place that this connection has already."""
         super().__init__(*args, **kwargs)
-        self.conn = _Connection(self.config.h11_max_incomplete_event_size)
+        self.conn = _Connection(limits.max_header_bytes)
         self._limits = limits
         self._places = places
         self._handshake = handshake

@@ -114,13 +114,13 @@ class HttpServer(uvicorn.Server):
                 app,
                 http=LimitedProtocol,
                 log_config=None,
-                log_level="warning",
+                # Its warnings are about what clients send, and any client could fill the log by them.
+                log_level="error",
                 access_log=False,
                 lifespan="off",
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             )
         )
         self._listener = listener
@@ -145,6 +145,7 @@ class HttpServer(uvicorn.Server):
             ConfigurationError: it cannot listen there, or the files of `tls` are no good.
         """
         limits = HttpLimits(
+            max_header_bytes=_MAX_HEADER_BYTES,
             max_connections=settings.max_connections,
             handshake_timeout_s=settings.handshake_timeout,
             sender_timeout_s=settings.slow_sender_timeout,
