@@ -30,15 +30,16 @@ class StepDraft:
         self._seeds: dict[int, int] = {}
         self._tokens: dict[int, tuple[int, int]] = {}
         self._blocks: dict[tuple[int, int], BlockId] = {}
-        # Rows that decode, as arrays, and after them chunks of single rows: (row, new tokens, computed tokens).
-        self._decodes = np.zeros((0, 3), dtype=np.int64)
+        # Rows that decode and how many of their tokens are computed, as arrays; after them chunks of single rows, as
+        # (row, new tokens, computed tokens).
+        self._rows = self._num_computed = np.zeros(0, dtype=np.int64)
         self._chunks: list[tuple[int, int, int]] = []
         self._chunk_samples: list[tuple[int, int]] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
-        return not (len(self._decodes) or self._chunks)
+        return not (len(self._rows) or self._chunks)
 
     def release(self, row: int) -> None:
         """The row holds nothing any more; what was to be said of it before is void."""
@@ -86,7 +87,7 @@ class StepDraft:
         """Adds rows that compute one token each, and sample. int64[n] each. To be called once, before chunks."""
         assert self.is_empty, "decodes come once, and first"
         self._spend(len(rows))
-        self._decodes = np.stack((rows, np.ones_like(rows), num_computed), axis=1)
+        self._rows, self._num_computed = rows, num_computed
 
     def add_chunk(self, row: int, num_new: int, num_computed: int, *, samples: bool) -> None:
         """Adds a chunk of one row, with which it samples or does not."""
@@ -107,7 +108,14 @@ class StepDraft:
         """The step as a value. The draft must not be empty."""
         forks = [(parent, child) for child, parent in self._parent_of.items()]
         deltas = [(row, index, block) for (row, index), block in self._blocks.items()]
-        batch = np.concatenate((self._decodes, _array(self._chunks, 3)))
+        rows, num_computed = self._rows, self._num_computed
+        num_new_tokens, samples = np.ones_like(rows), np.stack((rows, rows), axis=1)
+        if self._chunks:
+            chunks = _array(self._chunks, 3)
+            rows = np.concatenate((rows, chunks[:, 0]))
+            num_new_tokens = np.concatenate((num_new_tokens, chunks[:, 1]))
+            num_computed = np.concatenate((num_computed, chunks[:, 2]))
+            samples = np.concatenate((samples, _array(self._chunk_samples, 2)))
         return StepPlan(
             step_id=step_id,
             swap_out=_array([(gpu, host) for host, gpu in self._swap_out.items()], 2),
@@ -119,10 +127,10 @@ class StepDraft:
             reseed=tuple(self._seeds.items()),
             set_tokens=_array([(row, *chosen) for row, chosen in self._tokens.items()], 3),
             block_table_deltas=_array(deltas, 3),
-            rows=np.ascontiguousarray(batch[:, 0]),
-            num_new_tokens=np.ascontiguousarray(batch[:, 1]),
-            num_computed_tokens=np.ascontiguousarray(batch[:, 2]),
-            samples=np.concatenate((self._decodes[:, [0, 0]], _array(self._chunk_samples, 2))),
+            rows=rows,
+            num_new_tokens=num_new_tokens,
+            num_computed_tokens=num_computed,
+            samples=samples,
             sealed=tuple(self.sealed),
         )
 
