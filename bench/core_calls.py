@@ -58,7 +58,7 @@ def _config(num_rows: int, blocks_each: int, **changes) -> SchedulerConfig:
         block_size=_BLOCK_SIZE,
         max_num_seqs=num_rows,
         # Whatever is submitted runs after a few steps, before any of it ends.
-        max_num_batched_tokens=512 * num_rows,
+        max_num_batched_tokens=max(2048, 8 * num_rows),
         max_model_len=num_rows * blocks_each * _BLOCK_SIZE,
         max_waiting_requests=10 * num_rows,
         max_waiting_tokens=10**9,
@@ -94,11 +94,11 @@ def _step(scheduler: Scheduler) -> StepPlan | None:
 
 
 def _full(num_rows: int, config: SchedulerConfig, *, priorities: tuple[int, ...] = (0,)) -> Scheduler:
-    """All rows but one decode, each with 30 of 32 blocks."""
+    """All rows but one decode, each with 7 or 8 blocks of the 8 that there are for it."""
     scheduler = Scheduler(config)
     for index in range(num_rows - 1):
         priority = priorities[index % len(priorities)]
-        scheduler.submit(_request(index, 30 * _BLOCK_SIZE - 8, 32, priority=priority), 0.0)
+        scheduler.submit(_request(index, 7 * _BLOCK_SIZE - 8, 32, priority=priority), 0.0)
     while len(scheduler.waiting) or scheduler.rows.prefilling().size:
         if _step(scheduler) is None:
             raise ValueError("the pool is too small")
@@ -107,15 +107,15 @@ def _full(num_rows: int, config: SchedulerConfig, *, priorities: tuple[int, ...]
 
 def _displacing(num_rows: int) -> Calls:
     """One request that needs half of the blocks, which all hold requests of lower priority."""
-    scheduler = _full(num_rows, _config(num_rows, 32, policy=PolicyKind.PRIORITY))
-    scheduler.submit(_request(num_rows, num_rows * 16 * _BLOCK_SIZE, 8, priority=1), 0.0)
+    scheduler = _full(num_rows, _config(num_rows, 8, policy=PolicyKind.PRIORITY))
+    scheduler.submit(_request(num_rows, num_rows * 4 * _BLOCK_SIZE, 8, priority=1), 0.0)
     yield partial(scheduler.schedule, 0.0)
 
 
 def _displacing_in_vain(num_rows: int) -> Calls:
     """Half of the requests may be displaced, which would not free enough."""
-    scheduler = _full(num_rows, _config(num_rows, 32, policy=PolicyKind.PRIORITY), priorities=(0, 100))
-    scheduler.submit(_request(num_rows, num_rows * 24 * _BLOCK_SIZE, 8, priority=1), 0.0)
+    scheduler = _full(num_rows, _config(num_rows, 8, policy=PolicyKind.PRIORITY), priorities=(0, 100))
+    scheduler.submit(_request(num_rows, num_rows * 6 * _BLOCK_SIZE, 8, priority=1), 0.0)
     yield from (partial(_step, scheduler) for _ in range(3))
 
 
