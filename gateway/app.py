@@ -100,7 +100,6 @@ class Gateway:
         ]
         self._background.append(asyncio.create_task(self._report_readiness(), name="readiness"))
         self._background.append(asyncio.create_task(authenticator.watch(), name="API keys"))
-        self._background.append(asyncio.create_task(generator.durable_uses.watch(), name="durable requests"))
 
     @classmethod
     async def start(cls, settings: GatewaySettings, metrics: GatewayMetrics | None = None) -> Self:
@@ -153,6 +152,7 @@ class Gateway:
         self._is_stopping = True
         self._generator.is_draining = True
         self._rpc.set_serving(False)
+        self._generator.durable_reads.close()
         if len(self._ledger):
             _logger.info("draining %d live requests", len(self._ledger))
         try:

@@ -1,9 +1,9 @@
 """What both front ends call: a request from its options to its live entry."""
 
 import secrets
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from gateway.requests.answer_memory import STREAMED, AnswerForm, AnswerLimits, A
 from gateway.requests.answer_size import check_answer_size
 from gateway.requests.continuation import check_continuation, continue_from
 from gateway.requests.defaults import num_candidates, resolve_sampling, sampling_of_another
-from gateway.requests.durable_uses import DurableUses
+from gateway.requests.durable_reads import DurableReads
 from gateway.requests.ledger import Ledger
 from gateway.requests.limits import Limits, limits_of
 from gateway.requests.live_request import LiveRequest
@@ -38,9 +38,13 @@ from gateway.schedulers.replicas import Replicas
 from gateway.schedulers.requests_by_id_client import FoundRequest, RequestsById, no_such_request
 from gateway.settings import GatewaySettings
 from gateway.text.bad_words import bad_token_sequences
+from gateway.text.clean_up import TextPieces
 from gateway.turns import Turns
 from quire.rpc.errors import Aborted, Cancelled, Unavailable
 from quire.tracing import TraceContext, Tracer
+
+# A token becomes text in some ten microseconds, more with stop strings.
+_TOKENS_AT_ONCE = 50
 
 
 class CallParameters:
@@ -96,7 +100,7 @@ class Generator:
         self._answer_memory = AnswerMemory(
             AnswerLimits(settings.max_answer_bytes, settings.max_key_answer_bytes, settings.max_total_answer_bytes)
         )
-        self.durable_uses = DurableUses(replicas.clients, settings.connect_timeout, time.monotonic)
+        self.durable_reads = DurableReads(ledger, replicas)
 
     @property
     def is_ready(self) -> bool:
@@ -143,8 +147,8 @@ class Generator:
     async def run(
         self, options: RequestOptions, call: CallParameters | None = None, *, memory: CallMemory
     ) -> AsyncIterator[LiveRequest]:
-        """A running request. Leaving the context before its end, by whatever way, aborts it. Requests of one call share
-        `call` and `memory`.
+        """A running request. Leaving the context before its end, by whatever way, aborts it, unless it is durable.
+        Requests of one call share `call` and `memory`.
 
         Raises:
             QuireError: it is refused; nothing was submitted.
@@ -166,8 +170,7 @@ class Generator:
                         self.replicas.place(live)
                     yield live
             finally:
-                self.replicas.leave(live)
-                self._ledger.close(live)
+                self._leave(live)
 
     @asynccontextmanager
     async def resume(self, request_id: str, offsets: Sequence[ClientOffset]) -> AsyncIterator[LiveRequest]:
@@ -181,45 +184,72 @@ class Generator:
         caller = current_caller()
         with self._spans.resumption() as span, self.call_memory(STREAMED) as memory:
             with self.arriving():
-                self.durable_uses.check_resumption(caller.account, caller.tenant, request_id)
+                self.durable_reads.check_resumption(caller.account, caller.tenant, request_id)
                 await self.limits()
-                found = await self._by_id.find_durable(caller.tenant, request_id)
-                check_offsets(offsets, found.request)
+                found = await self._find(caller, request_id, offsets, memory)
                 # Once more: whoever reads it now is to lose it to nobody who is refused.
-                self.durable_uses.check_resumption(caller.account, caller.tenant, request_id)
-                self._take_from_earlier_call(caller.tenant, request_id)
-                live = self._open(found.request, memory)
+                self.durable_reads.check_resumption(caller.account, caller.tenant, request_id)
+                live = self._take(found, memory)
             span.opened(live)
             for offset in offsets:
                 live.skip(offset.sequence_index, offset.num_tokens, offset.num_characters)
             try:
-                counted = self._metrics.track_resumed(live, found.state.num_generated_tokens)
-                with self.durable_uses.resumed(caller.account, live, _num_had(found, offsets)), counted:
-                    self.replicas.resume(live, found.client)
+                counted = self._metrics.track_resumed(live, found.num_generated_tokens)
+                with self.durable_reads.resumed(caller.account, live, found.num_had(offsets)), counted:
+                    found.go_on(self.replicas, live)
                     yield live
             finally:
-                self.replicas.leave(live)
-                self._ledger.close(live)
+                self._leave(live)
+
+    async def _find(
+        self, caller: Caller, request_id: str, offsets: Sequence[ClientOffset], memory: CallMemory
+    ) -> "_FoundHere | _FoundThere":
+        """A durable request, here or at a scheduler. Nothing of it is changed."""
+        while True:
+            earlier = self._ledger.get(caller.tenant, request_id)
+            if earlier is None or not earlier.is_resumable:
+                found = await self._by_id.find_durable(caller.tenant, request_id)
+                check_offsets(offsets, found.request)
+                return _FoundThere(found)
+            check_offsets(offsets, earlier.request)
+            live = self._ledger.prepare(earlier.request, self._detokenizers(earlier.request))
+            live.count_in(memory)
+            turns = Turns()
+            while not live.catch_up(earlier, _TOKENS_AT_ONCE):
+                await turns.pause()
+            if self._ledger.get(caller.tenant, request_id) is earlier and earlier.is_resumable:
+                return _FoundHere(earlier, live)
+
+    def _take(self, found: "_FoundHere | _FoundThere", memory: CallMemory) -> LiveRequest:
+        """Takes a request from the call of this gateway that reads it; the scheduler tells those of other gateways.
+        Another request that has its id stays."""
+        request = found.request
+        earlier = self._ledger.get(request.tenant, request.request_id)
+        if earlier is not None and earlier.request.durable:
+            self._ledger.close(earlier)
+            description = f'request "{request.request_id}" is read by another call now'
+            earlier.fail(Aborted(description, reason="REQUEST_TAKEN_OVER"))
+        if isinstance(found, _FoundThere):
+            return self._open(request, memory)
+        self._ledger.enter(found.live)
+        return found.live
+
+    def _leave(self, live: LiveRequest) -> None:
+        if not self.durable_reads.keeps(live):
+            self.replicas.leave(live)
+            self._ledger.close(live)
 
     def _durable_read(self, caller: Caller, use: Use, live: LiveRequest) -> AbstractContextManager[None]:
-        return self.durable_uses.read(caller.account, use, live) if live.request.durable else nullcontext()
+        return self.durable_reads.read(caller.account, use, live) if live.request.durable else nullcontext()
 
     def _open(self, request: GenerationRequest, memory: CallMemory) -> LiveRequest:
-        tokenizer = self.model.tokenizer
-        live = self._ledger.open(
-            request, lambda: tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
-        )
+        live = self._ledger.open(request, self._detokenizers(request))
         live.count_in(memory)
         return live
 
-    def _take_from_earlier_call(self, tenant: str, request_id: str) -> None:
-        """A call of this gateway that reads the request ends; the scheduler tells those of other gateways. Another
-        request that has its id stays."""
-        earlier = self._ledger.get(tenant, request_id)
-        if earlier is not None and earlier.request.durable:
-            earlier.fail(Aborted(f'request "{request_id}" is read by another call now', reason="REQUEST_TAKEN_OVER"))
-            self.replicas.leave(earlier)
-            self._ledger.close(earlier)
+    def _detokenizers(self, request: GenerationRequest) -> Callable[[], TextPieces]:
+        tokenizer = self.model.tokenizer
+        return lambda: tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a running request of the caller's tenant; its own call ends with CANCELLED.
@@ -251,6 +281,7 @@ class Generator:
         await turns.pause()
         priority = caller.priority_of(options.priority, options.priority_sign)
         if options.request_id is not None:
+            self.durable_reads.drop_completed(caller.tenant, options.request_id)
             self._ledger.check_unused(caller.tenant, options.request_id)
         field, token_ids = await self._encode(options.prompt)
         best_of = num_candidates(options.sampling)
@@ -308,8 +339,48 @@ class Generator:
         raise AssertionError("the validator lets no request without a prompt pass")
 
 
-def _num_had(found: FoundRequest, offsets: Sequence[ClientOffset]) -> float:
-    """Tokens that are not generated for whoever resumes a request: all of one that is over, else what it has."""
-    request = found.request
-    num_had = found.state.num_generated_tokens if found.state.is_over else sum(each.num_tokens for each in offsets)
-    return num_had * request.best_of / request.num_sequences
+@dataclass(frozen=True, slots=True)
+class _FoundHere:
+    """A durable request that is read at this gateway, and an entry of it for another client, which is as far."""
+
+    earlier: LiveRequest
+    live: LiveRequest
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.earlier.request
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self.live.num_generated_tokens
+
+    def num_had(self, offsets: Sequence[ClientOffset]) -> float:
+        """Tokens that are not generated for whoever resumes it."""
+        return self.live.num_computed_tokens
+
+    def go_on(self, replicas: Replicas, live: LiveRequest) -> None:
+        replicas.hand_over(self.earlier, live)
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundThere:
+    """A durable request that a scheduler has."""
+
+    found: FoundRequest
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.found.request
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self.found.state.num_generated_tokens
+
+    def num_had(self, offsets: Sequence[ClientOffset]) -> float:
+        """Tokens that are not generated for whoever resumes it: all of one that is over, else what it has."""
+        state = self.found.state
+        num_had = state.num_generated_tokens if state.is_over else sum(each.num_tokens for each in offsets)
+        return num_had * self.request.best_of / self.request.num_sequences
+
+    def go_on(self, replicas: Replicas, live: LiveRequest) -> None:
+        replicas.resume(live, self.found.client)

@@ -87,6 +87,12 @@ class Ledger:
     def open(self, request: GenerationRequest, make_detokenizer: Callable[[], TextPieces]) -> LiveRequest:
         """Enters a request. Raises AlreadyExists when a live request of its tenant has its id."""
         self.check_unused(request.tenant, request.request_id)
+        live = self.prepare(request, make_detokenizer)
+        self.enter(live)
+        return live
+
+    def prepare(self, request: GenerationRequest, make_detokenizer: Callable[[], TextPieces]) -> LiveRequest:
+        """A request that is to be entered, or not."""
         stopping = request.stopping
         stop_strings = StopStrings(stopping.stop) if stopping.stop else None
         ending_token_ids = stopping.ending_token_ids
@@ -101,13 +107,16 @@ class Ledger:
             )
             for index in range(request.num_sequences)
         ]
-        live = LiveRequest(
+        return LiveRequest(
             request, self._next_handle(), streams, max_chunk_tokens=self._max_chunk_tokens, clock=self._clock
         )
+
+    def enter(self, live: LiveRequest) -> None:
+        """Finds it from now on. Nothing else may have its id."""
+        request = live.request
         self._by_id[request.tenant, request.request_id] = live
         self._by_handle[live.handle] = live
         self._is_empty.clear()
-        return live
 
     def close(self, live: LiveRequest) -> None:
         """Forgets a request; events that still come for it are dropped. Idempotent."""

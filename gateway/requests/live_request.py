@@ -12,6 +12,7 @@ from gateway.requests.request import GenerationRequest
 from gateway.requests.sequence_stream import SequenceStream, TokenGapError
 from gateway.schedulers.scheduler_events import PromptRun, RequestEnded, SequenceEnded, TokenRun
 from gateway.turns import Turns
+from quire.logprob_columns import LogprobLog
 from quire.rpc.errors import Internal, QuireError
 
 _logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class LiveRequest:
         self.moves = 0
         self.awaits_usage = False
         self.prompt_logprobs = TokenLogprobs()
+        # Of all tokens of a durable request, whose client may come back for them.
+        self._logprobs = [LogprobLog() for _ in self.sequences]
         self._memory: CallMemory | None = None
         self._kept_bytes = self._pending_bytes = 0
         self._max_chunk_tokens = max_chunk_tokens
@@ -67,6 +70,8 @@ class LiveRequest:
         """What comes from now on is counted as held by the answer to this call."""
         self._memory = memory
         self._kept_bytes, self._pending_bytes = memory.kept_bytes, memory.pending_bytes(self.request)
+        if self.request.durable:
+            self._kept_bytes += memory.logprob_bytes(self.request.logprobs)
         memory.when_ended(self.fail)
 
     @property
@@ -77,6 +82,16 @@ class LiveRequest:
     def is_completed(self) -> bool:
         """Whether all of it came, and it did not fail."""
         return self._usage is not None
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether another entry can go on from what is here. Where the client gave the first tokens itself, nobody has
+        their log probabilities."""
+        if not self.request.durable or self._error is not None:
+            return False
+        return self.request.logprobs is None or all(
+            len(log) == len(stream.token_ids) for log, stream in zip(self._logprobs, self.sequences, strict=True)
+        )
 
     @property
     def usage(self) -> Usage | None:
@@ -93,11 +108,10 @@ class LiveRequest:
         return self.num_generated_tokens * self.request.best_of / self.request.num_sequences
 
     @property
-    def most_computed_tokens(self) -> float:
-        """What `num_computed_tokens` is at the end at most."""
+    def max_generated_tokens(self) -> int:
+        """What `num_generated_tokens` is at the end at most."""
         max_tokens = self.request.stopping.max_tokens
-        most = sum(max_tokens if stream.finished is None else len(stream.token_ids) for stream in self.sequences)
-        return most * self.request.best_of / self.request.num_sequences
+        return sum(max_tokens if stream.finished is None else len(stream.token_ids) for stream in self.sequences)
 
     @property
     def seconds_to_first_token(self) -> float | None:
@@ -115,9 +129,12 @@ class LiveRequest:
             TokenGapError: tokens are missing.
         """
         stream = self._stream(run.sequence_index)
-        was_running = stream.finished is None
+        was_running, num_before = stream.finished is None, len(stream.token_ids)
         if num_new := stream.accept(run.offset, run.token_ids, run.logprobs):
             self._hold(num_new * (self._kept_bytes + self._pending_bytes))
+            if self.request.durable and run.logprobs is not None:
+                first = num_before - run.offset
+                self._logprobs[stream.index].append(run.logprobs.part(first, first + num_new))
             self._last_token_at = self._clock()
             self.moves = 0
             if self._first_token_at is None:
@@ -173,6 +190,30 @@ class LiveRequest:
         self.awaits_usage = True
         return True
 
+    def catch_up(self, earlier: "LiveRequest", max_tokens: int) -> bool:
+        """Takes in what an earlier entry of the same request has, up to so many tokens of it. Returns whether it has
+        all of that now; then it is as far as the earlier one."""
+        for stream, source in zip(self.sequences, earlier.sequences, strict=True):
+            begin = len(stream.token_ids)
+            if stream.finished is None and begin < len(source.token_ids):
+                token_ids = source.token_ids[begin : begin + max_tokens]
+                log = earlier._logprobs[stream.index]
+                logprobs = log.columns().part(begin, begin + len(token_ids)) if len(log) else None
+                self.accept(TokenRun(self.handle, stream.index, begin, token_ids, logprobs))
+                return False
+        for stream, source in zip(self.sequences, earlier.sequences, strict=True):
+            end = source.finished
+            if end is not None:
+                stream.end(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
+        self.prompt_logprobs = earlier.prompt_logprobs
+        self.submissions, self.moves = earlier.submissions, earlier.moves
+        self._error = earlier._error
+        self._usage = earlier._usage or (self._own_usage() if earlier.awaits_usage else None)
+        self._news.set()
+        if self.is_over:
+            self._end()
+        return True
+
     def settle(self) -> None:
         """Ends sequences that have all their tokens, and the request if it has all its sequences.
 
@@ -226,6 +267,10 @@ class LiveRequest:
             if self._usage is not None and not self._news.is_set():
                 yield Completed(self._usage, self.prompt_logprobs)
                 return
+
+    async def wait_over(self) -> None:
+        """Waits until nothing more is expected from the scheduler."""
+        await self._ended.wait()
 
     async def result(self) -> tuple[list[GeneratedSequence], Usage]:
         """Waits for the end; all sequences, whole, and the usage. For a reader that did not use `events`.

@@ -90,6 +90,11 @@ class Replicas:
         live = [client for client in known if client.is_connected]
         return [client.welcome for client in live or known if client.welcome is not None]
 
+    @property
+    def durable_grace_s(self) -> float:
+        """How long schedulers keep durable requests that nobody reads."""
+        return max((welcome.durable_grace_s for welcome in self.welcomes), default=0.0)
+
     async def wait_until_ready(self) -> None:
         await self._some_ready.wait()
 
@@ -141,6 +146,20 @@ class Replicas:
         client.resume(live)
         if not client.is_ready:
             self._await_worker(live)
+
+    def hand_over(self, earlier: LiveRequest, live: LiveRequest) -> None:
+        """Goes on with a request by another entry of it, which has all that the earlier one has."""
+        replica = earlier.replica
+        self._forget(earlier)
+        if live.is_over:
+            return
+        if replica is None:
+            self.place(live)
+        elif self.clients[replica].is_connected:
+            self._submit(live, self.clients[replica])
+        else:
+            self._assign(live, replica)
+            self._timers.set(live, self._failover_delay_s, self._fail_over)
 
     def leave(self, live: LiveRequest) -> None:
         """Its client is gone: a durable request that is not completed runs on for a while, another ends. Idempotent."""

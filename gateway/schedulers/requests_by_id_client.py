@@ -79,12 +79,6 @@ class RequestsById:
         return {asyncio.create_task(_answer(client, call)): client for client in self._clients.values()}
 
 
-async def durable_state(client: SchedulerClient, tenant: str, request_id: str) -> DurableState:
-    """Asks one replica. Raises NotFound where it does not have the request, Unavailable where it could not be asked."""
-    asked = scheduler_pb2.FindDurableRequest(tenant=tenant, request_id=request_id, state_only=True)
-    return _state(await client.ask(lambda stub: stub.FindDurable(asked, timeout=_TIMEOUT_S)))
-
-
 def no_such_request(request_id: str) -> NotFound:
     """What a caller is told of a request that is not its tenant's, or not there (any more)."""
     description = f'"{request_id[:128]}" names no running request'

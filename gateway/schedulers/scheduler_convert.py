@@ -191,6 +191,7 @@ def welcome_from(message: scheduler_pb2.Welcome) -> Welcome:
         num_host_blocks=message.num_host_blocks,
         max_num_seqs=message.max_num_seqs,
         max_num_batched_tokens=message.max_num_batched_tokens,
+        durable_grace_s=message.durable_grace_ms / 1e3,
         architecture=message.architecture,
         dtype=message.dtype,
         max_logprobs=message.max_logprobs,

@@ -23,6 +23,7 @@ class Welcome:
     num_host_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    durable_grace_s: float = field(default=0.0, kw_only=True)
     architecture: str
     dtype: str
     max_logprobs: int

@@ -82,7 +82,9 @@ def _emitted_from(submit: scheduler_pb2.Submit, num_sequences: int, vocab_size: 
 # To gateways
 
 
-def welcome_message(epoch: int, info: ReplicaInfo, scheduler: Scheduler) -> scheduler_pb2.ConnectResponse:
+def welcome_message(
+    epoch: int, info: ReplicaInfo, scheduler: Scheduler, durable_grace_s: float
+) -> scheduler_pb2.ConnectResponse:
     """What a gateway needs to know of this replica."""
     return scheduler_pb2.ConnectResponse(
         welcome=scheduler_pb2.Welcome(
@@ -94,6 +96,7 @@ def welcome_message(epoch: int, info: ReplicaInfo, scheduler: Scheduler) -> sche
             num_host_blocks=info.num_host_blocks,
             max_num_seqs=scheduler.config.max_num_seqs,
             max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+            durable_grace_ms=round(durable_grace_s * 1e3),
             architecture=info.architecture,
             dtype=info.dtype,
             max_logprobs=info.max_logprobs,

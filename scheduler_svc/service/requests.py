@@ -190,6 +190,11 @@ class Requests:
         return len(self._by_handle)
 
     @property
+    def durable_grace_s(self) -> float:
+        """How long a durable request is kept without a reader, and after its end."""
+        return self._limits.grace_s
+
+    @property
     def num_unread(self) -> int:
         """Requests that have no reader."""
         return len(self._by_handle) - len(self._readers)

@@ -147,7 +147,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         owned = self._requests.find(request.tenant, request.request_id)
         assert owned.durable is not None
         return scheduler_pb2.FindDurableResponse(
-            submit=None if request.state_only else scheduler_pb2.Submit.FromString(owned.durable.description),
+            submit=scheduler_pb2.Submit.FromString(owned.durable.description),
             is_over=owned.is_over,
             generated_tokens=owned.history.num_tokens,
         )
@@ -224,7 +224,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         scheduler, replica = self._loop.scheduler, self._loop.replica
         assert scheduler is not None
         assert replica is not None
-        return welcome_message(self._loop.epoch, replica, scheduler)
+        return welcome_message(self._loop.epoch, replica, scheduler, self._requests.durable_grace_s)
 
     async def _read(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest], connection: Connection) -> None:
         async for message in messages:

@@ -1,0 +1,264 @@
+"""Durable requests whose clients have left: how long they are read on, what they use, and who goes on with them."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from gateway.auth.account import Account, Limits
+from gateway.requests import durable_reads
+from gateway.requests.durable_reads import DurableReads
+from gateway.requests.events import FinishReason, Usage
+from gateway.requests.ledger import Ledger
+from gateway.requests.live_request import LiveRequest
+from gateway.requests.request import GenerationRequest, Sampling, Stopping
+from gateway.schedulers.scheduler_events import RequestEnded, SequenceEnded, TokenRun
+from quire.rpc.errors import Aborted, ResourceExhausted
+from tests.support.logprobs import Line, columns_of
+from tests.support.processes import until_true
+from tests.support.tokenizers import byte_level, wrapped
+
+TOKENIZER = wrapped(byte_level())
+
+
+class FakeReplicas:
+    """Notes what it is told."""
+
+    def __init__(self, grace_s: float = 60.0) -> None:
+        self.durable_grace_s = grace_s
+        self.left: list[LiveRequest] = []
+        self.released: list[LiveRequest] = []
+
+    def leave(self, live: LiveRequest) -> None:
+        self.left.append(live)
+
+    def release(self, live: LiveRequest) -> None:
+        self.released.append(live)
+
+
+@pytest.fixture
+def replicas():
+    return FakeReplicas()
+
+
+@pytest.fixture
+def account():
+    return Account(Limits(tokens_per_minute=1000, max_concurrent_requests=2), lambda: 1000.0)
+
+
+@pytest.fixture
+def ledger():
+    return Ledger(max_chunk_tokens=256)
+
+
+@pytest.fixture
+def reads(ledger, replicas):
+    return DurableReads(ledger, replicas)
+
+
+def make_request(request_id="story", logprobs=None, num_sequences=1):
+    return GenerationRequest(
+        request_id=request_id,
+        tenant="acme",
+        prompt_token_ids=np.array([5, 6, 7], np.int32),
+        sampling=Sampling(0.0, 0, 1.0, 0.0, 1),
+        stopping=Stopping(500, (), (), (1,)),
+        logprobs=logprobs,
+        include_special_tokens=False,
+        priority=0,
+        ignore_eos=False,
+        num_sequences=num_sequences,
+        durable=True,
+    )
+
+
+def detokenizer():
+    return TOKENIZER.detokenizer(include_special_tokens=False)
+
+
+def make_live(ledger, num_tokens=0, request_id="story"):
+    live = ledger.open(make_request(request_id), detokenizer)
+    add_tokens(live, num_tokens)
+    return live
+
+
+def add_tokens(live, count, index=0):
+    begin = len(live.sequences[index].token_ids)
+    logprobs = None
+    if live.request.logprobs is not None:
+        logprobs = columns_of(Line(-float(begin + each)) for each in range(count))
+    live.accept(TokenRun(live.handle, index, begin, [70 + (begin + each) % 20 for each in range(count)], logprobs))
+
+
+def complete(live):
+    for stream in live.sequences:
+        num_tokens = len(stream.token_ids)
+        live.end_sequence(SequenceEnded(live.handle, stream.index, num_tokens, FinishReason.LENGTH, None, None))
+    live.complete(RequestEnded(live.handle, Usage(3, 20, cached_tokens=2)))
+
+
+def read_and_leave(reads, account, ledger, num_tokens=20, request_id="story"):
+    live = make_live(ledger, num_tokens, request_id)
+    with account.admitted(0, lambda: live.num_computed_tokens) as use, reads.read(account, use, live):
+        pass
+    return live
+
+
+def level(account):
+    """Tokens that are there."""
+    return account._tokens._level
+
+
+async def test_what_was_left_is_read_on_with_its_place_and_its_charge(reads, account, ledger, replicas):
+    live = read_and_leave(reads, account, ledger)
+    assert reads.keeps(live)
+    assert ledger.get("acme", "story") is live
+    assert not replicas.left
+    with account.admitted(0), pytest.raises(ResourceExhausted):
+        account.check()
+    add_tokens(live, 100)
+    account.check()
+    assert level(account) == 1000 - 120
+    complete(live)
+    await until_true(lambda: not account._running)
+    assert ledger.get("acme", "story") is live
+    reads.close()
+
+
+async def test_it_ends_when_nobody_has_come_back_in_time(reads, account, ledger, replicas):
+    replicas.durable_grace_s = 0.01
+    live = read_and_leave(reads, account, ledger)
+    await until_true(lambda: ledger.get("acme", "story") is None)
+    assert replicas.released == [live]
+    assert not account._running
+    assert not len(reads)
+
+
+async def test_what_is_over_is_kept_for_as_long_and_then_forgotten(reads, account, ledger, replicas):
+    replicas.durable_grace_s = 0.01
+    live = read_and_leave(reads, account, ledger)
+    complete(live)
+    await until_true(lambda: ledger.get("acme", "story") is None)
+    assert not replicas.released
+
+
+async def test_what_fails_or_is_taken_over_elsewhere_is_forgotten_at_once(reads, account, ledger):
+    live = read_and_leave(reads, account, ledger)
+    live.fail(Aborted("read elsewhere", reason="REQUEST_TAKEN_OVER"))
+    await until_true(lambda: ledger.get("acme", "story") is None)
+    assert not account._running
+
+
+async def test_whoever_resumes_it_goes_on_with_place_and_charge(reads, account, ledger):
+    earlier = read_and_leave(reads, account, ledger)
+    ledger.close(earlier)
+    live = make_live(ledger, 20)
+    with reads.resumed(account, live, 0):
+        assert len(account._running) == 1
+        assert not reads.keeps(earlier)
+        add_tokens(live, 5)
+        account.check()
+        assert level(account) == 975
+    assert reads.keeps(live)
+    reads.close()
+
+
+async def test_resumption_with_another_key_pays_for_what_comes_from_then_on(reads, account, ledger):
+    earlier = read_and_leave(reads, account, ledger)
+    ledger.close(earlier)
+    other = Account(Limits(tokens_per_minute=100, max_concurrent_requests=1), lambda: 1000.0)
+    reads.check_resumption(other, "acme", "story")
+    live = make_live(ledger, 20)
+    with reads.resumed(other, live, live.num_computed_tokens):
+        assert not account._running
+        add_tokens(live, 5)
+    reads.close()
+    assert (level(account), level(other)) == (980, 95)
+
+
+async def test_resumption_that_is_refused_changes_nothing(reads, ledger):
+    account = Account(Limits(requests_per_minute=1, max_concurrent_requests=1), lambda: 1000.0)
+    live = read_and_leave(reads, account, ledger)
+    with pytest.raises(ResourceExhausted), contextlib.ExitStack() as stack:
+        stack.enter_context(reads.resumed(account, live, 0))
+    assert reads.keeps(live)
+    with pytest.raises(ResourceExhausted) as raised:
+        account.check()
+    assert raised.value.reason == "CONCURRENCY_LIMIT"
+    reads.close()
+
+
+async def test_a_gateway_that_stops_leaves_them_to_the_scheduler(reads, account, ledger, replicas):
+    first = read_and_leave(reads, account, ledger)
+    reads.close()
+    second = read_and_leave(reads, account, ledger, request_id="other")
+    assert replicas.left == [first, second]
+    assert not account._running
+    assert not len(ledger)
+
+
+async def test_only_so_many_tokens_are_kept_and_what_is_over_makes_way(reads, account, ledger, replicas, monkeypatch):
+    monkeypatch.setattr(durable_reads, "MAX_KEPT_TOKENS", 1010)
+    account.change_limits(Limits())
+    over = read_and_leave(reads, account, ledger, request_id="over")
+    complete(over)
+    kept = [read_and_leave(reads, account, ledger, request_id=f"kept-{number}") for number in range(2)]
+    assert replicas.left == [over]
+    beyond = read_and_leave(reads, account, ledger, request_id="beyond")
+    assert replicas.left == [over, beyond]
+    assert all(map(reads.keeps, kept))
+    reads.close()
+
+
+async def test_one_that_is_over_makes_way_for_another_of_its_id(reads, account, ledger):
+    complete(read_and_leave(reads, account, ledger))
+    reads.drop_completed("acme", "story")
+    ledger.check_unused("acme", "story")
+
+
+async def test_one_that_runs_does_not(reads, account, ledger):
+    live = read_and_leave(reads, account, ledger)
+    reads.drop_completed("acme", "story")
+    assert ledger.get("acme", "story") is live
+    reads.close()
+
+
+def taken(live):
+    """What a client gets by now: tokens, text and log probabilities, and how its sequences ended."""
+    chunks = [stream.take_chunk(1000) for stream in live.sequences]
+    parts = [(chunk.offset, chunk.token_ids, chunk.text, [each.chosen for each in chunk.logprobs]) for chunk in chunks]
+    return parts, [stream.take_finished() for stream in live.sequences]
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_another_entry_catches_up_whatever_the_client_of_the_first_was_given(ledger, logprobs, is_over):
+    earlier = ledger.prepare(make_request(logprobs=logprobs), detokenizer)
+    whole = ledger.prepare(make_request(logprobs=logprobs), detokenizer)
+    for live in (earlier, whole):
+        add_tokens(live, 90)
+    await anext(earlier.events())
+    for live in (earlier, whole):
+        add_tokens(live, 10)
+        if is_over:
+            complete(live)
+    again = ledger.prepare(make_request(logprobs=logprobs), detokenizer)
+    num_turns = 1
+    while not again.catch_up(earlier, 32):
+        num_turns += 1
+    assert num_turns == 5
+    assert again.is_over == is_over
+    assert again.usage == earlier.usage
+    assert taken(again) == taken(whole)
+
+
+async def test_of_several_sequences_each_is_as_far(ledger):
+    earlier = ledger.prepare(make_request(logprobs=0, num_sequences=2), detokenizer)
+    add_tokens(earlier, 10, 0)
+    add_tokens(earlier, 30, 1)
+    earlier.end_sequence(SequenceEnded(earlier.handle, 1, 30, FinishReason.LENGTH, None, -3.0))
+    again = ledger.prepare(make_request(logprobs=0, num_sequences=2), detokenizer)
+    assert [again.catch_up(earlier, 10) for _ in range(5)] == [False] * 4 + [True]
+    assert [stream.token_ids for stream in again.sequences] == [stream.token_ids for stream in earlier.sequences]
+    assert again.sequences[0].finished is None
+    assert again.sequences[1].finished == earlier.sequences[1].finished
