@@ -62,7 +62,7 @@ class History:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(output.token_ids) for output in self._outputs.values())
+        return sum(len(output.token_ids) for output in list(self._outputs.values()))
 
     @property
     def size(self) -> int:

@@ -24,25 +24,24 @@ from scheduler_svc.service.outbox import Outbox
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
 GATEWAYS = ClientId(0)
-"""Whose all requests of gateways are, to the core."""
+"""To the core, all requests of gateways are this client's."""
 
 MAX_CANCELLED = 1024
-"""How many of those that were cancelled are remembered."""
+"""How many cancelled requests are remembered."""
 
 MAX_UNDELIVERED = 2_000_000
 """How many tokens and log probabilities are kept of plain requests that ended without a reader."""
 
-
 MAX_GROWTH = 1024
-"""Output tokens that are kept room for, for each sequence of a durable request beyond those that it has. A request that
-runs keeps whatever it gets; what it has then leaves less room for others."""
+"""Output tokens for which room is reserved, for each sequence of a running durable request, beyond those that it has.
+Tokens beyond the reserved ones are kept, too, and leave less room for new requests."""
 
 _RETRY_MS = 1000
-"""When to come back where too much is kept of durable requests."""
+"""After this time a caller may retry that was refused for the limits on durable requests."""
 
 
 class Timer(Protocol):
-    """Something that will happen."""
+    """A call that was scheduled for later."""
 
     def cancel(self) -> None: ...
 
@@ -181,6 +180,7 @@ class Requests:
         self._cancelled: dict[tuple[str, str, int], None] = {}
         # Plain ones that ended without a reader, oldest first, with their sizes.
         self._undelivered: dict[Handle, int] = {}
+        self._undelivered_size = 0
         self._durable: dict[Handle, OwnedRequest] = {}
         # None once a step has added to histories since it was summed up.
         self._durable_usage: _DurableUsage | None = None
@@ -205,9 +205,9 @@ class Requests:
 
     @property
     def num_durable_tokens(self) -> int:
-        """What all durable requests count for against the limit: tokens that they have and may soon have."""
-        usage = self._usage()
-        return sum(usage.charge_of.values()) + sum(charge for _, charge in usage.over)
+        """What all durable requests count for against the limit: tokens that they have and may soon have. Metrics are
+        read in another thread, so this leaves `_usage` alone and copies what may change meanwhile."""
+        return sum(map(_charge_of, list(self._durable.values())))
 
     # Requests come.
 
@@ -380,7 +380,7 @@ class Requests:
         self._leave(owned)
         _stop_timer(owned)
         self._kept.pop(handle, None)
-        self._undelivered.pop(handle, None)
+        self._undelivered_size -= self._undelivered.pop(handle, 0)
         if self._durable.pop(handle, None) is not None:
             self._durable_usage = None
         if not owned.is_over:
@@ -461,10 +461,10 @@ class Requests:
 
         for end in events.finished:
             if (reader := self._readers.get(end.handle)) is not None:
-                part_of(reader).finished.append(replace(end, handle=reader.handle))
+                part_of(reader).finished.append(end._replace(handle=reader.handle))
         for end in events.completed:
             if (reader := self._readers.get(end.handle)) is not None:
-                part_of(reader).completed.append(replace(end, handle=reader.handle))
+                part_of(reader).completed.append(end._replace(handle=reader.handle))
         for failure in events.failed:
             if (reader := self._readers.get(failure.key.handle)) is not None:
                 part_of(reader).failed.append(replace(failure, key=RequestKey(GATEWAYS, reader.handle)))
@@ -477,7 +477,7 @@ class Requests:
         if owned.durable is None:
             owned.retention_s = reader.connection.grace_period_s
             self._kept.pop(handle, None)
-            self._undelivered.pop(handle, None)
+            self._undelivered_size -= self._undelivered.pop(handle, 0)
             _stop_timer(owned)
             return
         self._kept[handle] = owned
@@ -509,8 +509,9 @@ class Requests:
     def _note_undelivered(self, owned: OwnedRequest) -> None:
         """A plain request is over and has no reader. Where too much is kept of such ones, the oldest are forgotten:
         their gateways still can submit them again."""
-        self._undelivered[owned.key.handle] = owned.history.size
-        while sum(self._undelivered.values()) > MAX_UNDELIVERED:
+        size = self._undelivered[owned.key.handle] = owned.history.size
+        self._undelivered_size += size
+        while self._undelivered_size > MAX_UNDELIVERED:
             self.forget(self._by_handle[next(iter(self._undelivered))])
 
     def _free_handle(self, reader: Reader, but: OwnedRequest | None = None) -> None:
@@ -579,8 +580,7 @@ class Requests:
         if self._durable_usage is None:
             usage = self._durable_usage = _DurableUsage()
             for owned in self._durable.values():
-                assert owned.durable is not None
-                charge = owned.durable.charge(owned.history.num_tokens, is_over=owned.is_over)
+                charge = _charge_of(owned)
                 if owned.is_over:
                     usage.over.append((owned, charge))
                 else:
@@ -595,6 +595,12 @@ class Requests:
 def was_cancelled(request_id: str) -> Cancelled:
     """What the reader of a request is told that somebody has cancelled."""
     return Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID")
+
+
+def _charge_of(owned: OwnedRequest) -> int:
+    """What a durable request counts for."""
+    assert owned.durable is not None
+    return owned.durable.charge(owned.history.num_tokens, is_over=owned.is_over)
 
 
 def _durable_limit(message: str) -> ResourceExhausted:
