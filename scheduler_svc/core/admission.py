@@ -19,6 +19,10 @@ _MAX_ADMISSIONS = 128
 """Groups that are admitted in one step, so that planning it never takes long; the next step goes on. Only prompts of a
 few tokens, or cached ones, are so many."""
 
+_MAX_BLOCKS_LOOKED_UP = 4096
+"""After so many cached blocks of admitted groups, and blocks that held groups may share, no further group is looked at
+in a step, likewise: each of these blocks may cost a hash."""
+
 _MAX_DISPLACED = 128
 """Groups that are pushed out in one step, likewise. Nobody else is admitted before the one that they make room for."""
 
@@ -32,6 +36,12 @@ class Admission:
         self._trials = trials
         # Whom nobody could make room for, and what ran and was free then.
         self._in_vain: tuple[RequestKey, int, int] | None = None
+        # For the step that is being planned.
+        self._num_blocks_looked_up = 0
+
+    def begin_step(self) -> None:
+        """To be called before anything else for each step."""
+        self._num_blocks_looked_up = 0
 
     def displace(self, now: float) -> None:
         """Makes room for the next group, where the policy lets it push out others; nobody leaves in vain."""
@@ -127,6 +137,8 @@ class Admission:
         if self._trials.are_on:
             return state.swapped.first() if state.swapped.has_next else self._trials.next_of_waiting()
         while state.waiting.has_next or state.swapped.has_next:
+            if self._num_blocks_looked_up >= _MAX_BLOCKS_LOOKED_UP:
+                return None
             group = state.policy.next_of(state.waiting, state.swapped)
             if group.request.key in state.swapped or not self._hold(group):
                 return group
@@ -139,9 +151,11 @@ class Admission:
         if not batch.underway.has_any:
             return False
         batch.name_underway()
-        last = batch.underway.last_of(batch.blocks.next_hashes(group.computing[0], batch.underway.window))
+        num_cached, hashes = batch.blocks.next_hashes(group.computing[0], batch.underway.window)
+        last = batch.underway.last_of(hashes)
         if last is None or batch.rows.rank[batch.underway.row_of(last)] > group.rank:
             return False
+        self._num_blocks_looked_up += num_cached + len(hashes)
         batch.underway.hold(group.request.key, last)
         self._state.waiting.hold(group.request.key)
         return True
@@ -201,6 +215,7 @@ class Admission:
                 # Output that an earlier scheduler produced may be cached, too.
                 group.cached_tokens = min(num_cached, len(group.request.prompt))
             num_sealed = num_cached // self._state.config.block_size
+            self._num_blocks_looked_up += num_sealed
             rows.append(batch.enter(sequence, group.rank, num_cached, num_sealed))
         self._park_others(group)
         for row in rows:

@@ -12,6 +12,9 @@ from scheduler_svc.core.sequence import Sequence
 _HASHES_AT_FIRST = 16
 """Blocks at the start of a sequence that are hashed to look for them; more where all of these are cached."""
 
+_MAX_HASHES_AT_ARRIVAL = 4096
+"""Blocks of a sequence that are hashed when it comes; those behind them when it is to run. Neither takes long then."""
+
 
 class BlockManager:
     """Gives sequences blocks as their tokens come, never ahead of them, and lets them share what is cached.
@@ -124,20 +127,28 @@ class BlockManager:
 
     def hits(self, sequence: Sequence) -> list[BlockId]:
         """The cached blocks that hold the start of the sequence. Hashes little further than there are hits."""
-        most, ahead = self._num_shareable(sequence), _HASHES_AT_FIRST
-        while True:
-            hashes = sequence.prefix_hashes.first(min(ahead, most), sequence.token_ids)
-            blocks = self.pool.hits(hashes)
-            if len(blocks) < len(hashes) or ahead >= most:
-                return blocks
-            ahead *= 4
+        return self._hits(sequence, self._num_shareable(sequence))
 
-    def next_hashes(self, sequence: Sequence, count: int) -> list[BlockHash]:
-        """Hashes of the blocks that the sequence may take from others, from the first that is not cached on, and of no
-        more than `count`."""
+    def _hits(self, sequence: Sequence, max_blocks: int) -> list[BlockId]:
+        end = _HASHES_AT_FIRST
+        blocks: list[BlockId] = []
+        while True:
+            start, end = len(blocks), min(end, max_blocks)
+            blocks += self.pool.hits(sequence.prefix_hashes.between(start, end, sequence.token_ids))
+            if len(blocks) < end or end == max_blocks:
+                return blocks
+            end *= 4
+
+    def hash_cached(self, sequence: Sequence) -> None:
+        """Hashes what is cached of a sequence that comes, so that the step that admits it need not."""
+        self._hits(sequence, min(self._num_shareable(sequence), _MAX_HASHES_AT_ARRIVAL))
+
+    def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
+        """How many blocks at the start of the sequence are cached, and the hashes of at most `count` blocks after
+        those, as far as the sequence may take them from others."""
         start = len(self.hits(sequence))
         end = min(start + count, self._num_shareable(sequence))
-        return sequence.prefix_hashes.first(end, sequence.token_ids)[start:]
+        return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
 
     def _shareable(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of the blocks that the sequence may take from others."""

@@ -84,24 +84,25 @@ class BlockPool:
 
     def free(self, blocks: Sequence[BlockId]) -> None:
         """Drops one reference of each block of a table, given in logical order."""
-        counts, hashes, free = self._ref_counts, self._hashes, self._free
+        counts, hashes = self._ref_counts, self._hashes
+        unnamed: list[BlockId] = []
+        cached: list[BlockId] = []
         for block in reversed(blocks):
             count = counts[block]
             assert count > 0, f"block {block} was freed twice"
             counts[block] = count - 1
-            if count > 1:
-                continue
-            if hashes[block] is None:
-                free.append_first(block)
-            else:
-                self._num_held_sealed -= 1
-                free.append(block)
+            if count == 1:
+                (unnamed if hashes[block] is None else cached).append(block)
+        self._num_held_sealed -= len(cached)
+        self._free.extend_first(unnamed)
+        self._free.extend(cached)
 
     def hits(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
         """The blocks sealed under the first of these hashes, up to the first that is not there."""
         blocks: list[BlockId] = []
+        find = self._by_hash.get
         for each in hashes:
-            block = self._by_hash.get(each)
+            block = find(each)
             if block is None:
                 break
             blocks.append(block)
@@ -109,11 +110,16 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
         """Adds one reference to each block; those that nobody held are no longer free."""
+        counts, hashes = self._ref_counts, self._hashes
+        free: list[BlockId] = []
         for block in blocks:
-            if self._ref_counts[block] == 0:
-                self._free.remove(block)
-                self._num_held_sealed += self._hashes[block] is not None
-            self._ref_counts[block] += 1
+            count = counts[block]
+            counts[block] = count + 1
+            if count == 0:
+                free.append(block)
+        if free:
+            self._free.remove(free)
+            self._num_held_sealed += sum(hashes[block] is not None for block in free)
 
     def seal(self, block: BlockId, content: BlockHash) -> bool:
         """Names the final content of a held block. False when another block holds the same content already, which
@@ -132,8 +138,8 @@ class BlockPool:
             return
         self._hashes[block] = content
         self._by_hash[content] = block
-        self._free.remove(block)
-        self._free.append(block)
+        self._free.remove([block])
+        self._free.extend([block])
 
     def free_blocks(self) -> tuple[BlockId, ...]:
         """The free blocks in the order in which they will be handed out."""

@@ -1,13 +1,13 @@
 """The blocks that nobody holds, in the order in which they will be handed out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from scheduler_svc.core.block import BlockId
 
 
 class FreeQueue:
-    """A doubly linked list through arrays: every operation is O(1), removal from the middle too.
+    """A doubly linked list through arrays: a block costs O(1) to put in and to take out, from the middle too.
 
     `_next[b]` and `_previous[b]` are the neighbours of block b; the entry behind the last block is the ring's anchor.
     """
@@ -38,21 +38,28 @@ class FreeQueue:
         self._length -= count
         return blocks
 
-    def remove(self, block: BlockId) -> None:
-        """Takes a block out, wherever it stands. It must be in the queue."""
-        before, after = self._previous[block], self._next[block]
-        self._next[before], self._previous[after] = after, before
-        self._length -= 1
+    def remove(self, blocks: Sequence[BlockId]) -> None:
+        """Takes blocks out, wherever they stand. They must be in the queue."""
+        following, previous = self._next, self._previous
+        for block in blocks:
+            before, after = previous[block], following[block]
+            following[before], previous[after] = after, before
+        self._length -= len(blocks)
 
-    def append(self, block: BlockId) -> None:
-        """Puts a block that is not in the queue last."""
-        self._insert(block, self._previous[self._anchor], self._anchor)
+    def extend(self, blocks: Sequence[BlockId]) -> None:
+        """Puts blocks that are not in the queue last, in this order."""
+        following, previous, last = self._next, self._previous, self._previous[self._anchor]
+        for block in blocks:
+            following[last], previous[block] = block, last
+            last = block
+        following[last], previous[self._anchor] = self._anchor, last
+        self._length += len(blocks)
 
-    def append_first(self, block: BlockId) -> None:
-        """Puts a block that is not in the queue first."""
-        self._insert(block, self._anchor, self._next[self._anchor])
-
-    def _insert(self, block: BlockId, before: BlockId, after: BlockId) -> None:
-        self._previous[block], self._next[block] = before, after
-        self._next[before] = self._previous[after] = block
-        self._length += 1
+    def extend_first(self, blocks: Sequence[BlockId]) -> None:
+        """Puts blocks that are not in the queue first, each before those that precede it here."""
+        following, previous, first = self._next, self._previous, self._next[self._anchor]
+        for block in blocks:
+            following[block], previous[first] = first, block
+            first = block
+        following[self._anchor], previous[first] = first, self._anchor
+        self._length += len(blocks)

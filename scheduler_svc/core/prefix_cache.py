@@ -7,6 +7,7 @@ paper's section 4.4, shared prefix). Hashes are computed here only and never tak
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import cast
 
 from scheduler_svc.core.block import BlockHash
 
@@ -20,12 +21,12 @@ def root_hash(tenant: str) -> BlockHash:
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of a full block behind the prefix `parent`."""
-    return _chained(parent, array("i", token_ids).tobytes())
+    return BlockHash(_chained(parent, array("i", token_ids).tobytes()))
 
 
-def _chained(parent: BlockHash, packed: bytes) -> BlockHash:
+def _chained(parent: bytes, packed: bytes) -> bytes:
     # A parent has one length, so nothing else is hashed to the same bytes.
-    return BlockHash(blake2b(parent + packed, digest_size=HASH_BYTES).digest())
+    return blake2b(parent + packed, digest_size=HASH_BYTES).digest()
 
 
 class PrefixHashes:
@@ -33,7 +34,7 @@ class PrefixHashes:
 
     def __init__(self, tenant: str, block_size: int) -> None:
         self._hashes: list[BlockHash] = []
-        self._parent = root_hash(tenant)
+        self._parent: bytes = root_hash(tenant)
         self._block_size = block_size
 
     def first(self, count: int, token_ids: Sequence[int]) -> list[BlockHash]:
@@ -53,9 +54,11 @@ class PrefixHashes:
         packed = array("i", token_ids[known * self._block_size : count * self._block_size]).tobytes()
         block_bytes = 4 * self._block_size
         assert len(packed) == (count - known) * block_bytes, "only full blocks have a hash"
+        parent, hashes = self._parent, cast(list[bytes], self._hashes)
         for start in range(0, len(packed), block_bytes):
-            self._parent = _chained(self._parent, packed[start : start + block_bytes])
-            self._hashes.append(self._parent)
+            parent = _chained(parent, packed[start : start + block_bytes])
+            hashes.append(parent)
+        self._parent = parent
 
     def copy(self) -> "PrefixHashes":
         """For a sequence that forks: the same so far, going its own way from here."""

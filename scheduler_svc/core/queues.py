@@ -138,17 +138,24 @@ class GroupQueue:
             del self._num_of_tenant[tenant], self._tokens_of_tenant[tenant]
         return group
 
+    def take_all(self) -> list[SequenceGroup]:
+        """Takes all groups out and returns them, in order."""
+        groups = list(self)
+        of_groups = (self._ranks, self._by_rank, self._by_key, self._tokens, self._held)
+        for each in (*of_groups, self._of_tenant, self._tokens_of_tenant, self._num_of_tenant):
+            each.clear()
+        self.num_tokens = 0
+        self.num_changes += len(groups)
+        return groups
+
     def _put_in_order(self, group: SequenceGroup) -> None:
         insort(self._ranks, group.rank)
         insort(self._of_tenant.setdefault(group.request.tenant, []), group.rank)
 
     def _take_out_of_order(self, group: SequenceGroup) -> None:
-        _take_out(self._ranks, group.rank)
-        tenant = group.request.tenant
-        _take_out(self._of_tenant[tenant], group.rank)
-        if not self._of_tenant[tenant]:
+        rank, tenant = group.rank, group.request.tenant
+        own = self._of_tenant[tenant]
+        for ranks in (self._ranks, own):
+            del ranks[bisect_left(ranks, rank)]
+        if not own:
             del self._of_tenant[tenant]
-
-
-def _take_out(ranks: list[int], rank: int) -> None:
-    del ranks[bisect_left(ranks, rank)]

@@ -152,8 +152,7 @@ class Scheduler:
         rank = self._state.policy.rank(request, self._num_arrivals)
         self._num_arrivals += 1
         group = SequenceGroup.of(request, rank, self.config.block_size, now)
-        # Hashes what is cached of it here, and not in the step that admits it.
-        self.blocks.hits(group.unfinished[0])
+        self.blocks.hash_cached(group.unfinished[0])
         self._wait(group)
 
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
@@ -235,6 +234,7 @@ class Scheduler:
                 return None
             self._trials.settle(now)
         batch = self._state.batch
+        self._admission.begin_step()
         self._admission.displace(now)
         preempted = self._preemption.make_room_for_decodes(now)
         if not preempted:

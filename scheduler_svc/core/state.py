@@ -37,7 +37,10 @@ class SchedulerState:
 
     def queue_of(self, key: RequestKey) -> GroupQueue | None:
         """Where a live request is; None for one that is not live."""
-        return next((queue for queue in (self.running, self.waiting, self.swapped) if key in queue), None)
+        for queue in (self.running, self.waiting, self.swapped):
+            if key in queue:
+                return queue
+        return None
 
     def end(self, sequence: Sequence) -> None:
         """The sequence is over: it gives back whatever it holds."""
@@ -91,8 +94,8 @@ class SchedulerState:
         self.in_flight.clear()
         self.waiting.let_all_go()
         for queue in (self.running, self.swapped):
-            for group in list(queue):
-                self.waiting.add(queue.remove(group.request.key))
+            for group in queue.take_all():
+                self.waiting.add(group)
                 group.timeline.note(Milestone.WORKER_LOST, now)
                 self._leave(group)
                 for sequence in group.unfinished:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -95,9 +96,8 @@ class StepResult:
     non_finite_chunks: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceEnd:
-    """A sequence ended; its tokens came before."""
+class SequenceEnd(NamedTuple):
+    """A sequence ended; its tokens came before. A tuple, as all that there is of each end: many may come at once."""
 
     handle: Handle
     sequence_index: int
@@ -107,8 +107,7 @@ class SequenceEnd:
     cumulative_logprob: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """What a request cost. Times are seconds."""
 
     prompt_tokens: int
@@ -120,8 +119,7 @@ class Usage:
     decode_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEnd:
+class RequestEnd(NamedTuple):
     """All sequences of a request ended."""
 
     handle: Handle

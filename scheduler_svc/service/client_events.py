@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -73,7 +72,7 @@ def under(events: ClientEvents, key: RequestKey) -> ClientEvents:
         list(events.token_ids),
         list(events.with_logprobs),
         events.logprobs.copy(),
-        [replace(end, handle=key.handle) for end in events.finished],
-        [replace(end, handle=key.handle) for end in events.completed],
+        [end._replace(handle=key.handle) for end in events.finished],
+        [end._replace(handle=key.handle) for end in events.completed],
         [RequestFailure(key, failure.reason, failure.message) for failure in events.failed],
     )

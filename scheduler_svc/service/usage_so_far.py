@@ -1,7 +1,5 @@
 """What a request has cost that ends before its time."""
 
-import dataclasses
-
 from scheduler_svc.core.events import usage_of
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.scheduler import Scheduler
@@ -16,10 +14,10 @@ def usage_so_far(scheduler: Scheduler | None, key: RequestKey, now: float) -> Us
 
 
 def _until(now: float, group: SequenceGroup) -> Usage:
-    """What it is in the middle of lasts until now."""
+    """Its usage, with the current phase counted up to `now`."""
     usage, line = usage_of(group), group.timeline
     if line.started is None:
-        return dataclasses.replace(usage, queue_s=now - line.arrived)
+        return usage._replace(queue_s=now - line.arrived)
     if line.first_token is None:
-        return dataclasses.replace(usage, prefill_s=now - line.started)
-    return dataclasses.replace(usage, decode_s=now - line.first_token)
+        return usage._replace(prefill_s=now - line.started)
+    return usage._replace(decode_s=now - line.first_token)

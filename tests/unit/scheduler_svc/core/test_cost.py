@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core import admission, prefix_cache
-from scheduler_svc.core.block_manager import LeavingTables
+from scheduler_svc.core import admission, block_manager, prefix_cache
+from scheduler_svc.core.block_manager import BlockManager, LeavingTables
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepResult
@@ -129,6 +129,34 @@ def test_many_arrivals_are_admitted_some_a_step_with_one_look_at_those_who_run(c
     driver.run_until_idle()
 
 
+def test_requests_that_wait_for_the_blocks_of_another_one_are_looked_at_some_a_step(counted, monkeypatch):
+    monkeypatch.setattr(admission, "_MAX_BLOCKS_LOOKED_UP", 64)
+    driver = Driver(make_config(num_blocks=400, max_num_seqs=40, max_num_batched_tokens=64, max_model_len=200))
+    for handle in range(10):
+        driver.submit(make_request(handle, prompt=[5] * 128, max_tokens=4))
+    driver.plan()
+    looks = counted(BlockManager, "next_hashes")
+    # Each may share 31 blocks.
+    driver.plan()
+    assert len(looks) == 3
+    driver.run_until_idle()
+    assert driver.finished == {*range(10)}
+
+
+def test_cached_prompts_are_admitted_some_a_step(monkeypatch):
+    driver = Driver(make_config(num_blocks=400, max_num_seqs=40, max_num_batched_tokens=64, max_model_len=200))
+    driver.submit(make_request(0, prompt=[5] * 128, max_tokens=2))
+    driver.run_until_idle()
+    monkeypatch.setattr(admission, "_MAX_BLOCKS_LOOKED_UP", 64)
+    for handle in range(1, 8):
+        driver.submit(make_request(handle, prompt=[5] * 128, max_tokens=30))
+    for num_running in (3, 6, 7):
+        driver.plan()
+        driver.deliver()
+        assert len(driver.scheduler.running) == num_running
+    driver.run_until_idle()
+
+
 def make_scheduler() -> Scheduler:
     """Without a driver, whose checks hash whatever was sealed."""
     return Scheduler(make_config(num_blocks=600, max_model_len=2000, max_num_batched_tokens=2000))
@@ -156,6 +184,19 @@ def test_a_cached_prompt_is_hashed_when_it_comes_and_not_in_the_step_that_admits
     hashes = counted(prefix_cache, "_chained")
     scheduler.submit(make_request(1, prompt=[5] * 1600, max_tokens=2), 0.0)
     assert len(hashes) == 399
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert (len(hashes), plan.num_tokens) == (399, 4)
+
+
+def test_a_long_cached_prompt_is_hashed_in_part_when_it_comes_and_in_part_when_it_is_admitted(counted, monkeypatch):
+    monkeypatch.setattr(block_manager, "_MAX_HASHES_AT_ARRIVAL", 100)
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(0, prompt=[5] * 1600, max_tokens=2), 0.0)
+    run_steps(scheduler, 2)
+    hashes = counted(prefix_cache, "_chained")
+    scheduler.submit(make_request(1, prompt=[5] * 1600, max_tokens=2), 0.0)
+    assert len(hashes) == 100
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert (len(hashes), plan.num_tokens) == (399, 4)

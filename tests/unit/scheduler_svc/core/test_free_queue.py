@@ -15,13 +15,18 @@ def test_the_queue_behaves_like_a_list(num_blocks, operations):
             del model[:count]
             assert queue.pop(count) == out[-count:]
         elif operation == "remove" and model:
-            out.append(model.pop(pick % len(model)))
-            queue.remove(BlockId(out[-1]))
+            taken = [model.pop(pick % len(model)) for _ in range(min(1 + pick % 3, len(model)))]
+            queue.remove([BlockId(block) for block in taken])
+            out += taken
         elif operation == "last" and out:
-            model.append(out.pop(pick % len(out)))
-            queue.append(BlockId(model[-1]))
+            count = min(1 + pick % 3, len(out))
+            model += out[:count]
+            del out[:count]
+            queue.extend([BlockId(block) for block in model[-count:]])
         elif operation == "first" and out:
-            model.insert(0, out.pop(pick % len(out)))
-            queue.append_first(BlockId(model[0]))
+            count = min(1 + pick % 3, len(out))
+            queue.extend_first([BlockId(block) for block in out[:count]])
+            model[:0] = out[:count][::-1]
+            del out[:count]
         assert list(queue) == model
         assert len(queue) == len(model)
