@@ -115,9 +115,11 @@ class DurableReads:
     def _keep(self, read: _Read) -> bool:
         """Whether a request is read on now that its client has left."""
         grace_s = self._replicas.durable_grace_s
-        if self._reads.get(read.name) is not read or not read.live.is_resumable or self._is_closed or not grace_s:
+        live = read.live
+        if self._reads.get(read.name) is not read or self._is_closed or not grace_s:
             return False
-        if not self._has_room(read.live):
+        # One that is not prepared was refused, or left, while it took in the tokens of its caller: nobody would run it.
+        if not live.is_prepared or not live.is_resumable or not self._has_room(live):
             return False
         # The end of the use that it had so far is no end of this one.
         read.use = read.account.replace(read.use, _generated(read.live, read.base))

@@ -125,6 +125,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     max_model_len: int = 1024
     architecture: str = "LlamaForCausalLM"
     max_logprobs: int = 20
+    durable_grace_ms: int = 0
     protocol: ProtocolVersions = SCHEDULER_PROTOCOL
     model: ModelFingerprint = UNKNOWN_MODEL
     rule: TokenRule = counting_rule
@@ -385,6 +386,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
+            durable_grace_ms=self.durable_grace_ms,
             num_gpu_blocks=64,
             num_host_blocks=0,
             max_num_seqs=256,

@@ -11,7 +11,7 @@ from quire.gateway.v1 import generation_pb2
 from quire.model_directory import resolve_model
 from quire.rpc.errors import InvalidArgument
 from tests.support.fake_scheduler import scripted
-from tests.support.gateway_process import collect, error_of, stream_request
+from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 SPEECH = TOKENIZER.encode(" there was a little dog. 你好 😀 ends", add_special_tokens=False).ids
@@ -124,6 +124,17 @@ async def test_a_durable_stream_may_go_on(gateway, scheduler):
     scheduler.rule = scripted(SPEECH)
     await collect_rest(gateway, request_of(SPEECH[:5], durable=True))
     assert scheduler.submits[0].HasField("durable")
+
+
+async def test_a_durable_stream_that_is_refused_for_what_is_held_leaves_its_id_free(scheduler):
+    scheduler.rule = scripted(SPEECH)
+    scheduler.durable_grace_ms = 60_000
+    async with running_gateway(scheduler) as gateway:
+        request = request_of(SPEECH[:6], stop=("little",), durable=True, request_id="story")
+        error = await error_of(gateway.generation.GenerateStream(request))
+        assert isinstance(error, InvalidArgument)
+        assert "the sequence ended with token" in error.message
+        await collect_rest(gateway, request_of(SPEECH[:4], durable=True, request_id="story"))
 
 
 def changed(request, change):

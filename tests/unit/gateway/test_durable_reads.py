@@ -149,6 +149,16 @@ async def test_what_fails_or_is_taken_over_elsewhere_is_forgotten_at_once(reads,
     assert not account._running
 
 
+async def test_what_is_left_before_it_could_be_submitted_is_not_kept(reads, account, ledger, replicas):
+    live = make_live(ledger, 20)
+    live.is_prepared = False
+    with account.admitted(0, lambda: live.num_computed_tokens) as use, reads.read(account, use, live):
+        pass
+    assert not reads.keeps(live)
+    assert ledger.get("acme", "story") is None
+    assert not account._running
+
+
 async def test_whoever_resumes_it_goes_on_with_place_and_charge(reads, account, ledger):
     earlier = read_and_leave(reads, account, ledger)
     ledger.close(earlier)
