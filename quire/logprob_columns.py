@@ -155,6 +155,18 @@ class LogprobLog:
         """All positions, as a copy."""
         return _columns_of(map(bytes, self._buffers or [b""] * 5))
 
+    def part(self, begin: int, end: int) -> LogprobColumns:
+        """The positions from `begin` to `end`, exclusive, as a copy of these alone."""
+        if not self._buffers:
+            return self.columns()
+        counts = np.frombuffer(self._buffers[2][: end * _INT32.itemsize], _INT32)
+        first_top = int(counts[:begin].sum())
+        places = (slice(begin, end),) * 3 + (slice(first_top, first_top + int(counts[begin:].sum())),) * 2
+        return _columns_of(
+            bytes(buffer[place.start * _INT32.itemsize : place.stop * _INT32.itemsize])
+            for buffer, place in zip(self._buffers, places, strict=True)
+        )
+
     def take(self, num_positions: int) -> LogprobColumns:
         """Removes the first positions and returns them, all where there are no more."""
         if num_positions >= len(self):

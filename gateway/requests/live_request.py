@@ -198,7 +198,7 @@ class LiveRequest:
             if stream.finished is None and begin < len(source.token_ids):
                 token_ids = source.token_ids[begin : begin + max_tokens]
                 log = earlier._logprobs[stream.index]
-                logprobs = log.columns().part(begin, begin + len(token_ids)) if len(log) else None
+                logprobs = log.part(begin, begin + len(token_ids)) if len(log) else None
                 self.accept(TokenRun(self.handle, stream.index, begin, token_ids, logprobs))
                 return False
         for stream, source in zip(self.sequences, earlier.sequences, strict=True):

@@ -102,3 +102,17 @@ def test_fields_that_do_not_fit_are_refused(fields, reason):
         setattr(message, name, value)
     with pytest.raises(InvalidArgument, match=reason):
         decode_logprobs(message, vocab_size=9)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 0), (0, 5), (1, 3), (3, 4), (4, 5), (5, 5)])
+def test_a_part_of_a_log_is_copied_and_the_log_still_grows(begin, end):
+    each = lines(2, 0, 3, 1, 0)
+    log = log_of(each)
+    part = log.part(begin, end)
+    log.append(columns_of(each))
+    assert lines_of(part) == each[begin:end]
+    assert lines_of(log.columns()) == each + each
+
+
+def test_of_an_empty_log_no_part_has_anything():
+    assert len(LogprobLog().part(0, 0)) == 0
