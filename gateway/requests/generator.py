@@ -40,7 +40,7 @@ from gateway.settings import GatewaySettings
 from gateway.text.bad_words import bad_token_sequences
 from gateway.text.clean_up import TextPieces
 from gateway.turns import Turns
-from quire.rpc.errors import Aborted, Cancelled, Unavailable
+from quire.rpc.errors import Aborted, Cancelled, NotFound, Unavailable
 from quire.tracing import TraceContext, Tracer
 
 # A token becomes text in some ten microseconds, more with stop strings.
@@ -260,7 +260,12 @@ class Generator:
         tenant = current_caller().tenant
         live = self._ledger.get(tenant, request_id)
         if live is None or live.request.durable:
-            await self._by_id.cancel(tenant, request_id)
+            try:
+                await self._by_id.cancel(tenant, request_id)
+            except NotFound:
+                # No scheduler has one that waits here for its place.
+                if live is None or live.is_over:
+                    raise
         if live is None:
             return
         if live.is_over and not live.request.durable:

@@ -14,7 +14,7 @@ from gateway.text.tokenizer import Tokenizer as GatewayTokenizer
 from quire.arrays import decode_int32, encode_int32
 from quire.gateway.v1 import generation_pb2
 from quire.model_directory import resolve_model
-from quire.rpc.errors import DeadlineExceeded, Internal, ResourceExhausted, Unavailable
+from quire.rpc.errors import Cancelled, DeadlineExceeded, Internal, NotFound, ResourceExhausted, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_scheduler import FakeRequest, FakeScheduler, counting_rule
 from tests.support.gateway_process import collect, collected, error_of, running_gateway, stream_request
@@ -39,6 +39,19 @@ async def test_full_queue_is_resource_exhausted_with_retry_info(gateway, schedul
     assert isinstance(error, ResourceExhausted)
     assert (error.reason, error.retry_after_ms) == ("QUEUE_FULL", 250)
     assert "the queue is full" in error.message
+
+
+async def test_a_durable_request_that_waits_here_and_is_known_to_no_scheduler_can_be_cancelled(gateway, scheduler):
+    """The fake scheduler finds nothing by an id, as a real one does for what it has refused for now."""
+    with scheduler.standing_still():
+        call = gateway.generation.GenerateStream(stream_request(request_id="story", durable=True))
+        await scheduler.until(lambda: scheduler.live)
+        await gateway.generation.Cancel(generation_pb2.CancelRequest(request_id="story"))
+        error = await error_of(call)
+    assert isinstance(error, Cancelled)
+    assert error.reason == "CANCELLED_BY_ID"
+    again = await error_of(gateway.generation.Cancel(generation_pb2.CancelRequest(request_id="story")))
+    assert isinstance(again, NotFound)
 
 
 async def test_failed_request_fails_alone(gateway, scheduler):
