@@ -157,6 +157,8 @@ class Replicas:
             self.place(live)
         elif self.clients[replica].is_connected:
             self._submit(live, self.clients[replica])
+            if not self.clients[replica].is_ready:
+                self._await_worker(live)
         else:
             self._assign(live, replica)
             self._timers.set(live, self._failover_delay_s, self._fail_over)

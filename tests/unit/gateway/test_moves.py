@@ -181,3 +181,17 @@ async def test_requests_are_spread_by_how_many_each_replica_has_now():
     for number in range(3):
         cluster.place(f"later {number}")
     assert sorted(len(scheduler.has) for scheduler in cluster.schedulers) == [0, 1, 2]
+
+
+async def test_an_entry_that_takes_over_leaves_a_replica_without_a_worker_as_the_one_before_would_have():
+    cluster = Cluster(2, lambda *_: None)
+    earlier = cluster.place("story")
+    left, ready = sorted(cluster.schedulers, key=lambda each: not each.submitted)
+    left.lose_worker(until_back_s=60)
+    live = cluster.ledger.prepare(earlier.request, lambda: TOKENIZER.detokenizer(include_special_tokens=False))
+    cluster.ledger.close(earlier)
+    cluster.ledger.enter(live)
+    cluster.replicas.hand_over(earlier, live)
+    assert live.handle in left.submitted
+    await until_true(lambda: live.handle in ready.submitted)
+    cluster.replicas.release(live)
