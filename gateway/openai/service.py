@@ -62,10 +62,15 @@ class OpenAiService:
             writer = asyncio.current_task()
             assert writer is not None
             memory.when_ended(lambda error: writer.cancel(error.message))
-            for piece in json_pieces(shaper.whole(results)):
-                yield piece
-                # Between the pieces other calls have their turns.
-                await asyncio.sleep(0)
+            try:
+                for piece in json_pieces(shaper.whole(results)):
+                    yield piece
+                    # Between the pieces other calls have their turns.
+                    await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                # Where the body has not begun, the client can still be told why it is ended.
+                memory.raise_if_ended()
+                raise
 
     async def _stream(self, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
         """The events as JSON. The requests are added to `running_now` when they run."""

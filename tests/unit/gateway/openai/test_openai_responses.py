@@ -1,12 +1,20 @@
 """Answers as JSON, and on their way."""
 
 import asyncio
+import contextlib
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from gateway.openai import service
+from gateway.openai.calls import Call
 from gateway.openai.json_writer import LazyList, as_json, json_pieces
 from gateway.openai.responses import WholeResponse
+from gateway.openai.service import OpenAiService
+from gateway.requests.answer_memory import AnswerLimits, AnswerMemory
+from gateway.requests.generator import Generator
 from quire.rpc.errors import ResourceExhausted
 
 
@@ -48,7 +56,11 @@ def test_the_entries_of_lazy_lists_are_made_as_they_are_written():
 
 
 async def sent(make):
-    """The messages of a response, the first of which starts it."""
+    """The messages of the response that `make` makes the body of, the first of which starts it."""
+    return await messages_of(WholeResponse(make, lambda name: name, {}))
+
+
+async def messages_of(response):
     messages = []
 
     async def receive():
@@ -57,7 +69,7 @@ async def sent(make):
     async def send(message):
         messages.append(message)
 
-    await WholeResponse(make, lambda name: name, {})({}, receive, send)
+    await response({}, receive, send)
     return messages
 
 
@@ -92,3 +104,42 @@ async def test_a_body_that_fails_after_its_start_is_left_incomplete(size):
     else:
         assert start["status"] == 429
         assert b"too much" in pieces[0]["body"]
+
+
+@pytest.mark.parametrize(("ended_at", "status"), [(0, 429), (150, 200)])
+async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_so_unless_it_has_begun(
+    monkeypatch, ended_at, status
+):
+    memory = AnswerMemory(AnswerLimits(1000, 1000, 1000))
+
+    def entries():
+        for number in range(300):
+            if number == ended_at:
+                (call,) = memory._keys["key"].calls
+                call.add(1001)
+            yield {"text": "x" * 1000, "long": [0] * 65}
+
+    async def nothing(*_):
+        return []
+
+    async def shaper(*_):
+        return SimpleNamespace(whole=lambda _: {"choices": LazyList(entries)})
+
+    monkeypatch.setattr(service, "running", lambda *_, **__: contextlib.nullcontext([]))
+    monkeypatch.setattr(service, "results_of", nothing)
+    generator = SimpleNamespace(call_memory=lambda form: memory.call("key", form))
+    call: Any = SimpleNamespace(
+        head=SimpleNamespace(id="x"),
+        body=SimpleNamespace(stream=False),
+        wants_token_texts=False,
+        shows_prompt_by_choice=False,
+        requests=nothing,
+        shaper=shaper,
+        param_name=lambda _, field: field,
+    )
+    response = OpenAiService(cast(Generator, generator), 15.0).respond(cast(Call, call))
+    start, *pieces = await messages_of(response)
+    assert start["status"] == status
+    assert pieces[-1].get("more_body", False) == (status == 200)
+    if status == 429:
+        assert b"--max-answer-bytes" in pieces[0]["body"]
