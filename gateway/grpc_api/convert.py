@@ -240,7 +240,7 @@ def _held_sequences(messages: Sequence[generation_pb2.HeldSequence]) -> tuple[He
     if len(messages) > MAX_N:
         raise invalid_field("continue_from", f"has {len(messages):,} entries; the most is {MAX_N}")
     return tuple(
-        HeldSequence(tuple(each.token_ids), optional(each, "num_characters"), optional(each, "cumulative_logprob"))
+        HeldSequence(each.token_ids, optional(each, "num_characters"), optional(each, "cumulative_logprob"))
         for each in messages
     )
 

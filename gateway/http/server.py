@@ -47,7 +47,7 @@ def make_http_app(
     started_at_s: int,
 ) -> Starlette:
     """The application. `started_at_s` is the time in seconds since the Unix epoch that models report as theirs."""
-    body_limits = BodyLimits(settings.max_message_bytes)
+    body_limits = BodyLimits(settings.max_message_bytes, settings.max_chat_messages)
     routes = [
         *openai_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive, started_at_s=started_at_s),
         *kserve_routes(kserve, body_limits),

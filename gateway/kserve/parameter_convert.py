@@ -19,7 +19,7 @@ INPUT_NAME = "sampling_parameters"
 _SERVER_PREFIX = "triton_"
 # No parameter has a longer name, and an error shows no more of one.
 _MAX_NAME = 80
-_MAX_PARAMETERS = 1024
+MAX_PARAMETERS = 1024
 # What has a place of its own in the request.
 _ELSEWHERE = {
     "model": "model_name",
@@ -81,7 +81,7 @@ def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -
         InvalidArgument: a parameter is none, or its text means nothing.
     """
     violations = Violations()
-    if not violations.check_count("parameters", request.parameters, _MAX_PARAMETERS):
+    if not violations.check_count("parameters", request.parameters, MAX_PARAMETERS):
         violations.raise_if_any()
     own = _own_fields(violations, request)
     in_tensor = {} if tensor is None else _json_fields(violations, tensor)

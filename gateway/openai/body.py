@@ -13,7 +13,7 @@ from starlette.requests import Request
 from gateway.openai.errors import ErrorAnswer, HttpError
 from gateway.openai.schemas import UNION_TYPES, Body, Message
 from gateway.openai.unsupported import check_supported
-from gateway.requests.violations import shortened
+from gateway.requests.violations import Violations, shortened
 from gateway.turns import Turns
 from quire.rpc.errors import InvalidArgument, invalid_field
 
@@ -42,9 +42,15 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How large a body may be. How long it may take is the server's business (gateway/http/bodies.py)."""
+    """How large a body may be. How long it may take is the server's business (gateway/http/bodies.py).
+
+    Attributes:
+        max_bytes: Of all of it.
+        max_messages: Of a conversation. More of them are refused before they are looked at.
+    """
 
     max_bytes: int
+    max_messages: int
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
@@ -92,10 +98,12 @@ def parse_json(kind: type[Model], data: bytes, union_types: Mapping[str, str]) -
 async def read_parsed(kind: type[BodyType], request: Request, limits: BodyLimits) -> BodyType:
     """The body of a request. What is long lets others run in between. Raises as `read_body` and `parse_body` do."""
     data = await read_body(request, limits)
-    return parse_body(kind, data) if len(data) <= _INLINE_BYTES else await parse_long_body(kind, data)
+    if len(data) <= _INLINE_BYTES:
+        return parse_body(kind, data)
+    return await parse_long_body(kind, data, limits.max_messages)
 
 
-async def parse_long_body(kind: type[BodyType], data: bytes) -> BodyType:
+async def parse_long_body(kind: type[BodyType], data: bytes, max_messages: int) -> BodyType:
     """As `parse_body`: first what JSON it is, then what that means, messages a few at a time."""
     turns = Turns()
     try:
@@ -107,6 +115,7 @@ async def parse_long_body(kind: type[BodyType], data: bytes) -> BodyType:
         raise InvalidArgument(f"the body has {len(fields):,} fields; the most is {_MAX_FIELDS:,}")
     try:
         if isinstance(fields, dict) and isinstance(fields.get("messages"), list) and "messages" in kind.model_fields:
+            _check_num_messages(fields["messages"], max_messages)
             fields["messages"] = await _messages(kind, fields, turns)
         body = kind.model_validate(fields)
     except ValidationError as error:
@@ -114,6 +123,12 @@ async def parse_long_body(kind: type[BodyType], data: bytes) -> BodyType:
     await turns.pause()
     check_supported(body)
     return body
+
+
+def _check_num_messages(messages: list[Any], most: int) -> None:
+    violations = Violations()
+    violations.check_count("messages", messages, most)
+    violations.raise_if_any()
 
 
 async def _messages(kind: type[BodyType], fields: dict[str, Any], turns: Turns) -> list[Any]:

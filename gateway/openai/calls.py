@@ -11,7 +11,7 @@ from gateway.auth.caller import current_caller
 from gateway.openai.chat import ChatShaper
 from gateway.openai.completions import CompletionShaper
 from gateway.openai.errors import HttpError, error_answer
-from gateway.openai.options import chat_options, check_num_messages, completion_options, completion_prompts, param_name
+from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.openai.shapes import Head, Shaper
 from gateway.openai.token_text import TokenTexts
@@ -71,8 +71,6 @@ class ChatCall:
         return bool(self.body.logprobs) or self.body.prompt_logprobs is not None
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
-        limits = await generator.limits()
-        check_num_messages(self.body.messages, limits.max_chat_messages)
         return [chat_options(self.body, _request_id(self.body, self.head))]
 
     def param_name(self, position: int, field: str) -> str:

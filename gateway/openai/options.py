@@ -18,8 +18,6 @@ from gateway.requests.request import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.requests.violations import Violations
-from gateway.settings import MAX_CHAT_MESSAGES
 
 # As OpenAI has it where a completion does not say how long it may get.
 DEFAULT_MAX_TOKENS = 16
@@ -76,16 +74,7 @@ def chat_options(body: ChatBody, request_id: str) -> RequestOptions:
 
 
 def chat_prompt(messages: Sequence[Message]) -> ChatPrompt:
-    """Raises InvalidArgument where there are more than any gateway takes; they are not even looked at."""
-    check_num_messages(messages, MAX_CHAT_MESSAGES)
     return ChatPrompt([ChatMessage(each.role, message_text(each), each.name or None) for each in messages])
-
-
-def check_num_messages(messages: Sequence[Message], most: int) -> None:
-    """Raises InvalidArgument where there are more."""
-    violations = Violations()
-    violations.check_count("messages", messages, most)
-    violations.raise_if_any()
 
 
 def message_text(message: Message) -> str:

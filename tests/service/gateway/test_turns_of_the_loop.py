@@ -197,9 +197,14 @@ async def test_lists_of_millions_are_refused_for_their_length(
             + b'"a"]}]}',
             "inputs[0].data has more than 1,024 entries",
         ),
+        (
+            "/v2/models/quire-tiny/infer",
+            b'{"inputs": [], "parameters": {' + b", ".join(b'"p%d": 1' % number for number in range(300_000)) + b"}}",
+            "parameters has 300,000 entries",
+        ),
         ("/v1/completions", b'{"prompt": [' + b"7," * 1_900_000 + b"7]}", "1,900,001 tokens"),
     ],
-    ids=["messages", "fields", "elements", "token ids"],
+    ids=["messages", "fields", "elements", "parameters", "token ids"],
 )
 async def test_bodies_of_the_largest_size_are_refused_for_their_length(http, path, body, message):
     response = await http.post(path, content=body, headers={"content-type": "application/json"})

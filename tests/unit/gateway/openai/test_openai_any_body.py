@@ -17,6 +17,7 @@ from gateway.requests.limits import Limits, Pool
 from gateway.requests.validation import check_request
 from quire.rpc.errors import QuireError
 
+MAX_MESSAGES = 10_000
 LIMITS = Limits(
     pools=(Pool(num_blocks=16, block_size=4),),
     vocab_size=100,
@@ -115,18 +116,25 @@ async def test_a_long_body_is_what_it_would_be_if_it_were_short(kind_and_body, c
     with recording() as short:
         short.append(parse_body(kind, data))
     with recording() as long:
-        long.append(await parse_long_body(kind, data))
+        long.append(await parse_long_body(kind, data, MAX_MESSAGES))
     assert long == short
 
 
 async def test_the_first_bad_message_of_many_is_named():
     messages = [{"role": "user", "content": "a"}] * 1500 + [{"role": 5}] + [{"role": 6}] * 1000
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(ChatBody, json.dumps({"messages": messages}).encode())
+        await parse_long_body(ChatBody, json.dumps({"messages": messages}).encode(), MAX_MESSAGES)
     assert caught.value.message == "messages[1500].role must be a string"
 
 
 async def test_a_body_of_very_many_fields_is_refused_for_their_number():
+    data = json.dumps({f"k{number}": None for number in range(2000)}).encode()
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(CompletionBody, json.dumps({f"k{number}": None for number in range(2000)}).encode())
+        await parse_long_body(CompletionBody, data, MAX_MESSAGES)
     assert "2,000 fields; the most is 1,024" in caught.value.message
+
+
+async def test_too_many_messages_are_refused_before_they_are_looked_at():
+    with pytest.raises(QuireError) as caught:
+        await parse_long_body(ChatBody, json.dumps({"messages": [{"role": 5}] * 11}).encode(), 10)
+    assert caught.value.message == "messages has 11 entries; the most is 10"
