@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.http.api_route import ApiRoute
+from gateway.kserve.parameter_convert import MAX_PARAMETERS
 from gateway.kserve.servicer import KServeServicer
 from gateway.kserve.tensor_convert import MAX_ELEMENTS
 from gateway.openai.body import BodyLimits, parse_json, read_body
-from gateway.openai.errors import ErrorAnswer, error_answer
+from gateway.openai.errors import ErrorAnswer, HttpError, error_answer
 from gateway.openai.json_writer import as_json
 from gateway.openai.responses import WholeResponse
 from gateway.requests.violations import Violations, shortened
@@ -117,7 +118,7 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[Api
             _check_not_binary(request)
             body = parse_json(InferBody, await read_body(request, body_limits), _UNION_TYPES)
             asked = _request_message(body, request)
-        except Exception as error:
+        except (HttpError, QuireError) as error:
             return _error_response(error)
 
         async def make() -> AsyncGenerator[bytes, None]:
@@ -214,7 +215,10 @@ def _tensor(violations: Violations, field: str, tensor: InputTensor) -> pb.Model
 
 def _parameters(violations: Violations, prefix: str, parameters: Parameters) -> dict[str, pb.InferParameter]:
     found: dict[str, pb.InferParameter] = {}
-    for name, value in (parameters or {}).items():
+    parameters = parameters or {}
+    if not violations.check_count(f"{prefix}parameters", parameters, MAX_PARAMETERS):
+        return found
+    for name, value in parameters.items():
         match value:
             case bool():
                 found[name] = pb.InferParameter(bool_param=value)

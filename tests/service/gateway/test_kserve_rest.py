@@ -10,6 +10,7 @@ from tests.service.gateway.test_kserve import infer as infer_over_grpc
 from tests.service.gateway.test_kserve import make_request
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import running_gateway
+from tests.support.raw_http import connection_to, request
 
 MODEL = "/v2/models/quire-tiny"
 
@@ -159,3 +160,15 @@ async def test_binary_tensors_are_refused_with_the_way_out(client):
 async def test_another_model_is_not_found(client, path):
     response = await client.get(path)
     assert (response.status_code, set(response.json())) == (404, {"error"})
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault_in_the_log(gateway, client, caplog):
+    connection = await connection_to(gateway)
+    connection.sendall(request(f"POST {MODEL}/infer", {"content-length": "100", "content-type": "application/json"}))
+    connection.sendall(b"{")
+    # The gateway waits for more by the time that it answers another one.
+    await client.get("/health")
+    connection.close()
+    for _ in range(3):
+        await client.get("/health")
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
