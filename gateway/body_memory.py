@@ -30,8 +30,8 @@ class BodyMemory:
     def refusal(self) -> ResourceExhausted:
         """The error of a body for which there is no memory."""
         return ResourceExhausted(
-            f"the bodies of all requests take {self._max_bytes:,} bytes, which is the maximum of this gateway "
-            "(--max-total-body-bytes), and this one came more slowly than the others; try again",
+            f"the bodies of all requests may take {self._max_bytes:,} bytes together (--max-total-body-bytes), and "
+            "there is no room for this one; try again",
             reason="BODIES_FULL",
             retry_after_ms=_RETRY_MS,
         )

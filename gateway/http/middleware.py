@@ -76,8 +76,8 @@ class HostMiddleware:
             return await self._app(scope, receive, send)
         shown = shortened(name)
         message = (
-            f'host is "{shown}", by which this gateway is not known: it listens on loopback without API keys, so that '
-            f"pages of other sites could call it; --allowed-hosts {shown} allows it"
+            f'host is "{shown}"; this gateway answers to names of loopback, and to those that --allowed-hosts names, '
+            f"so that pages of other sites cannot call it; --allowed-hosts {shown} allows it"
         )
         return await _send(send, ErrorAnswer(403, message, "host_not_allowed"))
 

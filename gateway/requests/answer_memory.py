@@ -17,7 +17,7 @@ from quire.rpc.errors import QuireError, ResourceExhausted
 # Measured: an id in a list, and a piece of text in another.
 _ID_BYTES = 40
 _TEXT_BYTES = 70
-_WAY_OUT = "stream the answer, or ask for fewer sequences, tokens or log probabilities"
+_FEWER = "ask for fewer sequences, tokens or log probabilities"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class AnswerForm:
 
     is_whole: bool
     bytes_per_logprob: int = 0
+
+    @property
+    def way_out(self) -> str:
+        """What a caller can do whose answer holds too much."""
+        return f"stream the answer, or {_FEWER}" if self.is_whole else f"read the stream faster, or {_FEWER}"
 
 
 STREAMED = AnswerForm(is_whole=False)
@@ -56,7 +61,7 @@ class CallMemory:
         self.key = key
         self.num_bytes = 0
         self._memory = memory
-        self._form = form
+        self.form = form
         self._num_expected = 0
         self.is_closed = False
         self._error: QuireError | None = None
@@ -68,7 +73,7 @@ class CallMemory:
         Raises:
             InvalidArgument: with those before it, it asks for more than the answer may hold.
         """
-        if asked_max_tokens is None or not self._form.is_whole:
+        if asked_max_tokens is None or not self.form.is_whole:
             return
         num_bytes = request.num_sequences * asked_max_tokens * (self.kept_bytes + self.pending_bytes(request))
         self._num_expected += num_bytes
@@ -81,8 +86,8 @@ class CallMemory:
         violations.add(
             name,
             f"is {value:,}; with {request.num_sequences:,} sequences of up to {asked_max_tokens:,} tokens the answer "
-            f"to the call takes {self._num_expected:,} bytes or more, and {limit:,} are the most of one that is not "
-            f"streamed (--max-answer-bytes); {_WAY_OUT}",
+            f"to the call takes at least {self._num_expected:,} bytes; one that is not streamed may take at most "
+            f"{limit:,} (--max-answer-bytes); {self.form.way_out}",
         )
         violations.raise_if_any()
 
@@ -99,7 +104,7 @@ class CallMemory:
         """Of a position with so many of the most likely tokens."""
         if num_top is None:
             return 0
-        return POSITION_BYTES + TOP_BYTES * num_top + self._form.bytes_per_logprob * (1 + num_top)
+        return POSITION_BYTES + TOP_BYTES * num_top + self.form.bytes_per_logprob * (1 + num_top)
 
     def add(self, num_bytes: int) -> None:
         """The answer holds so much more, or less where it is negative. May end this call, or others."""
@@ -171,7 +176,7 @@ class AnswerMemory:
 
     def _end(self, call: CallMemory, reason: str) -> None:
         self._close(call)
-        call.end(ResourceExhausted(f"{reason}; {_WAY_OUT}", reason="ANSWER_TOO_LARGE"))
+        call.end(ResourceExhausted(f"{reason}; {call.form.way_out}", reason="ANSWER_TOO_LARGE"))
 
     def _close(self, call: CallMemory) -> None:
         use = self._keys.get(call.key)

@@ -30,7 +30,7 @@ async def test_an_answer_that_is_asked_to_be_too_large_is_refused_with_the_way_o
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "logprobs"
-    assert "200,000 are the most of one that is not streamed" in error["message"]
+    assert "one that is not streamed may take at most 200,000" in error["message"]
     assert "stream the answer, or ask for fewer" in error["message"]
     streamed = await post(small_gateway, **LARGE, max_tokens=900, stream=True)
     assert streamed.status_code == 200

@@ -207,7 +207,7 @@ def test_what_a_call_asks_for_in_so_many_words_is_refused_before_it_runs_where_i
         (violation,) = refused.value.violations
         assert violation.field == "output.logprobs"
         assert "is 20; with 2 sequences of up to 50 tokens" in violation.description
-        assert "50,000 are the most of one that is not streamed (--max-answer-bytes); stream" in violation.description
+        assert "not streamed may take at most 50,000 (--max-answer-bytes); stream" in violation.description
         with pytest.raises(InvalidArgument) as refused:
             call.expect(make_request(num_sequences=4, max_tokens=9999), 9999)
         assert refused.value.violations[0].field == "stopping.max_tokens"
