@@ -71,11 +71,6 @@ class Account:
         self._requests = _resized(self._requests, limits.requests_per_minute, now)
         self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether it matters what runs."""
-        return self._tokens is not None or self._limits.max_concurrent_requests is not None
-
     def close(self) -> None:
         """The key is not valid any more: what runs goes on, nothing new is admitted."""
         self._is_closed = True

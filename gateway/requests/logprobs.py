@@ -29,16 +29,6 @@ class TokenLogprobs(Collection[PositionLogprobs]):
         self._pieces.append((token_ids, columns))
         self._length += len(columns)
 
-    @property
-    def num_bytes(self) -> int:
-        """What the columns take."""
-        return sum(columns.num_bytes for _, columns in self._pieces)
-
-    @property
-    def chosen_sum(self) -> float:
-        """The sum over the tokens that stand there."""
-        return sum(float(value) for _, columns in self._pieces for value in columns.chosen_logprobs.tolist())
-
     def __len__(self) -> int:
         return self._length
 
