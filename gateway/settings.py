@@ -57,13 +57,17 @@ class GatewayFlags(ServiceFlags):
         minimum=1024,
     )
     max_answer_bytes: int = setting(
-        64 << 20, "most memory of the answer to one call", parse=parse_bytes, minimum=1024, metavar="BYTES"
+        64 << 20, "maximum memory of the answer to one call", parse=parse_bytes, minimum=1024, metavar="BYTES"
     )
     max_key_answer_bytes: int = setting(
-        128 << 20, "most memory of the answers to one API key's calls", parse=parse_bytes, minimum=1024, metavar="BYTES"
+        128 << 20,
+        "maximum memory of the answers to one API key's calls",
+        parse=parse_bytes,
+        minimum=1024,
+        metavar="BYTES",
     )
     max_total_answer_bytes: int = setting(
-        256 << 20, "most memory of the answers to all calls", parse=parse_bytes, minimum=1024, metavar="BYTES"
+        256 << 20, "maximum memory of the answers to all calls", parse=parse_bytes, minimum=1024, metavar="BYTES"
     )
     max_prompt_tokens: int | None = setting(None, "longest prompt; none is what the model takes", minimum=1)
     max_logprobs: int = setting(20, "most log probabilities of a position", minimum=0)
@@ -72,7 +76,7 @@ class GatewayFlags(ServiceFlags):
     max_stop_token_ids: int = setting(128, "most stop token ids of a request", minimum=0)
     max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1, maximum=MAX_CHAT_MESSAGES)
     max_call_sequences: int = setting(
-        1024, "most sequences of a call: those that run for each of its prompts, times the prompts", minimum=1
+        1024, "maximum sequences of a call: those that run for each prompt, times the prompts", minimum=1
     )
     max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
