@@ -12,7 +12,7 @@ from scheduler_svc.core.sequence import Sequence
 _HASHES_AT_FIRST = 16
 """Blocks at the start of a sequence that are hashed to look for them; more where all of these are cached."""
 
-_MAX_HASHES_AT_ARRIVAL = 4096
+_MAX_HASHES_AT_ARRIVAL = 5000
 """Blocks of a sequence that are hashed when it comes; those behind them when it is to run. Neither takes long then."""
 
 

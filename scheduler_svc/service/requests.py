@@ -281,10 +281,13 @@ class Requests:
         return reader.connection.reads.get(reader.handle)
 
     def attach(self, owned: OwnedRequest, reader: Reader, held: Held) -> None:
-        """Hands a request to a reader, which gets what it does not hold; another one that read it until now is told."""
+        """Hands a request to a reader, which gets what it does not hold; another one that read it until now is told.
+
+        Raises AlreadyExists where the reader's handle stands for another live request, and changes nothing.
+        """
+        self._free_handle(reader, but=owned)
         if owned.reader is not None and owned.reader != reader:
             self._leave(owned, _taken_over(owned))
-        self._free_handle(reader, but=owned)
         events, prompt_logprobs = owned.history.since(held, RequestKey(GATEWAYS, reader.handle))
         if owned.durable is None:
             owned.history.clear()

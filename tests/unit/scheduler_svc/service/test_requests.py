@@ -409,6 +409,16 @@ def test_a_handle_in_use_is_refused_and_one_that_is_free_is_not(bench):
 # Whose it is.
 
 
+def test_whoever_takes_over_under_a_handle_in_use_takes_nothing(bench):
+    first, second = bench.connect(), bench.connect("gateway-b")
+    durable = bench.admit(make_request(3), first, durable=True)
+    bench.admit(make_request(4), second)
+    with pytest.raises(AlreadyExists):
+        bench.requests.attach(durable, Reader(second, Handle(4)), Held())
+    assert durable.reader == Reader(first, Handle(3))
+    assert bench.requests.num_unread == 0
+
+
 def test_another_gateway_does_not_get_a_plain_request(bench):
     bench.admit(make_request(3), first := bench.connect("gateway-a"))
     bench.requests.close(first)
