@@ -2,7 +2,7 @@
 closes with the process, whatever ends it.
 
 Each rank but the first listens where it is seen from the first one's address, and rank 0 connects to it, as Gloo does.
-Where no connection comes about, and where a machine is lost without a word, signs of life remain (`meeting.py`).
+Where no connection can be made, or a machine is gone without closing it, signs of life remain (`meeting.py`).
 """
 
 import logging
@@ -19,7 +19,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Lifelines:
-    """The connections of one rank. Used by one thread; each connection is read by a daemon thread of its own.
+    """The connections of one rank, each made and read by a daemon thread of its own: one that takes long to come about
+    keeps nobody from giving signs of life.
 
     Args:
         leave: ends this process, saying why.
@@ -43,9 +44,17 @@ class Lifelines:
         return f"{port} {token} {host}"
 
     def connect(self, rank: int, offer: str) -> None:
-        """Connects rank 0 to what another rank offers."""
-        if not offer:
-            return
+        """Connects rank 0 to what another rank offers, in the background."""
+        if offer:
+            threading.Thread(target=self._connect, args=(rank, offer), name=f"lifeline {rank}", daemon=True).start()
+
+    def say_goodbye(self) -> None:
+        """This process ends in order, which is no loss to the others."""
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.sendall(_GOODBYE)
+
+    def _connect(self, rank: int, offer: str) -> None:
         port, token, host = offer.split(" ", 2)
         try:
             connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
@@ -54,13 +63,7 @@ class Lifelines:
             _logger.info("no lifeline to rank %d: %s", rank, error)
             return
         self._connections.append(connection)
-        threading.Thread(target=self._hold, args=(connection, rank), name=f"lifeline {rank}", daemon=True).start()
-
-    def say_goodbye(self) -> None:
-        """This process ends in order, which is no loss to the others."""
-        for connection in self._connections:
-            with suppress(OSError):
-                connection.sendall(_GOODBYE)
+        self._hold(connection, rank)
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:
         with listener:
@@ -68,20 +71,29 @@ class Lifelines:
                 connection, _ = listener.accept()
                 connection.settimeout(_CONNECT_TIMEOUT_S)
                 with suppress(OSError):
-                    if secrets.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token):
+                    if secrets.compare_digest(_received(connection, len(token)), token):
                         break
                 connection.close()
         self._connections.append(connection)
         self._hold(connection, 0)
 
     def _hold(self, connection: socket.socket, rank: int) -> None:
-        connection.settimeout(None)
-        try:
-            last_word = connection.recv(1)
-        except OSError:
-            last_word = b""
+        with connection:
+            connection.settimeout(None)
+            try:
+                last_word = connection.recv(1)
+            except OSError:
+                last_word = b""
         if last_word != _GOODBYE:
             self._leave(f"rank {rank} died")
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes, or fewer where the other side ends before."""
+    data = b""
+    while len(data) < num_bytes and (piece := connection.recv(num_bytes - len(data))):
+        data += piece
+    return data
 
 
 def _family(host: str) -> socket.AddressFamily:
