@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
@@ -39,6 +40,7 @@ from scheduler_svc.service.usage_so_far import usage_so_far
 _logger = logging.getLogger(__name__)
 _MAX_GRACE_PERIOD_MS = 600_000
 _MAX_TIME_TO_LIVE_MS = 86_400_000
+_MAX_KEPT_REFUSALS = 64
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -59,8 +61,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._readiness = readiness
         self._clock = clock
         self._spans = spans
-        # Which was refused last.
-        self._refused_gateway: str | None = None
+        # What was logged about gateways that do not fit, the latest last.
+        self._refusals: deque[str] = deque(maxlen=_MAX_KEPT_REFUSALS)
 
     async def Connect(
         self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
@@ -200,9 +202,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             check_protocol("quire.scheduler.v1", compatibility.SCHEDULER_PROTOCOL, theirs, us=us, them=them)
             check_model(replica.fingerprint, ModelFingerprint.of(hello.model), us=f"the worker of {us}", them=them)
         except FailedPrecondition as error:
-            # It comes again, several times a second.
-            if hello.gateway_id != self._refused_gateway:
-                self._refused_gateway = hello.gateway_id
+            # It comes again, several times a second, and there may be several of them.
+            if str(error) not in self._refusals:
+                self._refusals.append(str(error))
                 _logger.warning("refused: %s", error)
             raise
 

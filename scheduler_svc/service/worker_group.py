@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from quire.compatibility import check_model
+from quire.rpc.errors import FailedPrecondition
 from quire.rpc.tls import TlsIdentity
 from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.step_plan import StepPlan
@@ -116,14 +118,20 @@ class WorkerGroup:
 
 def _check_places(links: Sequence[WorkerLink]) -> None:
     """Raises WorkerLostError unless the links are all ranks of one group in order, alike in all that a plan needs."""
+    first = links[0]
     for rank, link in enumerate(links):
         if link.place != RankPlace(rank, len(links)):
             raise WorkerLostError(
                 f"worker {link.address} is rank {link.place.rank} of {link.place.world_size}; "
                 f"--workers names it as rank {rank} of {len(links)}"
             )
-        if link.info != links[0].info:
-            raise WorkerLostError(f"worker {link.address} differs from rank 0: {_difference(links[0], link)}")
+        if replace(link.info, fingerprint=first.info.fingerprint) != first.info:
+            raise WorkerLostError(f"worker {link.address} differs from rank 0: {_difference(first, link)}")
+        try:
+            # A rank may lack parts of the model that it does not need, as the tokenizer.
+            check_model(first.info.fingerprint, link.info.fingerprint, us="rank 0", them=f"worker {link.address}")
+        except FailedPrecondition as error:
+            raise WorkerLostError(str(error)) from error
 
 
 def _difference(first: WorkerLink, other: WorkerLink) -> str:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.rpc.server import RpcServer
 from tests.support.fake_pool import BlockError
 from tests.support.fake_runner import FakeRunner, Switch
@@ -41,6 +42,7 @@ class FakeWorkerConfig:
     """Rows with these seeds fail when they sample, and compute no chunk that is finite."""
     deadly_seeds: frozenset[int] = frozenset()
     """A step that computes rows with these seeds calls `FakeWorker.on_deadly`."""
+    fingerprint: ModelFingerprint = UNKNOWN_MODEL
 
     def info(self) -> WorkerInfo:
         """A new incarnation of this worker."""
@@ -56,7 +58,7 @@ class FakeWorkerConfig:
         )
         model = ModelGeometry("FakeForCausalLM", "float32", self.vocab_size, self.max_model_len, "cpu")
         limits = WorkerLimits(self.max_num_rows, self.max_num_batched_tokens, self.max_steps_in_flight, max_logprobs=20)
-        return WorkerInfo(time.time_ns(), rank=0, world_size=1, pool=pool, model=model, limits=limits)
+        return WorkerInfo(time.time_ns(), 0, 1, pool, model, limits, self.fingerprint)
 
 
 class FakeWorker:

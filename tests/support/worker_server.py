@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from tests.support.tiny_causal_lm import TinyCausalLM
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.metrics import WorkerMetrics
@@ -30,12 +31,13 @@ async def running_worker(
     *,
     heartbeat_interval_s: float = 0.5,
     metrics: WorkerMetrics | None = None,
+    fingerprint: ModelFingerprint = UNKNOWN_MODEL,
 ) -> AsyncIterator[str]:
     """Serves until the block ends; yields the address, a socket in `directory`."""
     servicer = WorkerServicer(metrics or WorkerMetrics(), heartbeat_interval_s=heartbeat_interval_s)
     device_loop = DeviceLoop()
     device_loop.start()
-    servicer.open(make_worker(model or TinyCausalLM(), settings, device_loop))
+    servicer.open(make_worker(model or TinyCausalLM(), settings, device_loop, fingerprint))
     server = await start_server(servicer, f"unix:{directory / 'worker'}")
     server.set_serving(True)
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.worker_convert import StepAnswer
@@ -31,11 +32,14 @@ class AgreeingRanks(Ranks):
 
 
 @contextlib.asynccontextmanager
-async def running_rank(directory: Path, rank: int, size: int = 2, generation: int = 5) -> AsyncIterator[str]:
+async def running_rank(
+    directory: Path, rank: int, size: int = 2, generation: int = 5, fingerprint: ModelFingerprint = UNKNOWN_MODEL
+) -> AsyncIterator[str]:
     (directory / str(rank)).mkdir()
     model = TinyCausalLM()
     model.ranks = AgreeingRanks(rank, size, generation)
-    async with running_worker(directory / str(rank), model, heartbeat_interval_s=0.05) as address:
+    served = running_worker(directory / str(rank), model, heartbeat_interval_s=0.05, fingerprint=fingerprint)
+    async with served as address:
         yield address
 
 
@@ -153,6 +157,27 @@ async def test_a_rank_without_the_others_is_refused(tmp_path: Path) -> None:
 async def test_ranks_of_two_starts_are_refused(tmp_path: Path) -> None:
     async with running_rank(tmp_path, 0) as first, running_rank(tmp_path, 1, generation=6) as second:
         with pytest.raises(WorkerLostError, match="it belongs to another start of the group"):
+            await attach_workers((first, second), 1, 5.0)
+
+
+async def test_a_rank_may_lack_what_it_does_not_need_of_the_model(tmp_path: Path) -> None:
+    async with (
+        running_rank(tmp_path, 0, fingerprint=ModelFingerprint("c1", "t1", "w1")) as first,
+        running_rank(tmp_path, 1, fingerprint=ModelFingerprint("c1", "", "w1")) as second,
+        attached(first, second) as link,
+    ):
+        assert link.info.fingerprint.tokenizer == "t1"
+
+
+async def test_ranks_with_different_models_are_refused(tmp_path: Path) -> None:
+    async with (
+        running_rank(tmp_path, 0, fingerprint=ModelFingerprint("c1", "t1", "w1")) as first,
+        running_rank(tmp_path, 1, fingerprint=ModelFingerprint("c1", "t1", "w2")) as second,
+    ):
+        message = (
+            f"rank 0 and worker {second} have different models: weights w1 and w2; give both the same one by --mod"
+        )
+        with pytest.raises(WorkerLostError, match=message):
             await attach_workers((first, second), 1, 5.0)
 
 

@@ -1,0 +1,168 @@
+"""A scheduler between workers and gateways of other releases, or with other models."""
+
+import logging
+from types import ModuleType, SimpleNamespace
+
+import grpc.aio
+import pytest
+
+from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
+from quire.rpc.errors import QuireError, from_rpc_error
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.scheduler_process import (
+    GatewayStream,
+    expected_tokens,
+    make_submit,
+    running_scheduler,
+    state_of,
+    until,
+    wait_attached,
+    wait_nothing_in_use,
+)
+from worker_svc.protocol import answer_convert, convert
+
+NO_VERSION = ProtocolVersions(0, 0)
+NEWER = ProtocolVersions(8, 9)
+OF_WORKER = ModelFingerprint(config="c1", weights="w1")
+FITTING = ModelFingerprint(config="c1", tokenizer="t1")
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What the scheduler logs."""
+    monkeypatch.setattr(logging.getLogger("scheduler_svc"), "handlers", [caplog.handler])
+    return caplog
+
+
+def make_hello(
+    gateway_id: str, protocol: ProtocolVersions = SCHEDULER_PROTOCOL, model: ModelFingerprint = FITTING
+) -> scheduler_pb2.Hello:
+    return scheduler_pb2.Hello(gateway_id=gateway_id, protocol=protocol.message(), model=model.message())
+
+
+async def answer_to(
+    stub: scheduler_pb2_grpc.SchedulerServiceStub, hello: scheduler_pb2.Hello
+) -> scheduler_pb2.Welcome | QuireError:
+    call = stub.Connect([scheduler_pb2.ConnectRequest(hello=hello)])
+    try:
+        async for message in call:
+            return message.welcome
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    finally:
+        call.cancel()
+    raise AssertionError("the stream ended without an answer")
+
+
+WORKER_LINES = {
+    "the scheduler": "the worker speaks versions 8 to 9 of quire.worker.v1, the scheduler version 1: ",
+    "the worker": "the scheduler speaks version 1 of quire.worker.v1, the worker versions 8 to 9: ",
+}
+
+
+@pytest.mark.parametrize(
+    ("who_refuses", "modules"), [("the scheduler", (answer_convert,)), ("the worker", (answer_convert, convert))]
+)
+async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_speaks_one_in_common(
+    worker: FakeWorker,
+    tmp_path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+    who_refuses: str,
+    modules: tuple[ModuleType, ...],
+) -> None:
+    """Also where the worker is of a release that does not look at what the scheduler speaks."""
+
+    def speak(versions: ProtocolVersions) -> None:
+        for module in modules:
+            monkeypatch.setattr(module, "compatibility", SimpleNamespace(WORKER_PROTOCOL=versions))
+
+    speak(NEWER)
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
+        line = WORKER_LINES[who_refuses] + "they have none in common; upgrade the scheduler"
+        first_epoch = (await state_of(stub)).scheduler_epoch
+
+        async def was_tried_thrice() -> bool:
+            return (await state_of(stub)).scheduler_epoch > first_epoch + 3
+
+        await until(was_tried_thrice)
+        assert not (await state_of(stub)).workers[0].attached
+        refusal = await answer_to(stub, make_hello("gateway-a"))
+        assert isinstance(refusal, QuireError)
+        assert refusal.reason == "NO_WORKER"
+        speak(ProtocolVersions(1, 9))
+        await wait_attached(stub)
+        assert len([each for each in log.messages if line in each]) == 1
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1))
+        await stream.read_until_over(1)
+        assert stream.outputs[1] == expected_tokens(1)
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "line"),
+    [
+        (
+            {"protocol": NEWER},
+            "PROTOCOL_VERSION",
+            "{} speaks versions 8 to 9 of quire.scheduler.v1, the scheduler version 1: they have none in common; "
+            "upgrade the scheduler",
+        ),
+        (
+            {"protocol": NO_VERSION},
+            "PROTOCOL_VERSION",
+            "{} speaks no version of quire.scheduler.v1, the scheduler version 1: they have none in common; upgrade {}",
+        ),
+        (
+            {"model": ModelFingerprint("c2", "t1")},
+            "MODEL_MISMATCH",
+            "the worker of the scheduler and {} have different models: config c1 and c2; give both the same one by "
+            "--model",
+        ),
+    ],
+)
+async def test_gateways_that_do_not_fit_are_refused_beside_one_that_does_and_logged_once_each(
+    worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture, changes, reason: str, line: str
+) -> None:
+    worker.config = FakeWorkerConfig(fingerprint=OF_WORKER)
+    async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
+        await wait_attached(stub)
+        stream, welcome = await GatewayStream.open(stub, "fitting")
+        assert ModelFingerprint.of(welcome.model) == OF_WORKER
+        lines = {name: line.format(*[f"gateway {name}"] * 2) for name in ("a", "b")}
+        # They come again and again, in turns.
+        for name in ("a", "b") * 3:
+            refusal = await answer_to(stub, make_hello(name, **changes))
+            assert isinstance(refusal, QuireError)
+            assert (refusal.reason, refusal.message) == (reason, lines[name])
+        assert [each for each in log.messages if "refused" in each] == [
+            f"refused: {lines[name]}" for name in ("a", "b")
+        ]
+        assert isinstance(await answer_to(stub, make_hello("other")), scheduler_pb2.Welcome)
+        await stream.submit(make_submit(1))
+        await stream.read_until_over(1)
+        assert stream.outputs[1] == expected_tokens(1)
+        stream.close()
+        await wait_nothing_in_use(stub)
+
+
+async def test_a_worker_that_comes_back_with_another_model_costs_its_gateways_their_streams(
+    tmp_path,
+) -> None:
+    address = f"unix:{tmp_path / 'w.sock'}"
+    worker = FakeWorker(FakeWorkerConfig(fingerprint=OF_WORKER))
+    await worker.start(address)
+    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
+        await wait_attached(stub)
+        assert isinstance(await answer_to(stub, make_hello("gateway-a")), scheduler_pb2.Welcome)
+        stream, _ = await GatewayStream.open(stub)
+        await worker.stop()
+        other = FakeWorker(FakeWorkerConfig(fingerprint=ModelFingerprint(config="c1", weights="w2", tokenizer="t2")))
+        await other.start(address)
+        await stream.read_to_end()
+        refusal = await answer_to(stub, make_hello("gateway-a"))
+        assert isinstance(refusal, QuireError)
+        assert "have different models: tokenizer t2 and t1; give" in refusal.message
+        await other.stop()
