@@ -94,7 +94,8 @@ def make_worker(
     if with_graphs:
         record_cuda_graphs(runner, model.device)
     warm_up(runner, pool.geometry, geometry.max_model_len, limits)
-    pool.populate()
+    # The tokens of a whole step, and of each of its sequences a block that they do not fill.
+    pool.populate(-(-limits.max_num_batched_tokens // settings.block_size) + limits.max_num_rows)
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
     (negative_generation,) = ranks.smallest(-time.time_ns())

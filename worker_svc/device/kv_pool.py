@@ -1,6 +1,7 @@
 """The KV pool: one tensor a layer on the device, and as many on the host for swapped blocks (paper, section 4.2)."""
 
 import logging
+import math
 import os
 import threading
 import time
@@ -22,12 +23,14 @@ from worker_svc.models.base import CausalLM
 CPU_POOL_BYTES = 1 << 30
 CPU_SWAP_BYTES = 1 << 30
 PINNED_SWAP_BYTES = 4 << 30
-_POPULATED_AT_ONCE = 1 << 22
+_POPULATED_AT_ONCE = 1 << 21
+_FIRST_PART_S = 0.1
+"""How long a start waits at most for the blocks that are handed out first."""
 _KEPT_FREE = 1 << 28
 _LOWEST_PRIORITY = 19
 _REST = 9.0
-"""For so many times as long as a part took it rests, so that a system that is slow to give memory serves requests
-meanwhile: a virtual machine cannot be interrupted while its host finds a page."""
+"""In the background, so that a system that is slow to give memory serves requests meanwhile: a virtual machine cannot
+be interrupted while its host finds a page."""
 _logger = logging.getLogger(__name__)
 
 
@@ -41,12 +44,20 @@ class KvPool:
     padding_block: int | None = None
     """A further block of `gpu`, which no sequence ever has: rows that pad a batch write there."""
 
-    def populate(self) -> None:
-        """Has the system give the memory of a pool on the CPU in the background, ahead of its use: a step that is the
-        first to touch a page waits for it."""
+    def populate(self, num_first_blocks: int) -> None:
+        """Populates the pages of a pool on the CPU, since the first step that touches a page waits for it.
+
+        Args:
+            num_first_blocks: How many blocks the first steps may write to. They are populated when this returns, as
+                far as a short time allows; all others follow in the background.
+        """
         layers = [weakref.ref(layer) for layer in self.gpu if layer.device.type == "cpu"]
-        if layers:
-            threading.Thread(target=_populate, args=(layers,), name="populate", daemon=True).start()
+        if not layers:
+            return
+        # A layer has all keys, then all values.
+        half, num_blocks = self.gpu[0].nbytes // 2, self.gpu[0].shape[1]
+        if _populate(layers, min(num_first_blocks, num_blocks) * half // num_blocks, max_s=_FIRST_PART_S):
+            threading.Thread(target=_populate_beside, args=(layers, half), name="populate", daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,24 +232,38 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _populate(layers: Sequence["weakref.ref[Tensor]"]) -> None:
-    """In the order in which blocks are handed out first, over all layers. Ends early where the pool is gone."""
+def _populate_beside(layers: Sequence["weakref.ref[Tensor]"], end: int) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    first = layers[0]()
-    half = 0 if first is None else first.nbytes // 2
-    for start in range(0, half, _POPULATED_AT_ONCE):
-        num_bytes = min(_POPULATED_AT_ONCE, half - start)
+    _populate(layers, end, rest=_REST)
+
+
+def _populate(layers: Sequence["weakref.ref[Tensor]"], end: int, *, rest: float = 0.0, max_s: float = math.inf) -> bool:
+    """Populates the first `end` bytes of keys and of values of all layers, in the order in which blocks are handed out.
+
+    Args:
+        rest: After each part it rests so many times as long as the part took.
+        max_s: It stops after that time.
+
+    Returns:
+        False where nothing more can be populated: the pool is gone, memory runs short, or the system cannot do it.
+    """
+    deadline = time.monotonic() + max_s
+    for start in range(0, end, _POPULATED_AT_ONCE):
+        num_bytes = min(_POPULATED_AT_ONCE, end - start)
         left = available_memory()
         if left is not None and left < _KEPT_FREE + 2 * num_bytes * len(layers):
             _logger.warning("memory runs short: %d bytes are available, and the KV pool will take more of it", left)
-            return
+            return False
         for layer in layers:
             started_at = time.monotonic()
+            if started_at >= deadline:
+                return True
             tensor = layer()
-            if tensor is None or not all(populate(tensor, half * part + start, num_bytes) for part in range(2)):
-                return
+            if tensor is None or not all(populate(tensor, part + start, num_bytes) for part in (0, tensor.nbytes // 2)):
+                return False
             del tensor
-            time.sleep(_REST * (time.monotonic() - started_at))
+            time.sleep(rest * (time.monotonic() - started_at))
+    return True
 
 
 def _layer_shape(geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype) -> tuple[int, ...]:

@@ -1,3 +1,5 @@
+import ctypes
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,15 @@ def apply_moves(operations: CacheOperations, pool: KvPool) -> None:
 def resident_bytes() -> int:
     """Memory of this process that the system has really given."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def populated_bytes(tensor: torch.Tensor) -> int:
+    """How much of a contiguous tensor that begins and ends with a page the system has given."""
+    page = mmap.PAGESIZE
+    present = (ctypes.c_ubyte * (tensor.nbytes // page))()
+    found = ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), present)
+    assert found == 0
+    return page * sum(each & 1 for each in present)
 
 
 def contents(tensor: torch.Tensor) -> list[float]:
@@ -173,12 +184,17 @@ def test_a_large_pool_is_zero_and_takes_no_memory_before_it_is_used() -> None:
     assert resident_bytes() - before < 32 << 20
 
 
-def test_a_pool_is_populated_in_the_background_while_it_is_used() -> None:
+def make_large_pool() -> KvPool:
+    """256 MiB, nothing of which was touched."""
     geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(256 << 20) // BLOCK_BYTES), None)
-    pool = allocate_pool(geometry, CPU, torch.float32)
+    return allocate_pool(geometry, CPU, torch.float32)
+
+
+def test_a_pool_is_populated_in_the_background_while_it_is_used() -> None:
+    pool = make_large_pool()
     before = resident_bytes()
     pool.gpu[0][:, 7] = 7.0
-    pool.populate()
+    pool.populate(1)
     pool.gpu[0][:, -1] = 8.0
     wait_true(lambda: resident_bytes() - before > 250 << 20, timeout_s=60)
     assert (pool.gpu[0][:, 7] == 7.0).all()
@@ -186,14 +202,37 @@ def test_a_pool_is_populated_in_the_background_while_it_is_used() -> None:
     assert not pool.gpu[0][:, 8].any()
 
 
+def test_blocks_that_are_handed_out_first_are_populated_before_the_start_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_pool, "_populate_beside", lambda layers, end: None)
+    monkeypatch.setattr(kv_pool, "_FIRST_PART_S", 60.0)
+    pool = make_large_pool()
+    first = (64 << 20) // BLOCK_BYTES
+    pool.populate(first)
+    for part in pool.gpu[0]:
+        assert populated_bytes(part[:first]) == 32 << 20
+        # A huge page at the end may reach further.
+        assert populated_bytes(part) < 40 << 20
+
+
+def test_a_start_waits_for_blocks_a_short_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(kv_pool, "_populate_beside", lambda layers, end: started.append(end))
+    monkeypatch.setattr(kv_pool, "_FIRST_PART_S", 0.0)
+    pool = make_large_pool()
+    pool.populate(pool.geometry.num_gpu_blocks)
+    wait_true(lambda: started == [128 << 20])
+    assert populated_bytes(pool.gpu[0]) == 0
+
+
 def test_population_stops_where_memory_runs_short(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(256 << 20) // BLOCK_BYTES), None)
-    pool = allocate_pool(geometry, CPU, torch.float32)
     monkeypatch.setattr(kv_pool, "available_memory", lambda: 1 << 28)
+    pool = make_large_pool()
     before = resident_bytes()
-    pool.populate()
+    pool.populate(1)
     wait_true(lambda: "memory runs short" in caplog.text)
     assert resident_bytes() - before < 32 << 20
 
