@@ -111,11 +111,26 @@ def test_weights_that_are_fine_tuned_are_others(directory: Path) -> None:
     assert fingerprint(directory).weights != before.weights
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{}"])
-def test_parts_that_are_not_there_or_broken_are_empty_or_empty_of_tensors(directory: Path, content: bytes) -> None:
+def with_header(header: str) -> bytes:
+    return len(header).to_bytes(8, "little") + header.encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 100,
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
+        with_header("[]"),
+        with_header('{"a": {"dtype": "F32", "shape": [1]}}'),
+        with_header('{"a": []}'),
+    ],
+)
+def test_parts_that_are_missing_or_broken_are_empty(directory: Path, content: bytes) -> None:
     """Whoever needs them says what is wrong."""
     (directory / "tokenizer.json").unlink()
     (directory / "model.safetensors").write_bytes(content)
     found = fingerprint(directory)
     assert found.config
     assert not found.tokenizer
+    assert not found.weights
