@@ -30,11 +30,11 @@ def _memory_left(group: Path) -> int | None:
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        most, used = _read(group / limit), _read(group / usage)
-        if most.isdecimal() and used.isdecimal():
+        allowed, used = _read(group / limit), _read(group / usage)
+        if allowed.isdecimal() and used.isdecimal():
             statistics = _fields(group / "memory.stat")
             cached = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-            return int(most) - int(used) + cached
+            return int(allowed) - int(used) + cached
     return None
 
 
