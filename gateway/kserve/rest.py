@@ -6,7 +6,8 @@ import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -35,7 +36,17 @@ _UNION_TYPES = {
 }
 
 Element = str | bool
-Parameters = dict[str, bool | int | float | str] | None
+
+
+def _check_size(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_PARAMETERS:
+        raise PydanticCustomError(
+            "too_long", "an object of at most {max_length} entries", {"max_length": MAX_PARAMETERS}
+        )
+    return value
+
+
+Parameters = Annotated[dict[str, bool | int | float | str] | None, BeforeValidator(_check_size)]
 
 
 class _Part(BaseModel):
@@ -215,10 +226,7 @@ def _tensor(violations: Violations, field: str, tensor: InputTensor) -> pb.Model
 
 def _parameters(violations: Violations, prefix: str, parameters: Parameters) -> dict[str, pb.InferParameter]:
     found: dict[str, pb.InferParameter] = {}
-    parameters = parameters or {}
-    if not violations.check_count(f"{prefix}parameters", parameters, MAX_PARAMETERS):
-        return found
-    for name, value in parameters.items():
+    for name, value in (parameters or {}).items():
         match value:
             case bool():
                 found[name] = pb.InferParameter(bool_param=value)

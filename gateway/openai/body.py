@@ -13,6 +13,7 @@ from starlette.requests import Request
 from gateway.openai.errors import ErrorAnswer, HttpError
 from gateway.openai.schemas import UNION_TYPES, Body, Message
 from gateway.openai.unsupported import check_supported
+from gateway.requests.limits import MAX_PROMPTS
 from gateway.requests.violations import Violations, shortened
 from gateway.turns import Turns
 from quire.rpc.errors import InvalidArgument, invalid_field
@@ -25,6 +26,8 @@ _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
 _INLINE_BYTES = 64 * 1024
 _MAX_FIELDS = 1024
 _MESSAGES_AT_ONCE = 512
+# Of all messages of a conversation together.
+_MAX_PARTS = 8192
 _MESSAGES = TypeAdapter(list[Message])
 
 _EXPECTED = {
@@ -113,9 +116,10 @@ async def parse_long_body(kind: type[BodyType], data: bytes, max_messages: int) 
     await turns.pause()
     if isinstance(fields, dict) and len(fields) > _MAX_FIELDS:
         raise InvalidArgument(f"the body has {len(fields):,} fields; the most is {_MAX_FIELDS:,}")
+    if isinstance(fields, dict):
+        _check_counts(fields, max_messages)
     try:
         if isinstance(fields, dict) and isinstance(fields.get("messages"), list) and "messages" in kind.model_fields:
-            _check_num_messages(fields["messages"], max_messages)
             fields["messages"] = await _messages(kind, fields, turns)
         body = kind.model_validate(fields)
     except ValidationError as error:
@@ -125,9 +129,17 @@ async def parse_long_body(kind: type[BodyType], data: bytes, max_messages: int) 
     return body
 
 
-def _check_num_messages(messages: list[Any], most: int) -> None:
+def _check_counts(fields: Mapping[str, Any], max_messages: int) -> None:
+    """Raises InvalidArgument where there are more messages, parts of messages or prompts than are looked at."""
     violations = Violations()
-    violations.check_count("messages", messages, most)
+    prompts, messages = fields.get("prompt"), fields.get("messages")
+    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+        violations.check_count("prompt", prompts, MAX_PROMPTS)
+    if isinstance(messages, list) and violations.check_count("messages", messages, max_messages):
+        contents = [each.get("content") for each in messages if isinstance(each, dict)]
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        if num_parts > _MAX_PARTS:
+            violations.add("messages", f"have {num_parts:,} parts of content together; the most is {_MAX_PARTS:,}")
     violations.raise_if_any()
 
 

@@ -16,7 +16,7 @@ from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.openai.shapes import Head, Shaper
 from gateway.openai.token_text import TokenTexts
 from gateway.requests.generator import Generator
-from gateway.requests.limits import MAX_REQUEST_ID_LENGTH
+from gateway.requests.limits import MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import Prompt, RequestOptions, TextPrompt, TokenPrompt
 from gateway.requests.validation import check_model, check_prompt
@@ -24,9 +24,6 @@ from gateway.requests.violations import Violations
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import Turns
 from quire.rpc.errors import QuireError
-
-# Each prompt is a request of its own; a body that fits otherwise could hold millions of them.
-MAX_PROMPTS = 1024
 
 
 class Call(Protocol):

@@ -186,6 +186,14 @@ async def test_lists_of_millions_are_refused_for_their_length(
             "messages has 120,000 entries",
         ),
         (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": ['
+            + b", ".join([b'{"type": "text", "text": ""}'] * 120_000)
+            + b"]}]}",
+            "messages have 120,000 parts of content together; the most is 8,192",
+        ),
+        ("/v1/completions", b'{"prompt": [' + b'"a", ' * 700_000 + b'"a"]}', "prompt has 700,001 entries"),
+        (
             "/v1/completions",
             b'{"prompt": "a", ' + b", ".join(b'"f%d": null' % number for number in range(200_000)) + b"}",
             "200,001 fields",
@@ -199,12 +207,12 @@ async def test_lists_of_millions_are_refused_for_their_length(
         ),
         (
             "/v2/models/quire-tiny/infer",
-            b'{"inputs": [], "parameters": {' + b", ".join(b'"p%d": 1' % number for number in range(300_000)) + b"}}",
-            "parameters has 300,000 entries",
+            b'{"inputs": [], "parameters": {' + b", ".join(b'"p%d": 1' % number for number in range(100_000)) + b"}}",
+            "parameters has more than 1,024 entries",
         ),
         ("/v1/completions", b'{"prompt": [' + b"7," * 1_900_000 + b"7]}", "1,900,001 tokens"),
     ],
-    ids=["messages", "fields", "elements", "parameters", "token ids"],
+    ids=["messages", "parts", "prompts", "fields", "elements", "parameters", "token ids"],
 )
 async def test_bodies_of_the_largest_size_are_refused_for_their_length(http, path, body, message):
     response = await http.post(path, content=body, headers={"content-type": "application/json"})

@@ -138,3 +138,13 @@ async def test_too_many_messages_are_refused_before_they_are_looked_at():
     with pytest.raises(QuireError) as caught:
         await parse_long_body(ChatBody, json.dumps({"messages": [{"role": 5}] * 11}).encode(), 10)
     assert caught.value.message == "messages has 11 entries; the most is 10"
+
+
+async def test_too_many_prompts_or_parts_are_refused_before_they_are_looked_at():
+    with pytest.raises(QuireError) as caught:
+        await parse_long_body(CompletionBody, json.dumps({"prompt": [{}] * 1025}).encode(), MAX_MESSAGES)
+    assert caught.value.message == "prompt has 1,025 entries; the most is 1,024"
+    messages = [{"role": "user", "content": [5] * 3000}] * 3
+    with pytest.raises(QuireError) as caught:
+        await parse_long_body(ChatBody, json.dumps({"messages": messages}).encode(), MAX_MESSAGES)
+    assert caught.value.message == "messages have 9,000 parts of content together; the most is 8,192"
