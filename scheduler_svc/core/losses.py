@@ -8,7 +8,7 @@ from scheduler_svc.core.state import SchedulerState
 
 LOSSES_BEFORE_TRIALS = 3
 """After so many losses in a row while a request ran, between which it got no token, those that ran at the last one are
-tried one by one. A single loss says little: it may be somebody's kill, or another request's fault."""
+tried (see `trials`). A single loss says little: it may be somebody's kill, or another request's fault."""
 
 LOSSES_ON_TRIAL = 3
 """After so many further ones, all at the same step of the request and while it runs alone, it is at fault."""

@@ -1,6 +1,6 @@
 """Who goes first: the order in which groups are admitted and preempted.
 
-A policy is chosen once, at the start. The scheduler asks it for the next group of a queue and tells it what was
+A policy is chosen once, at the start. The scheduler asks it which group of its queues is next and tells it what was
 planned; everything else about scheduling is the same under all policies.
 """
 
@@ -35,9 +35,9 @@ class Policy:
         """Who is preempted next. The queue is not empty."""
         return running.last()
 
-    def displaces_from(self, waiting: SequenceGroup) -> int | None:
-        """The lowest rank of those who run that the one that waits may push out, where it cannot be admitted otherwise;
-        None where it may push out nobody."""
+    def displaces_from(self, entering: SequenceGroup) -> int | None:
+        """The lowest rank of running groups that this one may push out, where there is no room for it otherwise; None
+        where it may push out nobody."""
         return None
 
     def planned(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
@@ -47,14 +47,14 @@ class Policy:
 class PriorityPolicy(Policy):
     """Higher priority first, first come first served among equals.
 
-    A group that waits preempts groups of lower priority when there is no room for it otherwise.
+    A group that waits or is swapped preempts groups of lower priority when there is no room for it otherwise.
     """
 
     def rank(self, request: Request, arrival: int) -> int:
         return (MAX_PRIORITY - request.priority) * _RANKS_PER_PRIORITY + arrival
 
-    def displaces_from(self, waiting: SequenceGroup) -> int | None:
-        return (MAX_PRIORITY - waiting.request.priority + 1) * _RANKS_PER_PRIORITY
+    def displaces_from(self, entering: SequenceGroup) -> int | None:
+        return (MAX_PRIORITY - entering.request.priority + 1) * _RANKS_PER_PRIORITY
 
 
 PREFILL_WEIGHT = 1

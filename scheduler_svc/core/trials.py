@@ -29,8 +29,8 @@ class Fault:
 
 
 class Trials:
-    """Runs suspects one by one. A refused step does not say whose row it was refused for, a lost worker not even that
-    it was for a step; and after an attachment the next steps have the same rows: it could happen for ever.
+    """Runs suspects apart from all others. A refused step does not say whose row it was refused for, a lost worker not
+    even that it was for a step; and after an attachment the next steps have the same rows: it could happen for ever.
 
     All groups that ran when a step was refused are suspects. While there are any, nobody else is admitted, and they run
     in cohorts: each alone where they are few, else about as many together as there are cohorts. A cohort runs with one
