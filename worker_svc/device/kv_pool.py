@@ -23,7 +23,7 @@ from worker_svc.models.base import CausalLM
 CPU_POOL_BYTES = 1 << 30
 CPU_SWAP_BYTES = 1 << 30
 PINNED_SWAP_BYTES = 4 << 30
-_POPULATED_AT_ONCE = 1 << 21
+_POPULATED_AT_ONCE = 1 << 22
 _FIRST_PART_S = 0.1
 """How long a start waits at most for the blocks that are handed out first."""
 _KEPT_FREE = 1 << 28

@@ -190,13 +190,14 @@ def make_large_pool() -> KvPool:
     return allocate_pool(geometry, CPU, torch.float32)
 
 
-def test_a_pool_is_populated_in_the_background_while_it_is_used() -> None:
+def test_a_pool_is_populated_in_the_background_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a busy machine each part takes long, and the rest after it much longer.
+    monkeypatch.setattr(kv_pool, "_REST", 0.0)
     pool = make_large_pool()
-    before = resident_bytes()
     pool.gpu[0][:, 7] = 7.0
     pool.populate(1)
     pool.gpu[0][:, -1] = 8.0
-    wait_true(lambda: resident_bytes() - before > 250 << 20, timeout_s=60)
+    wait_true(lambda: populated_bytes(pool.gpu[0]) == pool.gpu[0].nbytes, timeout_s=60)
     assert (pool.gpu[0][:, 7] == 7.0).all()
     assert (pool.gpu[0][:, -1] == 8.0).all()
     assert not pool.gpu[0][:, 8].any()
