@@ -19,7 +19,7 @@ from gateway.http.middleware import ANY_HOST, DrainMiddleware, HostMiddleware, U
 from gateway.http.probes import probe_routes
 from gateway.http.protocol import HttpLimits, LimitedProtocol, Places
 from gateway.http.tls_listener import TlsListener
-from gateway.kserve.rest import kserve_routes
+from gateway.kserve.rest_servicer import kserve_routes
 from gateway.kserve.servicer import KServeServicer
 from gateway.metrics import GatewayMetrics
 from gateway.openai.body import BodyLimits

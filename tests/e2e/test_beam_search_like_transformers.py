@@ -31,9 +31,9 @@ from tests.support.serving import serving
 from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
 
-# 128 rows of up to 84 tokens and 800 slots: blocks run out by themselves, too, and sometimes the host's.
+# 128 rows of up to 84 tokens and 800 slots: blocks run out by themselves, too. The host has room for most that leave.
 SMALL_POOL = WorkerSettings(
-    device="cpu", block_size=8, num_gpu_blocks=100, swap_space=1 << 18, max_num_seqs=128, max_num_batched_tokens=300
+    device="cpu", block_size=8, num_gpu_blocks=100, swap_space=1 << 20, max_num_seqs=128, max_num_batched_tokens=300
 )
 EARLY_STOPPING = {False: EarlyStopping.FALSE, True: EarlyStopping.TRUE, "never": EarlyStopping.NEVER}
 

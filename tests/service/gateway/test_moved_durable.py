@@ -21,7 +21,7 @@ async def read(call, token_ids: list[int]) -> None:
 
 async def is_found_once(two: TwoGateways) -> bool:
     """Whether one replica alone knows the request."""
-    asked = scheduler_pb2.FindDurableRequest(tenant="default", request_id="story", state_only=True)
+    asked = scheduler_pb2.FindDurableRequest(tenant="default", request_id="story")
     calls = (scheduler.FindDurable(asked) for scheduler in two.schedulers)
     answers = await asyncio.gather(*calls, return_exceptions=True)
     return sum(isinstance(answer, scheduler_pb2.FindDurableResponse) for answer in answers) == 1

@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gateway.openai.errors import error_answer
 from quire.rpc.errors import Unavailable, from_rpc_error
 from tests.support.gateway_process import RunningGateway, running_gateway
+from tests.support.processes import until_true
 from tests.support.raw_http import RawAnswer, connection_to, read_answer, request
 
 BODY = b'{"prompt": "hello", "max_tokens": 8}'
@@ -31,6 +32,8 @@ async def idle_calls(gateway: RunningGateway) -> AsyncIterator[list]:
         unary = channel.stream_stream("/quire.gateway.v1.GenerationService/Generate")()
         for call in (inference, unary):
             await call.wait_for_connection()
+        # A call that has not reached its handler is cancelled by gRPC itself.
+        await until_true(lambda: len(gateway.gateway._idle_calls._waiting) == 3)
         yield [reflection, inference, unary]
 
 

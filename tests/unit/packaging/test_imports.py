@@ -48,7 +48,7 @@ def may_see_generated_code(file: Path) -> bool:
     return (
         file.stem.endswith(("_pb2", "_pb2_grpc", "convert", "servicer", "client"))
         or file.is_relative_to(ROOT / "quire" / "client")
-        or file.stem in {"app", "connections", "outbox", "worker_link", "__main__"}
+        or file.stem in {"app", "compatibility", "connections", "outbox", "worker_link", "__main__"}
     )
 
 
