@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+_TAKEN = b"+"
 _GOODBYE = b"."
 _CONNECT_TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Lifelines:
     def __init__(self, leave: Callable[[str], NoReturn]) -> None:
         self._leave = leave
         self._connections: list[socket.socket] = []
+        self._has_said_goodbye = False
 
     def offer(self, first_host: str, first_port: int) -> str:
         """Listens for rank 0, which is at this address, in the background. Returns what rank 0 connects by; empty where
@@ -50,6 +52,8 @@ class Lifelines:
 
     def say_goodbye(self) -> None:
         """This process ends in order, which is no loss to the others."""
+        # The others close their ends for it.
+        self._has_said_goodbye = True
         for connection in self._connections:
             with suppress(OSError):
                 connection.sendall(_GOODBYE)
@@ -58,11 +62,16 @@ class Lifelines:
         port, token, host = offer.split(" ", 2)
         try:
             connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
+            # Before the token is sent: whoever has taken the connection hears a goodbye by it.
+            self._connections.append(connection)
             connection.sendall(token.encode())
+            connection.settimeout(None)
+            # A rank that ends in order before it takes the connection resets it, and is not dead by that.
+            if connection.recv(1) != _TAKEN:
+                return
         except OSError as error:
             _logger.info("no lifeline to rank %d: %s", rank, error)
             return
-        self._connections.append(connection)
         self._hold(connection, rank)
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:
@@ -75,6 +84,8 @@ class Lifelines:
                         break
                 connection.close()
         self._connections.append(connection)
+        with suppress(OSError):
+            connection.sendall(_TAKEN)
         self._hold(connection, 0)
 
     def _hold(self, connection: socket.socket, rank: int) -> None:
@@ -84,7 +95,7 @@ class Lifelines:
                 last_word = connection.recv(1)
             except OSError:
                 last_word = b""
-        if last_word != _GOODBYE:
+        if last_word != _GOODBYE and not self._has_said_goodbye:
             self._leave(f"rank {rank} died")
 
 
