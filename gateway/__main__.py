@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from gateway.app import serve
 from gateway.settings import GatewaySettings
-from quire.rpc.process import run_service
+from quire.rpc.process import configure_logging, run_service
 from quire.settings import load_settings
-from quire.telemetry import configure_logging
 
 _PROGRAM = "quire gateway"
 

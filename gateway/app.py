@@ -36,12 +36,11 @@ from gateway.tls import GatewayTls
 from gateway.trace_headers import TraceInterceptor, TraceMiddleware
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
-from quire.metrics_server import MetricsServer
+from quire.metrics import MetricsServer
 from quire.model_directory import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
-from quire.rpc.limits import ConnectionLimits
-from quire.rpc.server import RpcServer
+from quire.rpc.server import ConnectionLimits, RpcServer
 from quire.rpc.tls import TlsIdentity
 from quire.tracing import Tracer, open_tracer
 

@@ -8,8 +8,8 @@ decides for each process that it starts. The docstrings of these classes are the
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.rpc.process import LOG_LEVELS
 from quire.settings import setting
-from quire.telemetry import LOG_LEVELS
 from quire.tracing import parse_endpoint
 
 

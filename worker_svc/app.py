@@ -3,10 +3,10 @@
 import asyncio
 import logging
 
-from quire.metrics_server import MetricsServer
+from quire.metrics import MetricsServer
+from quire.rpc.process import configure_logging
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
-from quire.telemetry import configure_logging
 from quire.tracing import Tracer, open_tracer
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.hang_guard import end_when_hung

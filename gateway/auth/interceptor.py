@@ -10,8 +10,8 @@ from grpc_health.v1 import health_pb2
 
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.caller import set_caller
-from quire.rpc import reflection
 from quire.rpc.errors import PermissionDenied, QuireError
+from quire.rpc.health import REFLECTION_SERVICES
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 # Load balancers and supervisors ask these, and they have no keys.
@@ -29,7 +29,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         """Keys are good for `service_names` and reflection; `on_refusal` gets the reason of each refusal."""
         self._authenticator = authenticator
-        self._service_names = {*service_names, *reflection.SERVICE_NAMES}
+        self._service_names = {*service_names, *REFLECTION_SERVICES}
         self._on_refusal = on_refusal
 
     async def intercept_service(

@@ -28,8 +28,7 @@ from gateway.openai.routes import error_handlers, openai_routes
 from gateway.requests.generator import Generator
 from gateway.settings import GatewaySettings
 from quire.rpc.address import TcpAddress, check_bindable, is_local
-from quire.rpc.https import HttpsFiles
-from quire.rpc.tls import ServerTls
+from quire.rpc.tls import HttpsFiles, ServerTls
 
 _GRACE_S = 2
 # Longer than clients and proxies keep connections that are idle, so that none is closed as it is used again.

@@ -1,4 +1,4 @@
-"""`quire certs`: certificates for all services, from an authority of one's own."""
+"""`quire certs`: certificates for all services, from a private authority."""
 
 import datetime as dt
 import os
@@ -24,8 +24,8 @@ class CertsFlags:
         False, "give each role a directory of its own, DIR/ROLE, with its two files and ca.pem, to hand to a container"
     )
     host: tuple[str, ...] = setting((), "name or address of a service, besides localhost; with commas", metavar="HOST")
-    days: int = setting(365, "days that the certificates are good for", minimum=1, maximum=36500)
-    authority_days: int = setting(3650, "days that a new authority is good for", minimum=1, maximum=36500)
+    days: int = setting(365, "days for which the certificates are valid", minimum=1, maximum=36500)
+    authority_days: int = setting(3650, "days for which a new authority is valid", minimum=1, maximum=36500)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         for role in Role:
             target = _directory_of(role, flags)
             certificate = authority.issue(target, role, (*LOCAL_HOSTS, *flags.host), flags.days, now)
-            print(f"{target / f'{role}.pem'}: good until {certificate.not_valid_after_utc:%Y-%m-%d}")
+            print(f"{target / f'{role}.pem'}: valid until {certificate.not_valid_after_utc:%Y-%m-%d}")
     except OSError as error:
         raise ConfigurationError(f"{directory} cannot be used: {error}") from error
     return 0

@@ -11,15 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from quire.cli.flags import GenerationFlags
+from quire.cli.flags import GenerationFlags, not_utf8
 from quire.cli.main import explain
-from quire.cli.reading import not_utf8
 from quire.client import ChatMessage, Client, QuireError, Stream
 from quire.settings import load_settings, setting
 
 PROGRAM = "quire chat"
 _HELP = "/exit leaves, /reset forgets the conversation, Ctrl-C stops an answer"
-# One word alone: a message may well begin with a path.
+# One word and nothing else: a message may begin with a path.
 _COMMAND = re.compile(r"/\w*")
 
 
@@ -32,7 +31,7 @@ class ChatFlags(GenerationFlags):
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far."""
+    """The messages so far."""
 
     system: str | None
     messages: list[ChatMessage] = field(default_factory=list)
@@ -46,7 +45,7 @@ class Conversation:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Talks until the input ends; 1 when an answer failed and nobody was there to see it."""
+    """Talks until the input ends; 1 when an answer failed and the input is not a terminal."""
     flags = load_settings(ChatFlags, argv, os.environ, program=PROGRAM)
     interactive = sys.stdin.isatty()
     conversation = Conversation(flags.system)
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if interactive:
         with suppress(ImportError):
             importlib.import_module("readline")  # line editing and history
-        # Also where we were started with Ctrl-C ignored, as scripts start what runs in the background.
+        # Scripts start background commands with SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         print(_HELP)
     with Client(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client:
@@ -118,8 +117,8 @@ def _answer(client: Client, conversation: Conversation, line: str, flags: ChatFl
 def _pieces(stream: Stream) -> Iterator[str]:
     """The text of an answer as it comes; raises QuireError when the call fails.
 
-    A thread reads the call. Ctrl-C strikes the main thread wherever it is, and inside gRPC it can leave a lock taken,
-    which the next call would wait for.
+    A thread reads the call. Ctrl-C interrupts the main thread anywhere: inside gRPC it could leave a lock taken, for
+    which the next call would wait.
     """
     pieces: SimpleQueue[str | Exception | None] = SimpleQueue()
 
@@ -128,7 +127,7 @@ def _pieces(stream: Stream) -> Iterator[str]:
             for piece in stream.text:
                 pieces.put(piece)
             pieces.put(None)
-        except Exception as error:  # whatever it is, the main thread raises it
+        except Exception as error:  # the main thread raises it
             pieces.put(error)
 
     threading.Thread(target=read, name="answer", daemon=True).start()

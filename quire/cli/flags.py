@@ -1,10 +1,11 @@
-"""Flags that the client commands share."""
+"""What the client commands share: flags, and reading text."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.client import BeamSearch, ClientTls, EarlyStopping, GenerationOptions
-from quire.settings import setting
+from quire.settings import ConfigurationError, setting
 
 
 def _one_text(text: str) -> tuple[str, ...]:
@@ -13,7 +14,7 @@ def _one_text(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFlags:
-    """Where the gateway is, or several are, and what to show it."""
+    """The gateway, or several, and how to call it."""
 
     address: str = setting(
         "127.0.0.1:50051",
@@ -21,28 +22,26 @@ class ConnectionFlags:
         metavar="HOST:PORT",
     )
     # The command line of a process can be seen by everyone on its machine.
-    api_key: str | None = setting(
-        None, "API key, where the gateway asks for one; better in the variable", metavar="KEY"
-    )
+    api_key: str | None = setting(None, "API key, where the gateway requires one; safer in the variable", metavar="KEY")
     tls: bool = setting(False, "the gateway speaks TLS, and one of the public authorities has signed its certificate")
     tls_ca_file: Path | None = setting(None, "the gateway speaks TLS, and this authority has signed its certificate")
-    tls_cert_file: Path | None = setting(None, "certificate of the caller, where the gateway asks for one")
+    tls_cert_file: Path | None = setting(None, "certificate of the caller, where the gateway requires one")
     tls_key_file: Path | None = setting(None, "key of that certificate")
     tls_server_name: str | None = setting(
         None,
-        "what the gateway's certificate is made out to, where that is not the one host of --address",
+        "name in the gateway's certificate, where that is not the one host of --address",
         metavar="NAME",
     )
 
     def client_tls(self) -> ClientTls | None:
-        """How to speak TLS, where it is asked for."""
+        """None where no flag of TLS is given."""
         tls = ClientTls(self.tls_ca_file, self.tls_cert_file, self.tls_key_file, self.tls_server_name)
         return tls if self.tls or tls != ClientTls() else None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlags(ConnectionFlags):
-    """Which of its models is meant."""
+    """The model."""
 
     # Not QUIRE_MODEL, which names a directory to the services.
     model: str | None = setting(
@@ -52,17 +51,19 @@ class ModelFlags(ConnectionFlags):
 
 @dataclass(frozen=True, slots=True)
 class GenerationFlags(ModelFlags):
-    """How to generate; what is not given is the model's choice."""
+    """How to generate; what is not given is left to the model's defaults."""
 
-    max_tokens: int | None = setting(None, "most tokens to generate", minimum=1)
+    max_tokens: int | None = setting(None, "maximum number of tokens to generate", minimum=1)
     temperature: float | None = setting(None, "0 is greedy", minimum=0)
     top_k: int | None = setting(None, "keep the k most likely tokens", minimum=0)
     top_p: float | None = setting(None, "keep the most likely tokens up to this probability")
     min_p: float | None = setting(None, "drop tokens less likely than this share of the most likely one")
     seed: int | None = setting(None, "same seed, same tokens", minimum=0)
     stop: tuple[str, ...] = setting((), "end before this text; may be repeated", parse=_one_text, metavar="TEXT")
-    ignore_eos: bool = setting(False, "go on after the model's end of text")
-    beam_width: int | None = setting(None, "search with so many beams instead of sampling; shows the best", minimum=1)
+    ignore_eos: bool = setting(False, "continue after the model's end of text")
+    beam_width: int | None = setting(
+        None, "number of beams, for beam search instead of sampling; shows the best", minimum=1
+    )
     length_penalty: float | None = setting(
         None, "beam search divides log probabilities by length to this power; above 0 favours long answers"
     )
@@ -73,10 +74,10 @@ class GenerationFlags(ModelFlags):
     def __post_init__(self) -> None:
         for flag, value in (("--length-penalty", self.length_penalty), ("--early-stopping", self.early_stopping)):
             if value is not None and self.beam_width is None:
-                raise ValueError(f"{flag} is of beam search, which needs --beam-width")
+                raise ValueError(f"{flag} is for beam search, which needs --beam-width")
 
     def options(self) -> GenerationOptions:
-        """The same as the client takes it."""
+        """The same for the client."""
         return GenerationOptions(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -94,3 +95,17 @@ class GenerationFlags(ModelFlags):
             return None
         early_stopping = None if self.early_stopping is None else EarlyStopping(self.early_stopping)
         return BeamSearch(self.beam_width, self.length_penalty, early_stopping)
+
+
+def read_text(file: str) -> str:
+    """A whole text; - is stdin. ConfigurationError where it cannot be read or is not UTF-8."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise not_utf8("stdin" if file == "-" else file, error) from error
+
+
+def not_utf8(name: str, error: UnicodeDecodeError) -> ConfigurationError:
+    return ConfigurationError(f"{name} is not UTF-8: {error}")

@@ -1,4 +1,4 @@
-"""`quire generate`: one prompt, streamed; or a file of prompts, run at once and printed in order."""
+"""`quire generate`: one prompt, streamed; or a file of prompts, run concurrently and printed in order."""
 
 import asyncio
 import json
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.cli.flags import GenerationFlags
-from quire.cli.reading import read_text
+from quire.cli.flags import GenerationFlags, read_text
 from quire.client import AsyncClient, Client, Generation, QuireError, RetryPolicy, SequenceFinished, Stream, TokenChunk
 from quire.settings import ConfigurationError, load_settings, setting
 
@@ -23,7 +22,7 @@ class GenerateFlags(GenerationFlags):
     prompt: str | None = setting(None, "the prompt; without it and without --file, all of stdin", positional=True)
     file: str | None = setting(None, "prompts, one a line; - is stdin", metavar="FILE")
     format: str = setting("text", "how to print answers", choices=("text", "json"))
-    concurrency: int = setting(64, "most prompts of --file that run at once", minimum=1)
+    concurrency: int = setting(64, "maximum number of prompts of --file that run at once", minimum=1)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,11 +71,11 @@ def _read_prompts(file: str) -> list[str]:
 
 
 async def _run_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
-    """Runs all prompts at once and prints each answer as soon as those before it are printed."""
+    """Runs all prompts concurrently and prints each answer as soon as those before it are printed."""
     try:
         return await _print_all(prompts, flags)
     except BaseExceptionGroup as group:
-        # What cannot be written is not for a group, which nobody looks into.
+        # `quire` reports errors of writing; it does not look into groups.
         if (unwritten := group.subgroup(OSError)) is not None:
             raise unwritten.exceptions[0] from None
         raise
@@ -85,7 +84,7 @@ async def _run_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
 async def _print_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
     slots = asyncio.Semaphore(flags.concurrency)
     failed = False
-    # A full queue empties, however long it takes.
+    # A full queue empties, so the command waits as long as that takes.
     retry = RetryPolicy(attempts=None)
     async with (
         AsyncClient(flags.address, api_key=flags.api_key, tls=flags.client_tls(), retry=retry) as client,
@@ -102,7 +101,7 @@ async def _print_all(prompts: Sequence[str], flags: GenerateFlags) -> int:
 async def _run_one(
     client: AsyncClient, slots: asyncio.Semaphore, prompt: str, flags: GenerateFlags
 ) -> Generation | QuireError:
-    """The answer, or why there is none."""
+    """The answer, or the error."""
     async with slots:
         try:
             return await client.generate(prompt, flags.options(), model=flags.model)

@@ -25,7 +25,7 @@ _USAGE = """usage: quire keys COMMAND FILE [FLAGS]
   list    shows the keys: what they may do, and never the keys themselves
   revoke  takes keys out of the file
 
-Gateways take a changed file over within two seconds. `quire keys COMMAND --help` lists a command's flags."""
+Gateways read a changed file within two seconds. `quire keys COMMAND --help` lists a command's flags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,20 @@ class AddFlags:
 
     file: str | None = setting(None, "the file of keys; made where there is none", positional=True)
     tenant: str | None = setting(
-        None, "whose key it is; keys of one tenant share cached prefixes, request ids and pins", metavar="NAME"
+        None, "tenant of the key; keys of one tenant share cached prefixes, request ids and pins", metavar="NAME"
     )
-    id: str | None = setting(None, "what to call the key by; none makes one", metavar="NAME")
-    note: str = setting("", "what people should know of it", metavar="TEXT")
-    requests_per_minute: int | None = setting(None, "most requests a minute; none is no limit", minimum=1, metavar="N")
+    id: str | None = setting(None, "id of the key; none makes one", metavar="NAME")
+    note: str = setting("", "note for people", metavar="TEXT")
+    requests_per_minute: int | None = setting(
+        None, "maximum requests a minute; none is no limit", minimum=1, metavar="N"
+    )
     tokens_per_minute: int | None = setting(
-        None, "most tokens a minute, of prompts and output; none is no limit", minimum=1, metavar="N"
+        None, "maximum tokens a minute, of prompts and output; none is no limit", minimum=1, metavar="N"
     )
     max_concurrent_requests: int | None = setting(
-        None, "most requests that run at once; none is no limit", minimum=1, metavar="N"
+        None, "maximum requests that run at once; none is no limit", minimum=1, metavar="N"
     )
-    models: tuple[str, ...] = setting((), "the models that it may use; none is all", metavar="NAME")
+    models: tuple[str, ...] = setting((), "models that it may use; none is all", metavar="NAME")
     priority: int = setting(
         0, "priority of requests that name none", minimum=-HIGHEST_PRIORITY, maximum=HIGHEST_PRIORITY
     )
@@ -61,7 +63,7 @@ class AddFlags:
 
     def __post_init__(self) -> None:
         if self.tenant is None:
-            raise ValueError("--tenant is missing; say whose key it is")
+            raise ValueError("--tenant is missing; name the tenant of the key")
         check_name("--tenant", self.tenant)
         if self.id is not None:
             check_name("--id", self.id)
@@ -114,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add(argv: Sequence[str]) -> int:
-    # The environment is not for what differs from key to key.
+    # No environment: these flags differ from key to key.
     flags = load_settings(AddFlags, argv, {}, program=f"{PROGRAM} add")
     path = _path(flags.file)
     assert flags.tenant is not None, "checked when the flags were read"
@@ -163,7 +165,7 @@ def _path(file: str | None) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Nobody else adds or revokes meanwhile. The lock is the directory's, since the file itself is replaced."""
+    """Keeps others from adding or revoking. The lock is on the directory, since the file itself is replaced."""
     try:
         descriptor = os.open(path.resolve().parent, os.O_RDONLY)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The entry point: finds the command and turns what it raises into one line and an exit status."""
+"""The entry point: runs a command and turns what it raises into one line and an exit status."""
 
 import errno
 import importlib
@@ -19,6 +19,7 @@ _INTERRUPTED_EXIT_STATUS = 130
 class _Command:
     module: str
     help: str
+    function: str = "main"
 
 
 # Modules by name, so that `quire gateway` and `quire generate` import no torch.
@@ -29,8 +30,8 @@ _COMMANDS = {
     "worker": _Command("worker_svc.__main__", "run one worker"),
     "generate": _Command("quire.cli.generate", "continue a prompt, or a file of prompts"),
     "chat": _Command("quire.cli.chat", "talk with a model"),
-    "pin": _Command("quire.cli.pin", "keep a prefix cached for a while"),
-    "unpin": _Command("quire.cli.unpin", "let go of a pinned prefix"),
+    "pin": _Command("quire.cli.pins", "keep a prefix cached for a while", "pin"),
+    "unpin": _Command("quire.cli.pins", "unpin a prefix", "unpin"),
     "keys": _Command("quire.cli.keys", "add, list and revoke the API keys of a gateway"),
     "certs": _Command("quire.cli.certs", "make or renew certificates for TLS between all services"),
     "status": _Command("quire.cli.status", "show health, models and replicas of a gateway"),
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_encodable(rest)
         if name not in _COMMANDS:
             raise ConfigurationError(f"no such command; there are {', '.join(_COMMANDS)}")
-        return importlib.import_module(_COMMANDS[name].module).main(rest)
+        command = _COMMANDS[name]
+        return getattr(importlib.import_module(command.module), command.function)(rest)
     except ConfigurationError as error:
         report_configuration_error(error, program=program)
         return CONFIGURATION_EXIT_STATUS
@@ -65,18 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED_EXIT_STATUS
     except BrokenPipeError:
-        # Our reader left, for example `head`. What is still buffered must not fail again at exit.
-        _forget_output()
+        # The reader is gone, for example `head`.
+        _discard_output()
         return 1
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _forget_output()
+        _discard_output()
         print(f"{program}: error: cannot write: {error.strerror}", file=sys.stderr)
         return 1
 
 
-def _forget_output() -> None:
+def _discard_output() -> None:
+    """What is still buffered must not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -93,8 +96,8 @@ def explain(error: QuireError) -> str:
     if isinstance(error, Unavailable) and error.reason == Unavailable.default_reason:
         return f"no gateway answers ({' '.join(error.message.split())}); is `quire serve` running, is --address right?"
     if error.reason == "MISSING_API_KEY":
-        return "the gateway asks for an API key; set QUIRE_API_KEY"
-    wait = "" if error.retry_after_ms is None else f" (come back in {error.retry_after_ms / 1000:.1f} s)"
+        return "the gateway requires an API key; set QUIRE_API_KEY"
+    wait = "" if error.retry_after_ms is None else f" (retry in {error.retry_after_ms / 1000:.1f} s)"
     return f"{' '.join(error.message.split())}{wait}"
 
 

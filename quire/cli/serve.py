@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return asyncio.run(_serve(settings))
     except ServiceRefused as refusal:
-        # All others have ended by now, so this is the last that is said.
+        # All other services have ended, so this is the last line.
         print(refusal, file=sys.stderr, flush=True)
         return CONFIGURATION_EXIT_STATUS
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show_or_explain(address: str, flags: StatusFlags) -> bool:
-    """Of one of several gateways, so that one that does not answer hides none of the others."""
+    """For one of several gateways: the status of the others is shown even where this one does not answer."""
     try:
         return _show(address, flags)
     except QuireError as error:

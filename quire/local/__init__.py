@@ -5,8 +5,8 @@ async with LocalServer(ServeSettings(grpc_port=0, http_port=0)) as server:
     ...  # server.grpc_address, server.http_address, server.process("worker").pid
 """
 
+from quire.local.process import ServiceRefused, SupervisedProcess
 from quire.local.server import LocalServer
 from quire.local.settings import ServeSettings
-from quire.local.supervised_process import ServiceRefused, SupervisedProcess
 
 __all__ = ["LocalServer", "ServeSettings", "ServiceRefused", "SupervisedProcess"]

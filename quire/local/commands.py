@@ -34,25 +34,26 @@ class Programs:
 class Commands:
     """The command lines of one `quire serve`, whose sockets lie in `directory`.
 
-    `probe_keys` holds the key that the supervisor itself shows, where the gateway asks for keys.
+    Attributes:
+        rendezvous_port: Of the ranks of a model, if there are several.
+        probe_keys: The file of the supervisor's own key, where the gateway requires keys.
     """
 
     settings: ServeSettings
     programs: Programs
     directory: Path
-    meeting_port: int = 0
-    """Where the ranks of a model meet, if there are several."""
+    rendezvous_port: int = 0
     probe_keys: Path | None = None
 
     def worker(self, rank: int) -> list[str]:
-        """The first rank alone serves the port of the metrics."""
+        """Only the first rank serves the port of the metrics."""
         values = self._values(
             listen=self.worker_address(rank),
             metrics_port=self.settings.worker_metrics_port if rank == 0 else None,
             admin_port=None,
             num_threads=self._num_threads(),
             tensor_parallel_rank=rank,
-            tensor_parallel_address=f"127.0.0.1:{self.meeting_port}",
+            tensor_parallel_address=f"127.0.0.1:{self.rendezvous_port}",
         )
         return [*self.programs.worker, *to_argv(WorkerSettings, values)]
 
@@ -66,7 +67,7 @@ class Commands:
         return [*self.programs.scheduler, *to_argv(SchedulerSettings, values)]
 
     def gateway(self, number: int, grpc_port: int, http_port: int) -> list[str]:
-        """All gateways share the two ports; the ports of metrics and channelz follow each other, one for each."""
+        """All gateways share the two ports; each has the next port of metrics and of channelz."""
         own_keys = () if self.probe_keys is None else (self.probe_keys,)
         values = self._values(
             schedulers=(self.scheduler_address,),
@@ -86,7 +87,7 @@ class Commands:
         return {**shared, **own}
 
     def _num_threads(self) -> int | None:
-        """Of one worker: where several share the processors, by default each would take all of them."""
+        """Of one worker: by default, each of several workers would take all processors."""
         size = self.settings.tensor_parallel_size
         if self.settings.num_threads is not None or size == 1:
             return self.settings.num_threads
@@ -107,7 +108,7 @@ class Commands:
         return f"unix:{self.socket(worker_name(rank))}"
 
     def gateway_address(self, number: int) -> str:
-        """Where one gateway listens alone, besides the ports that it shares."""
+        """Where one gateway listens by itself, besides the ports that it shares."""
         return f"unix:{self.socket(gateway_name(number))}"
 
     @property
@@ -116,7 +117,7 @@ class Commands:
         return f"unix:{self.socket('scheduler')}"
 
     def socket(self, name: str) -> Path:
-        """Where the process of this name listens, and nobody else."""
+        """Where the process of this name listens, and no other."""
         return self.directory / f"{name}.sock"
 
 
@@ -131,16 +132,16 @@ def gateway_name(number: int) -> str:
 
 
 def _own_port(first: int | None, number: int) -> int | None:
-    """Of one gateway, where `first` is that of gateway 0; 0 lets each pick one."""
+    """The port of one gateway, where gateway 0 has `first`; 0 makes each pick a free one."""
     return first + number if first else first
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the services inherit: all but `QUIRE_*`, since flags say everything, and the code that we ourselves run."""
+    """What the services inherit: all but `QUIRE_*`, which the flags replace, and the path of the running code."""
     inherited = {name: value for name, value in environ.items() if not name.startswith("QUIRE_")}
     code = str(Path(quire.__file__).resolve().parent.parent)
     paths = [code, *filter(None, [inherited.get("PYTHONPATH")])]
-    # The libraries' own logs tell of every peer that goes away, which our services log in their own words.
+    # The libraries log every peer that goes away; our services log that themselves.
     return {
         "GRPC_VERBOSITY": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -2,8 +2,8 @@
 
 usage: python -I -S launch.py PARENT_PID COMMAND ARGUMENT...
 
-A supervisor that is killed by SIGKILL cannot stop its children, so the kernel does it. This is a program of its own and
-no function that runs between fork and exec, since the supervisor has threads. Only Linux has such a signal; elsewhere a
+A supervisor that is killed by SIGKILL cannot stop its children, so the kernel does it. This is a program of its own,
+not a function between fork and exec, because the supervisor has threads. Only Linux has such a signal; elsewhere a
 killed supervisor leaves its children behind.
 """
 
@@ -19,7 +19,7 @@ def main() -> None:
     parent_pid, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # it died before prctl was called
         sys.exit(1)
     os.execv(command[0], command)
 

@@ -1,35 +1,51 @@
 """All processes of one machine, from the first check to the last socket."""
 
 import asyncio
+import fcntl
 import itertools
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from quire.local import preflight
-from quire.local.backoff import RestartBackoff
-from quire.local.canary import wait_until_served
+from gateway.auth.api_key import hash_of, make_key
+from gateway.auth.keys_file import KeyEntry, read_keys, write_keys
+from quire.client import AsyncClient, GenerationOptions
 from quire.local.commands import Commands, Programs, child_environ, gateway_name, worker_name
-from quire.local.probe_key import ProbeKey
-from quire.local.reserved_port import ReservedPort
-from quire.local.run_directory import RunDirectory
+from quire.local.process import HangLimits, RestartBackoff, ServiceSpec, SupervisedProcess, print_error, watch
 from quire.local.settings import ServeSettings
-from quire.local.standard_error import tell
-from quire.local.supervised_process import ServiceSpec, SupervisedProcess
-from quire.local.watchdog import HangLimits, watch
-from quire.rpc.address import free_port
+from quire.model_directory import ModelDirectory, resolve_model, weight_files
+from quire.rpc.address import ReservedPort, free_port
+from quire.rpc.errors import ResourceExhausted, Unavailable
+from quire.rpc.tls import Role, TlsIdentity
+from quire.settings import ConfigurationError
+from quire.tracing import check_installed
 
+# What the services import beyond what a client needs: without these packages a service would die again and again.
+_NEEDED = ("jinja2", "safetensors", "starlette", "tokenizers", "torch", "uvicorn")
 # A gateway prints a line on stdout that begins like this, once it listens on both ports, and flushes it.
 _LISTENING = "quire-gateway: listening "
-# After its live requests have drained, a gateway needs this long at most to end; the others have nothing to wait for.
+# The maximum that a gateway needs to end after its live requests have drained; the others have nothing to drain.
 _EXIT_GRACE_S = 5.0
+_ONE_TOKEN = GenerationOptions(max_tokens=1, temperature=0.0)
+_CANARY_RETRY_S = 0.05
+_PROGRESS_EVERY_S = 5.0
+_PROBE = "quire-serve-probe"
+_DIRECTORY_PREFIX = "quire-"
+_LOCK = "lock"
+# The path of a unix socket has at most 107 bytes, which a long TMPDIR would exceed.
+_MAX_PARENT_BYTES = 60
 
 
 def report_on_stderr(line: str) -> None:
     """Tells the user how starting, restarting and stopping go."""
-    tell(f"quire: {line}")
+    print_error(f"quire: {line}")
 
 
 class LocalServer:
@@ -58,7 +74,7 @@ class LocalServer:
         self._ports: list[ReservedPort] = []
         self._directory: RunDirectory | None = None
         self._commands: Commands | None = None
-        self._probe_key: ProbeKey | None = None
+        self._probe_key: str | None = None
         self._not_listening = {gateway_name(number) for number in range(settings.gateways)}
         self._all_listen = asyncio.Event()
         self._stages: list[list[SupervisedProcess]] = []
@@ -81,7 +97,7 @@ class LocalServer:
         return self._started().scheduler_address
 
     def gateway_address(self, number: int) -> str:
-        """Where one gateway alone serves gRPC, once entered. Never encrypted; the directory that it lies in is ours."""
+        """Where one gateway serves gRPC by itself, once entered: a socket, not encrypted, in our private directory."""
         return self._started().gateway_address(number)
 
     def process(self, name: str) -> SupervisedProcess:
@@ -97,7 +113,7 @@ class LocalServer:
             self._commands = self._prepare()
             self._stages = self._make_processes(self._commands)
             self._report(f"starting worker, scheduler and {self._describe_gateways()}")
-            # Workers take longest.
+            # Workers take longest, so they start first.
             self._tasks = [process.start() for stage in reversed(self._stages) for process in stage]
             self._watches = self._watch_for_hangs(self._commands)
             await self._unless_failed(asyncio.ensure_future(self._all_listen.wait()))
@@ -165,10 +181,9 @@ class LocalServer:
 
     async def _canaries(self) -> None:
         """One after the other: while the model loads, the first one waits for all."""
-        api_key = None if self._probe_key is None else self._probe_key.key
         commands = self._started()
         for number in commands.gateways:
-            await wait_until_served(commands.gateway_address(number), api_key, self._report)
+            await _wait_until_served(commands.gateway_address(number), self._probe_key, self._report)
 
     def _started(self) -> Commands:
         if self._commands is None:
@@ -185,25 +200,28 @@ class LocalServer:
         return "gateway" if self._settings.gateways == 1 else f"{self._settings.gateways} gateways"
 
     def _prepare(self) -> Commands:
-        """What must be there before the first process."""
+        """Reserves what must be there before the first process."""
         settings = self._settings
-        preflight.check(settings)
+        check_servable(settings)
         self._ports.append(ReservedPort.reserve(settings.grpc_host, settings.grpc_port))
         self._ports.append(ReservedPort.reserve(settings.http_host, settings.http_port))
         self._directory = RunDirectory.make()
+        probe_keys = None
         if settings.keys_files:
-            self._probe_key = ProbeKey.make(self._directory.path)
+            # A key by which this process finds out whether requests succeed, of a tenant of its own.
+            self._probe_key, probe_keys = make_key(), self._directory.path / "probe-keys.json"
+            write_keys(probe_keys, [KeyEntry(_PROBE, hash_of(self._probe_key), _PROBE)])
         return Commands(
             settings,
             self._programs,
             self._directory.path,
-            meeting_port=free_port() if settings.tensor_parallel_size > 1 else 0,
-            probe_keys=None if self._probe_key is None else self._probe_key.keys_file,
+            rendezvous_port=free_port() if settings.tensor_parallel_size > 1 else 0,
+            probe_keys=probe_keys,
         )
 
     def _read_gateway_line(self, name: str, line: str) -> None:
         if not line.startswith(_LISTENING):
-            tell(line)
+            print_error(line)
             return
         self._not_listening.discard(name)
         if not self._not_listening:
@@ -231,13 +249,13 @@ class LocalServer:
                 partial(commands.gateway, number, grpc_port, http_port),
                 environ,
                 partial(self._read_gateway_line, gateway_name(number)),
-                # The others serve on, and a worker with its model is worth more than an early word.
+                # The other gateways keep serving, and a loaded model is worth more than an early report.
                 is_proven=self._all_listen.is_set,
             )
             for number in commands.gateways
         ]
         scheduler = ServiceSpec("scheduler", commands.scheduler, environ)
-        # The ranks meet at the first one, so it ends last.
+        # The rendezvous of the ranks is at the first one, so it ends last.
         workers = [
             ServiceSpec(worker_name(rank), partial(commands.worker, rank), environ) for rank in reversed(commands.ranks)
         ]
@@ -246,3 +264,97 @@ class LocalServer:
             [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in stage]
             for stage in stages
         ]
+
+
+class RunDirectory:
+    """The private directory of the sockets of one `quire serve`, ours as long as this process holds the lock in it.
+
+    A supervisor that is killed leaves its directory behind. Its lock is free then, so the next supervisor removes it.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock: int | None = lock
+
+    @classmethod
+    def make(cls) -> Self:
+        """Makes one, and removes those whose lock is free."""
+        parent = Path(tempfile.gettempdir())
+        if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
+            parent = Path("/tmp")
+        _remove_abandoned(parent)
+        path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=parent))
+        # The lock gets its name once it is taken, so that no other process can take it before.
+        new = path / f"{_LOCK}.new"
+        lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(path / _LOCK)
+        return cls(path, lock)
+
+    def remove(self) -> None:
+        """Removes it with everything in it. Idempotent."""
+        if self._lock is None:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for path in parent.glob(f"{_DIRECTORY_PREFIX}*"):
+        # A directory whose lock cannot be opened or taken belongs to another user, or is in use.
+        with suppress(OSError):
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def check_servable(settings: ServeSettings) -> None:
+    """Finds out before any process starts whether these settings can work here. ConfigurationError, one line."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(f"not installed: {', '.join(missing)}; install quire[all]")
+    check_installed(settings.otlp_traces_endpoint)
+    model = ModelDirectory.open(resolve_model(settings.model))
+    weight_files(model.path)
+    model.tokenizer_file()
+    if settings.tls_dir is not None:
+        TlsIdentity.of(settings.tls_dir, Role.GATEWAY)
+    if settings.public_cert is not None and settings.public_key is not None:
+        TlsIdentity(settings.public_cert, settings.public_key, None).read()
+    for path in settings.keys_files:
+        read_keys(path)
+    if settings.grpc_port and settings.grpc_port == settings.http_port:
+        raise ConfigurationError(f"--grpc-port and --http-port are both {settings.grpc_port}; they must differ")
+
+
+async def _wait_until_served(address: str, api_key: str | None, report: Callable[[str], None]) -> None:
+    """Sends a request of one token until it succeeds; reports the wait every few seconds.
+
+    Raises:
+        QuireError: the request failed for another reason than that no process serves yet, or that all are busy.
+    """
+    loop = asyncio.get_running_loop()
+    started_at = loop.time()
+    async with AsyncClient(address, api_key=api_key) as client:
+        sending = asyncio.create_task(_send_until_it_succeeds(client))
+        try:
+            while not (await asyncio.wait([sending], timeout=_PROGRESS_EVERY_S))[0]:
+                report(f"waiting for the model to be loaded ({loop.time() - started_at:.0f} s)")
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
+
+
+async def _send_until_it_succeeds(client: AsyncClient) -> None:
+    while True:
+        try:
+            await client.generate([0], _ONE_TOKEN)
+            return
+        except (Unavailable, ResourceExhausted):
+            await asyncio.sleep(_CANARY_RETRY_S)

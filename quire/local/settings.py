@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from gateway.settings import GatewayFlags
+from quire.rpc.process import LOG_LEVELS
 from quire.service_flags import DrainFlags, ModelFlags
 from quire.settings import setting
-from quire.telemetry import LOG_LEVELS
 from scheduler_svc.settings import SchedulerFlags
 from worker_svc.settings import WorkerFlags
 
@@ -40,7 +40,7 @@ class ServeSettings(ModelFlags, GatewayFlags, WorkerFlags, SchedulerFlags, Drain
     gateway_metrics_port: int | None = setting(
         None,
         "port of the first gateway's own metrics, further ones have the ports after it; none serves them on the HTTP "
-        "port alone, which tells those of whichever gateway answers",
+        "port only, which shows those of whichever gateway answers",
         minimum=0,
         maximum=_LAST_PORT,
     )

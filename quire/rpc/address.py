@@ -1,17 +1,22 @@
-"""Where a service listens: "HOST:PORT", "[IPV6]:PORT" or "unix:PATH"."""
+"""Where a service listens: "HOST:PORT", "[IPV6]:PORT" or "unix:PATH"; and ports reserved for those who share them."""
 
 import errno
 import ipaddress
 import os
 import socket
 import stat
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from quire.settings import ConfigurationError
 
 _UNIX_PREFIX = "unix:"
+_MAX_UNIX_PATH_BYTES = 107
+# A port that is free at one address of a host may be taken at another one.
+_MAX_PICKS = 20
 
 
 class AddressInUse(ConfigurationError):  # noqa: N818
@@ -40,7 +45,7 @@ class UnixAddress:
 
 
 def parse_address(text: str) -> TcpAddress | UnixAddress:
-    """Reads an address; ConfigurationError when it is none."""
+    """Reads an address. ConfigurationError when it is malformed."""
     if text.startswith(_UNIX_PREFIX):
         path = text.removeprefix(_UNIX_PREFIX)
         if not path:
@@ -66,53 +71,130 @@ def is_local(text: str) -> bool:
         return False
 
 
-def check_bindable(address: TcpAddress | UnixAddress, *, reuse_port: bool = False) -> None:
-    """Tries to listen at `address` and lets go of it again.
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
 
-    gRPC itself reports a bind failure by several lines in its log and no cause. With `reuse_port` an address counts as
-    free when those who listen there share it too.
+
+def check_bindable(address: TcpAddress | UnixAddress, *, reuse_port: bool = False) -> None:
+    """Binds `address` and releases it again: gRPC itself reports a failure in several log lines and without its cause.
+
+    With `reuse_port` an address counts as free where those who listen there share it too.
 
     Raises:
-        AddressInUse: someone listens there.
+        AddressInUse: another process listens there.
         ConfigurationError: the address cannot be bound for another reason.
     """
     if isinstance(address, UnixAddress):
         _check_unix(address)
         return
+    lacking: OSError | None = None
+    is_bindable = False
+    for family, sockaddr in _resolve(address):
+        try:
+            _bind(family, sockaddr, reuse_port=reuse_port).close()
+            is_bindable = True
+        except OSError as error:
+            lacking = _lack_of_address(error, address)
+    # gRPC listens on all addresses of a name and is content with one, so one that this machine lacks is no failure.
+    if not is_bindable and lacking is not None:
+        raise ConfigurationError(f"cannot listen on {address}: {lacking.strerror}") from lacking
+
+
+class ReservedPort:
+    """A TCP port that is kept for the processes that share it, also while none of them runs.
+
+    It holds sockets that are bound with SO_REUSEPORT and never listen, so that no connection comes to them. Every
+    process of this user that sets SO_REUSEPORT too can listen at the port. All others are refused, and so is a second
+    server of ours, which first checks that the port is free.
+    """
+
+    def __init__(self, address: TcpAddress, sockets: ExitStack) -> None:
+        self.address = address
+        self._sockets = sockets
+
+    @classmethod
+    def reserve(cls, host: str, port: int) -> Self:
+        """Reserves the port at all addresses of `host` that this machine has; port 0 picks a free one.
+
+        Raises:
+            AddressInUse: another process listens there or has reserved it, whether or not it would share it.
+            ConfigurationError: this machine has no such address, or it cannot be bound for another reason.
+        """
+        for _ in range(0 if port else _MAX_PICKS - 1):
+            with suppress(AddressInUse):
+                return cls._reserve(TcpAddress(host, port))
+        return cls._reserve(TcpAddress(host, port))
+
+    @classmethod
+    def _reserve(cls, wanted: TcpAddress) -> Self:
+        # Without SO_REUSEPORT, which would succeed beside those who share the port already.
+        check_bindable(wanted)
+        with ExitStack() as sockets:
+            port = wanted.port
+            for family, sockaddr in _resolve(wanted):
+                bound = _bind_shared(family, (sockaddr[0], port, *sockaddr[2:]), wanted)
+                if bound is not None:
+                    port = sockets.enter_context(bound).getsockname()[1]
+            return cls(TcpAddress(wanted.host, port), sockets.pop_all())
+
+    def release(self) -> None:
+        """Idempotent."""
+        self._sockets.close()
+
+
+def _bind_shared(family: int, sockaddr: tuple[object, ...], wanted: TcpAddress) -> socket.socket | None:
+    """None where this machine has no such address; check_bindable has found one that it has."""
+    try:
+        return _bind(family, sockaddr, reuse_port=True, reuse_address=False)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            _lack_of_address(error, wanted)
+            return None
+    # Closed connections of a server that did not share the port may linger there, and block it without SO_REUSEADDR.
+    # With it, other servers notice us only once a process listens.
+    try:
+        return _bind(family, sockaddr, reuse_port=True)
+    except OSError as error:
+        raise AddressInUse(f"cannot listen on {wanted}: the port is in use") from error
+
+
+def _resolve(address: TcpAddress) -> Iterator[tuple[int, tuple[object, ...]]]:
+    """The family and the socket address of each IP address of the host."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {address}: {error.strerror or error}") from error
-    # gRPC listens on all addresses of a name and is content with one, so one that this machine lacks is no failure.
-    failures = [_try_bind(family, sockaddr, address, reuse_port=reuse_port) for family, _, _, _, sockaddr in found]
-    missing = [failure for failure in failures if failure is not None]
-    if len(missing) == len(failures):
-        raise ConfigurationError(f"cannot listen on {address}: {missing[0].strerror}") from missing[0]
+    return ((family, sockaddr) for family, _, _, _, sockaddr in found)
 
 
-def _try_bind(family: int, sockaddr: tuple[object, ...], address: TcpAddress, *, reuse_port: bool) -> OSError | None:
-    """The reason why this machine has no such address; raises for all other reasons."""
-    try:
-        with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if reuse_port:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            probe.bind(sockaddr)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise AddressInUse(f"cannot listen on {address}: the port is in use") from error
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            return error
-        raise ConfigurationError(f"cannot listen on {address}: {error.strerror}") from error
-    return None
+def _bind(family: int, sockaddr: tuple[object, ...], *, reuse_port: bool, reuse_address: bool = True) -> socket.socket:
+    with ExitStack() as undo:
+        bound = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse_address))
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(sockaddr)
+        undo.pop_all()
+        return bound
+
+
+def _lack_of_address(error: OSError, address: TcpAddress) -> OSError:
+    """The error where it says that this machine has no such address; raises what any other error means."""
+    if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        return error
+    if error.errno == errno.EADDRINUSE:
+        raise AddressInUse(f"cannot listen on {address}: the port is in use") from error
+    raise ConfigurationError(f"cannot listen on {address}: {error.strerror}") from error
 
 
 def _check_unix(address: UnixAddress) -> None:
-    """gRPC removes whatever socket is at the path, also a live one; so ask it first."""
-    if len(os.fsencode(address.path)) > 107:
-        raise ConfigurationError(f"cannot listen on {address}: the path is longer than 107 bytes")
+    """gRPC removes whatever socket is at the path, a live one too; so the check connects to it first."""
+    if len(os.fsencode(address.path)) > _MAX_UNIX_PATH_BYTES:
+        raise ConfigurationError(f"cannot listen on {address}: the path is longer than {_MAX_UNIX_PATH_BYTES} bytes")
     if not address.path.parent.is_dir():
         raise ConfigurationError(f"cannot listen on {address}: no such directory {address.path.parent}")
     if not address.path.exists():
@@ -126,10 +208,3 @@ def _check_unix(address: UnixAddress) -> None:
         except OSError:
             return  # left behind by a dead process
     raise AddressInUse(f"cannot listen on {address}: the socket is in use")
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

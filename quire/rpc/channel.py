@@ -13,10 +13,10 @@ def open_channel(
     """A channel to "HOST:PORT" or "unix:PATH" that connects on first use and notices a dead peer within 20 s.
 
     Args:
-        tls: as whom to call a TCP address; its files are read now.
+        tls: The identity to show at a TCP address; its files are read now.
 
     Raises:
-        ConfigurationError: the files of `tls` are no good.
+        ConfigurationError: the files of `tls` cannot be used.
     """
     options = channel_options(address, max_message_bytes=max_message_bytes)
     if tls is None or not isinstance(parse_address(address), TcpAddress):

@@ -1,4 +1,4 @@
-"""The life of a service process: event loop, signals, exit status."""
+"""The life of a service process: event loop, signals, logs, exit status."""
 
 import asyncio
 import logging
@@ -10,9 +10,10 @@ from quire.settings import ConfigurationError
 
 CONFIGURATION_EXIT_STATUS = 2
 LOST_PEER_EXIT_STATUS = 75
-"""Of a process that cannot go on without another one that was lost (EX_TEMPFAIL: try again): no fault of its own."""
+"""Of a process that ends because it lost a process that it cannot run without (EX_TEMPFAIL: try again)."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_OURS = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels")
+_OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels")
 _logger = logging.getLogger(__name__)
 
 
@@ -46,14 +47,31 @@ def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
     return 0
 
 
+def configure_logging(service: str, level: str = "info") -> None:
+    """Sends the process's logs to stderr, one line a record: time, level, service, logger, message.
+
+    Libraries that log every request stay at warnings, unless `level` is "debug".
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)s {service} %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level != "debug":
+        for noisy in ("asyncio", "httpx", "httpcore", "uvicorn.access"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        # It logs every failed attempt to reach a collector; quire.tracing logs the first one.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+
+
 def report_configuration_error(error: ConfigurationError, *, program: str) -> None:
     """Prints the one line that a user sees when the configuration is at fault."""
     print(f"{program}: error: {error}", file=sys.stderr, flush=True)
 
 
 def missing_package(error: ModuleNotFoundError) -> ConfigurationError:
-    """What to tell a user who installed too little; where a module of ours is missing, raises `error` again."""
-    if error.name is None or error.name.partition(".")[0] in _OURS:
+    """The error for a user who installed too little; raises `error` again where the missing module is ours."""
+    if error.name is None or error.name.partition(".")[0] in _OUR_PACKAGES:
         raise error
     return ConfigurationError(f"{error.name} is not installed; install quire[all], or the extra of this service")
 

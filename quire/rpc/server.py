@@ -1,40 +1,102 @@
-"""A gRPC server as all services run it: health, reflection, error mapping, limits, keepalive, drain."""
+"""A gRPC server as all services run it: listening, limits, health, reflection, error mapping, keepalive, drain."""
 
 import asyncio
 import contextlib
+import os
+import socket
+import stat
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import grpc
 import grpc.aio
+from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health_pb2_grpc
 
 from quire.rpc.address import AddressInUse, TcpAddress, UnixAddress, check_bindable, parse_address
-from quire.rpc.admin import AdminServer
-from quire.rpc.arrivals import Arrivals
-from quire.rpc.health_servicer import SERVICE_NAME as HEALTH_SERVICE_NAME
-from quire.rpc.health_servicer import HealthServicer
-from quire.rpc.interceptors import ErrorInterceptor
-from quire.rpc.limits import ConnectionLimits
-from quire.rpc.listening import listening_at, start_all, stop_listening
-from quire.rpc.reflection import add_reflection
-from quire.rpc.roles import role_interceptors
-from quire.rpc.tls import ServerTls
+from quire.rpc.health import HEALTH_SERVICE, HealthServicer, add_reflection
+from quire.rpc.interceptors import Arrivals, ErrorInterceptor
+from quire.rpc.tls import ServerTls, role_interceptors
 
-__all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "UNLIMITED_MESSAGE_BYTES", "AddressInUse", "RpcServer"]
+__all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "UNLIMITED_MESSAGE_BYTES", "AddressInUse", "ConnectionLimits", "RpcServer"]
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 UNLIMITED_MESSAGE_BYTES = -1
-"""But for what protobuf can hold, 2 GiB."""
+"""Up to what protobuf can hold, 2 GiB."""
+_MAX_METADATA_BYTES = 64 * 1024
+_MAX_PAUSE_WAIT_S = 0.5
+_ADMIN_HOST = "127.0.0.1"
+_CHANNELZ_SERVICE = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How much of a server its connections may take; None sets no limit.
+
+    Attributes:
+        max_connections: Connections at once; further ones are closed.
+        max_streams: Calls at once in one connection; a client keeps further ones back until one ends.
+        handshake_timeout_s: A connection that is not set up by then is closed.
+    """
+
+    max_connections: int | None = None
+    max_streams: int | None = None
+    handshake_timeout_s: float = 10.0
+
+    def options(self) -> list[tuple[str, int]]:
+        """The same for a gRPC server, and the maximum metadata of a call."""
+        limits = {
+            "grpc.max_allowed_incoming_connections": self.max_connections,
+            "grpc.max_concurrent_streams": self.max_streams,
+        }
+        return [
+            *((name, limit) for name, limit in limits.items() if limit is not None),
+            ("grpc.server_handshake_timeout_ms", int(self.handshake_timeout_s * 1000)),
+            ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
+        ]
+
+
 _NO_LIMITS = ConnectionLimits()
-_LONGEST_WAIT_FOR_A_PAUSE_S = 0.5
+
+
+class AdminServer:
+    """gRPC's channelz on loopback: servers, channels and sockets of this process and what they have done.
+
+    Without TLS there is no authentication: everyone who can log in on the machine can look.
+    """
+
+    def __init__(self, server: grpc.aio.Server, address: str) -> None:
+        self.address = address
+        self._server = server
+
+    @classmethod
+    async def start(cls, port: int, tls: ServerTls | None = None) -> Self:
+        """Listens on a port of 127.0.0.1, 0 for a free one; with `tls`, for callers of its roles only.
+
+        Raises:
+            AddressInUse: another process listens there.
+            ConfigurationError: the files of `tls` cannot be used.
+        """
+        wanted = TcpAddress(_ADMIN_HOST, port)
+        check_bindable(wanted)
+        server = grpc.aio.server(interceptors=role_interceptors(wanted, tls), options=[("grpc.so_reuseport", 0)])
+        channelz.add_channelz_servicer(server)
+        add_reflection((_CHANNELZ_SERVICE,), server)
+        bound = _bind(server, wanted, tls)
+        await _start_all(server)
+        return cls(server, str(bound))
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
 
 
 class RpcServer:
     """A running server, made by `start`. It serves at once; health says NOT_SERVING until `set_serving(True)`.
 
-    Its local socket has a server of its own, which serves on when the port is handed over.
+    Its local socket has a server of its own, which keeps serving when the port is handed over.
     """
 
     def __init__(
@@ -69,7 +131,7 @@ class RpcServer:
         admin_port: int | None = None,
         admin_tls: ServerTls | None = None,
     ) -> Self:
-        """Listens and serves.
+        """Listens and serves, at all addresses or at none.
 
         Args:
             address: "HOST:PORT" (port 0 picks a free one) or "unix:PATH".
@@ -77,34 +139,46 @@ class RpcServer:
             service_names: Full names of those services, for health and reflection.
             max_message_bytes: Larger requests are refused with RESOURCE_EXHAUSTED. Answers have no limit.
             reuse_port: Share the port with other processes, over which the kernel spreads connections.
-            local_socket: A unix socket that leads to this process alone, also where the port is shared.
+            local_socket: A unix socket that leads to this process only, also where the port is shared.
             interceptors: See calls of all services before their handlers do, health included; the first one first.
             tls: How to encrypt a TCP address, and who may call; a unix socket is never encrypted.
             limits: How much connections may take, those to `local_socket` counted apart.
             admin_port, admin_tls: Where to show channelz, on loopback, and to whom; port 0 picks a free one.
 
-        Raises ConfigurationError: an address is malformed, in use (AddressInUse) or not ours, or files of TLS are bad.
+        Raises:
+            AddressInUse: another process listens at an address.
+            ConfigurationError: an address is malformed or not of this machine, or files of TLS cannot be used.
         """
-        wanted = _checked(address, local_socket, reuse_port=reuse_port)
-        arrivals = Arrivals()
+        wanted = [parse_address(address)]
+        check_bindable(wanted[0], reuse_port=reuse_port)
+        if local_socket is not None:
+            wanted.append(UnixAddress(local_socket))
+            check_bindable(wanted[1])
+        arrivals, health = Arrivals(), HealthServicer(service_names)
         guards = (arrivals, *role_interceptors(wanted[0], tls), ErrorInterceptor(), *interceptors)
         options = _options(max_message_bytes, limits, reuse_port=reuse_port, is_watched=admin_port is not None)
         servers = [grpc.aio.server(interceptors=guards, options=options) for _ in wanted]
-        health = _add_services(servers, register, service_names)
+        for server in servers:
+            register(server)
+            health_pb2_grpc.add_HealthServicer_to_server(health, server)
+            add_reflection((*service_names, HEALTH_SERVICE), server)
         async with _admin_server(admin_port, admin_tls) as admin:
-            bound, listeners = await _listen(servers, wanted, tls)
-        return cls(servers, str(bound), arrivals, health, admin, listeners)
+            # Other servers of this process may share the port.
+            others = _listening_at(wanted[0])
+            bound, *_ = [_bind(server, each, tls) for server, each in zip(servers, wanted, strict=True)]
+            await _start_all(*servers)
+        return cls(servers, str(bound), arrivals, health, admin, _listening_at(bound) - others)
 
     def set_serving(self, serving: bool) -> None:
         """What health answers from now on, for the server as a whole and for each service."""
         self._health.set_serving(serving)
 
     async def hand_over(self, grace_s: float) -> None:
-        """Leaves the port to those who share it: closes it between two calls, and has clients make their next ones over
-        a new connection. Returns once the calls that came by it are over; after `grace_s` seconds it cancels them."""
-        # First nobody new, then those who are told to connect anew: they must not reach this process again.
-        stop_listening(self._listeners, parse_address(self.address))
-        await self._arrivals.wait_for_a_pause(_LONGEST_WAIT_FOR_A_PAUSE_S)
+        """Leaves the port to those who share it: closes it between two calls, and makes clients connect anew for their
+        next ones. Returns once the calls that came by it are over; after `grace_s` seconds it cancels them."""
+        # The port closes before clients are told to connect anew: they must not reach this process again.
+        _stop_listening(self._listeners, parse_address(self.address))
+        await self._arrivals.wait_for_a_pause(_MAX_PAUSE_WAIT_S)
         await self._servers[0].stop(grace_s)
 
     async def stop(self, grace_s: float) -> None:
@@ -115,20 +189,9 @@ class RpcServer:
             await self.admin.stop()
 
 
-def _checked(address: str, local_socket: Path | None, *, reuse_port: bool) -> list[TcpAddress | UnixAddress]:
-    """All addresses to listen at, the main one first."""
-    wanted = parse_address(address)
-    check_bindable(wanted, reuse_port=reuse_port)
-    if local_socket is None:
-        return [wanted]
-    local = UnixAddress(local_socket)
-    check_bindable(local)
-    return [wanted, local]
-
-
 @contextlib.asynccontextmanager
 async def _admin_server(port: int | None, tls: ServerTls | None) -> AsyncIterator[AdminServer | None]:
-    """Runs on behind the block, and stops where the block fails."""
+    """Keeps running after the block, and stops where the block fails."""
     admin = None if port is None else await AdminServer.start(port, tls)
     try:
         yield admin
@@ -138,36 +201,10 @@ async def _admin_server(port: int | None, tls: ServerTls | None) -> AsyncIterato
         raise
 
 
-def _add_services(
-    servers: Sequence[grpc.aio.Server],
-    register: Callable[[grpc.aio.Server], None],
-    service_names: Sequence[str],
-) -> HealthServicer:
-    """Those of `register`, health and reflection, to each server. Returns what says how they are."""
-    health = HealthServicer(service_names)
-    for server in servers:
-        register(server)
-        health_pb2_grpc.add_HealthServicer_to_server(health, server)
-        add_reflection((*service_names, HEALTH_SERVICE_NAME), server)
-    return health
-
-
-async def _listen(
-    servers: Sequence[grpc.aio.Server], wanted: Sequence[TcpAddress | UnixAddress], tls: ServerTls | None
-) -> tuple[TcpAddress | UnixAddress, frozenset[int]]:
-    """Serves at all addresses, or at none where one of them cannot be had. Returns the main one, as `_bind` does, and
-    our own sockets that listen there."""
-    # Others of this process may share the port.
-    others = listening_at(wanted[0])
-    bound = [_bind(server, address, tls) for server, address in zip(servers, wanted, strict=True)]
-    await start_all(*servers)
-    return bound[0], listening_at(bound[0]) - others
-
-
 def _bind(
     server: grpc.aio.Server, address: TcpAddress | UnixAddress, tls: ServerTls | None
 ) -> TcpAddress | UnixAddress:
-    """The address that it has then, with the port that was picked."""
+    """The address with the port that was picked."""
     try:
         if isinstance(address, UnixAddress):
             server.add_insecure_port(str(address))
@@ -179,6 +216,18 @@ def _bind(
         raise AddressInUse(f"cannot listen on {address}: the port is in use") from error
 
 
+async def _start_all(*servers: grpc.aio.Server) -> None:
+    """Starts servers, all or none. On cancellation they finish their start and are stopped: gRPC neither ends a start
+    that is cancelled without errors, nor the event loop in which it runs, and may hang."""
+    starting = asyncio.gather(*(server.start() for server in servers))
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await starting
+        await asyncio.gather(*(server.stop(0) for server in servers))
+        raise
+
+
 def _options(
     max_message_bytes: int, limits: ConnectionLimits, *, reuse_port: bool, is_watched: bool
 ) -> list[tuple[str, int]]:
@@ -188,11 +237,53 @@ def _options(
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # A client may ping every 5 s while a long unary call or an idle channel has nothing to say.
+        # A client may ping every 5 s during a long unary call, or on an idle channel.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        # Clients that vanished without a word are noticed and their requests aborted.
+        # Finds clients that vanished without closing their connection, whose requests are aborted then.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
     ]
+
+
+# gRPC closes a port only when it shuts the server down. To hand a port over, its sockets are found and replaced.
+
+
+def _listening_at(address: TcpAddress | UnixAddress) -> frozenset[int]:
+    """The descriptors by which this process listens at a TCP port."""
+    if not isinstance(address, TcpAddress):
+        return frozenset()
+    descriptors = [int(each.name) for each in Path("/proc/self/fd").iterdir()]
+    return frozenset(each for each in descriptors if _listens(each, address.port))
+
+
+def _listens(descriptor: int, port: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(descriptor)) as each:
+            is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
+            listens = bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            return is_internet and listens and each.getsockname()[1] == port
+    except OSError:
+        # Closed in the meantime, as the descriptor of the directory listing is.
+        return False
+
+
+def _stop_listening(descriptors: frozenset[int], address: TcpAddress | UnixAddress) -> None:
+    """Closes these listening sockets at a TCP port. Open connections stay; new ones go to others that share the port.
+
+    gRPC keeps the descriptors and closes them in the end, so each becomes that of another listening socket, which
+    no client can reach. On a socket that is only shut down, gRPC would call accept and log its failure.
+    """
+    remaining = descriptors & _listening_at(address)
+    if not remaining:
+        return
+    with socket.socket(socket.AF_UNIX) as unreachable:
+        # Bound to a name that the kernel picks.
+        unreachable.bind("")
+        unreachable.listen(0)
+        unreachable.setblocking(False)
+        for descriptor in remaining:
+            os.dup2(unreachable.fileno(), descriptor, inheritable=False)

@@ -1,23 +1,33 @@
-"""TLS on TCP links: certificates of services by role, read anew when their files change. docs/security.md says how.
+"""TLS on TCP links: who a process is, who may call it, and certificates that may change while it runs.
 
-Unix sockets are not encrypted: who may open the file may call.
+Certificates name the role of their holder; docs/security.md says how to make them. Each handshake uses the files as
+they are then; connections that are open keep what they began with. Unix sockets are not encrypted: whoever may open the
+file may call.
 """
 
+import functools
 import logging
 import ssl
+import threading
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 
-from quire.rpc.address import is_local
+from quire.rpc.address import TcpAddress, UnixAddress, is_local
+from quire.rpc.errors import PermissionDenied
+from quire.rpc.interceptors import Behavior, Continuation, abort_with, is_generator, remake
 from quire.settings import ConfigurationError
 
 AUTHORITY_FILE = "ca.pem"
 ROLE_URI = "quire://role/"
 """Certificates name the role of their holder by a URI among the subject's alternative names."""
+_HEALTH = "/grpc.health.v1.Health/"
+_KEEPING = "%s; keeping the certificate from before"
 _logger = logging.getLogger(__name__)
 
 
@@ -33,12 +43,12 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TlsIdentity:
-    """Who a process is towards others, and whose word it takes for who they are. Files in PEM.
+    """How a process proves who it is, and which authority it trusts. Files in PEM.
 
     Attributes:
-        certificate: of this process, the chain up to the authority after it.
+        certificate: of this process, followed by the chain up to the authority.
         key: of the certificate, not encrypted.
-        authority: certificates of those whose signature is believed; None where nobody has to prove anything.
+        authority: certificates of the trusted authorities; None where callers need no certificate.
     """
 
     certificate: Path
@@ -47,7 +57,7 @@ class TlsIdentity:
 
     @classmethod
     def of(cls, directory: Path, role: Role) -> "TlsIdentity":
-        """The files of a role in a directory as `quire certs` makes it. ConfigurationError when they are no good."""
+        """The files of a role in a directory that `quire certs` made. ConfigurationError when they cannot be used."""
         identity = cls(directory / f"{role}.pem", directory / f"{role}.key", directory / AUTHORITY_FILE)
         identity.read()
         return identity
@@ -56,12 +66,17 @@ class TlsIdentity:
         """The contents of the files. ConfigurationError when one cannot be read or they do not belong together."""
         try:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.authority)
-            load_certificate(context, self)
+            self.load_into(context)
             authority = None if self.authority is None else self.authority.read_bytes()
             return TlsMaterial(self.certificate.read_bytes(), self.key.read_bytes(), authority)
-        except OSError as error:  # of which ssl.SSLError is one
+        except OSError as error:  # ssl.SSLError included
             files = ", ".join(map(str, self._files()))
             raise ConfigurationError(f"TLS: {files} cannot be used: {error}") from error
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Makes a context show the certificate. OSError when the files cannot be used."""
+        # With a password, even a wrong one, an encrypted key is an error; without one, OpenSSL prompts at the terminal.
+        context.load_cert_chain(self.certificate, self.key, password="")
 
     def stamp(self) -> tuple[int, ...]:
         """Changes when one of the files does; OSError when one is gone."""
@@ -83,14 +98,17 @@ class TlsMaterial:
     def channel_credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
+    def server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.authority)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
     """How a service proves who it is, and who may call it.
 
     Attributes:
-        asks_for_certificates: callers must show one that the authority has signed.
-        roles: of such callers, the ones that may call any method but health; none lets all of them.
+        asks_for_certificates: whether callers must show one that the authority has signed.
+        roles: the roles of callers that may call any method but health; None allows all of them.
     """
 
     identity: TlsIdentity
@@ -99,42 +117,76 @@ class ServerTls:
 
     @classmethod
     def for_operators(cls, identity: TlsIdentity) -> "ServerTls":
-        """Of ports for people and machines that look into a service: metrics and channelz."""
+        """For the ports of metrics and channelz."""
         return cls(identity, roles=frozenset({Role.OPERATOR}))
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Each handshake uses the files as they are then; running connections stay as they are."""
-        # None tells gRPC that nothing has changed, which its type hints do not know.
-        reload: Any = _Reload(self.identity)
-        return grpc.dynamic_ssl_server_credentials(
-            _configuration(self.identity.read()), reload, self.asks_for_certificates
-        )
+        """Of a gRPC server."""
+        watch = _FileWatch(self.identity)
+
+        # gRPC calls it before each handshake, in a thread of its own. None means "unchanged"; the type hints lack that.
+        def reload() -> Any:
+            material = watch.changed()
+            return None if material is None else material.server_configuration()
+
+        configuration = self.identity.read().server_configuration()
+        return grpc.dynamic_ssl_server_credentials(configuration, reload, self.asks_for_certificates)
 
 
-def load_certificate(context: ssl.SSLContext, identity: TlsIdentity) -> None:
-    """Has a context show the certificate. OSError when the files cannot be used."""
-    # With a password, though a wrong one, an encrypted key is an error; without one, OpenSSL asks at the terminal.
-    context.load_cert_chain(identity.certificate, identity.key, password="")
+class HttpsFiles:
+    """The TLS of an HTTP port."""
+
+    def __init__(self, tls: ServerTls) -> None:
+        """Raises ConfigurationError when the files cannot be used."""
+        self._tls = tls
+        self._watch = _FileWatch(tls.identity)
+        self._current = self._read()
+        self._lock = threading.Lock()
+
+    def context(self) -> ssl.SSLContext:
+        """What a server listens with. Each connection gets the current context once its client has said hello."""
+        entry = self._read()
+        entry.sni_callback = self._choose
+        return entry
+
+    def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, _host: str | None, _entry: ssl.SSLContext) -> None:
+        """Called for every client, also for one that names no host, in the thread of the connection."""
+        with self._lock:
+            if self._watch.changed() is not None:
+                try:
+                    self._current = self._read()
+                except ConfigurationError as error:  # changed again since the watch looked
+                    _logger.error(_KEEPING, error)
+            connection.context = self._current
+
+    def _read(self) -> ssl.SSLContext:
+        identity = self._tls.identity
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            identity.load_into(context)
+            if identity.authority is not None:
+                context.load_verify_locations(identity.authority)
+        except OSError as error:  # ssl.SSLError included
+            raise ConfigurationError(
+                f"TLS: {identity.certificate}, its key or its authority cannot be used: {error}"
+            ) from error
+        if self._tls.asks_for_certificates:
+            context.verify_mode = ssl.CERT_REQUIRED
+            # A resumed session shows no certificate again: one signed by a removed authority would stay valid.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.num_tickets = 0
+        return context
 
 
-def warn_if_open(address: str, tls: ServerTls | None) -> None:
-    """For services that know their callers by certificates alone."""
-    if tls is None and not is_local(address):
-        _logger.warning(
-            "everyone who reaches %s from other machines may command this service; --tls-dir asks for certificates",
-            address,
-        )
-
-
-class FileWatch:
-    """Tells whether the files of an identity have changed to something that can be used."""
+class _FileWatch:
+    """Notices when the files of an identity have changed to something that can be used."""
 
     def __init__(self, identity: TlsIdentity) -> None:
         self._identity = identity
         self._stamp = identity.stamp()
 
     def changed(self) -> TlsMaterial | None:
-        """What the files hold since they were changed last; None while they are the same, or are no good."""
+        """The files' contents where they have changed since the last call; None otherwise, or if they are unusable."""
         try:
             stamp = self._identity.stamp()
             if stamp == self._stamp:
@@ -142,22 +194,87 @@ class FileWatch:
             self._stamp = stamp
             material = self._identity.read()
         except (OSError, ConfigurationError) as error:
-            _logger.error("%s; going on with the certificate from before", error)
+            _logger.error(_KEEPING, error)
             return None
-        _logger.info("TLS: %s was read anew", self._identity.certificate)
+        _logger.info("TLS: read %s again", self._identity.certificate)
         return material
 
 
-class _Reload:
-    """What gRPC asks before each handshake, in a thread of its own."""
+class RoleInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses every method but health to callers of other roles: PERMISSION_DENIED, reason WRONG_ROLE.
 
-    def __init__(self, identity: TlsIdentity) -> None:
-        self._watch = FileWatch(identity)
+    Must come before ErrorInterceptor, which decodes: nothing that a wrong caller sends is parsed.
+    """
 
-    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        material = self._watch.changed()
-        return None if material is None else _configuration(material)
+    def __init__(self, roles: Collection[Role]) -> None:
+        self._roles = frozenset(roles)
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(_HEALTH):
+            return handler
+        guard = functools.partial(self._guarded, method=handler_call_details.method)
+        return remake(handler, guard, request_deserializer=handler.request_deserializer)
+
+    def _guarded(self, behavior: Behavior, *, method: str) -> Behavior:
+        if is_generator(behavior):
+
+            async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+                await self._check(context, method)
+                responses = behavior(request, context)
+                try:
+                    async for response in responses:
+                        yield response
+                finally:
+                    await responses.aclose()
+
+            return generator
+
+        async def coroutine(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await self._check(context, method)
+            return await behavior(request, context)
+
+        return coroutine
+
+    async def _check(self, context: grpc.aio.ServicerContext, method: str) -> None:
+        shown = _roles_of_caller(context.auth_context())
+        if not self._roles & shown:
+            wanted, had = " or ".join(sorted(self._roles)), ", ".join(sorted(shown)) or "no role"
+            message = f"this is for {wanted}; the caller's certificate names {had}"
+            await abort_with(PermissionDenied(message, reason="WRONG_ROLE"), context, method)
 
 
-def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)], material.authority)
+def role_interceptors(address: TcpAddress | UnixAddress, tls: ServerTls | None) -> list[RoleInterceptor]:
+    """What checks the callers of a server at this address; none on unix sockets, whose callers show no certificate."""
+    if tls is None or tls.roles is None or not isinstance(address, TcpAddress):
+        return []
+    return [RoleInterceptor(tls.roles)]
+
+
+def roles_of_certificate(certificate: Mapping[str, Any] | None) -> frozenset[Role]:
+    """The roles in a peer's certificate, given what `ssl.SSLSocket.getpeercert` returns; none without one."""
+    names = (certificate or {}).get("subjectAltName", ())
+    return _roles_among(name for kind, name in names if kind == "URI")
+
+
+def _roles_of_caller(auth_context: Mapping[str, Any]) -> frozenset[Role]:
+    """The roles in a peer's certificate, given gRPC's authentication context."""
+    return _roles_among(
+        name.decode(errors="replace")
+        for property_name in ("x509_subject_alternative_name", "x509_uri")
+        for name in auth_context.get(property_name, ())
+    )
+
+
+def _roles_among(names: Iterable[str]) -> frozenset[Role]:
+    shown = {name.removeprefix(ROLE_URI) for name in names if name.startswith(ROLE_URI)}
+    return frozenset(role for role in Role if role in shown)
+
+
+def warn_if_open(address: str, tls: ServerTls | None) -> None:
+    """For services whose only proof of a caller is its certificate."""
+    if tls is None and not is_local(address):
+        _logger.warning(
+            "anyone who can reach %s from another machine can command this service; --tls-dir requires certificates",
+            address,
+        )

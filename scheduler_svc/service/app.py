@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from quire.metrics_server import MetricsServer
+from quire.metrics import MetricsServer
+from quire.rpc.process import configure_logging
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.telemetry import configure_logging
 from quire.tracing import open_tracer
 from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.step_plan import ClientEvents

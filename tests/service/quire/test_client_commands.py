@@ -107,7 +107,7 @@ def test_a_refused_prompt_is_one_line(run: Run) -> None:
         (("generate", "--file", "/no/such/file"), "cannot read /no/such/file"),
         (("generate", "--file", "-"), "holds no prompt"),
         (("generate", "a\udcff"), r"the argument 'a\udcff' is not UTF-8"),
-        (("generate", "x", "--length-penalty=1"), "--length-penalty is of beam search, which needs --beam-width"),
+        (("generate", "x", "--length-penalty=1"), "--length-penalty is for beam search, which needs --beam-width"),
         (("generate", "x", "--early-stopping=true"), "needs --beam-width"),
         (("generate", "x", "--beam-width=2", "--early-stopping=soon"), "expected one of false, true, never"),
         (("generate", "x", "--max-tokens", "many"), '--max-tokens: "many" is not valid'),

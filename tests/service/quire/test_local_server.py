@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quire.client import AsyncClient
-from quire.local import LocalServer, ServeSettings, ServiceRefused, preflight
+from quire.local import LocalServer, ServeSettings, ServiceRefused, server
 from quire.local.commands import Programs
 from quire.rpc.server import AddressInUse
 from quire.settings import ConfigurationError
@@ -145,7 +145,7 @@ async def test_settings_that_cannot_be_served_are_refused(model_directory: Path,
 async def test_a_package_that_is_not_installed_is_one_line(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name in ("torch", "uvicorn") else object())
+    monkeypatch.setattr(server, "find_spec", lambda name: None if name in ("torch", "uvicorn") else object())
     with pytest.raises(ConfigurationError, match=r"^not installed: torch, uvicorn; install quire\[all\]$"):
         await make_server(model_directory).__aenter__()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from quire.metrics_server import MAX_CONNECTIONS, MetricsServer
+from quire.metrics import MAX_CONNECTIONS, MetricsServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
 from quire.settings import ConfigurationError
 from tests.support.certificates import make_certificates

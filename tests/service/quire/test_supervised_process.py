@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.local.backoff import RestartBackoff
+from quire.local.process import RestartBackoff, ServiceRefused, ServiceSpec, SupervisedProcess
 from quire.local.server import report_on_stderr
-from quire.local.supervised_process import ServiceRefused, ServiceSpec, SupervisedProcess
 from tests.support.processes import is_alive, lines_of, until_true
 
 WAIT_FOR_SIGNAL = "import signal; signal.pause()"

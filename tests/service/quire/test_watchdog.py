@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.local import watchdog
-from quire.local.backoff import RestartBackoff
-from quire.local.supervised_process import ServiceSpec, SupervisedProcess
-from quire.local.watchdog import HangLimits, watch
+from quire.local import process
+from quire.local.process import HangLimits, RestartBackoff, ServiceSpec, SupervisedProcess, watch
 from tests.support.processes import until_true
 
 LIMITS = HangLimits(hang_timeout_s=0.9, start_timeout_s=300.0)
@@ -75,13 +73,13 @@ async def make_watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What each check of the watch found so far."""
     found: list[bool] = []
-    check = watchdog._answers
+    check = process._answers
 
     async def check_and_note(stub: object, timeout_s: float) -> bool:
         found.append(await check(stub, timeout_s))
         return found[-1]
 
-    monkeypatch.setattr(watchdog, "_answers", check_and_note)
+    monkeypatch.setattr(process, "_answers", check_and_note)
     return found
 
 

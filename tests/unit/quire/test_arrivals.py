@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from quire.rpc.arrivals import Arrivals
+from quire.rpc.interceptors import Arrivals
 
 CALL: Any = SimpleNamespace(method="/x/Y")
 

@@ -1,6 +1,6 @@
 """Waits before restarts."""
 
-from quire.local.backoff import RestartBackoff
+from quire.local.process import RestartBackoff
 
 
 def test_waits_double_up_to_the_longest() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire import model_directory
-from quire.local import ServeSettings, preflight
+from quire.local import ServeSettings
+from quire.local.server import check_servable
 from quire.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, resolve_model, weight_files
 from quire.settings import ConfigurationError
 
@@ -196,7 +197,7 @@ def test_weights_that_the_worker_would_refuse_are_refused_before_it_starts(make:
     directory = make()
     (directory / "adapter.safetensors").touch()
     with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor"):
-        preflight.check(ServeSettings(model=str(directory)))
+        check_servable(ServeSettings(model=str(directory)))
 
 
 def test_a_missing_tokenizer_is_refused_when_asked_for(make: Make) -> None:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.local.reserved_port import ReservedPort
-from quire.rpc.address import AddressInUse, TcpAddress, check_bindable
+from quire.rpc.address import AddressInUse, ReservedPort, TcpAddress, check_bindable
 from quire.settings import ConfigurationError
 
 HOST = "127.0.0.1"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.local.run_directory import RunDirectory
+from quire.local.server import RunDirectory
 
 
 @pytest.fixture

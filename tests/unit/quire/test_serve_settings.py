@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.settings import GatewaySettings
-from quire.local import preflight
 from quire.local.commands import Commands, Programs, child_environ
+from quire.local.server import check_servable
 from quire.local.settings import ServeSettings
 from quire.settings import ConfigurationError, load_settings
 from scheduler_svc.settings import SchedulerSettings
@@ -176,5 +176,5 @@ def test_a_public_certificate_that_cannot_be_used_is_refused_before_anything_sta
     make_certificates(tmp_path)
     settings = ServeSettings(public_cert=tmp_path / "gateway.pem", public_key=tmp_path / "worker.key")
     with pytest.raises(ConfigurationError, match=r"worker\.key"):
-        preflight.check(settings)
-    preflight.check(ServeSettings(public_cert=tmp_path / "gateway.pem", public_key=tmp_path / "gateway.key"))
+        check_servable(settings)
+    check_servable(ServeSettings(public_cert=tmp_path / "gateway.pem", public_key=tmp_path / "gateway.key"))

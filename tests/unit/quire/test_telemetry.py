@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.telemetry import configure_logging
+from quire.rpc.process import configure_logging
 
 
 @pytest.fixture

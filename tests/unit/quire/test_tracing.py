@@ -14,11 +14,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from gateway.settings import GatewaySettings
-from quire.local import preflight
+from quire.local.server import check_servable
 from quire.local.settings import ServeSettings
+from quire.rpc.process import configure_logging
 from quire.rpc.tls import Role
 from quire.settings import ConfigurationError, load_settings
-from quire.telemetry import configure_logging
 from quire.tracing import TraceContext, open_tracer, parse_endpoint
 from quire.tracing.otlp import OtlpTracer, ReportingExporter
 from scheduler_svc.settings import SchedulerSettings
@@ -110,7 +110,7 @@ def test_a_missing_package_is_a_configuration_error_that_names_the_extra(monkeyp
     with pytest.raises(ConfigurationError, match=r"^--otlp-traces-endpoint needs .* install quire\[tracing\]$"):
         open_tracer("http://localhost:4317", "gateway")
     with pytest.raises(ConfigurationError, match=r"quire\[tracing\]"):
-        preflight.check(ServeSettings(otlp_traces_endpoint="http://localhost:4317"))
+        check_servable(ServeSettings(otlp_traces_endpoint="http://localhost:4317"))
 
 
 # Contexts

@@ -1,4 +1,4 @@
-"""`quire pin`: a prefix that stays cached for a while."""
+"""`quire pin` and `quire unpin`: a prefix that stays cached for a while."""
 
 import dataclasses
 import json
@@ -6,12 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.cli.flags import ModelFlags
-from quire.cli.reading import read_text
-from quire.client import ChatMessage, Client, PinnedPrefix
+from quire.cli.flags import ConnectionFlags, ModelFlags, read_text
+from quire.client import ChatMessage, Client
 from quire.settings import ConfigurationError, load_settings, setting
-
-PROGRAM = "quire pin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +24,35 @@ class PinFlags(ModelFlags):
     format: str = setting("text", "how to print", choices=("text", "json"))
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass(frozen=True, slots=True)
+class UnpinFlags(ConnectionFlags):
+    """Unpins a prefix; its blocks stay cached until others need them."""
+
+    pin_id: str | None = setting(None, "the id that `quire pin` printed", positional=True)
+
+
+def pin(argv: Sequence[str]) -> int:
     """Prints the pin; 0 when the prefix is pinned."""
-    flags = load_settings(PinFlags, argv, os.environ, program=PROGRAM)
+    flags = load_settings(PinFlags, argv, os.environ, program="quire pin")
     text = read_text("-").removesuffix("\n") if flags.prefix is None else flags.prefix
     if not text:
         raise ConfigurationError("the prefix is empty; give one as argument or on stdin")
     prefix = [ChatMessage("system", text)] if flags.system else text
     time_to_live_ms = None if flags.time_to_live is None else round(flags.time_to_live * 1000)
     with Client(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client:
-        pin = client.pin_prefix(prefix, time_to_live_ms=time_to_live_ms, model=flags.model)
-    print(json.dumps(dataclasses.asdict(pin)) if flags.format == "json" else _line(pin))
+        made = client.pin_prefix(prefix, time_to_live_ms=time_to_live_ms, model=flags.model)
+    if flags.format == "json":
+        print(json.dumps(dataclasses.asdict(made)))
+    else:
+        print(f"{made.pin_id} {made.pinned_tokens} tokens for {made.time_to_live_ms / 1000:g} s")
     return 0
 
 
-def _line(pin: PinnedPrefix) -> str:
-    return f"{pin.pin_id} {pin.pinned_tokens} tokens for {pin.time_to_live_ms / 1000:g} s"
+def unpin(argv: Sequence[str]) -> int:
+    """0 when the pin is ended."""
+    flags = load_settings(UnpinFlags, argv, os.environ, program="quire unpin")
+    if not flags.pin_id:
+        raise ConfigurationError("give the id of a pin, which `quire pin` prints")
+    with Client(flags.address, api_key=flags.api_key, tls=flags.client_tls()) as client:
+        client.unpin_prefix(flags.pin_id)
+    return 0

@@ -1,11 +1,16 @@
-"""Metrics of a service process over HTTP, and HTTPS."""
+"""A registry of Prometheus metrics over HTTP, and HTTPS.
+
+The application and the server's base class are prometheus_client's. Its own `start_http_server` does the TLS handshake
+in the thread that accepts connections, where one silent client blocks all others; it has no limit of connections, no
+check of the caller's role, and never reads changed certificates.
+"""
 
 import logging
 import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -13,9 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 
 from quire.rpc.address import TcpAddress, check_bindable
-from quire.rpc.https import HttpsFiles
-from quire.rpc.roles import roles_of_certificate
-from quire.rpc.tls import Role, ServerTls
+from quire.rpc.tls import HttpsFiles, Role, ServerTls, roles_of_certificate
 
 MAX_CONNECTIONS = 32
 _TIMEOUT_S = 10.0
@@ -34,17 +37,18 @@ class MetricsServer:
 
     @classmethod
     def start(cls, host: str, port: int, registry: CollectorRegistry, tls: ServerTls | None = None) -> Self:
-        """Listens; port 0 picks a free one. With `tls`, HTTPS for callers of its roles alone.
+        """Listens; port 0 picks a free one. With `tls`, HTTPS for callers of its roles only.
 
         Raises:
-            ConfigurationError: the port is in use or cannot be bound, or the files of `tls` are no good.
+            ConfigurationError: the port is in use or cannot be bound, or the files of `tls` cannot be used.
         """
         https = None if tls is None else HttpsFiles(tls)
         check_bindable(TcpAddress(host, port))
         server = (_Server if ":" not in host else _Server6)((host, port), _Handler)
-        server.set_app(_application(registry, None if tls is None else tls.roles))
+        metrics: _Application = make_wsgi_app(registry)
+        server.set_app(metrics if tls is None or tls.roles is None else _only_for(tls.roles, metrics))
         if https is not None:
-            # The handshake is the business of the connection's own thread, which has a time for it.
+            # The connection's own thread does the handshake, within its timeout.
             server.socket = https.context().wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
         thread.start()
@@ -58,7 +62,7 @@ class MetricsServer:
 
 
 class _Server(ThreadingWSGIServer):
-    """Has a thread for each of some connections, closes further ones, and goes on whatever goes wrong in one."""
+    """Has a thread for each of at most MAX_CONNECTIONS connections and closes further ones."""
 
     request_queue_size = 2 * MAX_CONNECTIONS
 
@@ -87,7 +91,7 @@ class _Server6(_Server):
 
 
 class _Handler(WSGIRequestHandler):
-    """One connection, with a limit on how long its client may keep it waiting."""
+    """One connection, with a limit on how long its client may be silent."""
 
     timeout = _TIMEOUT_S
 
@@ -103,18 +107,15 @@ class _Handler(WSGIRequestHandler):
         return environ
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are no news."""
+        """Scrapes are not logged."""
 
 
-def _application(registry: CollectorRegistry, roles: Collection[Role] | None) -> _Application:
-    """The metrics, for callers whose certificate names one of `roles`; for everyone where that is None."""
-    metrics: _Application = make_wsgi_app(registry)
-    if roles is None:
-        return metrics
+def _only_for(roles: frozenset[Role], application: _Application) -> _Application:
+    """The application for callers whose certificate names one of `roles`; 403 for others."""
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if roles_of_certificate(environ.get(_CERTIFICATE)) & frozenset(roles):
-            return metrics(environ, start_response)
+        if roles & roles_of_certificate(environ.get(_CERTIFICATE)):
+            return application(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [f"metrics are for certificates of the role {' or '.join(sorted(roles))}\n".encode()]
 

@@ -1,0 +1,336 @@
+"""One child process that is restarted whenever it dies, and killed when it hangs.
+
+A service listens before it loads anything, and answers health checks from then on, with NOT_SERVING while it loads. So
+silence of a service that listens is a hang. Before that it imports its libraries, which may take long on a slow disk:
+until it listens, the longer start timeout holds.
+"""
+
+import asyncio
+import errno
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire.rpc.channel import open_channel
+from quire.rpc.process import CONFIGURATION_EXIT_STATUS, LOST_PEER_EXIT_STATUS
+from quire.settings import ConfigurationError
+
+_LAUNCHER = str(Path(__file__).with_name("launch.py"))
+# What `run_service` prints before it exits with status 2.
+_REFUSAL = re.compile(r"quire \w+: error: .+")
+# Once the process is gone, only what is already in its pipes is left to read.
+_PIPES_GRACE_S = 1.0
+_MAX_CHECK_INTERVAL_S = 2.0
+# What gRPC itself reports when no process answers; any other status comes from a process that is alive.
+_SILENCE = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+
+
+class ServiceRefused(ConfigurationError):  # noqa: N818
+    """A child ended with status 2. The message is the line that it printed as the reason; print it once, as it is."""
+
+
+def print_error(line: str) -> None:
+    """Writes a line to stderr; ignores that its reader may be gone, as after `quire serve 2>&1 | head`."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+class RestartBackoff:
+    """Doubles the wait with each death in a row, up to `max_s`; a life of `forgiven_after_s` resets it.
+
+    A process that ended by itself, as services do on SIGTERM or when they lost a peer, did not die: it waits no longer
+    than after a first death.
+    """
+
+    def __init__(self, *, first_s: float = 0.1, max_s: float = 5.0, forgiven_after_s: float = 30.0) -> None:
+        self._first_s = first_s
+        self._max_s = max_s
+        self._forgiven_after_s = forgiven_after_s
+        self._next_s = first_s
+
+    def delay_s(self, lived_s: float, *, died: bool = True) -> float:
+        """The wait after a life of `lived_s` seconds."""
+        if not died:
+            return self._first_s
+        if lived_s >= self._forgiven_after_s:
+            self._next_s = self._first_s
+        delay = self._next_s
+        self._next_s = min(2 * delay, self._max_s)
+        return delay
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """What to run.
+
+    Attributes:
+        name: For messages and `LocalServer.process`.
+        command: Makes the command line, anew for each start; its first word is an absolute path.
+        environ: The child's environment.
+        is_proven: Whether this configuration has worked before. If so, a refusal is due to something that has changed
+            since and may change back, so the service is restarted.
+        on_output: Takes each line of the child's stdout; where absent, stdout goes to our stderr. Its stderr goes to
+            our stderr, except for the reason of a refusal, which ServiceRefused carries.
+    """
+
+    name: str
+    command: Callable[[], list[str]]
+    environ: Mapping[str, str]
+    on_output: Callable[[str], None] | None = None
+    is_proven: Callable[[], bool] = lambda: False
+
+
+class SupervisedProcess:
+    """Keeps one service running until it is stopped, or until it refuses a configuration that never worked."""
+
+    def __init__(self, spec: ServiceSpec, *, report: Callable[[str], None], backoff: RestartBackoff) -> None:
+        self.name = spec.name
+        self.starts = 0
+        self._spec = spec
+        self._report = report
+        self._backoff = backoff
+        self._process: asyncio.subprocess.Process | None = None
+        self._refusals: list[str] = []
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id now; RuntimeError while it does not run."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name} does not run")
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """False before the first start, and between a death and the next start."""
+        return self._process is not None
+
+    def start(self) -> asyncio.Task[None]:
+        """Starts it. The task ends when the service is stopped, with ServiceRefused where it refuses for good."""
+        self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
+        return self._task
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends it by SIGTERM, and by SIGKILL after `grace_s` seconds. Idempotent."""
+        self._stopping.set()
+        if self._task is None:
+            return
+        self._signal(signal.SIGTERM)
+        await asyncio.wait([self._task], timeout=grace_s)
+        self.kill()
+        await asyncio.wait([self._task])
+
+    def kill(self) -> None:
+        """Kills it and all that it started, at once and for good."""
+        self._stopping.set()
+        self.kill_once()
+
+    def kill_once(self) -> None:
+        """Kills it and all that it started, so that it is restarted."""
+        if self._process is not None:
+            _kill_group(self._process.pid)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Not Process.send_signal, which reaps a process that has just ended and so takes its status from asyncio.
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    async def _supervise(self) -> None:
+        while not self._stopping.is_set():
+            started_at = time.monotonic()
+            status = await self._run_once()
+            if self._stopping.is_set():
+                return
+            if status == CONFIGURATION_EXIT_STATUS and not self._spec.is_proven():
+                reasons = self._refusals or [f"quire {self.name}: error: it refused its configuration"]
+                raise ServiceRefused(reasons[-1])
+            for line in self._refusals:
+                print_error(line)
+            # A service that an operator ends by SIGTERM, for example to renew it, ends with status 0.
+            died = status not in (0, LOST_PEER_EXIT_STATUS)
+            delay_s = self._backoff.delay_s(time.monotonic() - started_at, died=died)
+            self._report(f"{self.name} {_describe(status)}; starting it again in {delay_s:g} s")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    async def _run_once(self) -> int:
+        """Starts the process, waits for its end, returns its status."""
+        self._refusals = []
+        pipes = [await _LinePipe.open(self._read_error_line)]
+        if self._spec.on_output:
+            pipes.append(await _LinePipe.open(self._spec.on_output))
+        try:
+            process = await self._spawn(pipes)
+            try:
+                return await process.wait()
+            except BaseException:
+                self.kill()
+                await process.wait()
+                raise
+            finally:
+                self._process = None
+                # What it started must not outlive it.
+                _kill_group(process.pid)
+        finally:
+            for pipe in pipes:
+                await pipe.finish(_PIPES_GRACE_S)
+
+    async def _spawn(self, pipes: Sequence["_LinePipe"]) -> asyncio.subprocess.Process:
+        """The first pipe is for its stderr, the second, if any, for its stdout."""
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid())),
+                *self._spec.command(),
+                stdin=asyncio.subprocess.DEVNULL,
+                # Without a reader it goes to our stderr: our stdout is for the ready line only.
+                stdout=pipes[1].write_end if len(pipes) > 1 else 2,
+                stderr=pipes[0].write_end,
+                env=self._spec.environ,
+                # Its own group: Ctrl-C in the terminal reaches the supervisor only, which then stops all in order. Not
+                # its own session: Linux weighs sessions against each other, and niceness would count within each only.
+                process_group=0,
+            )
+        finally:
+            for pipe in pipes:
+                pipe.close_write_end()
+        self.starts += 1
+        if self._stopping.is_set():
+            self._signal(signal.SIGTERM)
+        return process
+
+    def _read_error_line(self, line: str) -> None:
+        if _REFUSAL.fullmatch(line):
+            self._refusals.append(line)
+        else:
+            print_error(line)
+
+
+def _kill_group(pid: int) -> None:
+    # Each process leads a group of its own, whose id is its pid.
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was killed by {signal.Signals(-status).name}"
+
+
+class _LinePipe:
+    """A pipe into which a child process writes lines, read in a task until all who hold the other end are gone.
+
+    Not asyncio's pipes of a subprocess: asyncio reports the end of a process only when its pipes are closed too, and
+    grandchildren may hold them open for ever.
+    """
+
+    def __init__(self, write_end: int, transport: asyncio.ReadTransport, reading: asyncio.Task[None]) -> None:
+        self.write_end = write_end
+        self._transport = transport
+        self._reading = reading
+
+    @classmethod
+    async def open(cls, on_line: Callable[[str], None]) -> Self:
+        """`on_line` takes each line without its end; bytes that are not UTF-8 are replaced."""
+        read_end, write_end = os.pipe()
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
+        )
+        return cls(write_end, transport, asyncio.create_task(_read_lines(reader, on_line)))
+
+    def close_write_end(self) -> None:
+        """Closes our own copy of the other end, once the child has its copy, or will never have one."""
+        os.close(self.write_end)
+
+    async def finish(self, grace_s: float) -> None:
+        """Reads what is still in the pipe, for at most `grace_s` seconds, and closes it."""
+        await asyncio.wait([self._reading], timeout=grace_s)
+        self._reading.cancel()
+        self._transport.close()
+
+
+async def _read_lines(reader: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
+    while True:
+        try:
+            line = await reader.readline()
+        except ValueError:  # longer than the reader's buffer: skipped
+            continue
+        if not line:
+            return
+        on_line(line.decode(errors="replace").rstrip("\n"))
+
+
+@dataclass(frozen=True, slots=True)
+class HangLimits:
+    """How long a service may be silent.
+
+    Attributes:
+        hang_timeout_s: once it listens.
+        start_timeout_s: from its start until it listens.
+    """
+
+    hang_timeout_s: float
+    start_timeout_s: float
+
+
+async def watch(
+    process: SupervisedProcess, socket_path: Path, limits: HangLimits, report: Callable[[str], None]
+) -> None:
+    """Checks the health of `process` at its unix socket, for ever, and kills it when it is silent for too long.
+
+    Silence is counted in checks without an answer and not in time, so that a pause of this process does not count.
+    """
+    interval_s = min(limits.hang_timeout_s / 3, _MAX_CHECK_INTERVAL_S)
+    num_silent = 0
+    # The number of the start that `num_silent` is about, and that of the last start that was seen to listen.
+    start = listening_start = 0
+    async with open_channel(f"unix:{socket_path}") as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        while True:
+            checked_start = process.starts
+            is_answered, _ = await asyncio.gather(_answers(stub, interval_s), asyncio.sleep(interval_s))
+            if start != process.starts or not process.is_running:
+                start, num_silent = process.starts, 0
+            if checked_start != start or not process.is_running:
+                continue
+            if listening_start != start and (is_answered or _listens(socket_path)):
+                listening_start, num_silent = start, 0
+            num_silent = 0 if is_answered else num_silent + 1
+            has_listened = listening_start == start
+            limit_s = limits.hang_timeout_s if has_listened else limits.start_timeout_s
+            if num_silent >= math.ceil(limit_s / interval_s):
+                silence = "answers no health check for" if has_listened else "does not listen after"
+                report(f"{process.name} {silence} {limit_s:g} s; killing it")
+                process.kill_once()
+                num_silent = 0
+
+
+async def _answers(stub: Any, timeout_s: float) -> bool:
+    try:
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        return error.code() not in _SILENCE
+    return True
+
+
+def _listens(socket_path: Path) -> bool:
+    """Whether a process listens there; a stopped one does too, since the kernel accepts connections for it."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(socket_path)) in (0, errno.EAGAIN)
