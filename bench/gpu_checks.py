@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from bench.gpu_problems import Heads, expected_attention, make_problem
-from kernels import reference
-from kernels.reference_attention import ScoreRule
-from kernels.triton import operations
+from kernels import cuda, reference
+from kernels.reference import ScoreRule
 
 # Relative errors (of a token's norm) that are rounding and nothing else.
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -70,41 +69,41 @@ def _attention_check(
     problem = make_problem(rows, heads, dtype, device, block_size=block_size, poisoned=True)
     expected = expected_attention(problem, rule)
     _leave_nan_in_free_memory(problem.query)
-    return compare(name, operations.paged_attention(*problem.tensors, scores=rule, **problem.limits), expected)
+    return compare(name, cuda.paged_attention(*problem.tensors, scores=rule, **problem.limits), expected)
 
 
 def _pointwise_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
     x, residual = torch.randn(2, 37, 4100, device=device).to(dtype)
     weight, bias = torch.rand(2, 4100, device=device).to(dtype)
     wide_x, wide_weight, wide_bias = x.double(), weight.double(), bias.double()
-    yield compare("rms_norm", operations.rms_norm(x, weight, 1e-5), reference.rms_norm(wide_x, wide_weight, 1e-5))
+    yield compare("rms_norm", cuda.rms_norm(x, weight, 1e-5), reference.rms_norm(wide_x, wide_weight, 1e-5))
     yield compare(
         "layer_norm",
-        operations.layer_norm(x, weight, bias, 1e-5),
+        cuda.layer_norm(x, weight, bias, 1e-5),
         reference.layer_norm(wide_x, wide_weight, wide_bias, 1e-5),
     )
     # What is normed is the sum as it is stored; it may be written over the residual.
     stored, total = (x + residual).double(), wide_x + residual.double()
-    normed, stream = operations.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    normed, stream = cuda.add_rms_norm(x, residual.clone(), weight, 1e-5)
     yield compare("add_rms_norm", normed, reference.rms_norm(stored, wide_weight, 1e-5))
     yield compare("add_rms_norm, residual", stream, total)
-    normed, stream = operations.add_layer_norm(x, residual.clone(), weight, bias, 1e-5)
+    normed, stream = cuda.add_layer_norm(x, residual.clone(), weight, bias, 1e-5)
     yield compare("add_layer_norm", normed, reference.layer_norm(stored, wide_weight, wide_bias, 1e-5))
     yield compare("add_layer_norm, residual", stream, total)
-    yield compare("silu_and_mul", operations.silu_and_mul(x), reference.silu_and_mul(wide_x))
+    yield compare("silu_and_mul", cuda.silu_and_mul(x), reference.silu_and_mul(wide_x))
 
 
 def _rotary_checks(device: str, dtype: torch.dtype) -> Iterator[Check]:
     query, key, value = torch.randn(37, 16, 80, device=device).to(dtype).split((8, 4, 4), dim=1)
     positions, table = torch.randint(0, 500, (37,), device=device), torch.rand(500, 80, device=device)
     wide_query, wide_key = reference.rotary(query.double(), key.double(), positions, table.double())
-    turned_query, turned_key = operations.rotary(query, key, positions, table)
+    turned_query, turned_key = cuda.rotary(query, key, positions, table)
     yield compare("rotary, query", turned_query, wide_query)
     yield compare("rotary, key", turned_key, wide_key)
     pool, slots = torch.randn(2, 6, 4, 16, 80, device=device).to(dtype), torch.randperm(96, device=device)[:37]
     wide_pool = pool.double()
     reference.reshape_and_cache(wide_key, value.double(), wide_pool, slots)
-    turned_query = operations.rotary_and_cache(query, key, value, positions, table, pool, slots)
+    turned_query = cuda.rotary_and_cache(query, key, value, positions, table, pool, slots)
     yield compare("rotary_and_cache, query", turned_query, wide_query)
     yield compare("rotary_and_cache, pool", _by_slot(pool), _by_slot(wide_pool))
 
@@ -129,7 +128,7 @@ def _compare_moves(name: str, pools: list[torch.Tensor], move: Callable[[Any, li
     """Copies of the pools after the kernel and after the reference must be the same bits."""
     own = [_copy(each) for each in pools]
     expected = [_copy(each) for each in pools]
-    move(operations, own)
+    move(cuda, own)
     move(reference, expected)
     if own[0].is_cuda or torch.cuda.is_available():
         torch.cuda.synchronize()

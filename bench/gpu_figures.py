@@ -8,13 +8,17 @@ from torch.nn import functional
 
 from bench.gpu_problems import Heads, make_problem
 from bench.gpu_timing import graph_seconds, seconds
-from kernels.reference_attention import ScoreRule
-from kernels.triton import operations
-from kernels.triton.decode_attention import decode_attention
-from kernels.triton.kv_split import DecodeTiling
-from kernels.triton.paged_attention import decode_tiling, prefill_tiling
-from kernels.triton.paged_batch import PagedBatch
-from kernels.triton.prefill_attention import PrefillTiling, prefill_attention
+from kernels import cuda
+from kernels.cuda.attention import (
+    DecodeTiling,
+    PrefillTiling,
+    decode_attention,
+    decode_tiling,
+    prefill_attention,
+    prefill_tiling,
+)
+from kernels.cuda.tiles import PagedBatch
+from kernels.reference import ScoreRule
 
 DTYPE = torch.bfloat16
 HEADS = Heads(query=32, kv=8, size=128)
@@ -65,7 +69,7 @@ def _decodes(memory: float) -> Iterator[Figure]:
     for batch, length, mixed in [*batches, (1, 8192, False), (8, 8192, False), (64, 8192, True)]:
         lengths = torch.randint(128, length + 1, (batch,)).tolist() if mixed else [length] * batch
         problem = make_problem([(1, each) for each in lengths], HEADS, DTYPE, "cuda")
-        time = graph_seconds(operations.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
+        time = graph_seconds(cuda.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
         name = f"decode, batch {batch}, context {'128 to ' if mixed else ''}{length}"
         yield bandwidth(name, problem.context_bytes, time, memory, 0.85 if batch >= 32 and not mixed else None)
 
@@ -94,7 +98,7 @@ def _prefills() -> Iterator[Figure]:
         problem = make_problem([(length, length)] * batch, HEADS, DTYPE, "cuda")
         tera = _tera_operations(batch, length)
         ceiling = tera / graph_seconds(_dense(batch, length))
-        time = graph_seconds(operations.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
+        time = graph_seconds(cuda.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
         yield Figure(f"prefill, {batch} of {length} (ceiling: SDPA)", "TFLOP/s", tera / time, ceiling, time * 1e6)
 
 
@@ -140,7 +144,7 @@ def _copies(memory: float) -> Iterator[Figure]:
     for count in (16, 256):
         pairs = torch.randperm(2048)[: 2 * count].view(2, -1).T.contiguous()
         moved = 2 * _bytes_of_blocks(pools, count)
-        time = seconds(operations.copy_blocks, pools, pairs)
+        time = seconds(cuda.copy_blocks, pools, pairs)
         yield bandwidth(f"copy_blocks, {count} blocks of 32 layers", moved, time, memory)
 
 
@@ -154,24 +158,24 @@ def _swaps() -> Iterator[Figure]:
     flat_gpu = torch.zeros(1 << 29, dtype=torch.uint8, device="cuda")
     flat_host = torch.zeros(1 << 29, dtype=torch.uint8, pin_memory=True)
     ceiling = flat_gpu.numel() / seconds(flat_host.copy_, flat_gpu, non_blocking=True) / GIGA
-    yield bandwidth(f"swap out, {name}", moved, seconds(operations.swap_blocks, gpu, host, pairs), ceiling)
+    yield bandwidth(f"swap out, {name}", moved, seconds(cuda.swap_blocks, gpu, host, pairs), ceiling)
     ceiling = flat_gpu.numel() / seconds(flat_gpu.copy_, flat_host, non_blocking=True) / GIGA
-    yield bandwidth(f"swap in, {name}", moved, seconds(operations.swap_blocks, host, gpu, pairs.flip(1)), ceiling)
+    yield bandwidth(f"swap in, {name}", moved, seconds(cuda.swap_blocks, host, gpu, pairs.flip(1)), ceiling)
 
 
 def _pointwise(memory: float) -> Iterator[Figure]:
     x, residual = torch.randn(2, 16384, 4096, dtype=DTYPE, device="cuda")
     weight, size = torch.ones(4096, dtype=DTYPE, device="cuda"), x.numel() * x.itemsize
-    yield bandwidth("rms_norm", 2 * size, graph_seconds(operations.rms_norm, x, weight, 1e-5), memory)
-    time = graph_seconds(operations.add_rms_norm, x, residual, weight, 1e-5)
+    yield bandwidth("rms_norm", 2 * size, graph_seconds(cuda.rms_norm, x, weight, 1e-5), memory)
+    time = graph_seconds(cuda.add_rms_norm, x, residual, weight, 1e-5)
     yield bandwidth("add_rms_norm", 4 * size, time, memory)
-    yield bandwidth("silu_and_mul", size * 3 // 2, graph_seconds(operations.silu_and_mul, x), memory)
+    yield bandwidth("silu_and_mul", size * 3 // 2, graph_seconds(cuda.silu_and_mul, x), memory)
     qkv = torch.randn(16384, HEADS.query + 2 * HEADS.kv, HEADS.size, dtype=DTYPE, device="cuda")
     query, key, value = qkv.split((HEADS.query, HEADS.kv, HEADS.kv), dim=1)
     table, positions = torch.rand(4096, HEADS.size, device="cuda"), torch.randint(0, 4096, (16384,), device="cuda")
     pool = torch.zeros(2, 2048, HEADS.kv, 16, HEADS.size, dtype=DTYPE, device="cuda")
     slots, moved = torch.randperm(2048 * 16, device="cuda")[:16384], 2 * qkv.numel() * qkv.itemsize
-    time = graph_seconds(operations.rotary_and_cache, query, key, value, positions, table, pool, slots)
+    time = graph_seconds(cuda.rotary_and_cache, query, key, value, positions, table, pool, slots)
     yield bandwidth("rotary_and_cache", moved, time, memory)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.reference_attention import ScoreRule
+from kernels.reference import ScoreRule
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from torch.nn import functional
 from bench.kernel_products import LAYERS, Layer, make_products
 from bench.report import Series, write_results
 from kernels import reference
-from kernels.choice import Implementation
+from kernels.backends import Implementation
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library
-from kernels.reference_attention import ScoreRule
+from kernels.reference import ScoreRule
 
 _BLOCK_SIZE = 16
 _MEGABYTES = 256

@@ -3,7 +3,7 @@
 import torch
 
 from kernels import ops
-from kernels.operation_checks import dtype_written_to
+from kernels.checks import dtype_written_to
 
 
 def fill_pool(layers: tuple[torch.Tensor, ...], head_dim: int) -> None:

@@ -19,8 +19,7 @@ from bench.pool import fill_pool
 from bench.report import Series, write_results
 from kernels.cpu.library import OperationKind
 from kernels.cpu.products import ProductShape
-from kernels.cpu.recording import RecordedCall
-from kernels.record import record
+from kernels.cpu.recording import RecordedCall, record
 from kernels.short_cache import SHORT_DTYPE, tile_bytes
 from quire.settings import ConfigurationError
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry

@@ -1,25 +1,46 @@
-"""Tensors of several processes of one machine brought together, through memory that all of them have mapped.
+"""Sums and gathers over processes of one machine, through memory that all of them have mapped.
 
 Every process of a group calls the same operations in the same order, with tensors of the same dtype and number of
-lines; a call returns when all have made it. What it returns is bitwise the same for all. A process that dies leaves the
-others waiting without end: whoever started them has to see to that.
+lines; a call returns when all have made it. Its result is bitwise the same for all. A process that dies leaves the
+others waiting forever: whoever started them has to end them.
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
+from kernels.backends import implementation_for
 from kernels.checks import FLOATING, check_device, check_dtype, check_shape
-from kernels.choice import implementation_for
 from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import group_bytes
-from kernels.shared_group import SLOT_BYTES, SharedGroup
+from kernels.cpu.library import MAX_RANKS, SLOT_BYTES, group_bytes
+
+__all__ = ["MAX_RANKS", "SharedGroup", "all_gather", "all_reduce", "can_exchange", "shared_bytes"]
 
 _CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True)
+class SharedGroup:
+    """One process of a group. Used by one thread at a time.
+
+    Attributes:
+        rank: which of `size` processes this is.
+        memory: [shared_bytes(size)] uint8 on the CPU, mapped by all of them. All zeros before the group's first
+            operation.
+    """
+
+    rank: int
+    size: int
+    memory: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size <= MAX_RANKS:
+            raise ValueError(f"rank is {self.rank} of {self.size}; expected 0 up to the size, of at most {MAX_RANKS}")
+
+
 def can_exchange() -> bool:
-    """Whether this machine has the CPU library, which alone knows these operations."""
+    """Whether this machine has the CPU library, which alone has these operations."""
     return isinstance(implementation_for(_CPU), CpuKernels)
 
 
@@ -34,7 +55,7 @@ def shared_bytes(size: int) -> int:
 
 
 def all_reduce(x: torch.Tensor, group: SharedGroup) -> torch.Tensor:
-    """The sum of x over all processes, which takes the place of x [..., n], on the CPU and contiguous.
+    """The sum of x [..., n] over all processes, in place; x is on the CPU and contiguous.
 
     Summed in float32 in the order of ranks, and rounded once.
     """
@@ -42,7 +63,7 @@ def all_reduce(x: torch.Tensor, group: SharedGroup) -> torch.Tensor:
     check_device("x", x, _CPU)
     if not x.is_contiguous():
         raise ValueError("x is not contiguous")
-    _kernels_for(group).all_reduce(x, group)
+    _kernels_for(group).all_reduce(x, group.memory, group.rank, group.size)
     return x
 
 
@@ -59,7 +80,7 @@ def all_gather(x: torch.Tensor, group: SharedGroup, total: int) -> torch.Tensor:
     width = -(-total // group.size)
     check_shape("x", x, (None, max(min(width, total - group.rank * width), 0)))
     check_device("x", x, _CPU)
-    return _kernels_for(group).all_gather(x, group, total)
+    return _kernels_for(group).all_gather(x, group.memory, group.rank, group.size, total)
 
 
 def _kernels_for(group: SharedGroup) -> CpuKernels:
@@ -67,5 +88,5 @@ def _kernels_for(group: SharedGroup) -> CpuKernels:
     check_shape("memory", group.memory, (shared_bytes(group.size),))
     kernels = implementation_for(_CPU)
     if not isinstance(kernels, CpuKernels):
-        raise ValueError("processes share memory by the CPU library alone")
+        raise ValueError("shared memory needs the CPU library, which this machine does not have")
     return kernels

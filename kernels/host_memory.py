@@ -1,18 +1,20 @@
-"""Memory of the host that is zero, lies in pages of 2 MB where the system has them, and is taken page by page.
+"""Memory of the host: zeroed, in pages of 2 MB where the system has them, given page by page; and copies within it.
 
-Huge pages: at the end of each page of 4 kB the processor stops to look up the next, and so does its prefetcher:
-attention of 64 sequences over blocks in any order took 1.06 to 1.08 of the time.
+Huge pages: at the end of each page of 4 kB the processor stops to look up the next, and so does its prefetcher.
+Attention of 64 sequences over blocks in random order took 1.06 to 1.08 of the time with small pages.
 
 Lazily: the system clears a page when it is first touched, which takes 0.1 s a GiB at best and more than a second where
-a virtual machine has to get the page from its host first. `populate` does that ahead of use, beside threads that use
-the memory already.
+a virtual machine has to get the page from its host first. `populate` does that ahead of use, while other threads
+already use the memory.
 """
 
 import ctypes
 import math
 import mmap
 import os
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor of zeros whose memory the system gives as it is touched.
 
     Raises:
-        MemoryError: the address space cannot be had.
+        MemoryError: there is not enough address space.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
@@ -39,22 +41,47 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     start = -(-tensor.data_ptr() // _HUGE) * _HUGE
     end = (tensor.data_ptr() + num_bytes) // _HUGE * _HUGE
     if start < end:
-        # The system may have none; nothing changes then.
+        # A system without huge pages refuses, which changes nothing.
         _madvise(start, end - start, _MADV_HUGEPAGE)
     return tensor.view(dtype).view(shape)
 
 
 def populate(tensor: Tensor, start: int, num_bytes: int) -> bool:
-    """Makes the system give the pages of bytes [start, start + num_bytes) of a `lazy_zeros` tensor. What is in them
-    stays as it is, and others may write to them meanwhile. Releases the interpreter's lock.
+    """Makes the system give the pages of bytes [start, start + num_bytes) of a `lazy_zeros` tensor. The content stays,
+    and other threads may write to them meanwhile. Releases the interpreter's lock.
 
     Returns:
-        Whether they are there now. Systems before Linux 5.14 cannot do it.
+        Whether the pages are there now. Systems before Linux 5.14 cannot do it.
     """
     page = mmap.PAGESIZE
     first = (tensor.data_ptr() + start) // page * page
     last = min(tensor.data_ptr() + start + num_bytes, tensor.data_ptr() + tensor.nbytes)
     return first >= last or _madvise(first, -(-(last - first) // page) * page, _MADV_POPULATE_WRITE)
+
+
+def swap_blocks(source: Sequence[Tensor], destination: Sequence[Tensor], pairs: Tensor) -> None:
+    """`ops.swap_blocks` between pools in host memory: each byte is read once and written once.
+
+    Measured on one core, 64 scattered blocks of 12 layers with 12 heads of 64 in bfloat16 (38 MB): one plain copy takes
+    2.6 ms, `index_select` and `index_copy_` take 9.9, a torch copy for each block 5.6, and this 3.3; 2.8 where
+    neighbouring blocks move together.
+    """
+    runs = _runs(pairs.numpy())
+    for from_cache, to_cache in zip(source, destination, strict=True):
+        # As bytes, since numpy has no bfloat16.
+        from_array, to_array = from_cache.view(torch.uint8).numpy(), to_cache.view(torch.uint8).numpy()
+        for first, to_first, count in runs:
+            to_array[:, to_first : to_first + count] = from_array[:, first : first + count]
+
+
+def _runs(pairs: np.ndarray) -> list[tuple[int, int, int]]:
+    """(first source, first destination, count) of blocks that lie side by side in both pools."""
+    if not len(pairs):
+        return []
+    ordered = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    starts = np.flatnonzero((np.diff(ordered, axis=0, prepend=ordered[:1] - 2) != 1).any(axis=1))
+    counts = np.diff(starts, append=len(ordered))
+    return [(*first, count) for first, count in zip(ordered[starts].tolist(), counts.tolist(), strict=True)]
 
 
 def _madvise(address: int, num_bytes: int, advice: int) -> bool:

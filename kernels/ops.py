@@ -2,7 +2,7 @@
 
 Words: T tokens of one flat batch, R rows (sequences) in it, H heads, D head size, B block size. A slot is
 `block_id * B + offset`. The KV pool of a layer is `[2, num_blocks, Hkv, B, D]`, keys first: the tile of one block and
-head is contiguous. A pool of int8 has lines of `int8_cache.line_bytes(D)` instead of D; keys, values and queries are
+head is contiguous. A pool of int8 has lines of `int8.line_bytes(D)` instead of D; keys, values and queries are
 floating, rounded on the way in. One of int16 (`short_cache`) is for those of bfloat16, bit for bit.
 
 All operations raise ValueError when shapes, dtypes or devices do not fit together. The content of index tensors (block
@@ -14,30 +14,28 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels import host_copy, int8_cache, reference, short_cache
-from kernels.checks import (
-    FLOATING,
-    check_blocks_of,
-    check_device,
-    check_dtype,
-    check_kv_cache,
-    check_pairs,
-    check_shape,
-)
-from kernels.choice import (
+from kernels import host_memory, int8, reference, short_cache
+from kernels.backends import (
     Implementation,
     block_moves_for,
     implementation_for,
-    knows_all_pools,
     largest_head_dim_for,
     packed_products_for,
+    reads_all_pools,
 )
-from kernels.operation_checks import (
+from kernels.checks import (
+    FLOATING,
     check_attention,
+    check_block_ids,
+    check_block_pairs,
+    check_device,
+    check_dtype,
     check_extent,
+    check_kv_cache,
     check_layer_norm,
     check_norm,
     check_rotary,
+    check_shape,
     check_write,
 )
 from kernels.packed_weight import ACTIVATIONS, PackedWeight, Rounding
@@ -57,7 +55,7 @@ def reshape_and_cache(
     check_write(key, value, kv_cache, slot_mapping)
     implementation = implementation_for(kv_cache.device)
     kv_cache = _as_known(kv_cache, implementation)
-    if kv_cache.dtype == torch.int8 and not knows_all_pools(implementation):
+    if kv_cache.dtype == torch.int8 and not reads_all_pools(implementation):
         key, value, kv_cache = _as_lines(key, value, kv_cache)
     implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
 
@@ -108,8 +106,8 @@ def paged_attention(
         raise ValueError(f"soft_cap is {soft_cap}; expected more than 0")
     implementation = implementation_for(kv_cache.device)
     kv_cache = _as_known(kv_cache, implementation)
-    if kv_cache.dtype == torch.int8 and not knows_all_pools(implementation):
-        kv_cache, block_tables = int8_cache.floating_blocks(kv_cache, block_tables, seq_lens, query)
+    if kv_cache.dtype == torch.int8 and not reads_all_pools(implementation):
+        kv_cache, block_tables = int8.floating_blocks(kv_cache, block_tables, seq_lens, query)
     return implementation.paged_attention(
         query,
         kv_cache,
@@ -131,7 +129,7 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
         kv_caches: one [2, num_blocks, Hkv, B, D] a layer, all of one shape and on one device.
         pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
-    check_pairs(pairs)
+    check_block_pairs(pairs)
     for kv_cache in kv_caches:
         check_kv_cache(kv_cache)
         check_device("kv_caches", kv_cache, kv_caches[0].device)
@@ -139,7 +137,7 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
         device = kv_caches[0].device
         if device.type == "cpu":
             pairs = pairs.cpu()
-            check_blocks_of(pairs, kv_caches, kv_caches)
+            check_block_ids(pairs, kv_caches, kv_caches)
         block_moves_for(device).copy_blocks(kv_caches, pairs)
 
 
@@ -151,7 +149,7 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
             layers of a pool are on one device, and the pools share no memory.
         pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
-    check_pairs(pairs)
+    check_block_pairs(pairs)
     if len(source) != len(destination):
         raise ValueError(f"source has {len(source)} layers; destination has {len(destination)}")
     for from_cache, to_cache in zip(source, destination, strict=True):
@@ -165,8 +163,8 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
         return
     if source[0].is_cpu and destination[0].is_cpu:
         pairs = pairs.cpu()
-        check_blocks_of(pairs, source, destination)
-        host_copy.swap_blocks(source, destination, pairs)
+        check_block_ids(pairs, source, destination)
+        host_memory.swap_blocks(source, destination, pairs)
     else:
         off_host = destination[0] if source[0].is_cpu else source[0]
         block_moves_for(off_host.device).swap_blocks(source, destination, pairs)
@@ -242,7 +240,7 @@ def rotary_and_cache(
     check_dtype("query", query, key.dtype)
     implementation = implementation_for(kv_cache.device)
     kv_cache = _as_known(kv_cache, implementation)
-    if kv_cache.dtype == torch.int8 and not knows_all_pools(implementation):
+    if kv_cache.dtype == torch.int8 and not reads_all_pools(implementation):
         query, key = implementation.rotary(query, key, positions, cos_sin_cache)
         key, value, kv_cache = _as_lines(key, value, kv_cache)
         implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
@@ -322,12 +320,12 @@ def stored_dtype(device: torch.device, dtype: torch.dtype, block_size: int, head
     """What keys and values of this dtype are best kept in on such a device: the dtype, or int16 for bfloat16."""
     if dtype != torch.bfloat16 or device.type != "cpu" or not short_cache.can_be_short(block_size, head_dim):
         return dtype
-    return short_cache.SHORT_DTYPE if knows_all_pools(implementation_for(device)) else dtype
+    return short_cache.SHORT_DTYPE if reads_all_pools(implementation_for(device)) else dtype
 
 
 def _as_known(kv_cache: torch.Tensor, implementation: Implementation) -> torch.Tensor:
     """The pool as the implementation knows it: what it writes itself is never short."""
-    if kv_cache.dtype != short_cache.SHORT_DTYPE or knows_all_pools(implementation):
+    if kv_cache.dtype != short_cache.SHORT_DTYPE or reads_all_pools(implementation):
         return kv_cache
     return short_cache.as_numbers(kv_cache)
 
@@ -336,5 +334,5 @@ def _as_lines(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values rounded to lines of the pool; all three as words that plain copies know."""
-    key, value = int8_cache.quantized_lines(key), int8_cache.quantized_lines(value)
-    return int8_cache.as_words(key), int8_cache.as_words(value), int8_cache.as_words(kv_cache)
+    key, value = int8.quantized_lines(key), int8.quantized_lines(value)
+    return int8.as_words(key), int8.as_words(value), int8.as_words(kv_cache)

@@ -22,8 +22,7 @@ from kernels.cpu.exchange import CpuExchange
 from kernels.cpu.library import ATTENTION_ARGS, NORM_ARGS, ROTARY_ARGS, SILU_ARGS, Operation, Operations
 from kernels.cpu.products import CpuProducts
 from kernels.packed_weight import PackedWeight, Rounding
-from kernels.reference_attention import ScoreRule
-from kernels.shared_group import SharedGroup
+from kernels.reference import ScoreRule
 
 
 class CpuKernels:
@@ -165,11 +164,11 @@ class CpuKernels:
     ) -> torch.Tensor:
         return self._products.product(x, weight, bias, activation, output_dtype)
 
-    def all_reduce(self, x: torch.Tensor, group: SharedGroup) -> None:
-        self._exchange.all_reduce(x, group)
+    def all_reduce(self, x: torch.Tensor, memory: torch.Tensor, rank: int, size: int) -> None:
+        self._exchange.all_reduce(x, memory, rank, size)
 
-    def all_gather(self, x: torch.Tensor, group: SharedGroup, total: int) -> torch.Tensor:
-        return self._exchange.all_gather(x, group, total)
+    def all_gather(self, x: torch.Tensor, memory: torch.Tensor, rank: int, size: int, total: int) -> torch.Tensor:
+        return self._exchange.all_gather(x, memory, rank, size, total)
 
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor

@@ -3,8 +3,7 @@
 import torch
 
 from kernels.cpu.arguments import DTYPES, Empty, as_lines, check_status, dense
-from kernels.cpu.library import ALL_GATHER_ARGS, ALL_REDUCE_ARGS, Operations
-from kernels.shared_group import SLOT_BYTES, SharedGroup
+from kernels.cpu.library import ALL_GATHER_ARGS, ALL_REDUCE_ARGS, SLOT_BYTES, Operations
 
 
 class CpuExchange:
@@ -19,30 +18,29 @@ class CpuExchange:
         self._context = library.context
         self._empty = make_empty
 
-    def all_reduce(self, x: torch.Tensor, group: SharedGroup) -> None:
+    def all_reduce(self, x: torch.Tensor, memory: torch.Tensor, rank: int, size: int) -> None:
         lines = as_lines(x)
         arguments = ALL_REDUCE_ARGS.pack(
-            lines.data_ptr(), *_group(group), DTYPES[x.dtype], torch.get_num_threads(), *lines.shape
+            lines.data_ptr(),
+            *(memory.data_ptr(), rank, size, SLOT_BYTES),
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+            *lines.shape,
         )
         check_status(self._library.all_reduce(self._context, arguments))
 
-    def all_gather(self, x: torch.Tensor, group: SharedGroup, total: int) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, memory: torch.Tensor, rank: int, size: int, total: int) -> torch.Tensor:
         x, element = dense(x), x.element_size()
         output = self._empty((x.shape[0], total), x.dtype)
         arguments = ALL_GATHER_ARGS.pack(
             output.data_ptr(),
             x.data_ptr(),
-            *_group(group),
+            *(memory.data_ptr(), rank, size, SLOT_BYTES),
             torch.get_num_threads(),
             x.shape[0],
-            -(-total // group.size) * element,
+            -(-total // size) * element,
             total * element,
             x.stride(0) * element,
         )
         check_status(self._library.all_gather(self._context, arguments))
         return output
-
-
-def _group(group: SharedGroup) -> tuple[int, int, int, int]:
-    """The struct Group."""
-    return group.memory.data_ptr(), group.rank, group.size, SLOT_BYTES

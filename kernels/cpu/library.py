@@ -11,6 +11,10 @@ from typing import Protocol
 
 import torch
 
+SLOT_BYTES = 2 << 20
+"""Bytes that each process of a shared group puts in at once."""
+MAX_RANKS = 64
+
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 
 # Fields of 8 bytes each: q is an address or a whole number, d a double. The structs of api.h, in the order of

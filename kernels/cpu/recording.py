@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.backends import fastest_for, recording_with
 from kernels.cpu.arguments import check_status
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import RECORDED_OPERATION, RUN_ARGS, Library, Operation, OperationKind
@@ -69,6 +70,24 @@ class Recording:
             self._operations.data_ptr(), self._num_operations, torch.get_num_threads(), num_tokens, num_rows
         )
         check_status(self._library.run(self._library.context, arguments))
+
+
+def record(num_tokens: int, run: Callable[[], None]) -> Recording:
+    """Records what `run` does on the CPU by `kernels.ops`. Nothing is computed yet, so tensors have any content.
+
+    Args:
+        num_tokens: the first dimension of the tensors: the largest number of tokens that the recording can run with.
+        run: the recording holds it, and with it the tensors that it uses.
+
+    Raises:
+        NotRecordableError: there is no CPU library, or `run` computes something else than its operations and views.
+    """
+    if not isinstance(fastest_for(torch.device("cpu")), CpuKernels):
+        raise NotRecordableError("there is no CPU library")
+    recorder = Recorder(Library(), num_tokens)
+    with recorder, recording_with(recorder.kernels):
+        run()
+    return recorder.recording(run)
 
 
 class Recorder:

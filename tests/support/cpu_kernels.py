@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import ops, reference
-from kernels.choice import Implementation
+from kernels.backends import Implementation
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library, LibraryUnavailableError, available_isas
 

@@ -9,8 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
-from kernels import choice, ops
-from kernels.triton import operations
+from kernels import backends, cuda, ops
 from tests.support.fake_cuda import FakeCuda
 
 GPU = torch.device("cuda", 0)
@@ -33,8 +32,8 @@ class MetaGpu(TorchFunctionMode):
         self.cuda.install(monkeypatch)
         self.launches: list[tuple[str, str]] = []
         monkeypatch.setattr(JITFunction, "run", self._launching())
-        monkeypatch.setattr(choice, "fastest_for", lambda device: operations)
-        monkeypatch.setattr(ops, "block_moves_for", lambda device: operations)
+        monkeypatch.setattr(backends, "fastest_for", lambda device: cuda)
+        monkeypatch.setattr(ops, "block_moves_for", lambda device: cuda)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

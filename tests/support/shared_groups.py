@@ -6,8 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from kernels.exchange import shared_bytes
-from kernels.shared_group import SharedGroup
+from kernels.exchange import SharedGroup, shared_bytes
 
 T = TypeVar("T")
 TIMEOUT_S = 60

@@ -27,7 +27,7 @@ class KernelDevice(Protocol):
     """Types whose matrix products are right here."""
 
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Outcome:
-        """Calls a function of a module of `kernels.triton` with copies; whatever it raises is raised here."""
+        """Calls a function of a module of `kernels.cuda` with copies; whatever it raises is raised here."""
         ...
 
 

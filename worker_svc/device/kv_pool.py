@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.host_memory import lazy_zeros, populate
-from kernels.int8_cache import line_bytes
+from kernels.int8 import line_bytes
 from quire.processors import available_memory
 from quire.settings import ConfigurationError
 from worker_svc.info import PoolGeometry

@@ -33,7 +33,7 @@ _SAMPLING = RowSampling(
 )
 
 
-# On a GPU a longer context is cut into pieces in any case (`kernels.triton.kv_split`), which takes kernels of its own.
+# On a GPU a longer context is cut into pieces in any case (`kernels.cuda.attention`), which takes kernels of its own.
 _CUT_LENGTH = 2049
 _NO_PAIRS = np.zeros((0, 2), np.int32)
 _NO_MOVES = CacheOperations(_NO_PAIRS, _NO_PAIRS, _NO_PAIRS)

@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import torch
 
-from kernels.record import NotRecordableError, record
+from kernels.cpu.recording import NotRecordableError, record
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.info import WorkerLimits
 from worker_svc.model_input import AttentionMetadata, ModelInput

@@ -50,7 +50,7 @@ class WeightOnlyProduct:
         """Rounds the weights."""
         lines = quantize(weight, weight.dtype)
         takes_codes = weight.device.type == "cpu" and weight.shape[1] > 0 and weight.shape[1] % _INPUT_STEP == 0
-        return cls(lines.codes, lines.scales.squeeze(-1), bias, activation, takes_codes)
+        return cls(lines.values, lines.scales.squeeze(-1), bias, activation, takes_codes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1])
@@ -83,14 +83,14 @@ class DynamicProduct:
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> "DynamicProduct":
         """Rounds the weights and packs them."""
         lines = quantize(weight)
-        packed = torch.ops.onednn.qlinear_prepack(lines.codes, None)
+        packed = torch.ops.onednn.qlinear_prepack(lines.values, None)
         scales = lines.scales.squeeze(-1)
         return cls(packed, scales, torch.zeros_like(scales, dtype=torch.int32), bias, activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         tokens = quantize(x.reshape(-1, x.shape[-1]))
         product = torch.ops.onednn.qlinear_pointwise.default(
-            tokens.codes, 1.0, 0, self.codes, self.scales, self.no_offsets, None, 1.0, 0, torch.float32, "none", [], ""
+            tokens.values, 1.0, 0, self.codes, self.scales, self.no_offsets, None, 1.0, 0, torch.float32, "none", [], ""
         )
         # A token that is not finite has codes of 0 and a scale that keeps its products from being finite.
         return _finish(product.mul_(tokens.scales).to(x.dtype), x, self.bias, self.activation)

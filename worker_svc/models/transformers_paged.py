@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from kernels import ops
-from kernels.operation_checks import dtype_written_to
+from kernels.checks import dtype_written_to
 from quire.settings import ConfigurationError
 from worker_svc.model_input import AttentionMetadata, ModelInput
 from worker_svc.models.transformers_attention import AttentionCall

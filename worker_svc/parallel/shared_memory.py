@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from kernels import exchange
-from kernels.shared_group import MOST_RANKS
+from kernels.exchange import MAX_RANKS
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NO_FILE = "none"
@@ -41,7 +41,7 @@ def share_memory(store: Store, rank: int, size: int) -> torch.Tensor | None:
 
 
 def _make(size: int) -> tuple[Path | None, torch.Tensor | None]:
-    if size > MOST_RANKS or not exchange.can_exchange():
+    if size > MAX_RANKS or not exchange.can_exchange():
         return None, None
     # A name that no other machine and no other group has: who finds it has the same memory.
     path = _SHARED_MEMORY / f"quire-{secrets.token_hex(16)}"

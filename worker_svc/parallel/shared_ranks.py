@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from kernels import exchange
-from kernels.shared_group import SharedGroup
+from kernels.exchange import SharedGroup
 from worker_svc.parallel.distributed_ranks import DistributedRanks
 
 

@@ -14,7 +14,7 @@ from bench import gpu
 from bench.gpu_findings import Findings
 from bench.gpu_problems import Heads, expected_attention, make_problem
 from kernels import ops
-from kernels.reference_attention import ScoreRule
+from kernels.reference import ScoreRule
 
 
 def test_without_a_gpu_it_ends_with_one_line() -> None:

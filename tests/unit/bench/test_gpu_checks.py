@@ -10,15 +10,14 @@ import torch
 from bench import gpu_checks
 from bench.gpu_checks import LIMITS, Check, check_groups, compare
 from bench.gpu_problems import Heads, expected_attention, make_problem
-from kernels import reference
-from kernels.reference_attention import ScoreRule
-from kernels.triton import operations
+from kernels import cuda, reference
+from kernels.reference import ScoreRule
 
 
 def checks_with(monkeypatch: pytest.MonkeyPatch, **changes: Callable[..., Any]) -> Iterator[Check]:
-    """All checks of the plain operations in float32, some of which are others."""
-    plain = {name: getattr(reference, name) for name in operations.__all__}
-    monkeypatch.setattr(gpu_checks, "operations", SimpleNamespace(**plain | changes))
+    """All checks of the reference in float32, with some operations replaced."""
+    plain = {name: getattr(reference, name) for name in cuda.__all__}
+    monkeypatch.setattr(gpu_checks, "cuda", SimpleNamespace(**plain | changes))
     for _, group in check_groups("cpu", (torch.float32,)):
         yield from group
 
@@ -31,7 +30,7 @@ def test_operations_that_are_right_pass(monkeypatch: pytest.MonkeyPatch) -> None
     assert failures(checks_with(monkeypatch)) == set()
 
 
-@pytest.mark.parametrize("name", operations.__all__)
+@pytest.mark.parametrize("name", cuda.__all__)
 def test_every_operation_is_checked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise NotImplementedError(name)

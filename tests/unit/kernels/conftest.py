@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.choice import Implementation
+from kernels.backends import Implementation
 from tests.support.cpu_kernels import IMPLEMENTATIONS, make_implementation
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels import host_copy, ops, reference
+from kernels import host_memory, ops, reference
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
-SWAPS = [host_copy.swap_blocks, reference.swap_blocks]
+SWAPS = [host_memory.swap_blocks, reference.swap_blocks]
 
 
 def make_pool(num_blocks: int = 6, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_swap_moves_blocks_between_pools_of_different_size() -> None:
         assert not host[layer][:, 1].any()
 
 
-@pytest.mark.parametrize("swap", SWAPS, ids=["host_copy", "reference"])
+@pytest.mark.parametrize("swap", SWAPS, ids=["host_memory", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "pairs",
@@ -85,7 +85,7 @@ def test_every_swap_moves_the_same_bits(
         assert torch.equal(pool.view(torch.uint8), old.view(torch.uint8))
 
 
-@pytest.mark.parametrize("swap", SWAPS, ids=["host_copy", "reference"])
+@pytest.mark.parametrize("swap", SWAPS, ids=["host_memory", "reference"])
 def test_a_model_without_layers_and_a_step_without_blocks_swap_nothing(swap: Callable[..., None]) -> None:
     none, pool = torch.empty(0, 2, dtype=torch.int64), make_pool()
     before = pool.clone()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import ops, reference, reference_attention
+from kernels import ops, reference
 from tests.unit.kernels.test_paged_attention import assert_matches_naive, make_batch
 
 
@@ -15,7 +15,7 @@ def use_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_split_for_memory_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch([(1, n) for n in (3, 200, 7, 64, 65, 1, 129)])
     whole = batch.attend()
-    monkeypatch.setattr(reference_attention, "MAX_GATHERED_ELEMENTS", 1)
+    monkeypatch.setattr(reference, "MAX_GATHERED_ELEMENTS", 1)
     torch.testing.assert_close(batch.attend(), whole, rtol=1e-5, atol=1e-6)
 
 
@@ -24,6 +24,6 @@ def test_groups_split_for_memory_give_the_same(monkeypatch: pytest.MonkeyPatch) 
 def test_chunks_longer_than_a_slice_match_naive(
     sliding_window: int | None, sinks: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference_attention, "QUERY_SLICE", 4)
+    monkeypatch.setattr(reference, "QUERY_SLICE", 4)
     batch = make_batch([(9, 9), (8, 21), (1, 3), (5, 40)])
     assert_matches_naive(batch, sliding_window=sliding_window, sinks=sinks)

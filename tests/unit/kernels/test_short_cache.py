@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import ops, reference
-from kernels.choice import Implementation
+from kernels.backends import Implementation
 from kernels.cpu.bindings import CpuKernels
 from kernels.short_cache import SHORT_DTYPE, as_numbers, can_be_short
 from tests.support.cpu_kernels import torch_threads

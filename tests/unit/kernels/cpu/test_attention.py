@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.choice import Implementation
-from kernels.reference_attention import ScoreRule
+from kernels.backends import Implementation
+from kernels.reference import ScoreRule
 from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
 from tests.unit.kernels.test_paged_attention import TOLERANCE, Batch, make_batch
 

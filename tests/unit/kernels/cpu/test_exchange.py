@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kernels import exchange
-from kernels.choice import recording_with
-from kernels.cpu.library import Library
+from kernels.backends import recording_with
+from kernels.cpu.library import SLOT_BYTES, Library
 from kernels.cpu.recording import Recorder
-from kernels.shared_group import SLOT_BYTES, SharedGroup
+from kernels.exchange import SharedGroup
 from tests.support.cpu_kernels import ISAS, make_implementation
 from tests.support.shared_groups import together
 

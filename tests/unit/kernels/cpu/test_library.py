@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import choice, ops, reference
+from kernels import backends, ops, reference
 from kernels.cpu import library
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import LIBRARY, Library, LibraryUnavailableError, available_isas, find_open_mp
@@ -37,7 +37,7 @@ assert runtimes == {str(find_open_mp())}, runtimes
 
 
 def test_the_library_was_built_and_runs_here() -> None:
-    assert isinstance(choice.implementation_for(torch.device("cpu")), CpuKernels)
+    assert isinstance(backends.implementation_for(torch.device("cpu")), CpuKernels)
     assert Library().isa == available_isas()[0]
 
 
@@ -52,15 +52,15 @@ def test_the_runtime_is_the_one_that_came_with_torch() -> None:
 def test_without_a_library_the_reference_runs_and_one_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    choice.fastest_for.cache_clear()
-    monkeypatch.setattr(choice, "Library", lambda: Library(tmp_path / "libquire_cpu.so"))
+    backends.fastest_for.cache_clear()
+    monkeypatch.setattr(backends, "Library", lambda: Library(tmp_path / "libquire_cpu.so"))
     try:
         with caplog.at_level(logging.WARNING, logger="kernels"):
             x = torch.randn(2, 8)
             for _ in range(3):
                 assert torch.equal(ops.silu_and_mul(x), reference.silu_and_mul(x))
     finally:
-        choice.fastest_for.cache_clear()
+        backends.fastest_for.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
         "no CPU kernels, the operations run in plain torch: libquire_cpu.so was not built (it takes a C++20 compiler "
         "at "

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import ops, reference
-from kernels.choice import Products
+from kernels.backends import Products
 from kernels.cpu.bindings import CpuKernels
 from kernels.int8 import quantize
 from kernels.packed_weight import ACTIVATIONS, Rounding
@@ -36,7 +36,7 @@ def make_weight(out_features: int, in_features: int, dtype: torch.dtype = torch.
 
 def as_rounded(lines: torch.Tensor) -> torch.Tensor:
     rounded = quantize(lines)
-    return rounded.codes.double() * rounded.scales.double()
+    return rounded.values.double() * rounded.scales.double()
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ RECORD = """
 import sys
 import torch
 from kernels import ops
-from kernels.record import record
+from kernels.cpu.recording import record
 
 x, weight = torch.ones(2, 8), torch.ones(8)
 record(2, lambda: ops.rms_norm(x, weight, 1e-6))

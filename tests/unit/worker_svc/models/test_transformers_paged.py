@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels import int8_cache
+from kernels import int8
 from quire.settings import ConfigurationError
 from tests.support.more_models import FOREIGN, make_family
 from tests.support.paged import PagedRunner, Span
@@ -101,7 +101,7 @@ def make_runner_of_int8(directory: Path, family: str) -> PagedRunner:
     make_family(directory, FOREIGN[family])
     model = load_model(directory, device=CPU, dtype=torch.float32)
     runner = PagedRunner(model, [[5, 9, 200, 31]], block_size=4)
-    shape = (*runner.pools[0].shape[:-1], int8_cache.line_bytes(model.head_dim))
+    shape = (*runner.pools[0].shape[:-1], int8.line_bytes(model.head_dim))
     runner.pools = [torch.zeros(shape, dtype=torch.int8) for _ in runner.pools]
     return runner
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels.triton.kv_split import DecodeTiling, split_length
+from kernels.cuda.attention import DecodeTiling, split_length
 
 TILING = DecodeTiling(tile=64, programs_per_sm=2, shortest_split=256, longest_split=2048)
 

@@ -13,13 +13,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels.reference_attention import ScoreRule
-from kernels.triton import block_copies, decode_attention
-from kernels.triton.activation import silu_and_mul
-from kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
-from kernels.triton.paged_attention import paged_attention
-from kernels.triton.reshape_and_cache import reshape_and_cache
-from kernels.triton.rotary import rotary_and_cache
+from kernels.cuda import attention, blocks
+from kernels.cuda.attention import paged_attention
+from kernels.cuda.blocks import reshape_and_cache, rotary_and_cache
+from kernels.cuda.pointwise import add_rms_norm, layer_norm, rms_norm, silu_and_mul
+from kernels.reference import ScoreRule
 from tests.unit.kernels.test_paged_attention import make_batch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -56,7 +54,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[Any]:
         return kernel
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(decode_attention, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(attention, "_num_sms", lambda device: 132)
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     return kernels
@@ -152,7 +150,7 @@ def test_pointwise_kernels_compile(compiled: set[Any], dtype: torch.dtype) -> No
 
 def test_blocks_move_sixteen_bytes_at_a_time(compiled: set[Any]) -> None:
     pools = [torch.zeros(2, 8, 4, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
-    block_copies.copy_blocks(pools, torch.tensor([[0, 7], [1, 5]]))
+    blocks.copy_blocks(pools, torch.tensor([[0, 7], [1, 5]]))
     (kernel,) = compiled
     assert "ld.global.v4.b32" in kernel.asm["ptx"]
     assert "st.global.v4.b32" in kernel.asm["ptx"]
@@ -203,5 +201,5 @@ def test_steps_of_other_sizes_compile_nothing_new(
 def test_copies_of_other_counts_compile_nothing_new(compiled: set[Any]) -> None:
     pools = [torch.zeros(2, 64, 4, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
     for count in (3, 1, 2, 16, 31):
-        block_copies.copy_blocks(pools, torch.arange(2 * count).view(2, -1).T)
+        blocks.copy_blocks(pools, torch.arange(2 * count).view(2, -1).T)
     assert len(compiled) == 1

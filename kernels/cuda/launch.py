@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 # What a thread of a GPU moves at once at most, and the threads of a warp.
-WIDEST = 16
+MAX_BYTES = 16
 WARP = 32
 
 
@@ -32,4 +32,9 @@ def padded(size: int, least: int = 1) -> int:
 
 def warps_for(elements: int, dtype: torch.dtype) -> int:
     """Warps of a program that moves a tile of `elements`, a power of two: 4, or fewer that all move what is widest."""
-    return min(4, max(1, elements * dtype.itemsize // (WIDEST * WARP)))
+    return min(4, max(1, elements * dtype.itemsize // (MAX_BYTES * WARP)))
+
+
+def with_contiguous_heads(x: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D] itself where each token's heads lie together, as in a slice of a fused projection; else a copy."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

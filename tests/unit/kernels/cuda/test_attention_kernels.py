@@ -6,12 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.reference_attention import ScoreRule
-from kernels.triton.decode_attention import decode_attention
-from kernels.triton.kv_split import DecodeTiling
-from kernels.triton.paged_attention import paged_attention
-from kernels.triton.paged_batch import PagedBatch
-from kernels.triton.prefill_attention import PrefillTiling, prefill_attention
+from kernels.cuda.attention import DecodeTiling, PrefillTiling, decode_attention, paged_attention, prefill_attention
+from kernels.cuda.tiles import PagedBatch
+from kernels.reference import ScoreRule
 from tests.support.triton_devices import KernelDevice
 from tests.unit.kernels.test_paged_attention import SINKS, TOLERANCE, Batch, make_batch, naive_attention
 

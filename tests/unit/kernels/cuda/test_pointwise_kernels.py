@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from kernels.triton.activation import TILE, silu_and_mul
-from kernels.triton.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from kernels.triton.rotary import rotary
+from kernels.cuda.pointwise import TILE, add_layer_norm, add_rms_norm, layer_norm, rms_norm, rotary, silu_and_mul
 from tests.support.triton_devices import KernelDevice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -1,4 +1,4 @@
-"""Which implementation of the operations a device gets."""
+"""Which implementation runs the operations on a device: the CPU library, the CUDA kernels, or the reference."""
 
 import functools
 import importlib.util
@@ -14,14 +14,14 @@ from kernels import reference
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library, LibraryUnavailableError
 from kernels.packed_weight import PackedWeight, Rounding
-from kernels.reference_attention import ScoreRule
+from kernels.reference import ScoreRule
 
 logger = logging.getLogger(__name__)
 _recording_kernels: ContextVar[CpuKernels | None] = ContextVar("recording_kernels", default=None)
 
 
 class Implementation(Protocol):
-    """What `kernels.ops` calls after its checks; the arguments are those of its functions."""
+    """What `kernels.ops` calls after its checks. The arguments are those of its functions."""
 
     def paged_attention(
         self,
@@ -78,7 +78,7 @@ class Implementation(Protocol):
 
 
 class Products(Protocol):
-    """Products with weights that were packed once."""
+    """Products with packed weights."""
 
     def pack_weight(self, weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight: ...
 
@@ -93,7 +93,7 @@ class Products(Protocol):
 
 
 class BlockMoves(Protocol):
-    """The moves of blocks, on GPUs and between them and the host."""
+    """Moves of blocks on a GPU, and between it and the host."""
 
     def copy_blocks(self, kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None: ...
 
@@ -102,51 +102,18 @@ class BlockMoves(Protocol):
     ) -> None: ...
 
 
-@functools.cache
-def block_moves_for(device: torch.device) -> BlockMoves:
-    """The fastest moves of blocks where one of the pools is on such a device."""
-    return _gpu_operations() if device.type == "cuda" else reference
-
-
-def _gpu_operations() -> "_GpuOperations":
-    """The Triton kernels. Without Triton, which torch for CUDA brings along, or where it does not work, the log says
-    so, and the reference."""
-    if importlib.util.find_spec("triton") is None:
-        logger.warning("no Triton, the operations on the GPU run in plain torch")
-        return reference
-    if torch.cuda.is_available() and (reason := _why_triton_does_not_work()):
-        logger.warning("Triton does not work here, the operations on the GPU run in plain torch: %s", reason)
-        return reference
-    # Only here: a machine without a GPU needs no Triton.
-    from kernels.triton import operations
-
-    return operations
-
-
-def _why_triton_does_not_work() -> str | None:
-    """Before the first launch it compiles what launches: it needs a C compiler, Python's headers, and a folder from
-    which a library can be loaded."""
-    from triton.runtime import driver
-
-    try:
-        driver.active.get_current_target()
-    except Exception as error:
-        return str(error) or type(error).__name__
-    return None
-
-
 class _GpuOperations(Implementation, BlockMoves, Protocol):
     pass
 
 
 def implementation_for(device: torch.device) -> Implementation:
-    """What the operations on such a device run on: the fastest that this machine has, or what records them now."""
+    """What the operations on such a device run on: the fastest that this machine has, or the one that records now."""
     return _recording_kernels.get() or fastest_for(device)
 
 
 @contextmanager
 def recording_with(kernels: CpuKernels) -> Iterator[None]:
-    """While it is open, operations of this thread run on these kernels, which record them."""
+    """Within it, operations of this thread run on these kernels, which record them."""
     token = _recording_kernels.set(kernels)
     try:
         yield
@@ -158,7 +125,7 @@ def recording_with(kernels: CpuKernels) -> Iterator[None]:
 def fastest_for(device: torch.device) -> Implementation:
     """The fastest implementation that this machine has for tensors on such a device.
 
-    Where the CPU library is missing, the first call says so in the log, and the reference takes its place.
+    Where the CPU library is missing, the first call logs a warning, and the reference takes its place.
     """
     if device.type == "cuda":
         return _gpu_operations()
@@ -171,8 +138,40 @@ def fastest_for(device: torch.device) -> Implementation:
         return reference
 
 
-def knows_all_pools(implementation: Implementation) -> bool:
-    """Whether it reads and writes pools of int8 and of short blocks by itself."""
+@functools.cache
+def block_moves_for(device: torch.device) -> BlockMoves:
+    """The fastest moves of blocks where one of the pools is on such a device."""
+    return _gpu_operations() if device.type == "cuda" else reference
+
+
+def _gpu_operations() -> _GpuOperations:
+    """The Triton kernels; the reference, with a warning in the log, where Triton is missing or does not work."""
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("no Triton, the operations on the GPU run in plain torch")
+        return reference
+    if torch.cuda.is_available() and (reason := _why_triton_does_not_work()):
+        logger.warning("Triton does not work here, the operations on the GPU run in plain torch: %s", reason)
+        return reference
+    # Not at the top: a machine without a GPU needs no Triton.
+    from kernels import cuda
+
+    return cuda
+
+
+def _why_triton_does_not_work() -> str | None:
+    """Triton compiles a launcher before its first launch, which takes a C compiler, Python's headers, and a folder that
+    libraries can be loaded from."""
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def reads_all_pools(implementation: Implementation) -> bool:
+    """Whether it reads and writes pools of int8 and of short blocks itself."""
     return isinstance(implementation, CpuKernels)
 
 
@@ -180,14 +179,14 @@ def largest_head_dim_for(device: torch.device) -> int | None:
     """The largest head size that attention on such a device takes; None where it takes any."""
     if device.type != "cuda" or fastest_for(device) is reference:
         return None
-    # Only here: a machine without a GPU needs no Triton.
-    from kernels.triton.paged_attention import LARGEST_HEAD
+    # Not at the top: a machine without a GPU needs no Triton.
+    from kernels.cuda.attention import MAX_HEAD_DIM
 
-    return LARGEST_HEAD
+    return MAX_HEAD_DIM
 
 
 def packed_products_for(device: torch.device, dtype: torch.dtype, rounding: Rounding) -> Products | None:
-    """Products from packed weights of this dtype, if such a device has a kernel of ours for them."""
+    """Products with packed weights of this dtype, where such a device has a kernel for them."""
     implementation = implementation_for(device) if device.type == "cpu" else reference
     if not isinstance(implementation, CpuKernels) or not implementation.has_products(dtype, rounding):
         return None

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.triton.block_copies import WORDS, copy_blocks, swap_blocks
-from kernels.triton.reshape_and_cache import reshape_and_cache
-from kernels.triton.rotary import rotary, rotary_and_cache
+from kernels.cuda.blocks import WORDS, copy_blocks, reshape_and_cache, rotary_and_cache, swap_blocks
+from kernels.cuda.pointwise import rotary
 from tests.support.triton_devices import KernelDevice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

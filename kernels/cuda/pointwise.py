@@ -1,12 +1,17 @@
-"""RMS norm, alone and with the sum into the residual stream, and layer norm. A program takes one line."""
+"""Norms, the gated activation, and rotary position embedding.
+
+A program takes a line in a norm, a tile of a line in the activation, and the heads of a token in a rotation.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.launch import launch, padded
+from kernels.cuda.launch import ceil_div, launch, padded, warps_for, with_contiguous_heads
 
-# Elements of a line for each warp of its program.
+# Columns of a line that a program of the activation takes.
+TILE = 1024
+# Elements of a line for each warp of a norm.
 ELEMENTS_PER_WARP = 512
 
 
@@ -118,3 +123,92 @@ def _as_lines(x: torch.Tensor) -> torch.Tensor:
 
 def _num_warps(hidden: int) -> int:
     return min(16, max(1, padded(hidden) // ELEMENTS_PER_WARP))
+
+
+@triton.jit
+def _silu_and_mul_kernel(output, x, x_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < WIDTH
+    gate = tl.load(x + line * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + line * x_stride + WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    product = gate * tl.sigmoid(gate) * up
+    tl.store(output + line * WIDTH + columns, product.to(output.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`kernels.ops.silu_and_mul`."""
+    width = x.shape[-1] // 2
+    output = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    if not output.numel():
+        return output
+    lines = x.reshape(-1, x.shape[-1])
+    if lines.stride(1) != 1:
+        lines = lines.contiguous()
+    grid = (lines.shape[0], ceil_div(width, TILE))
+    launch(_silu_and_mul_kernel, grid, output, lines, lines.stride(0), WIDTH=width, TILE=TILE)
+    return output
+
+
+@triton.jit
+def load_rotated(x, heads, dims, mask, cos_sin, HEAD_DIM: tl.constexpr):
+    """Both halves of the rotated `heads` of one token, each [H, D / 2] float32; `x` points at the token's heads."""
+    cos = tl.load(cos_sin + dims, mask=dims < HEAD_DIM // 2, other=0.0)[None, :]
+    sin = tl.load(cos_sin + HEAD_DIM // 2 + dims, mask=dims < HEAD_DIM // 2, other=0.0)[None, :]
+    offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    first = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + offsets + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit(do_not_specialize_on_alignment=("positions",))
+def _rotary_kernel(
+    output,
+    x,
+    positions,
+    cos_sin_cache,
+    x_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads, dims = tl.arange(0, HEADS_PAD), tl.arange(0, HALF_PAD)
+    mask = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM // 2)[None, :]
+    cos_sin = cos_sin_cache + tl.load(positions + token) * HEAD_DIM
+    first, second = load_rotated(x + token * x_stride, heads, dims, mask, cos_sin, HEAD_DIM)  # pyright: ignore[reportGeneralTypeIssues]
+    target = output + (token * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(target, first.to(output.dtype.element_ty), mask=mask)
+    tl.store(target + HEAD_DIM // 2, second.to(output.dtype.element_ty), mask=mask)
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.ops.rotary`."""
+    return rotated(query, positions, cos_sin_cache), rotated(key, positions, cos_sin_cache)
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D]; returns a new, contiguous tensor."""
+    num_tokens, num_heads, head_dim = x.shape
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return output
+    x = with_contiguous_heads(x)
+    launch(
+        _rotary_kernel,
+        (num_tokens,),
+        output,
+        x,
+        positions.contiguous(),
+        cos_sin_cache.contiguous(),
+        x.stride(0),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        HEADS_PAD=padded(num_heads),
+        HALF_PAD=padded(head_dim // 2),
+        num_warps=warps_for(padded(num_heads) * padded(head_dim // 2), x.dtype),
+    )
+    return output

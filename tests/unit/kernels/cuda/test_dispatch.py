@@ -7,14 +7,13 @@ import pytest
 import torch
 import triton
 
-from kernels import choice, ops, reference
-from kernels.triton import operations
-from kernels.triton.paged_attention import LARGEST_HEAD
+from kernels import backends, cuda, ops, reference
+from kernels.cuda.attention import MAX_HEAD_DIM
 
 
 def test_cuda_tensors_get_the_triton_kernels() -> None:
-    assert choice.implementation_for(torch.device("cuda")) is operations
-    assert choice.block_moves_for(torch.device("cuda", 1)) is operations
+    assert backends.implementation_for(torch.device("cuda")) is cuda
+    assert backends.block_moves_for(torch.device("cuda", 1)) is cuda
 
 
 def test_where_triton_does_not_work_the_log_says_why_and_plain_torch_takes_its_place(
@@ -27,12 +26,12 @@ def test_where_triton_does_not_work_the_log_says_why_and_plain_torch_takes_its_p
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(triton.runtime.driver, "_active", Broken())
-    assert choice.fastest_for.__wrapped__(torch.device("cuda")) is reference
+    assert backends.fastest_for.__wrapped__(torch.device("cuda")) is reference
     assert "Triton does not work here, the operations on the GPU run in plain torch: Failed to find C" in caplog.text
 
 
 def test_heads_are_limited_where_the_triton_kernels_run() -> None:
-    assert ops.largest_head_dim(torch.device("cuda", 1)) == LARGEST_HEAD
+    assert ops.largest_head_dim(torch.device("cuda", 1)) == MAX_HEAD_DIM
     assert ops.largest_head_dim(torch.device("cpu")) is None
 
 
@@ -41,7 +40,7 @@ FOR_THE_CPU_ALONE = {"pack_weight", "product"}
 
 
 def test_every_operation_of_the_reference_has_a_kernel() -> None:
-    assert {*operations.__all__, "ScoreRule"} == set(reference.__all__) - FOR_THE_CPU_ALONE
+    assert {*cuda.__all__, "ScoreRule"} == set(reference.__all__) - FOR_THE_CPU_ALONE
 
 
 def test_cpu_tensors_bring_no_triton_along() -> None:

@@ -1,0 +1,27 @@
+"""The operations as Triton kernels, for tensors on a CUDA device; `kernels.ops` documents and checks the arguments.
+
+The names are those of `kernels.reference`. Triton comes with torch for CUDA; nothing outside this package imports it,
+so that a machine without a GPU needs no Triton. Kernels are launched on torch's current device, which must be that of
+the tensors, and never wait for it. Sampling has no kernel: it is torch on every device.
+
+What changes from step to step (rows, tokens, lengths, strides of block tables) is an argument that Triton must not
+specialize on, so that serving compiles nothing once each kernel has run. What belongs to the model is a constant.
+"""
+
+from kernels.cuda.attention import paged_attention
+from kernels.cuda.blocks import copy_blocks, reshape_and_cache, rotary_and_cache, swap_blocks
+from kernels.cuda.pointwise import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rotary, silu_and_mul
+
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "copy_blocks",
+    "layer_norm",
+    "paged_attention",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary",
+    "rotary_and_cache",
+    "silu_and_mul",
+    "swap_blocks",
+]
