@@ -4,6 +4,8 @@ import asyncio
 import time
 
 _TURN_S = 0.005
+TOKENS_PER_TURN = 50
+"""Tokens to detokenize between two pauses. A token takes some ten microseconds, more with stop strings."""
 
 
 class Turns:

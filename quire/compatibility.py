@@ -96,14 +96,18 @@ def check_protocol(contract: str, ours: ProtocolVersions, theirs: ProtocolVersio
     )
 
 
-def check_model(ours: ModelFingerprint, theirs: ModelFingerprint, *, us: str, them: str) -> None:
-    """Raises FailedPrecondition (MODEL_MISMATCH) where a part that both have differs. `us`, `them`: as above."""
-    differing = [
+def differing_parts(ours: ModelFingerprint, theirs: ModelFingerprint) -> list[str]:
+    """The parts that both have and that differ, each with our hash and theirs."""
+    return [
         f"{field.name} {mine} and {other}"
         for field in fields(ModelFingerprint)
         if (mine := getattr(ours, field.name)) and (other := getattr(theirs, field.name)) and mine != other
     ]
-    if differing:
+
+
+def check_model(ours: ModelFingerprint, theirs: ModelFingerprint, *, us: str, them: str) -> None:
+    """Raises FailedPrecondition (MODEL_MISMATCH) where a part that both have differs. `us`, `them`: as above."""
+    if differing := differing_parts(ours, theirs):
         raise FailedPrecondition(
             f"{us} and {them} have different models: {', '.join(differing)}; give both the same one by --model",
             reason="MODEL_MISMATCH",

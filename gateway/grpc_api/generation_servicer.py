@@ -14,7 +14,7 @@ from gateway.requests.events import Event
 from gateway.requests.generator import Generator
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import RequestOptions
-from gateway.requests.running import Result, answer, answer_event
+from gateway.requests.running import REFUSAL_S, Result, answer, answer_event
 from gateway.text.text_service import TextService
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,
@@ -36,8 +36,6 @@ from quire.gateway.v1.generation_pb2 import (
 )
 
 REQUEST_ID_HEADER = "quire-request-id"
-# A scheduler that refuses a request does so within this time.
-_REFUSAL_S = 0.5
 Context = grpc.aio.ServicerContext
 Response = TypeVar("Response", GenerateResponse, ChatResponse)
 StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse, ResumeStreamResponse)
@@ -136,7 +134,7 @@ async def _with_headers(events: AsyncIterator[Event], context: Context) -> Async
     those. Not at once, since clients call again by themselves only as long as they have no headers."""
     first = asyncio.ensure_future(anext(aiter(events), None))
     try:
-        await asyncio.wait([first], timeout=_REFUSAL_S)
+        await asyncio.wait([first], timeout=REFUSAL_S)
         if not first.done():
             await context.send_initial_metadata(())
         event = await first

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.openai.errors import ErrorAnswer, ParamNames, error_answer
+from gateway.requests.running import REFUSAL_S
 
 _EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -18,8 +19,6 @@ _EVENT_STREAM = {
 _JSON = {"content-type": "application/json"}
 _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
-# A scheduler that refuses a request does so within this time.
-_REFUSAL_S = 0.5
 _PIECE_BYTES = 1 << 16
 
 
@@ -133,7 +132,7 @@ class StreamedResponse(WatchedResponse):
     async def _break_silence(self, send: Send) -> None:
         times_submitted = 0
         while times_submitted < 2:
-            await asyncio.sleep(_REFUSAL_S / 2)
+            await asyncio.sleep(REFUSAL_S / 2)
             times_submitted = times_submitted + 1 if self._is_submitted() else 0
         await self._write(send, b"")
         while self._keep_alive_s:

@@ -11,11 +11,8 @@ from gateway.requests.limits import Limits
 from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import GenerationRequest, HeldSequence, RequestOptions
 from gateway.requests.violations import Violations
-from gateway.turns import Turns
+from gateway.turns import TOKENS_PER_TURN, Turns
 from quire.rpc.errors import invalid_field
-
-# A token becomes text in some ten microseconds, more with stop strings.
-_TOKENS_AT_ONCE = 50
 
 
 async def check_continuation(options: RequestOptions, request: GenerationRequest, limits: Limits) -> None:
@@ -55,8 +52,8 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
     for position, (stream, sequence) in enumerate(zip(live.sequences, held, strict=True)):
         token_ids = sequence.token_ids
         stream.hold(len(token_ids), sequence.num_characters, sequence.cumulative_logprob)
-        for begin in range(0, len(token_ids), _TOKENS_AT_ONCE):
-            stream.accept(begin, token_ids[begin : begin + _TOKENS_AT_ONCE])
+        for begin in range(0, len(token_ids), TOKENS_PER_TURN):
+            stream.accept(begin, token_ids[begin : begin + TOKENS_PER_TURN])
             await turns.pause()
         if len(stream.token_ids) < len(token_ids):
             assert stream.finished is not None, "a stream takes all tokens up to its end"

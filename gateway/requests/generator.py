@@ -39,12 +39,9 @@ from gateway.schedulers.requests_by_id_client import FoundRequest, RequestsById,
 from gateway.settings import GatewaySettings
 from gateway.text.bad_words import bad_token_sequences
 from gateway.text.clean_up import TextPieces
-from gateway.turns import Turns
+from gateway.turns import TOKENS_PER_TURN, Turns
 from quire.rpc.errors import Aborted, Cancelled, NotFound, Unavailable
 from quire.tracing import TraceContext, Tracer
-
-# A token becomes text in some ten microseconds, more with stop strings.
-_TOKENS_AT_ONCE = 50
 
 
 class CallParameters:
@@ -215,7 +212,7 @@ class Generator:
             live = self._ledger.prepare(earlier.request, self._detokenizers(earlier.request))
             live.count_in(memory)
             turns = Turns()
-            while not live.catch_up(earlier, _TOKENS_AT_ONCE):
+            while not live.catch_up(earlier, TOKENS_PER_TURN):
                 await turns.pause()
             if self._ledger.get(caller.tenant, request_id) is earlier and earlier.is_resumable:
                 return _FoundHere(earlier, live)

@@ -12,6 +12,7 @@ from gateway.requests.request import GenerationRequest
 from gateway.requests.sequence_stream import SequenceStream, TokenGapError
 from gateway.schedulers.scheduler_events import PromptRun, RequestEnded, SequenceEnded, TokenRun
 from gateway.turns import Turns
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
 from quire.logprob_columns import LogprobLog
 from quire.rpc.errors import Internal, QuireError
 
@@ -29,6 +30,7 @@ class LiveRequest:
         submissions: How often it was sent to a scheduler, those not counted that drained.
         is_prepared: Whether it may be submitted; not while it is given tokens that its caller holds.
         moves: How often it left a scheduler that had no worker, since its last token.
+        model: The model of the scheduler that its tokens come from, or that has it; unknown before.
         prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as they came.
         is_over: Whether nothing more is expected from the scheduler.
         awaits_usage: Whether all its sequences ended here, and the scheduler has yet to say what it cost.
@@ -50,6 +52,7 @@ class LiveRequest:
         self.submissions = 0
         self.is_prepared = True
         self.moves = 0
+        self.model = UNKNOWN_MODEL
         self.awaits_usage = False
         self.prompt_logprobs = TokenLogprobs()
         # Of all tokens of a durable request, whose client may come back for them.
@@ -92,6 +95,10 @@ class LiveRequest:
         return self.request.logprobs is None or all(
             len(log) == len(stream.token_ids) for log, stream in zip(self._logprobs, self.sequences, strict=True)
         )
+
+    def fits(self, model: ModelFingerprint) -> bool:
+        """Whether it can go on with this model."""
+        return not (self.num_generated_tokens and differing_parts(self.model, model))
 
     @property
     def usage(self) -> Usage | None:
@@ -206,7 +213,7 @@ class LiveRequest:
             if end is not None:
                 stream.end(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
         self.prompt_logprobs = earlier.prompt_logprobs
-        self.submissions, self.moves = earlier.submissions, earlier.moves
+        self.submissions, self.moves, self.model = earlier.submissions, earlier.moves, earlier.model
         self._error = earlier._error
         self._usage = earlier._usage or (self._own_usage() if earlier.awaits_usage else None)
         self._news.set()

@@ -17,6 +17,9 @@ from gateway.requests.validation import check_call
 from gateway.turns import Turns
 from quire.rpc.errors import QuireError
 
+REFUSAL_S = 0.5
+"""A scheduler that refuses a request does so within this time."""
+
 Result = tuple[list[GeneratedSequence], Usage]
 Answer = TypeVar("Answer")
 # So many log probabilities take longer to be made into an answer than other calls should wait for.

@@ -13,7 +13,7 @@ from gateway.schedulers.routing import affinity_key, choose_replica
 from gateway.schedulers.scheduler_client import SchedulerClient, SchedulerRefusedError
 from gateway.schedulers.scheduler_events import EventBatch, Welcome
 from quire import compatibility
-from quire.compatibility import ModelFingerprint, check_model, check_protocol
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
 from quire.rpc.tls import TlsIdentity
 
@@ -119,9 +119,12 @@ class Replicas:
 
     def place(self, live: LiveRequest) -> None:
         """Sends a request to a replica, or keeps it until there is one."""
-        candidates = self._candidates()
+        candidates = self._candidates(live)
         if not candidates:
-            self._await_scheduler(live)
+            if others := self._taking():
+                live.fail(_model_changed(live, others[0].model))
+            else:
+                self._await_scheduler(live)
             return
         if len(candidates) == 1:
             self._submit(live, *candidates.values())
@@ -142,6 +145,7 @@ class Replicas:
         if not client.is_connected:
             raise Unavailable(f"scheduler {client.address} is not connected", reason="NO_SCHEDULER")
         self._assign(live, client.address)
+        self._note_model(live, client)
         live.submissions += 1
         client.resume(live)
         if not client.is_ready:
@@ -253,20 +257,31 @@ class Replicas:
         set_event.set()
         cleared.clear()
 
-    def _candidates(self) -> dict[str, SchedulerClient]:
+    def _taking(self) -> list[SchedulerClient]:
+        """The replicas that take new requests."""
+        connected = (client for client in self.clients.values() if client.is_connected)
+        return [client for client in connected if client.address not in self._draining]
+
+    def _candidates(self, live: LiveRequest) -> dict[str, SchedulerClient]:
         """The replicas that a request may go to: those that run steps, else those that let it wait."""
-        taking = {
-            address: client
-            for address, client in self.clients.items()
-            if client.is_connected and address not in self._draining
-        }
-        return {address: client for address, client in taking.items() if client.is_ready} or taking
+        fitting = {client.address: client for client in self._taking() if live.fits(client.model)}
+        return {address: client for address, client in fitting.items() if client.is_ready} or fitting
 
     def _submit(self, live: LiveRequest, client: SchedulerClient) -> None:
         self._timers.cancel(live)
+        if not live.fits(client.model):
+            # The scheduler came back with another model.
+            self._assign(live, None)
+            self.place(live)
+            return
         self._assign(live, client.address)
+        self._note_model(live, client)
         live.submissions += 1
         client.submit(live)
+
+    def _note_model(self, live: LiveRequest, client: SchedulerClient) -> None:
+        if not live.num_generated_tokens or live.model == UNKNOWN_MODEL:
+            live.model = client.model
 
     def _assign(self, live: LiveRequest, replica: str | None) -> None:
         if live.replica is not None:
@@ -307,6 +322,13 @@ class Replicas:
             live.submissions -= 1
             self._draining.add(client.address)
             self.place(live)
+        elif isinstance(error, FailedPrecondition) and error.reason == "MODEL_CHANGED":
+            # Takes nothing new before it is connected again, and has said what it is now.
+            self._draining.add(client.address)
+            if self._candidates(live):
+                self.place(live)
+            else:
+                live.fail(error)
         elif live.submissions > 1 and isinstance(error, ResourceExhausted | Unavailable):
             self._timers.set(live, self._retry_delay_s(error), self.place)
         else:
@@ -336,7 +358,7 @@ class Replicas:
 
     def _leave_unready(self, live: LiveRequest) -> None:
         """Moves a request to a replica that runs steps, where there is one, unless it goes on where it is."""
-        if live.is_over or not any(client.is_ready for client in self._candidates().values()):
+        if live.is_over or not any(client.is_ready for client in self._candidates(live).values()):
             return
         left_s = self._failover_delay_s - live.seconds_since_news
         if left_s > 0:
@@ -354,3 +376,12 @@ class Replicas:
     def _give_up(self, live: LiveRequest) -> None:
         message = f"no scheduler could be reached for {self._connect_timeout_s:g} s"
         live.fail(Unavailable(message, reason="NO_SCHEDULER"))
+
+
+def _model_changed(live: LiveRequest, model: ModelFingerprint) -> FailedPrecondition:
+    parts = ", ".join(differing_parts(live.model, model))
+    return FailedPrecondition(
+        f"the replicas have another model than the one that this request began with (before and now: {parts}); it "
+        "cannot go on: send it again",
+        reason="MODEL_CHANGED",
+    )

@@ -26,7 +26,7 @@ from gateway.schedulers.scheduler_convert import (
 )
 from gateway.schedulers.scheduler_events import EventBatch, Welcome
 from gateway.turns import Turns
-from quire.compatibility import ModelFingerprint
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, QuireError, Unavailable, from_rpc_error
 from quire.rpc.tls import TlsIdentity
@@ -120,6 +120,11 @@ class SchedulerClient:
         self._outbox: deque[scheduler_pb2.ConnectRequest | LiveRequest] = deque()
         self._has_mail = asyncio.Event()
         self._outbox_is_empty = asyncio.Event()
+
+    @property
+    def model(self) -> ModelFingerprint:
+        """What the scheduler said last of its model."""
+        return UNKNOWN_MODEL if self.welcome is None else self.welcome.model
 
     def submit(self, live: LiveRequest) -> None:
         """Sends a request, with the tokens that it has already, soon."""

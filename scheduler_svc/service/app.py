@@ -78,7 +78,13 @@ async def serve(settings: SchedulerSettings) -> None:
     readiness = Readiness(report_ready)
     audience = _Audience(connections, requests, spans)
     loop = StepLoop(
-        settings, metrics, audience.deliver, audience.deliver_prompt_logprobs, readiness.set_attached, identity
+        settings,
+        metrics,
+        audience.deliver,
+        audience.deliver_prompt_logprobs,
+        readiness.set_attached,
+        requests.forget_outputs,
+        identity,
     )
     servicer = SchedulerServicer(loop, connections, requests, readiness, time.monotonic, spans)
     metrics.watch(StateCollector(lambda: loop.scheduler))

@@ -20,6 +20,9 @@ from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.requests import GATEWAYS
 from scheduler_svc.service.sampling_convert import beam_from, sampling_from
 
+MODEL_CHANGED = "MODEL_CHANGED"
+"""Reason of the failure of requests that began with another model than the one that is attached now."""
+
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -116,9 +119,10 @@ def _refusal_message(handle: int, error: QuireError) -> scheduler_pb2.RequestFai
 
 
 def _failure_message(failure: RequestFailure) -> scheduler_pb2.RequestFailure:
-    """The failure of a request whose row the worker could not sample."""
+    """The failure of a request that was accepted."""
+    code = code_pb2.FAILED_PRECONDITION if failure.reason == MODEL_CHANGED else code_pb2.INTERNAL
     return scheduler_pb2.RequestFailure(
-        handle=failure.key.handle, code=code_pb2.INTERNAL, reason=failure.reason, message=failure.message
+        handle=failure.key.handle, code=code, reason=failure.reason, message=failure.message
     )
 
 

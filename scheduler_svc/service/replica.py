@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,23 @@ class ReplicaInfo:
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is the same start of the same workers."""
         return other is not None and other.worker_generation == self.worker_generation
+
+    def model_changes(self, before: "ReplicaInfo") -> list[str]:
+        """In what this model differs from the one before, each with both values; empty where it may be the same."""
+        changes = [
+            f"{name} {old} and {new}"
+            for name, old, new in (
+                ("architecture", before.architecture, self.architecture),
+                ("vocab_size", before.vocab_size, self.vocab_size),
+            )
+            if old != new
+        ]
+        return changes + differing_parts(before.fingerprint, self.fingerprint)
+
+    def has_tokenizer_of(self, before: "ReplicaInfo") -> bool:
+        """Whether token ids mean the same, as far as both say which tokenizer they have."""
+        ours, theirs = self.fingerprint.tokenizer, before.fingerprint.tokenizer
+        return self.vocab_size == before.vocab_size and not (ours and theirs and ours != theirs)
 
     def is_like(self, other: "ReplicaInfo | None") -> bool:
         """Whether the other one is alike in all but the start of its workers."""

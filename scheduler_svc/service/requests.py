@@ -355,6 +355,12 @@ class Requests:
             if owned.reader is None:
                 self.forget(owned)
 
+    def forget_outputs(self) -> None:
+        """Drops what is kept of durable requests that are over: gateways have another tokenizer now."""
+        for owned in list(self._durable.values()):
+            if owned.is_over:
+                self.forget(owned)
+
     def cancel(self, tenant: str, request_id: str) -> bool:
         """Ends and forgets what the tenant runs under an id, and durable requests that are over, and tells the readers.
         Returns whether there was anything. Gateways know nothing of each other's ids, so there may be several."""
@@ -505,6 +511,8 @@ class Requests:
     def _note_over(self, owned: OwnedRequest) -> None:
         owned.is_over = True
         if owned.durable is not None:
+            # Kept for the whole time from its end on, also where nobody has read it for a while.
+            _stop_timer(owned)
             self._start_timer(owned)
         elif owned.reader is None:
             self._note_undelivered(owned)

@@ -12,7 +12,8 @@ from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceStatus
-from scheduler_svc.core.step_plan import ClientEvents
+from scheduler_svc.core.step_plan import ClientEvents, RequestFailure
+from scheduler_svc.service.gateway_convert import MODEL_CHANGED
 from scheduler_svc.service.history import SequenceProgress
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.pinning import Pinning
@@ -45,7 +46,8 @@ class StepLoop:
 
     `epoch` rises with every attachment, `version` where the worker that is attached is another one than before by its
     pool, its model or its limits. `scheduler` and `replica` are None until a worker was attached once.
-    `report_attached` is told whenever the worker comes or goes. `tls` is who it is towards workers.
+    `report_attached` is told whenever the worker comes or goes; `forget_outputs` drops outputs of requests that are
+    over, since the tokenizer is another one. `tls` is who it is towards workers.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class StepLoop:
         deliver: Deliver,
         deliver_prompt_logprobs: DeliverPromptLogprobs,
         report_attached: Callable[[bool], None],
+        forget_outputs: Callable[[], None],
         tls: TlsIdentity | None = None,
     ) -> None:
         self.scheduler: Scheduler | None = None
@@ -73,6 +76,7 @@ class StepLoop:
         self._pinning = Pinning()
         self._pin_timer: asyncio.TimerHandle | None = None
         self._report_attached = report_attached
+        self._forget_outputs = forget_outputs
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -239,8 +243,13 @@ class StepLoop:
         config = self._config(info)
         if self.scheduler is None:
             self.scheduler = Scheduler(config)
-        elif config != self.scheduler.config:
-            self._rebuild(config)
+        else:
+            if self.replica is not None and (changes := info.model_changes(self.replica)):
+                self._fail_for_model(self.scheduler, changes)
+                if not info.has_tokenizer_of(self.replica):
+                    self._forget_outputs()
+            if config != self.scheduler.config:
+                self._rebuild(config)
         self.scheduler.adopt_sealed(link.sealed)
         self._judge_loss(self.scheduler, was_alive=info.is_same_worker(self.replica) and not self._was_faulty)
         self._take_info(info)
@@ -285,6 +294,28 @@ class StepLoop:
             max_pinned=settings.max_pinned,
             max_prefill_share=settings.max_prefill_share,
         )
+
+    def _fail_for_model(self, scheduler: Scheduler, changes: list[str]) -> None:
+        """The worker came back with another model. Requests and pins of the one before are of no use: all of them end.
+        Gateways whose tokenizer still fits learn what the model is now when they connect again."""
+        message = (
+            f"the worker came back with another model (before and now: {', '.join(changes)}); this request began with "
+            "the one before and cannot go on: send it again"
+        )
+        for pin in list(scheduler.pins):
+            scheduler.unpin(pin.tenant, pin.pin_id)
+        self._pinning.settle(scheduler.pins)
+        _logger.warning(
+            "the worker came back with another model (before and now: %s); %d live requests fail",
+            ", ".join(changes),
+            self.num_live(),
+        )
+        events: dict[ClientId, ClientEvents] = {}
+        for key in [group.request.key for group in scheduler.groups()]:
+            scheduler.abort(key)
+            events.setdefault(key.client, ClientEvents()).failed.append(RequestFailure(key, MODEL_CHANGED, message))
+        self._hand_out(0, events, time.monotonic())
+        self._note_idle()
 
     def _rebuild(self, config: SchedulerConfig) -> None:
         """The worker came back with another pool: the live requests move over, in order of arrival."""

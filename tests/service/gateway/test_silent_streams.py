@@ -23,8 +23,8 @@ SHORT_S = 0.1
 
 @pytest.fixture(autouse=True)
 def short_wait_for_a_refusal(monkeypatch):
-    monkeypatch.setattr("gateway.openai.responses._REFUSAL_S", SHORT_S)
-    monkeypatch.setattr("gateway.grpc_api.generation_servicer._REFUSAL_S", SHORT_S)
+    monkeypatch.setattr("gateway.openai.responses.REFUSAL_S", SHORT_S)
+    monkeypatch.setattr("gateway.grpc_api.generation_servicer.REFUSAL_S", SHORT_S)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -1,13 +1,17 @@
 """Schedulers of other versions, or with another model, beside and before those that fit."""
 
 import asyncio
+import shutil
+from pathlib import Path
 
 import httpx
+import pytest
+from google.rpc import code_pb2
 from tokenizers import Tokenizer
 
 from quire.compatibility import ModelFingerprint, ProtocolVersions
 from quire.model_directory import resolve_model
-from quire.rpc.errors import Unavailable
+from quire.rpc.errors import FailedPrecondition, Unavailable
 from tests.support.fake_scheduler import FakeScheduler, counting_rule
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 
@@ -92,3 +96,81 @@ async def test_a_request_waits_for_the_first_scheduler_as_for_one_that_comes_bac
         await scheduler.start()
         assert (await running).token_ids == expected_ids("hello", 8)
         await scheduler.stop()
+
+
+OLD_MODEL, NEW_MODEL = ModelFingerprint(weights="w1"), ModelFingerprint(weights="w2")
+
+
+@pytest.fixture
+def without_weights(tmp_path: Path) -> str:
+    """A model directory that fits schedulers whatever weights their workers have."""
+    ignored = shutil.ignore_patterns("*.safetensors")
+    return str(shutil.copytree(resolve_model(None), tmp_path / "model", ignore=ignored))
+
+
+def fail_for_model(scheduler: FakeScheduler) -> None:
+    """Says what a scheduler does whose worker came back with another model."""
+    for handle in list(scheduler.live):
+        scheduler.fail(handle, code=code_pb2.FAILED_PRECONDITION, reason="MODEL_CHANGED", message="send it again")
+
+
+async def test_a_request_of_a_changed_model_goes_on_at_a_replica_that_has_the_one_before(without_weights):
+    schedulers = [FakeScheduler(model=OLD_MODEL, step_delay_s=0.01) for _ in range(2)]
+    for each in schedulers:
+        await each.start()
+    async with running_gateway(*schedulers, model=without_weights) as gateway:
+        await asyncio.gather(*(each.until(lambda each=each: each.is_heard) for each in schedulers))
+        reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
+        begun: list[FakeScheduler] = []
+
+        async def has_begun(each: FakeScheduler) -> None:
+            await each.until(lambda: any(one.num_emitted > 3 for one in each.live.values()))
+            begun.append(each)
+
+        both = [asyncio.create_task(has_begun(each)) for each in schedulers]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        fail_for_model(begun[0])
+        assert (await reading).token_ids == expected_ids("hello", 30)
+        assert [len(each.submits) for each in schedulers] == [1, 1]
+        await asyncio.gather(*both)
+    for each in schedulers:
+        await each.stop()
+
+
+async def test_a_request_of_a_changed_model_fails_where_no_replica_has_the_one_before(without_weights):
+    scheduler = FakeScheduler(model=OLD_MODEL)
+    await scheduler.start()
+    async with running_gateway(scheduler, model=without_weights) as gateway:
+        await scheduler.until(lambda: scheduler.is_heard)
+        scheduler.emits.clear()
+        reading = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request("hello"))))
+        await scheduler.until(lambda: scheduler.live)
+        fail_for_model(scheduler)
+        error = await reading
+        assert isinstance(error, FailedPrecondition)
+        assert (error.reason, error.message) == ("MODEL_CHANGED", "send it again")
+    await scheduler.stop()
+
+
+async def test_a_scheduler_that_comes_back_with_another_model_gets_requests_without_tokens_alone(without_weights):
+    """Scheduler and worker were replaced together, so that this scheduler knows of no request."""
+    scheduler = FakeScheduler(model=OLD_MODEL, tokens_per_step=1, step_delay_s=60)
+    await scheduler.start()
+    async with running_gateway(scheduler, model=without_weights) as gateway:
+        await scheduler.until(lambda: scheduler.is_heard)
+        begun = asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request("begun"))))
+        await scheduler.until(lambda: any(each.num_emitted for each in scheduler.live.values()))
+        scheduler.emits.clear()
+        waiting = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("waiting"))))
+        await scheduler.until(lambda: len(scheduler.live) == 2)
+        await scheduler.stop()
+        scheduler.model, scheduler.step_delay_s = NEW_MODEL, 0.001
+        scheduler.emits.set()
+        await scheduler.start()
+        error = await begun
+        assert isinstance(error, FailedPrecondition)
+        assert error.reason == "MODEL_CHANGED"
+        assert "(before and now: weights w1 and w2); it cannot go on: send it again" in error.message
+        assert (await waiting).token_ids == expected_ids("waiting", 8)
+        assert len(scheduler.submits) == 3
+    await scheduler.stop()

@@ -5,15 +5,18 @@ from types import ModuleType, SimpleNamespace
 
 import grpc.aio
 import pytest
+from google.rpc import code_pb2
 
+from quire.arrays import encode_int32
 from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
-from quire.rpc.errors import QuireError, from_rpc_error
+from quire.rpc.errors import NotFound, QuireError, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
     make_submit,
+    resubmit,
     running_scheduler,
     state_of,
     until,
@@ -148,21 +151,78 @@ async def test_gateways_that_do_not_fit_are_refused_beside_one_that_does_and_log
         await wait_nothing_in_use(stub)
 
 
-async def test_a_worker_that_comes_back_with_another_model_costs_its_gateways_their_streams(
-    tmp_path,
+async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_the_scheduler_goes_on(
+    tmp_path, log: pytest.LogCaptureFixture
 ) -> None:
     address = f"unix:{tmp_path / 'w.sock'}"
-    worker = FakeWorker(FakeWorkerConfig(fingerprint=OF_WORKER))
+    worker = FakeWorker(FakeWorkerConfig(fingerprint=OF_WORKER, step_seconds=0.005))
     await worker.start(address)
     async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
         await wait_attached(stub)
         assert isinstance(await answer_to(stub, make_hello("gateway-a")), scheduler_pb2.Welcome)
-        stream, _ = await GatewayStream.open(stub)
+        pin = scheduler_pb2.PinPrefixRequest(token_ids=encode_int32(range(32)), time_to_live_ms=60_000)
+        await stub.PinPrefix(pin)
+        stream, _ = await GatewayStream.open(stub, "gateway-b", grace_period_ms=60_000, credit=10_000)
+        await stream.submit(make_submit(1, max_tokens=500))
+        await stream.submit(make_submit(2, max_tokens=500, durable=scheduler_pb2.Durable()))
+        while not stream.outputs[2]:
+            await stream.read()
         await worker.stop()
-        other = FakeWorker(FakeWorkerConfig(fingerprint=ModelFingerprint(config="c1", weights="w2", tokenizer="t2")))
+        changed = ModelFingerprint(config="c1", weights="w2", tokenizer="t2")
+        other = FakeWorker(FakeWorkerConfig(fingerprint=changed))
         await other.start(address)
         await stream.read_to_end()
+        line = "the worker came back with another model (before and now: weights w1 and w2)"
+        for handle in (1, 2):
+            failure = stream.failed[handle]
+            assert (failure.code, failure.reason) == (code_pb2.FAILED_PRECONDITION, "MODEL_CHANGED")
+            assert failure.message == f"{line}; this request began with the one before and cannot go on: send it again"
+        assert [each for each in log.messages if line in each] == [f"{line}; 2 live requests fail"]
+        assert (await state_of(stub)).gpu_pool.pinned_blocks == 0
+        # A gateway that has the tokenizer of before is told so, one that fits is served.
         refusal = await answer_to(stub, make_hello("gateway-a"))
         assert isinstance(refusal, QuireError)
         assert "have different models: tokenizer t2 and t1; give" in refusal.message
+        again, welcome = await GatewayStream.open(stub, "gateway-b", grace_period_ms=60_000)
+        assert ModelFingerprint.of(welcome.model) == changed
+        # What it did not take in of the stream before is said again.
+        await again.submit(resubmit(stream, 1, max_tokens=500))
+        await again.submit(make_submit(3))
+        await again.read_until_over(1, 3)
+        assert again.failed[1].reason == "MODEL_CHANGED"
+        assert again.outputs[3] == expected_tokens(3)
+        again.close()
+        await wait_nothing_in_use(stub)
+        await other.stop()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_kept"),
+    [
+        (ModelFingerprint("c1", "t1", "w1"), ModelFingerprint("c1", "t1", "w2"), True),
+        (ModelFingerprint("c1", "t1", "w1"), ModelFingerprint("c1", "t2", "w1"), False),
+    ],
+)
+async def test_the_output_of_a_durable_request_that_is_over_is_kept_where_the_tokenizer_still_reads_it(
+    tmp_path, before: ModelFingerprint, after: ModelFingerprint, is_kept: bool
+) -> None:
+    address = f"unix:{tmp_path / 'w.sock'}"
+    worker = FakeWorker(FakeWorkerConfig(fingerprint=before))
+    await worker.start(address)
+    async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
+        await wait_attached(stub)
+        stream, _ = await GatewayStream.open(stub)
+        await stream.submit(make_submit(1, durable=scheduler_pb2.Durable()))
+        await stream.read_until_over(1)
+        await worker.stop()
+        other = FakeWorker(FakeWorkerConfig(fingerprint=after))
+        await other.start(address)
+        await stream.read_to_end()
+        find = stub.FindDurable(scheduler_pb2.FindDurableRequest(request_id="request-1"))
+        if is_kept:
+            assert (await find).is_over
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await find
+            assert isinstance(from_rpc_error(refused.value), NotFound)
         await other.stop()

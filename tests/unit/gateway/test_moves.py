@@ -31,6 +31,7 @@ class Scheduler:
         self.address = address
         self.is_connected = self.is_ready = True
         self.welcome = SimpleNamespace(block_size=4)
+        self.model = UNKNOWN_MODEL
         self.num_deaths = 0
         self.submitted: list[int] = []
         self.has: dict[int, LiveRequest] = {}

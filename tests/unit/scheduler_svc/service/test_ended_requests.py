@@ -25,7 +25,9 @@ def metrics() -> SchedulerMetrics:
 @pytest.fixture
 def loop(metrics) -> StepLoop:
     """One with requests 1 and 2, of 1 and 2 sequences, which wait."""
-    loop = StepLoop(SchedulerSettings(listen="127.0.0.1:0", workers=("127.0.0.1:1",)), metrics, ignore, ignore, ignore)
+    loop = StepLoop(
+        SchedulerSettings(listen="127.0.0.1:0", workers=("127.0.0.1:1",)), metrics, ignore, ignore, ignore, ignore
+    )
     loop.scheduler = Scheduler(make_config())
     loop.submit(make_request(1))
     loop.submit(make_request(2, num_sequences=2))

@@ -347,6 +347,27 @@ def test_a_reader_that_is_back_in_time_stops_the_clock(bench):
     assert bench.core.live
 
 
+def test_a_durable_request_that_ends_unread_is_kept_for_the_whole_time_from_its_end_on(bench):
+    connection = bench.connect()
+    owned = bench.admit(make_request(3), connection, durable=True)
+    bench.requests.detach(owned)
+    bench.timers.pass_time(59)
+    bench.step(owned, ends=True)
+    bench.timers.pass_time(59)
+    assert bench.requests.find(owned.tenant, owned.request_id) is owned
+    bench.timers.pass_time(1)
+    assert len(bench.requests) == 0
+
+
+def test_outputs_that_no_tokenizer_reads_any_more_are_dropped_and_what_runs_is_not(bench):
+    connection = bench.connect()
+    over, running = (bench.admit(make_request(handle), connection, durable=True) for handle in (1, 2))
+    bench.step(over, ends=True)
+    bench.requests.forget_outputs()
+    assert len(bench.requests) == 1
+    assert bench.requests.find(running.tenant, running.request_id) is running
+
+
 def test_what_a_gateway_does_not_submit_again_ends_and_what_others_read_does_not(bench):
     first, other = bench.connect(), bench.connect("gateway-b")
     for handle in (1, 2):

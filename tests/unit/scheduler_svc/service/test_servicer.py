@@ -48,7 +48,7 @@ def ignore(*_: object) -> None:
 def loop() -> StepLoop:
     """One that has a worker and sends it no steps."""
     settings = SchedulerSettings(listen="127.0.0.1:0", workers=("127.0.0.1:1",))
-    loop = StepLoop(settings, SchedulerMetrics(), ignore, ignore, ignore)
+    loop = StepLoop(settings, SchedulerMetrics(), ignore, ignore, ignore, ignore)
     loop.scheduler, loop.replica = Scheduler(make_config()), REPLICA
     return loop
 

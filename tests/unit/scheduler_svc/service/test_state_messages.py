@@ -32,7 +32,7 @@ def scheduler() -> Scheduler:
 @pytest.fixture
 def loop(scheduler: Scheduler) -> StepLoop:
     settings = SchedulerSettings(listen="127.0.0.1:0", workers=("127.0.0.1:1",))
-    loop = StepLoop(settings, SchedulerMetrics(), ignore, ignore, ignore)
+    loop = StepLoop(settings, SchedulerMetrics(), ignore, ignore, ignore, ignore)
     loop.scheduler = scheduler
     return loop
 
