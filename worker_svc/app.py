@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 
 from quire.metrics import MetricsServer
 from quire.rpc.process import configure_logging
@@ -33,6 +34,7 @@ async def serve(settings: WorkerSettings) -> None:
     metrics = WorkerMetrics()
     servicer = WorkerServicer(metrics)
     device_loop = DeviceLoop()
+    stopping = threading.Event()
     tracer = open_tracer(settings.otlp_traces_endpoint, "worker")
     server, operators = await _start_server(settings, servicer, tracer)
     device_loop.start()
@@ -42,13 +44,14 @@ async def serve(settings: WorkerSettings) -> None:
             metrics_server = MetricsServer.start(
                 settings.metrics_host, settings.metrics_port, metrics.registry, operators
             )
-        worker = await asyncio.wrap_future(device_loop.call(lambda: build_worker(settings, device_loop)))
+        worker = await asyncio.wrap_future(device_loop.call(lambda: build_worker(settings, device_loop, stopping)))
         metrics.describe(worker.info, worker.busy_ms)
         servicer.open(worker)
         server.set_serving(True)
         _logger.info("ready on %s, generation %d", server.address, worker.info.worker_generation)
         await end_when_hung(worker.busy_ms, settings.step_timeout)
     finally:
+        stopping.set()
         await server.stop(grace_s=_GRACE_S)
         if metrics_server is not None:
             metrics_server.stop()

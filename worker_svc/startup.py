@@ -1,6 +1,7 @@
 """From settings to a worker that is ready for steps."""
 
 import logging
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -35,8 +36,11 @@ _PROGRESS_INTERVAL_S = 2.0
 _logger = logging.getLogger(__name__)
 
 
-def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
+def build_worker(settings: WorkerSettings, device_loop: DeviceLoop, stopping: threading.Event | None = None) -> Worker:
     """Loads the model, sizes and allocates the pool, and runs a first step. To be called in the device thread.
+
+    Args:
+        stopping: set when this process is told to stop; then the end of another rank is no reason to leave.
 
     Raises:
         ConfigurationError: the model, the device or the pool cannot be had as the settings say.
@@ -44,7 +48,7 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop) -> Worker:
     device = choose_device(settings.device, settings.tensor_parallel_rank)
     # torch counts the processors of the machine, whatever a container's limit leaves of them.
     torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_processors()))
-    ranks = meet(settings, device)
+    ranks = meet(settings, device, stopping or threading.Event())
     directory = ModelDirectory.open(resolve_model(settings.model))
     dtype = resolve_dtype(directory.config, settings.dtype, device)
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)

@@ -3,12 +3,13 @@
 It exchanges tensors BY `memory` that ranks share, or by `messages`, and gives the others MEETING_S to come.
 
 Meets in a daemon thread, as a worker does, says so on stdout, then does one of
-    sum     prints what a sum, columns side by side and the least number are, waits for a line on stdin, returns
+    sum     prints what a sum, columns side by side and the least number are, and stops
     rank    goes on to a step of its own number, which no other rank has
     wait    waits for a line on stdin, then for a sum
     epochs  is at step 1 of the epoch of its own number, which the last rank is not, then at the beginning of each epoch
-            behind that up to the last rank's; prints the steps that it drops, and a sum
+            behind that up to the last rank's; prints the steps that it drops, and a sum, and stops
     fail    runs two steps, of which the first fails on rank 0 alone
+To stop it waits for a line on stdin, which is its signal, says so on stdout, waits for another line and returns.
 """
 
 import sys
@@ -52,25 +53,32 @@ class FailingRunner:
         return StepOutput(1, none, none, (), (), (), StepTimings(0, 0, 0, 0))
 
 
-def run(ranks: Ranks, what: str) -> None:
+def run(ranks: Ranks, what: str, stopping: threading.Event) -> None:
     print("met", flush=True)
     if what == "sum":
         total = ranks.sum(torch.full((2,), float(ranks.rank + 1)))
         shard = ranks.shard(VOCAB_SIZE)
         columns = ranks.gather_columns(torch.arange(shard.start, shard.end).float().unsqueeze(0), VOCAB_SIZE)
         print(total.tolist(), columns.tolist(), ranks.smallest(ranks.rank + 3, -ranks.rank), flush=True)
-        sys.stdin.readline()
+        stop(stopping)
     elif what == "rank":
         ranks.agree(1, ranks.rank)
     elif what == "epochs":
         dropped = [at for at in steps_of_epochs(ranks) if is_dropped(ranks, *at)]
         print(dropped, ranks.sum(torch.ones(1)).item(), flush=True)
-        sys.stdin.readline()
+        stop(stopping)
     elif what == "fail":
         fail(ranks)
     else:
         sys.stdin.readline()
         ranks.sum(torch.zeros(1))
+
+
+def stop(stopping: threading.Event) -> None:
+    sys.stdin.readline()
+    stopping.set()
+    print("stopping", flush=True)
+    sys.stdin.readline()
 
 
 def steps_of_epochs(ranks: Ranks) -> list[tuple[int, int]]:
@@ -98,9 +106,10 @@ def fail(ranks: Ranks) -> None:
 
 
 def meet_and_run(settings: WorkerSettings, what: str, by: str, patience: Patience) -> None:
-    ranks = parallel.meet(settings, torch.device("cpu"), patience)
+    stopping = threading.Event()
+    ranks = parallel.meet(settings, torch.device("cpu"), stopping, patience)
     assert isinstance(ranks, SharedMemoryRanks) == (by == "memory")
-    run(ranks, what)
+    run(ranks, what, stopping)
 
 
 def main(rank: str, size: str, address: str, what: str, by: str, meeting_s: str) -> None:

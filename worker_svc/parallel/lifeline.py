@@ -1,5 +1,5 @@
-"""How ranks notice at once that another one died: a TCP connection between rank 0 and each other rank, which the kernel
-closes with the process, whatever ends it.
+"""How ranks notice at once that another one ended: a TCP connection between rank 0 and each other rank, which closes
+with the process, whatever ends it. A rank that ends in order says so before.
 
 Each rank but the first listens where it is seen from the first one's address, and rank 0 connects to it, as Gloo does.
 Where no connection can be made, or a machine is gone without closing it, signs of life remain (`meeting.py`).
@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
 
 _TAKEN = b"+"
 _GOODBYE = b"."
@@ -24,13 +23,12 @@ class Lifelines:
     keeps nobody from giving signs of life.
 
     Args:
-        leave: ends this process, saying why.
+        leave: called with the reason when another rank died or ended in order.
     """
 
-    def __init__(self, leave: Callable[[str], NoReturn]) -> None:
+    def __init__(self, leave: Callable[[str], object]) -> None:
         self._leave = leave
         self._connections: list[socket.socket] = []
-        self._has_said_goodbye = False
 
     def offer(self, first_host: str, first_port: int) -> str:
         """Listens for rank 0, which is at this address, in the background. Returns what rank 0 connects by; empty where
@@ -51,9 +49,7 @@ class Lifelines:
             threading.Thread(target=self._connect, args=(rank, offer), name=f"lifeline {rank}", daemon=True).start()
 
     def say_goodbye(self) -> None:
-        """This process ends in order, which is no loss to the others."""
-        # The others close their ends for it.
-        self._has_said_goodbye = True
+        """Tells the other ranks that this process ends in order, before its connections close."""
         for connection in self._connections:
             with suppress(OSError):
                 connection.sendall(_GOODBYE)
@@ -67,12 +63,14 @@ class Lifelines:
             connection.sendall(token.encode())
             connection.settimeout(None)
             # A rank that ends in order before it takes the connection resets it, and is not dead by that.
-            if connection.recv(1) != _TAKEN:
-                return
+            first_word = connection.recv(1)
         except OSError as error:
             _logger.info("no lifeline to rank %d: %s", rank, error)
             return
-        self._hold(connection, rank)
+        if first_word == _GOODBYE:
+            self._leave(f"rank {rank} ended in order")
+        elif first_word == _TAKEN:
+            self._hold(connection, rank)
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:
         with listener:
@@ -95,8 +93,7 @@ class Lifelines:
                 last_word = connection.recv(1)
             except OSError:
                 last_word = b""
-        if last_word != _GOODBYE and not self._has_said_goodbye:
-            self._leave(f"rank {rank} died")
+        self._leave(f"rank {rank} ended in order" if last_word == _GOODBYE else f"rank {rank} died")
 
 
 def _received(connection: socket.socket, num_bytes: int) -> bytes:

@@ -8,7 +8,6 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,10 +54,13 @@ class Patience:
 _PATIENCE = Patience()
 
 
-def meet(settings: WorkerSettings, device: torch.device, patience: Patience = _PATIENCE) -> Ranks:
+def meet(
+    settings: WorkerSettings, device: torch.device, stopping: threading.Event, patience: Patience = _PATIENCE
+) -> Ranks:
     """Waits until all ranks of the settings are there. To be called in the device thread, once in a process.
 
-    Where they do not come together this rank leaves its process: another one may only be late.
+    Where they do not come together this rank leaves its process: another one may only be late. It leaves too when
+    another rank ends, in order or not, unless `stopping` says that this process is being stopped itself.
 
     Raises:
         ConfigurationError: rank 0 cannot listen on the address.
@@ -74,7 +76,7 @@ def meet(settings: WorkerSettings, device: torch.device, patience: Patience = _P
     try:
         store = _enter(served, address, rank, size, patience)
         store.wait([_entered(other) for other in range(size)], patience.meeting)
-        _start_watch(address, rank, size, patience)
+        _start_watch(address, rank, size, patience, stopping)
         dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=patience.meeting)
         return _ranks_that_met(store, rank, size, device)
     except (RuntimeError, dist.DistError) as error:
@@ -154,22 +156,27 @@ def _enter(served: TCPStore | None, address: TcpAddress, rank: int, size: int, p
         time.sleep(patience.beat_s)
 
 
-def _start_watch(address: TcpAddress, rank: int, size: int, patience: Patience) -> None:
+def _start_watch(address: TcpAddress, rank: int, size: int, patience: Patience, stopping: threading.Event) -> None:
     store = _open_store(address, patience)
     # Not a daemon, as the device thread that calls this is: the interpreter would end it on its way out of the store,
     # inside C++, and that aborts the process.
     threading.Thread(
-        target=_watch, args=(store, address, rank, size, patience, _leave), name="ranks", daemon=False
+        target=_watch, args=(store, address, rank, size, patience, stopping), name="ranks", daemon=False
     ).start()
 
 
 def _watch(
-    store: TCPStore, address: TcpAddress, rank: int, size: int, patience: Patience, leave: Callable[[str], NoReturn]
+    store: TCPStore, address: TcpAddress, rank: int, size: int, patience: Patience, stopping: threading.Event
 ) -> None:
-    """Leaves when another rank died, was started again or is silent. The store goes with rank 0.
+    """Leaves when another rank ended, was started again or is silent. The store goes with rank 0.
 
-    Returns when the main thread has ended.
+    Returns when the main thread has ended. Ranks that are stopped together end in any order.
     """
+
+    def leave(why: str) -> None:
+        if not stopping.is_set():
+            _leave(why)
+
     main = threading.main_thread()
     others = [other for other in range(size) if other != rank]
     beats = dict.fromkeys(others, -1)
@@ -177,7 +184,7 @@ def _watch(
     lifelines = Lifelines(leave)
     to_connect = [] if rank else others.copy()
     offer = lifelines.offer(address.host, address.port) if rank else None
-    while main.is_alive():
+    while main.is_alive() and not stopping.is_set():
         try:
             if offer is not None:
                 store.set(_lifeline(rank), offer)
@@ -197,6 +204,9 @@ def _watch(
         except RuntimeError as error:
             leave(f"rank 0 and its store are gone: {error}")
         main.join(patience.beat_s)
+    # An ordered end is short. What the others do meanwhile is not this rank's concern.
+    stopping.set()
+    main.join()
     lifelines.say_goodbye()
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -62,13 +63,35 @@ def ended(rank: subprocess.Popen[str], said: str = "") -> tuple[int, str]:
     return rank.returncode, errors
 
 
+def stop_all(ranks: list[subprocess.Popen[str]]) -> None:
+    """Signals every rank before any of them ends."""
+    for rank in ranks:
+        stdin = stream(rank.stdin)
+        stdin.write("\n")
+        stdin.flush()
+    assert [stream(rank.stdout).readline() for rank in ranks] == ["stopping\n"] * len(ranks)
+
+
 @BOTH_WAYS
 def test_ranks_compute_the_same_and_end_in_order(by: str) -> None:
     with running_ranks("sum", by) as ranks:
         lines = [stream(rank.stdout).readline() for rank in ranks]
         assert lines == ["[3.0, 3.0] [[0.0, 1.0, 2.0, 3.0, 4.0]] (3, -1)\n"] * 2
-        # The first one has the store, so it ends last.
-        assert [ended(rank, "\n") for rank in reversed(ranks)] == [(0, ""), (0, "")]
+        stop_all(ranks)
+        # The first one has the store, and ends first.
+        assert [ended(rank, "\n") for rank in ranks] == [(0, ""), (0, "")]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_leaves_at_once_when_another_one_alone_ends_in_order(first: int) -> None:
+    with running_ranks("sum", "memory") as ranks:
+        assert all(stream(rank.stdout).readline() for rank in ranks)
+        assert ended(ranks[first], "\n\n") == (0, "")
+        survivor = ranks[1 - first]
+        assert survivor.wait(TIMEOUT_S) == LOST_PEER_EXIT_STATUS
+        errors = stream(survivor.stderr).read()
+    assert f"rank {first} ended in order" in errors or "rank 0 and its store are gone" in errors
+    assert "silent" not in errors
 
 
 @BOTH_WAYS
@@ -83,7 +106,8 @@ def test_ranks_of_older_epochs_drop_their_steps_until_all_are_at_the_newest(by: 
     with running_ranks("epochs", by, size=3) as ranks:
         lines = [stream(rank.stdout).readline() for rank in ranks]
         assert lines == ["[(0, 1), (1, 0)] 3.0\n", "[(1, 1)] 3.0\n", "[] 3.0\n"]
-        assert [ended(rank, "\n") for rank in reversed(ranks)] == [(0, "")] * 3
+        stop_all(ranks)
+        assert [ended(rank, "\n") for rank in ranks] == [(0, "")] * 3
 
 
 @BOTH_WAYS
@@ -142,7 +166,7 @@ def test_an_address_that_is_taken_is_a_wrong_setting() -> None:
     address = f"127.0.0.1:{taken.port}"
     settings = WorkerSettings(tensor_parallel_size=2, tensor_parallel_address=address)
     with pytest.raises(ConfigurationError, match=f"rank 0 cannot listen on --tensor-parallel-address {address}"):
-        meet(settings, torch.device("cpu"))
+        meet(settings, torch.device("cpu"), threading.Event())
 
 
 def test_what_all_do_together_may_be_as_late_as_their_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +179,7 @@ def test_what_all_do_together_may_be_as_late_as_their_meeting(monkeypatch: pytes
     monkeypatch.setattr(parallel, "_entered", lambda rank: "entered")
     settings = WorkerSettings(tensor_parallel_size=2, tensor_parallel_address=f"127.0.0.1:{free_port()}")
     patience = Patience(timedelta(seconds=TIMEOUT_S))
-    meet(settings, torch.device("cpu"), patience)
+    meet(settings, torch.device("cpu"), threading.Event(), patience)
     assert [options["timeout"] for options in made] == [patience.meeting]
 
 

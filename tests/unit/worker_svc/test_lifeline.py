@@ -28,6 +28,16 @@ def test_a_token_may_come_in_pieces_and_an_end_without_goodbye_is_a_death() -> N
     assert reasons.get(timeout=10) == "rank 0 died"
 
 
+def test_a_rank_that_ends_in_order_says_so_to_the_rank_that_holds_its_connection() -> None:
+    ending, _ = make_lifelines()
+    first, reasons = make_lifelines()
+    first.connect(1, ending.offer("127.0.0.1", 9))
+    while reasons.empty():
+        # Nothing is said to a connection that has yet to be taken.
+        ending.say_goodbye()
+    assert reasons.get() == "rank 1 ended in order"
+
+
 def test_a_connection_that_takes_long_to_come_about_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     may_fail = threading.Event()
 
