@@ -1,5 +1,5 @@
 # make serve   set up, then serve the embedded model (ARGS="--model DIR ..." passes flags on)
-# make test    set up, then run all tests (ARGS="-k name" passes flags on)
+# make test    set up, then run the tests that show each promise once (ARGS="-k name" runs others)
 # `make help` lists the rest.
 
 .DEFAULT_GOAL := help
@@ -26,7 +26,7 @@ CPU_KERNELS := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/CMakeLis
 
 CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-compose check-kubernetes
 
-.PHONY: help setup protos serve test triton-client check $(CHECKS) bench tiny api-docs clean
+.PHONY: help setup protos serve test test-all test-long coverage triton-client check $(CHECKS) bench tiny api-docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -40,9 +40,24 @@ protos: $(INSTALLED) ## generate the protobuf and gRPC stubs
 serve: setup ## serve a model on this machine
 	$(BIN)/quire serve $(ARGS)
 
-# File by file, so that what a file's tests share is made once; those that start whole servers, and wait for them, come first.
-test: setup triton-client ## run all tests, or those that ARGS says
-	$(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder)
+# File by file, so that what a file's tests share is made once.
+PYTEST := $(BIN)/python -m pytest
+IN_PARALLEL := -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
+SECOND_TIER := extended or all_isas
+
+test: setup triton-client ## show each promise once; or run the tests that ARGS names
+	$(PYTEST) $(if $(strip $(ARGS)),$(ARGS),$(IN_PARALLEL) -m "not ($(SECOND_TIER))")
+
+test-all: setup triton-client ## run the tests that `make test` leaves out
+	$(PYTEST) $(IN_PARALLEL) -m "$(SECOND_TIER)" $(ARGS)
+
+test-long: setup triton-client ## 1,000 examples of each property, fuzz, the soak
+	QUIRE_TEST_PROFILE=long $(PYTEST) $(IN_PARALLEL) -m "" --timeout 3600 tests/unit
+	QUIRE_FUZZ_SECONDS=60 $(PYTEST) --timeout 600 tests/chaos/test_fuzz.py
+	$(BIN)/python -m bench soak
+
+coverage: setup triton-client ## run the first tier and print the coverage of each package
+	$(PYTEST) $(IN_PARALLEL) -m "not ($(SECOND_TIER))" --cov --cov-report=term --cov-report=html $(ARGS)
 
 triton-client: $(TRITON_CLIENT_INSTALLED) ## install the client of Triton that tests call the server with
 

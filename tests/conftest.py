@@ -2,6 +2,8 @@
 
 import os
 
+from hypothesis import settings
+
 # Set before torch is imported anywhere: test machines are small, and kernels of tiny models gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # gRPC's own log tells of every peer that goes away, in the middle of pytest's output.
@@ -9,3 +11,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # Nothing in the tests may reach for a model or a tokenizer over the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The gate has no random seed: whoever runs it gets the same examples.
+settings.register_profile("gate", derandomize=True, database=None, deadline=None, max_examples=60)
+settings.register_profile("long", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("QUIRE_TEST_PROFILE", "gate"))

@@ -12,6 +12,8 @@ from quire.rpc.errors import Internal
 from tests.support.deadly_worker import DEADLY_SEED, HANGING_SEED
 from tests.support.processes import until_true
 
+pytestmark = pytest.mark.extended
+
 NUM_STREAMS = 6
 DEATHS = range(2, 5)
 """Of the token before the deadly one the worker may have died, too, as long as its answer was not sent."""

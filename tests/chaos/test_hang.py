@@ -3,9 +3,13 @@
 import os
 import signal
 
+import pytest
+
 from quire.client import GenerationOptions
 from tests.support.processes import until_true
 from tests.support.serving import serving
+
+pytestmark = pytest.mark.extended
 
 NAMES = ("worker", "scheduler", "gateway")
 

@@ -14,6 +14,8 @@ from quire.client import AsyncClient, ChatMessage, GenerationOptions, RetryPolic
 from quire.rpc.address import free_port
 from tests.support.processes import is_alive, until_true
 
+pytestmark = pytest.mark.extended
+
 NUM_STREAMS = 12
 PROGRAM = "import sys; from quire.cli.main import main; sys.exit(main(['serve', *sys.argv[1:]]))"
 FLAGS = ["--dtype=float32", "--num-threads=1", "--num-gpu-blocks=512", "--log-level=warning", "--drain-timeout=1"]

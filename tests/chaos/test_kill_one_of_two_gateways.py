@@ -3,12 +3,16 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.rpc.errors import Unavailable
 from tests.support.killing import kill
 from tests.support.scheduler_process import aborting, until
 from tests.support.serving import Served, serving
 from tests.support.shared_port import clients_of_both, gateway_id_of, names_by_id
+
+pytestmark = pytest.mark.extended
 
 NUM_STREAMS = 6
 SETTINGS: dict[str, Any] = {"gateways": 2, "num_gpu_blocks": 512, "dtype": "float32"}

@@ -8,9 +8,12 @@ import pytest
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
-from tests.chaos.test_kill import NUM_STREAMS
 from tests.support.killing import kill
 from tests.support.serving import serving
+
+pytestmark = pytest.mark.extended
+
+NUM_STREAMS = 12
 
 
 def request_of(index: int) -> generation_pb2.GenerateStreamRequest:

@@ -10,6 +10,8 @@ from tests.support.killing import kill
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving
 
+pytestmark = pytest.mark.extended
+
 WIDTHS = (2, 4, 6)
 NUM_REQUESTS = 12
 MAX_TOKENS = 80

@@ -12,6 +12,8 @@ from quire.local import LocalServer, ServeSettings
 from quire.rpc.errors import QuireError
 from tests.support.processes import until_true
 
+pytestmark = pytest.mark.extended
+
 OPTIONS = GenerationOptions(max_tokens=100, ignore_eos=True)
 
 

@@ -140,6 +140,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
     return make
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("shape", "mode", "policy"),
     [

@@ -10,7 +10,9 @@ from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import DeadlineExceeded
 from tests.support.scheduler_process import aborting
-from tests.support.serving import Served, serving
+from tests.support.serving import Served
+
+pytestmark = pytest.mark.extended
 
 LONG = GenerationOptions(temperature=0.0, max_tokens=1000, ignore_eos=True, n=8)
 TIMEOUT_S = 0.3
@@ -31,23 +33,21 @@ async def expire(served: Served, *, streams: bool) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["unary", "streaming"])
-async def test_a_passed_deadline_ends_the_request_and_frees_its_blocks(streams: bool) -> None:
-    # Each step of a large pool of rows takes long enough that the deadline passes in the middle.
-    async with serving(num_gpu_blocks=600, dtype="float32", num_threads=1) as served:
-        async with aborting(served.scheduler, 1000):
-            await expire(served, streams=streams)
-        answer = await served.client.generate("hello", GenerationOptions(max_tokens=3, ignore_eos=True))
-        assert len(answer.sequences[0].token_ids) == 3
+async def test_a_passed_deadline_ends_the_request_and_frees_its_blocks(served: Served, streams: bool) -> None:
+    async with aborting(served.scheduler, 1000):
+        await expire(served, streams=streams)
+    answer = await served.client.generate("hello", GenerationOptions(max_tokens=3, ignore_eos=True))
+    assert len(answer.sequences[0].token_ids) == 3
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-async def test_compressed_requests_are_answered_like_others(compression: grpc.Compression) -> None:
+async def test_compressed_requests_are_answered_like_others(served: Served, compression: grpc.Compression) -> None:
     text = "Once upon a time " * 20
     request = generation_pb2.GenerateRequest(text=text, stopping={"max_tokens": 4}, sampling={"temperature": 0})
     stream_request = generation_pb2.GenerateStreamRequest(
         text=text, stopping={"max_tokens": 4}, sampling={"temperature": 0}
     )
-    async with serving(num_gpu_blocks=64) as served, open_channel(served.server.grpc_address) as channel:
+    async with open_channel(served.server.grpc_address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         plain = await stub.Generate(request, timeout=30)
         packed = await stub.Generate(request, timeout=30, compression=compression)

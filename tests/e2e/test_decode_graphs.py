@@ -19,6 +19,8 @@ from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
 
+pytestmark = pytest.mark.extended
+
 SETTINGS = WorkerSettings(
     device="cpu", block_size=4, num_gpu_blocks=34, swap_space=1 << 18, max_num_seqs=11, max_num_batched_tokens=40
 )

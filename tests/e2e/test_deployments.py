@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from quire.cli.main import main
 from quire.client import AsyncClient, ClientTls, GenerationOptions
 from tests.support.compose import COMPOSE, WITH_TLS, default_of, services_of
@@ -12,6 +14,8 @@ from tests.support.containers import Container, Machine
 from tests.support.keys import KeysFile
 from tools.check_kubernetes import DIRECTORY
 from tools.kubernetes_manifests import Manifests
+
+pytestmark = pytest.mark.extended
 
 SERVICES = ("worker", "scheduler", "gateway")
 TIMEOUT_S = 60

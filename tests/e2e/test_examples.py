@@ -8,22 +8,17 @@ from pathlib import Path
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from tests.support.reflection_client import Call
-from tests.support.serving import Served, serving
+from tests.support.serving import Served
 from tests.support.triton_client import TRITON_PYTHON
+
+pytestmark = pytest.mark.extended
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GREEDY = ", there was a shy dog named"
 # Of what grpcurl can do, the stand-in for it knows calls of methods, and `list`.
 NOT_HERE = re.compile(r" (describe|-max-time|-H|-cacert) ")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def served():
-    async with serving() as running:
-        yield running
 
 
 async def run_example(name: str, *arguments: str, python: str | Path = sys.executable) -> str:

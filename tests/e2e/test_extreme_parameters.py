@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from quire.client import BeamSearch, GenerationOptions
 from quire.rpc.errors import InvalidArgument
-from tests.support.serving import Served, serving
+from tests.support.serving import Served
+
+pytestmark = pytest.mark.extended
 
 PROMPT = "Once upon a time"
 SUBNORMAL = 1e-45
@@ -47,12 +48,6 @@ BEAMS = [
     for repetition_penalty in (1e-30, 10.0)
 ]
 TOO_SMALL = [{"repetition_penalty": value} for value in (9e-31, LEAST_NORMAL, SUBNORMAL)]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def served():
-    async with serving(num_gpu_blocks=128) as running:
-        yield running
 
 
 def name_of(change: dict) -> str:

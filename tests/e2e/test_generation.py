@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-import pytest_asyncio
 
 from quire.client import ChatMessage, FinishReason, GenerationOptions, RequestCompleted, SequenceFinished, TokenChunk
 from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument
@@ -12,13 +11,6 @@ from tests.support.serving import Served, serving
 
 SAMPLED = GenerationOptions(temperature=1.0, top_p=0.95, seed=11, max_tokens=40)
 PROMPTS = ("Once upon a time", "Question: What is the capital of France?\nAnswer:", "A", "The little dragon " * 20)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def served():
-    # float32: in bfloat16 equal logits are common, and which of them wins depends on the batch.
-    async with serving(num_gpu_blocks=512, dtype="float32") as running:
-        yield running
 
 
 async def test_the_embedded_model_answers_what_it_was_trained_on(served: Served):

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from bench.gpu_serving import make_requests, serve
 from quire.local import ServeSettings
+
+pytestmark = pytest.mark.extended
 
 
 async def test_requests_are_served_and_the_trace_says_how_busy_the_device_was(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from tests.e2e.test_mixed_batch import ASKS
 from tests.support.metrics import read_metric
 from tests.support.serving import serving
 
+pytestmark = pytest.mark.extended
+
 # Held out of training; the embedded model answers them right in bfloat16 and float32.
 QUESTIONS = {
     "Question: 82 + 48\nAnswer:": " 82 + 48 = 130.",

@@ -14,6 +14,8 @@ from quire.rpc.address import free_port
 from tests.support.metrics import read_metric
 from tests.support.serving import serving
 
+pytestmark = pytest.mark.extended
+
 SHARED = "Once upon a time there was a little fox named Pip who lived in a wood with all of his friends. One day"
 # What each prompt begins with: nothing in common, a little, or much that fills several blocks.
 PROMPTS = ("A", "The river", SHARED, f"{SHARED} he", f"{SHARED} the sun was warm and", "The little dragon " * 12)

@@ -20,6 +20,8 @@ from tests.support.more_models import FAMILIES, make_family
 from tests.support.serving import serving
 from worker_svc.settings import WorkerSettings
 
+pytestmark = pytest.mark.extended
+
 NUM_PROMPTS, MAX_TOKENS = 16, 24
 # Shorter and longer than the blocks, the chunks and the sliding windows.
 LENGTHS = (1, 7, 8, 17, 20, 21, 40, 60)

@@ -23,13 +23,6 @@ CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = "Once upon a time"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def served():
-    # float32: in bfloat16 equal logits are common, and which of them wins depends on the batch.
-    async with serving(num_gpu_blocks=256, dtype="float32") as running:
-        yield running
-
-
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(served: Served):
     async with AsyncOpenAI(base_url=f"{url_of(served)}/v1", api_key="unused", max_retries=0, timeout=60) as running:

@@ -2,10 +2,13 @@
 
 import asyncio
 
+import pytest
 import pytest_asyncio
 
 from quire.client import ChatMessage, FinishReason, GenerationOptions, SequenceFinished, TokenChunk
 from tests.support.serving import Served, serving
+
+pytestmark = pytest.mark.extended
 
 PROMPT = "Once upon a time"
 

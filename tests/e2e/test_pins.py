@@ -12,6 +12,8 @@ from tests.support.killing import kill
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving
 
+pytestmark = pytest.mark.extended
+
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 SYSTEM = ChatMessage(
     "system",

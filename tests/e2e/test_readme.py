@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from tests.support.reflection_client import Call
-from tests.support.serving import serving
+from tests.support.serving import Served
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -27,11 +26,10 @@ def shell_lines(program: str) -> list[str]:
     return [line for line in lines if re.search(rf"(^|\| ){program} ", line)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def address():
-    """A server on any free port; the README's address is replaced by it."""
-    async with serving() as served:
-        yield served.server.grpc_address
+@pytest.fixture
+def address(served: Served) -> str:
+    """The server has any free port; the README's address is replaced by it."""
+    return served.server.grpc_address
 
 
 async def run(*command: str, address: str) -> str:

@@ -14,6 +14,8 @@ from quire.local.commands import Programs
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving
 
+pytestmark = pytest.mark.extended
+
 NAMES = ("worker", "scheduler", "gateway")
 NUM_STREAMS = 4
 

@@ -13,6 +13,8 @@ from tests.support.greedy import generate_greedily
 from tests.support.models import VOCAB_SIZE, make_shape
 from tests.support.serving import Served, serving
 
+pytestmark = pytest.mark.extended
+
 GREEDY = GenerationOptions(temperature=0.0, max_tokens=48, ignore_eos=True)
 EOS_ID = 2
 

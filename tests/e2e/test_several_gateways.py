@@ -17,6 +17,8 @@ from tests.support.scheduler_process import aborting
 from tests.support.serving import serving
 from tests.support.shared_port import clients_of_both
 
+pytestmark = pytest.mark.extended
+
 PROMPT = "Once upon a time"
 
 

@@ -20,6 +20,8 @@ from worker_svc.models.registry import load_model
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
 
+pytestmark = pytest.mark.extended
+
 CPU = torch.device("cpu")
 SETTINGS = WorkerSettings(
     device="cpu", block_size=4, num_gpu_blocks=40, swap_space=1 << 18, max_num_seqs=12, max_num_batched_tokens=40

@@ -12,6 +12,8 @@ from quire.rpc.errors import NotFound, PermissionDenied, Unauthenticated
 from tests.support.keys import KeysFile
 from tests.support.serving import Served, serving
 
+pytestmark = pytest.mark.extended
+
 MODEL = "quire-tiny"
 SHORT = GenerationOptions(max_tokens=4, temperature=0.0, ignore_eos=True)
 # Some blocks of 16 tokens. Tests differ in how they begin, since all share the caches of one server.

@@ -22,7 +22,6 @@ LENGTHS = (1, 7, 16, 17, 40, 70)
 FAMILIES = (
     "gpt2-tied-32",
     "opt-post-norm-projected-64",
-    "llama-gqa-explicit-128",
     "llama-mqa-80",
     "mistral-sliding",
     "qwen2-tied",
@@ -48,7 +47,9 @@ async def ask(served: Served, prompts: list[list[int]], **options: float) -> lis
     return [list(generation.sequences[0].token_ids) for generation in generations]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", ["llama-gqa-explicit-128", *(pytest.param(name, marks=pytest.mark.extended) for name in FAMILIES)]
+)
 async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)
     prompts = make_prompts(seed=3)
@@ -61,6 +62,7 @@ async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(name: s
         assert [worker.attached for worker in state.workers] == [True, True]
 
 
+@pytest.mark.extended
 async def test_two_ranks_of_two_threads_each_say_what_transformers_says(tmp_path: Path) -> None:
     model = make(tmp_path, "llama-gqa-explicit-128")
     prompts = make_prompts(seed=7)
@@ -68,6 +70,7 @@ async def test_two_ranks_of_two_threads_each_say_what_transformers_says(tmp_path
         assert await ask(served, prompts, temperature=0.0) == generate_greedily(model, prompts, MAX_TOKENS)
 
 
+@pytest.mark.extended
 async def test_three_ranks_say_what_transformers_says_with_parts_that_differ_in_size(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     prompts = make_prompts(seed=5)
@@ -75,6 +78,7 @@ async def test_three_ranks_say_what_transformers_says_with_parts_that_differ_in_
         assert await ask(served, prompts, temperature=0.0) == generate_greedily(model, prompts, MAX_TOKENS)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["gpt2-tied-32", "llama-gqa-explicit-128"])
 async def test_ranks_that_share_no_memory_say_what_transformers_says(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)
@@ -85,6 +89,7 @@ async def test_ranks_that_share_no_memory_say_what_transformers_says(name: str, 
         assert await ask(served, prompts, temperature=0.0) == generate_greedily(model, prompts, MAX_TOKENS)
 
 
+@pytest.mark.extended
 async def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:
     make(tmp_path, "llama-gqa-untied-32")
     prompts = make_prompts(seed=4)

@@ -58,6 +58,7 @@ async def listening(gateway: asyncio.subprocess.Process) -> dict[str, str]:
     return dict(word.split("=") for word in line.split()[2:])
 
 
+@pytest.mark.extended
 async def test_processes_on_tcp_ports_serve_and_refuse_who_has_no_business_there(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     tls = f"--tls-dir={tmp_path}"
@@ -116,6 +117,7 @@ async def test_serve_with_certificates_answers_grpc_and_https_and_survives_its_w
         assert await generated(served.client) == said
 
 
+@pytest.mark.extended
 async def test_serve_may_ask_its_clients_for_certificates(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     client_tls = tls_of(tmp_path, Role.CLIENT)
@@ -130,6 +132,7 @@ async def test_serve_may_ask_its_clients_for_certificates(tmp_path: Path) -> Non
                 await http.get(f"https://localhost:{port}/health")
 
 
+@pytest.mark.extended
 async def test_serve_shows_clients_a_public_certificate_and_operators_its_metrics(tmp_path: Path) -> None:
     inner, public = tmp_path / "inner", tmp_path / "public"
     make_certificates(inner)

@@ -15,6 +15,8 @@ from tests.support.killing import kill
 from tests.support.serving import Served, serving
 from tests.support.trace_collector import CollectedSpan, TraceCollector, trace_collector
 
+pytestmark = pytest.mark.extended
+
 OK, ERROR = 0, 2
 
 

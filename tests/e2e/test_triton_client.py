@@ -1,20 +1,16 @@
 """Triton's own Python client against all processes."""
 
+import pytest
 import pytest_asyncio
 
 from quire.client import GenerationOptions
-from tests.support.serving import Served, serving
+from tests.support.serving import Served
 from tests.support.triton_client import TritonClient, triton_client
+
+pytestmark = pytest.mark.extended
 
 STORY = "Once upon a time"
 OPTIONS = {"max_tokens": 24, "temperature": 0.0}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def served():
-    # float32: in bfloat16 equal logits are common, and which of them wins depends on the batch.
-    async with serving(num_gpu_blocks=256, dtype="float32") as running:
-        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

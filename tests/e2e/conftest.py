@@ -1,0 +1,14 @@
+"""One server of the embedded model for all tests that need nothing else of theirs."""
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from tests.support.serving import Served, serving
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def served() -> AsyncIterator[Served]:
+    # float32: in bfloat16 equal logits are common, and which of them wins depends on the batch.
+    async with serving(num_gpu_blocks=512, dtype="float32") as running:
+        yield running
