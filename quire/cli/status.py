@@ -14,8 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.cli.flags import ConnectionFlags
 from quire.cli.main import explain
 from quire.client import Client, Model, QuireError, Replica
-from quire.client.addresses import split_addresses
-from quire.client.connection import open_channel
+from quire.client.connection import open_channel, split_addresses
 from quire.rpc.errors import from_rpc_error
 from quire.settings import load_settings, setting
 

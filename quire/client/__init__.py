@@ -12,9 +12,9 @@
 """
 
 from quire.client.async_client import AsyncClient, AsyncStream
+from quire.client.connection import ClientTls
 from quire.client.retries import RetryPolicy
 from quire.client.sync_client import Client, Stream
-from quire.client.tls import ClientTls
 from quire.client.types import (
     AnyChatMessage,
     BeamSearch,

@@ -1,40 +1,39 @@
-"""The client for asyncio."""
+"""The client for asyncio, from which tools/generate_sync_client.py makes the blocking one."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
-from typing import Self
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
-import grpc
+import grpc.aio
 
-from quire.client import calls
-from quire.client.addresses import split_addresses
-from quire.client.calls import Answer, Streaming, Unary
-from quire.client.connection import make_stubs, open_channel
-from quire.client.events import EventStream, first_text
-from quire.client.resumption import Recovery, make_recovery
-from quire.client.retries import Attempts, RetryPolicy
-from quire.client.timing import CallTime
-from quire.client.tls import ClientTls
+from quire.client import convert
+from quire.client.connection import ClientTls, make_stubs, open_channel, split_addresses
+from quire.client.retries import Attempts, CallTime, Recovery, Resumption, RetryPolicy, make_recovery
 from quire.client.types import (
     AnyChatMessage,
     Generation,
     GenerationOptions,
     Model,
     PinnedPrefix,
+    RequestCompleted,
     ServerInfo,
     StreamEvent,
+    TokenChunk,
     Tokenization,
 )
-from quire.rpc.errors import Cancelled, from_rpc_error
+from quire.client.waiting import AsyncEvent, async_call, async_next_response, async_sleep, client_closed
+from quire.gateway.v1 import generation_pb2, model_pb2
+from quire.rpc.errors import QuireError
+
+Answer = TypeVar("Answer")
 
 
-class AsyncStream(EventStream):
+class AsyncStream:
     """The events of one streamed generation. Iterate over it, or over `text`; its `async with` cancels what is left.
 
-    A durable stream goes on by itself after a lost connection, through whatever gateway answers, and from the tokens
-    that came where no server has its request any more. Leaving it does not end its request, the client's `cancel` does.
+    A durable stream goes on by itself after a lost connection, through any gateway that answers, and from the tokens
+    that came where no server has its request any more. Closing it does not end its request; the client's `cancel` does.
 
     Attributes:
         request_id: Of a durable request, by which it can be cancelled.
@@ -42,10 +41,14 @@ class AsyncStream(EventStream):
     """
 
     def __init__(self, recovery: Recovery) -> None:
-        super().__init__(recovery)
-        self._closing = asyncio.Event()
+        """Makes the first call."""
+        self.completed: RequestCompleted | None = None
+        self.request_id = recovery.request_id if isinstance(recovery, Resumption) else None
+        self._recovery = recovery
+        self._is_closed = False
         self._is_cut = False
-        self._responses = self._call.__aiter__()
+        self._closing = AsyncEvent()
+        self._call = recovery.call()
 
     async def __aenter__(self) -> Self:
         return self
@@ -57,74 +60,68 @@ class AsyncStream(EventStream):
         return self
 
     async def __anext__(self) -> StreamEvent:
-        while not self._closed:
+        while not self._is_closed:
             try:
-                event = self._accept(await anext(self._responses))
-            except asyncio.CancelledError:
-                # grpc.aio raises it also where `close` or `cut` was called while this task waited.
-                if _is_cancelled():
-                    raise
-                if self._closed or self.completed is not None:
-                    break
-                raise _client_closed() from None
-            except grpc.RpcError as error:
-                if self.completed is not None:
-                    break  # the caller has all of it
-                if self._is_cut:
-                    raise _client_closed() from None
+                response = await async_next_response(self._call)
+            except QuireError as error:
+                if self._is_closed or self.completed is not None:
+                    break  # the caller wants no more, or has everything
                 await self._go_on_after(error)
                 continue
-            if event is not None:
-                return event
+            event = convert.from_stream_response(response)
+            if not self._recovery.accept(event):
+                continue
+            if isinstance(event, RequestCompleted):
+                self.completed = event
+            return event
         raise StopAsyncIteration
 
-    async def _go_on_after(self, error: grpc.RpcError) -> None:
+    async def _go_on_after(self, error: QuireError) -> None:
         """Makes the next call; raises the error where there is none."""
-        with suppress(TimeoutError):
-            # `close` ends the wait.
-            async with asyncio.timeout(self._delay_after(error)):
-                await self._closing.wait()
+        if not self._is_cut:
+            await self._closing.wait(self._recovery.delay_after(error))
         if self._is_cut:
-            raise _client_closed()
-        if not self._closed:
+            raise client_closed() from None
+        if not self._is_closed:
             self._call = self._recovery.call()
-            self._responses = self._call.__aiter__()
+            if self._is_closed or self._is_cut:
+                self._call.cancel()
 
     @property
     async def text(self) -> AsyncIterator[str]:
         """The text of the first sequence as it comes, piece by piece."""
         async for event in self:
-            if text := first_text(event):
-                yield text
+            if isinstance(event, TokenChunk) and event.sequence_index == 0 and event.text:
+                yield event.text
 
     async def close(self) -> None:
         """Cancels the call if it still runs; the request's memory is freed within one step."""
-        self._closed = True
+        self._is_closed = True
         self._closing.set()
         self._call.cancel()
 
     def cut(self) -> None:
-        """The client is closed: who reads gets Cancelled, but for what is completed."""
+        """For a client that is closed: reading raises Cancelled, unless the stream is completed."""
         self._is_cut = True
         self._closing.set()
         self._call.cancel()
 
 
 class AsyncClient:
-    """A connection to a gateway, or to several in turn, to be used from any number of tasks of one event loop.
+    """A connection to a gateway, or to several in turn. Any number of tasks of one event loop may use it.
 
     Every method takes `timeout_s` and raises an error of `quire.rpc.errors` when the call fails: for example
-    InvalidArgument, ResourceExhausted (with `retry_after_ms`), Unavailable, DeadlineExceeded. Calls that may be made
-    twice, which generations are not, are made again a few times where the connection was lost.
+    InvalidArgument, ResourceExhausted (with `retry_after_ms`), Unavailable, DeadlineExceeded. Idempotent calls, which
+    generations are not, are retried a few times after a lost connection.
 
     Args:
         address: "HOST:PORT" or "unix:PATH"; several with commas, or as a sequence. Calls go in turn to all gateways
-            that can be reached, and so they do to all addresses of one name. Names in a list are looked up once, here.
+            that can be reached, and also to all addresses of one name. Names in a list are looked up once, here.
             ConfigurationError when one of several is malformed, Unavailable when of several names none is known.
-        api_key: What the gateway knows the caller by, where it asks for one. Without TLS everyone between can read it.
-        tls: Whom to believe, where the gateway speaks TLS; without it nothing is encrypted. ConfigurationError when its
+        api_key: Identifies the caller where the gateway requires it. Without TLS, everyone on the path can read it.
+        tls: The authorities to trust, where the gateway speaks TLS; None encrypts nothing. ConfigurationError when its
             files cannot be read, and when gateways on several hosts come without its `server_name`.
-        retry: When to call again after a refusal, and what; None never does, but for durable streams that were lost.
+        retry: When to call again after a refusal; None never does, except for durable streams that were lost.
     """
 
     def __init__(
@@ -140,6 +137,8 @@ class AsyncClient:
         self._channel: grpc.aio.Channel = open_channel(grpc.aio, address, tls)
         self._stubs = make_stubs(self._channel, api_key)
         self._streams: WeakSet[AsyncStream] = WeakSet()
+        # For the blocking client, whose threads may start streams while one closes it.
+        self._lock = threading.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -149,7 +148,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection; running calls are cancelled, and raise Cancelled."""
-        for stream in list(self._streams):
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
             stream.cut()
         await self._channel.close()
 
@@ -164,8 +165,10 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> Generation:
         """Continues a text or token ids; answers when all sequences are finished."""
-        call = calls.generate(prompt, options, model=model, request_id=request_id, priority=priority)
-        return await self._ask(call, timeout_s)
+        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
+        request = convert.to_generate_request(generation_pb2.GenerateRequest(), prompt, options, **fields)
+        method, read = self._stubs.generation.Generate, convert.from_generate_response
+        return await self._ask(method, request, read, timeout_s, is_idempotent=False)
 
     def generate_stream(
         self,
@@ -180,8 +183,9 @@ class AsyncClient:
     ) -> AsyncStream:
         """Continues a text or token ids; the stream gives tokens as they come, and outlives the server's
         processes where it is durable."""
-        call = calls.generate_stream(prompt, options, model=model, request_id=request_id, priority=priority)
-        return self._stream(call, timeout_s, durable=durable)
+        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
+        request = convert.to_generate_request(generation_pb2.GenerateStreamRequest(), prompt, options, **fields)
+        return self._stream(self._stubs.generation.GenerateStream, request, timeout_s, durable=durable)
 
     async def chat(
         self,
@@ -194,8 +198,10 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> Generation:
         """Answers a conversation by the model's chat template."""
-        call = calls.chat(messages, options, model=model, request_id=request_id, priority=priority)
-        return await self._ask(call, timeout_s)
+        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
+        request = convert.to_chat_request(generation_pb2.ChatRequest(), messages, options, **fields)
+        method, read = self._stubs.generation.Chat, convert.from_generate_response
+        return await self._ask(method, request, read, timeout_s, is_idempotent=False)
 
     def chat_stream(
         self,
@@ -210,12 +216,15 @@ class AsyncClient:
     ) -> AsyncStream:
         """Answers a conversation; the stream gives tokens as they come, and outlives the server's
         processes where it is durable."""
-        call = calls.chat_stream(messages, options, model=model, request_id=request_id, priority=priority)
-        return self._stream(call, timeout_s, durable=durable)
+        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
+        request = convert.to_chat_request(generation_pb2.ChatStreamRequest(), messages, options, **fields)
+        return self._stream(self._stubs.generation.ChatStream, request, timeout_s, durable=durable)
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a running request by its id; NotFound when no such request runs."""
-        await self._ask(calls.cancel(request_id), timeout_s)
+        await self._ask(
+            self._stubs.generation.Cancel, convert.to_cancel_request(request_id), convert.from_nothing, timeout_s
+        )
 
     async def tokenize(
         self,
@@ -226,8 +235,8 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> Tokenization:
         """The token ids of a text or a conversation, as `generate` and `chat` would see them."""
-        call = calls.tokenize(text_or_messages, add_special_tokens=add_special_tokens, model=model)
-        return await self._ask(call, timeout_s)
+        request = convert.to_tokenize_request(text_or_messages, add_special_tokens=add_special_tokens, model=model)
+        return await self._ask(self._stubs.generation.Tokenize, request, convert.from_tokenize_response, timeout_s)
 
     async def detokenize(
         self,
@@ -238,8 +247,8 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> str:
         """The text of token ids."""
-        call = calls.detokenize(token_ids, include_special_tokens=include_special_tokens, model=model)
-        return await self._ask(call, timeout_s)
+        request = convert.to_detokenize_request(token_ids, include_special_tokens=include_special_tokens, model=model)
+        return await self._ask(self._stubs.generation.Detokenize, request, convert.from_detokenize_response, timeout_s)
 
     async def pin_prefix(
         self,
@@ -249,51 +258,64 @@ class AsyncClient:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> PinnedPrefix:
-        """Keeps a text, token ids or the start of a conversation cached for a while; again starts its time anew."""
-        call = calls.pin_prefix(prefix, time_to_live_ms=time_to_live_ms, model=model)
-        return await self._ask(call, timeout_s)
+        """Keeps a text, token ids or the start of a conversation cached for a while; a repeated pin renews its time."""
+        request = convert.to_pin_request(prefix, time_to_live_ms=time_to_live_ms, model=model)
+        return await self._ask(self._stubs.prefixes.PinPrefix, request, convert.from_pin_response, timeout_s)
 
     async def unpin_prefix(self, pin_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a pin; NotFound when no scheduler has it (any more)."""
-        await self._ask(calls.unpin_prefix(pin_id), timeout_s)
+        await self._ask(
+            self._stubs.prefixes.UnpinPrefix, convert.to_unpin_request(pin_id), convert.from_nothing, timeout_s
+        )
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """All models served here."""
-        return await self._ask(calls.list_models(), timeout_s)
+        return await self._ask(
+            self._stubs.models.ListModels, model_pb2.ListModelsRequest(), convert.from_models, timeout_s
+        )
 
     async def get_model(self, name: str, *, timeout_s: float | None = None) -> Model:
         """One model; NotFound when it is not served here."""
-        return await self._ask(calls.get_model(name), timeout_s)
+        return await self._ask(
+            self._stubs.models.GetModel, convert.to_get_model_request(name), convert.from_get_model_response, timeout_s
+        )
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The gateway's version, limits and replicas."""
-        return await self._ask(calls.server_info(), timeout_s)
+        return await self._ask(
+            self._stubs.models.GetServerInfo, model_pb2.GetServerInfoRequest(), convert.from_server_info, timeout_s
+        )
 
-    async def _ask(self, call: Unary[Answer], timeout_s: float | None) -> Answer:
-        method = call.method(self._stubs)
-        attempts = Attempts(self._retry, CallTime.of(timeout_s), call.is_idempotent)
+    async def _ask(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        read: Callable[[Any], Answer],
+        timeout_s: float | None,
+        *,
+        is_idempotent: bool = True,
+    ) -> Answer:
+        attempts = Attempts(self._retry, CallTime.of(timeout_s), is_idempotent)
         while True:
             try:
-                return call.read(await method(call.request, timeout=attempts.time.left_s()))
-            except grpc.RpcError as error:
-                delay_s = attempts.delay_after(from_rpc_error(error))
-            except asyncio.CancelledError:
-                # grpc.aio raises it also where the channel was closed.
-                if _is_cancelled():
-                    raise
-                raise _client_closed() from None
-            await asyncio.sleep(delay_s)
+                response = await async_call(method, request, attempts.time.left_s())
+            except QuireError as error:
+                delay_s = attempts.delay_after(error)
+            else:
+                return read(response)
+            await async_sleep(delay_s)
 
-    def _stream(self, call: Streaming, timeout_s: float | None, *, durable: bool) -> AsyncStream:
-        stream = AsyncStream(make_recovery(call, self._stubs, self._retry, timeout_s, durable=durable))
-        self._streams.add(stream)
+    def _stream(
+        self,
+        method: Callable[..., Any],
+        request: generation_pb2.GenerateStreamRequest | generation_pb2.ChatStreamRequest,
+        timeout_s: float | None,
+        *,
+        durable: bool,
+    ) -> AsyncStream:
+        attempts = Attempts(self._retry, CallTime.of(timeout_s), is_idempotent=False)
+        resume_stream = self._stubs.generation.ResumeStream if durable else None
+        stream = AsyncStream(make_recovery(method, request, resume_stream, attempts))
+        with self._lock:
+            self._streams.add(stream)
         return stream
-
-
-def _client_closed() -> Cancelled:
-    return Cancelled("the client was closed")
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

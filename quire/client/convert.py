@@ -1,9 +1,12 @@
 """Between the client's values and the messages of quire.gateway.v1."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
-from quire.client.fields import fill, put
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
 from quire.client.types import (
     AnyChatMessage,
     BeamSearch,
@@ -31,12 +34,13 @@ from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.rpc.errors import Internal, invalid_field
 
+T = TypeVar("T")
 GenerateMessage = TypeVar("GenerateMessage", generation_pb2.GenerateRequest, generation_pb2.GenerateStreamRequest)
 ChatMessageT = TypeVar("ChatMessageT", generation_pb2.ChatRequest, generation_pb2.ChatStreamRequest)
 
 
 class GenerationFields(TypedDict):
-    """What a request to generate says besides its prompt and how to continue it."""
+    """The fields of a request to generate that are neither its prompt nor its options."""
 
     model: str | None
     request_id: str | None
@@ -53,6 +57,18 @@ _EARLY_STOPPING = {
     EarlyStopping.FALSE: common_pb2.EARLY_STOPPING_FALSE,
     EarlyStopping.TRUE: common_pb2.EARLY_STOPPING_TRUE,
     EarlyStopping.NEVER: common_pb2.EARLY_STOPPING_NEVER,
+}
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
+_KINDS = {
+    FieldDescriptor.CPPTYPE_STRING: "a str that UTF-8 can encode",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
 }
 _SAMPLING_FIELDS = (
     "temperature",
@@ -86,12 +102,12 @@ def to_generate_request(
         TypeError: the prompt is neither text nor token ids, or the options are no GenerationOptions.
     """
     if isinstance(prompt, str):
-        fill(message, text=prompt)
+        _fill(message, text=prompt)
     else:
         _check_is_sequence("prompt", prompt, "a str or a sequence of token ids")
         message.token_ids.SetInParent()
-        fill(message.token_ids, ids=prompt)
-    fill(message, **fields)
+        _fill(message.token_ids, ids=prompt)
+    _fill(message, **fields)
     _fill_options(message, options)
     return message
 
@@ -110,7 +126,7 @@ def to_chat_request(
     """
     _check_is_sequence("messages", messages, "a sequence of ChatMessage")
     _add_messages(message, "messages", messages)
-    fill(message, **fields)
+    _fill(message, **fields)
     _fill_options(message, options)
     return message
 
@@ -120,12 +136,12 @@ def to_tokenize_request(
 ) -> generation_pb2.TokenizeRequest:
     request = generation_pb2.TokenizeRequest()
     if isinstance(text_or_messages, str):
-        fill(request, text=text_or_messages)
+        _fill(request, text=text_or_messages)
     else:
         _check_is_sequence("text_or_messages", text_or_messages, "a str or a sequence of ChatMessage")
         request.chat.SetInParent()
         _add_messages(request.chat, "text_or_messages", text_or_messages)
-    fill(request, model=model, add_special_tokens=add_special_tokens)
+    _fill(request, model=model, add_special_tokens=add_special_tokens)
     return request
 
 
@@ -133,8 +149,8 @@ def to_detokenize_request(
     token_ids: Sequence[int], *, include_special_tokens: bool | None, model: str | None
 ) -> generation_pb2.DetokenizeRequest:
     request = generation_pb2.DetokenizeRequest()
-    put(request, "token_ids", token_ids)
-    fill(request, include_special_tokens=include_special_tokens, model=model)
+    _put(request, "token_ids", token_ids)
+    _fill(request, include_special_tokens=include_special_tokens, model=model)
     return request
 
 
@@ -144,22 +160,34 @@ def to_pin_request(
     """Raises as `to_generate_request`."""
     request = prefix_pb2.PinPrefixRequest()
     if isinstance(prefix, str):
-        fill(request, text=prefix)
+        _fill(request, text=prefix)
     else:
         _check_is_sequence("prefix", prefix, "a str, a sequence of token ids or a sequence of ChatMessage")
         _add_ids_or_messages(request, list(prefix))
-    fill(request, time_to_live_ms=time_to_live_ms, model=model)
+    _fill(request, time_to_live_ms=time_to_live_ms, model=model)
     return request
 
 
 def to_unpin_request(pin_id: str) -> prefix_pb2.UnpinPrefixRequest:
     request = prefix_pb2.UnpinPrefixRequest()
-    put(request, "pin_id", pin_id)
+    _put(request, "pin_id", pin_id)
+    return request
+
+
+def to_cancel_request(request_id: str) -> generation_pb2.CancelRequest:
+    request = generation_pb2.CancelRequest()
+    _put(request, "request_id", request_id)
+    return request
+
+
+def to_get_model_request(name: str) -> model_pb2.GetModelRequest:
+    request = model_pb2.GetModelRequest()
+    _put(request, "model", name)
     return request
 
 
 def _check_is_sequence(name: str, value: object, limit: str) -> None:
-    """TypeError where a value is not one of several entries."""
+    """TypeError where a value is a single one."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise TypeError(f"{name} is {value!r:.80}; it must be {limit}")
 
@@ -169,17 +197,17 @@ def _add_ids_or_messages(request: prefix_pb2.PinPrefixRequest, entries: list[int
         _add_messages(request.chat, "prefix", cast(list[AnyChatMessage], entries))
     else:
         request.token_ids.SetInParent()
-        fill(request.token_ids, ids=entries)
+        _fill(request.token_ids, ids=entries)
 
 
 def _add_messages(message: Any, name: str, messages: Iterable[AnyChatMessage]) -> None:
-    """`name` is what the caller knows the messages by."""
+    """`name` is the caller's name of the messages."""
     for index, entry in enumerate(messages):
         path = f"{name}[{index}]"
         given = _chat_message(path, entry)
         added = message.messages.add()
-        put(added, "role", given.role, f"{path}.role")
-        put(added, "content", given.content, f"{path}.content")
+        _put(added, "role", given.role, f"{path}.role")
+        _put(added, "content", given.content, f"{path}.content")
 
 
 def _chat_message(path: str, entry: AnyChatMessage) -> ChatMessage:
@@ -196,9 +224,9 @@ def _fill_options(message: Any, options: GenerationOptions | None) -> None:
         return
     if not isinstance(options, GenerationOptions):
         raise TypeError(f"options is {options!r:.80}; it must be a GenerationOptions")
-    fill(message.sampling, **{name: getattr(options, name) for name in _SAMPLING_FIELDS})
-    fill(message.stopping, **{name: getattr(options, name) for name in _STOPPING_FIELDS})
-    fill(message.output, **{name: getattr(options, name) for name in _OUTPUT_FIELDS})
+    _fill(message.sampling, **{name: getattr(options, name) for name in _SAMPLING_FIELDS})
+    _fill(message.stopping, **{name: getattr(options, name) for name in _STOPPING_FIELDS})
+    _fill(message.output, **{name: getattr(options, name) for name in _OUTPUT_FIELDS})
     if options.beam_search is not None:
         _fill_beam_search(message.sampling.beam_search, options.beam_search)
 
@@ -207,7 +235,7 @@ def _fill_beam_search(message: common_pb2.BeamSearchParameters, beam: BeamSearch
     if not isinstance(beam, BeamSearch):
         raise invalid_field("beam_search", f"is {beam!r:.80}; it must be a BeamSearch")
     early_stopping = None if beam.early_stopping is None else _early_stopping(beam.early_stopping)
-    fill(message, beam_width=beam.beam_width, length_penalty=beam.length_penalty, early_stopping=early_stopping)
+    _fill(message, beam_width=beam.beam_width, length_penalty=beam.length_penalty, early_stopping=early_stopping)
 
 
 def _early_stopping(value: EarlyStopping) -> common_pb2.EarlyStopping:
@@ -221,11 +249,11 @@ def _early_stopping(value: EarlyStopping) -> common_pb2.EarlyStopping:
 def from_generate_response(
     message: generation_pb2.GenerateResponse | generation_pb2.ChatResponse,
 ) -> Generation:
-    return Generation(
-        request_id=message.request_id,
-        model=message.model,
-        sequences=tuple(_sequence(sequence) for sequence in message.sequences),
-        usage=_usage(message.usage),
+    return _read(
+        Generation,
+        message,
+        sequences=tuple(map(_sequence, message.sequences)),
+        usage=_read(Usage, message.usage),
         prompt_logprobs=_positions(message.prompt_logprobs),
     )
 
@@ -236,100 +264,82 @@ def from_stream_response(
     """Internal when the message holds no event that this client knows."""
     match message.WhichOneof("event"):
         case "chunk":
-            return _chunk(message.chunk)
+            # One a token: written out, which is faster than `_read`.
+            chunk = message.chunk
+            return TokenChunk(
+                sequence_index=chunk.sequence_index,
+                offset=chunk.offset,
+                token_ids=tuple(chunk.token_ids),
+                text=chunk.text,
+                logprobs=_positions(chunk.logprobs),
+            )
         case "finished":
-            return _finished(message.finished)
+            return _read(SequenceFinished, message.finished, **_ending(message.finished))
         case "completed":
-            return _completed(message.completed)
+            return _read(
+                RequestCompleted,
+                message.completed,
+                usage=_read(Usage, message.completed.usage),
+                prompt_logprobs=_positions(message.completed.prompt_logprobs),
+            )
     raise Internal("the server sent an event that this client does not know", reason="UNKNOWN_EVENT")
 
 
 def from_tokenize_response(message: generation_pb2.TokenizeResponse) -> Tokenization:
-    return Tokenization(tuple(message.token_ids), tuple(message.tokens), message.max_model_len)
+    return _read(Tokenization, message, token_ids=tuple(message.token_ids), tokens=tuple(message.tokens))
+
+
+def from_detokenize_response(message: generation_pb2.DetokenizeResponse) -> str:
+    return message.text
 
 
 def from_pin_response(message: prefix_pb2.PinPrefixResponse) -> PinnedPrefix:
-    return PinnedPrefix(message.pin_id, message.pinned_tokens, message.pinned_blocks, message.time_to_live_ms)
+    return _read(PinnedPrefix, message)
 
 
-def from_model(message: model_pb2.Model) -> Model:
-    return Model(
-        name=message.name,
-        architecture=message.architecture,
-        dtype=message.dtype,
-        vocab_size=message.vocab_size,
-        max_model_len=message.max_model_len,
-        eos_token_ids=tuple(message.eos_token_ids),
-        has_chat_template=message.has_chat_template,
-    )
+def from_get_model_response(message: model_pb2.GetModelResponse) -> Model:
+    return _model(message.model)
 
 
 def from_models(message: model_pb2.ListModelsResponse) -> tuple[Model, ...]:
-    return tuple(from_model(model) for model in message.models)
+    return tuple(map(_model, message.models))
 
 
 def from_server_info(message: model_pb2.GetServerInfoResponse) -> ServerInfo:
-    return ServerInfo(
-        version=message.version,
-        gateway_id=message.gateway_id,
-        replicas=tuple(_replica(replica) for replica in message.replicas),
-        limits=_limits(message.limits),
+    return _read(
+        ServerInfo,
+        message,
+        replicas=tuple(_read(Replica, replica) for replica in message.replicas),
+        limits=_read(Limits, message.limits),
     )
+
+
+def from_nothing(_: Message) -> None:
+    """Reads an answer without fields."""
+
+
+def _read(cls: type[T], message: Any, **given: Any) -> T:
+    """A dataclass with the fields of a message; `given` has those whose types differ."""
+    names = (each.name for each in dataclasses.fields(cast(Any, cls)))
+    return cls(**given, **{name: getattr(message, name) for name in names if name not in given})
+
+
+def _model(message: model_pb2.Model) -> Model:
+    return _read(Model, message, eos_token_ids=tuple(message.eos_token_ids))
 
 
 def _sequence(message: generation_pb2.GeneratedSequence) -> GeneratedSequence:
-    return GeneratedSequence(
-        index=message.index,
-        text=message.text,
-        token_ids=tuple(message.token_ids),
-        logprobs=_positions(message.logprobs),
-        finish_reason=_finish_reason(message.finish_reason),
-        stop_string=optional(message, "stop_string"),
-        stop_token_id=optional(message, "stop_token_id"),
-        cumulative_logprob=optional(message, "cumulative_logprob"),
-    )
+    token_ids, logprobs = tuple(message.token_ids), _positions(message.logprobs)
+    return _read(GeneratedSequence, message, token_ids=token_ids, logprobs=logprobs, **_ending(message))
 
 
-def _chunk(message: generation_pb2.TokenChunk) -> TokenChunk:
-    return TokenChunk(
-        sequence_index=message.sequence_index,
-        offset=message.offset,
-        token_ids=tuple(message.token_ids),
-        text=message.text,
-        logprobs=_positions(message.logprobs),
-    )
-
-
-def _finished(message: generation_pb2.SequenceFinished) -> SequenceFinished:
-    return SequenceFinished(
-        sequence_index=message.sequence_index,
-        num_tokens=message.num_tokens,
-        finish_reason=_finish_reason(message.finish_reason),
-        stop_string=optional(message, "stop_string"),
-        stop_token_id=optional(message, "stop_token_id"),
-        cumulative_logprob=optional(message, "cumulative_logprob"),
-    )
-
-
-def _completed(message: generation_pb2.RequestCompleted) -> RequestCompleted:
-    return RequestCompleted(
-        request_id=message.request_id,
-        model=message.model,
-        usage=_usage(message.usage),
-        prompt_logprobs=_positions(message.prompt_logprobs),
-    )
-
-
-def _usage(message: common_pb2.Usage) -> Usage:
-    return Usage(
-        prompt_tokens=message.prompt_tokens,
-        cached_tokens=message.cached_tokens,
-        generated_tokens=message.generated_tokens,
-        queue_ms=message.queue_ms,
-        prefill_ms=message.prefill_ms,
-        decode_ms=message.decode_ms,
-        preemptions=message.preemptions,
-    )
+def _ending(message: generation_pb2.GeneratedSequence | generation_pb2.SequenceFinished) -> dict[str, Any]:
+    """How a sequence ended."""
+    optional = ("stop_string", "stop_token_id", "cumulative_logprob")
+    return {
+        "finish_reason": _FINISH_REASONS.get(message.finish_reason, FinishReason.UNSPECIFIED),
+        **{name: getattr(message, name) if message.HasField(cast(Any, name)) else None for name in optional},
+    }
 
 
 def _positions(messages: Iterable[common_pb2.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
@@ -340,37 +350,57 @@ def _logprob(message: common_pb2.Logprob) -> Logprob:
     return Logprob(message.token_id, message.logprob, message.rank)
 
 
-def _replica(message: model_pb2.Replica) -> Replica:
-    return Replica(
-        scheduler_address=message.scheduler_address,
-        connected=message.connected,
-        scheduler_epoch=message.scheduler_epoch,
-        block_size=message.block_size,
-        num_gpu_blocks=message.num_gpu_blocks,
-        num_host_blocks=message.num_host_blocks,
-        max_num_seqs=message.max_num_seqs,
-        max_num_batched_tokens=message.max_num_batched_tokens,
-    )
+def _fill(message: Message, **values: Any) -> None:
+    """Sets the fields that are not None; raises as `_put`."""
+    for name, value in values.items():
+        if value is not None:
+            _put(message, name, value)
 
 
-def _limits(message: model_pb2.Limits) -> Limits:
-    return Limits(
-        max_message_bytes=message.max_message_bytes,
-        max_prompt_tokens=message.max_prompt_tokens,
-        max_n=message.max_n,
-        max_logprobs=message.max_logprobs,
-        max_stop_strings=message.max_stop_strings,
-        max_stop_string_bytes=message.max_stop_string_bytes,
-        max_chat_messages=message.max_chat_messages,
-        max_logit_bias=message.max_logit_bias,
-        max_stop_token_ids=message.max_stop_token_ids,
-    )
+def _put(message: Message, name: str, value: Any, path: str | None = None) -> None:
+    """Sets a field; one str is a sequence of one.
+
+    Args:
+        path: The caller's name of the field; the field's own when absent.
+
+    Raises:
+        InvalidArgument: the value does not fit the field.
+    """
+    try:
+        _set(message, name, value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise invalid_field(path or name, f"is {value!r:.80}; it must be {_limit(message, name)}") from error
 
 
-def _finish_reason(value: common_pb2.FinishReason) -> FinishReason:
-    return _FINISH_REASONS.get(value, FinishReason.UNSPECIFIED)
+def _set(message: Message, name: str, value: Any) -> None:
+    """ValueError, TypeError or OverflowError where the value does not fit."""
+    held = getattr(message, name)
+    is_map = isinstance(held, MutableMapping)
+    if is_map != isinstance(value, Mapping):
+        raise TypeError("only a mapping fits a map")
+    if is_map:
+        held.update(value)
+    elif isinstance(held, MutableSequence):
+        held.extend([value] if isinstance(value, str | bytes) else value)
+    else:
+        setattr(message, name, value)
 
 
-def optional(message: Any, field: str) -> Any:
-    """The value of an `optional` field, or None where it is absent."""
-    return getattr(message, field) if message.HasField(field) else None
+def _limit(message: Message, name: str) -> str:
+    """What a field holds, in words."""
+    field: Any = message.DESCRIPTOR.fields_by_name[name]
+    held = getattr(message, name)
+    if isinstance(held, MutableMapping):
+        key, value = (_kind(field.message_type.fields_by_name[part]) for part in ("key", "value"))
+        return f"a mapping, each key {key} and each value {value}"
+    if isinstance(held, MutableSequence):
+        one = "a str or " if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else ""
+        return f"{one}a sequence, each entry {_kind(field)}"
+    return _kind(field)
+
+
+def _kind(field: Any) -> str:
+    if field.cpp_type not in _INTEGERS:
+        return _KINDS[field.cpp_type]
+    low, high = _INTEGERS[field.cpp_type]
+    return f"a whole number in [{low:,}, {high:,}]"

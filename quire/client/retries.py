@@ -1,87 +1,51 @@
-"""When a client calls again by itself: what gRPC does for every client, and what a RetryPolicy adds to it."""
+"""When a call is made again, and how a lost stream goes on. The clients do the waiting and the calling.
 
+gRPC itself retries idempotent calls for every client (`service_config` in connection.py). A RetryPolicy adds to that.
+A durable stream goes on after a lost connection even without a policy.
+"""
+
+import copy
+import math
 import random
-from collections.abc import Callable
+import secrets
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from quire.client.types import RequestCompleted, SequenceFinished, StreamEvent, TokenChunk
+from quire.gateway.v1 import generation_pb2
+from quire.rpc.errors import AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
 
-from quire.client.timing import CallTime
-from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
-from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
-
-_GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
-_IDEMPOTENT: tuple[ServiceDescriptor | MethodDescriptor, ...] = (
-    model_pb2.DESCRIPTOR.services_by_name["ModelService"],
-    prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
-    *(_GENERATION.methods_by_name[name] for name in ("Cancel", "Tokenize", "Detokenize")),
-)
-"""Services and methods that may be called twice, as the protos say."""
-
-# gRPC says in words alone that it found nobody to send a call to; tests call ports where nobody listens.
+# Of the status of a call that reached no gateway, gRPC says so only in words; tests call ports where no server listens.
 _NOBODY_REACHED = ("failed to connect to all addresses", "connections to all backends failing")
-# Calls in a row that reach nobody, after which it is the address that is wrong, or all gateways are down.
-_MOST_IN_VAIN = 5
-
+# After so many calls in a row that reach no gateway, the address is wrong or all gateways are down.
+_MAX_IN_VAIN = 5
 RESUME_FOR_S = 30.0
-"""How long a durable stream that was lost tries to go on where no policy says so."""
-
-# Of waits that grow, those who were refused together come back apart.
+"""How long a durable stream that was lost tries to go on where no policy sets it."""
+_FIRST_RESUME_DELAY_S, _MAX_RESUME_DELAY_S = 0.05, 1.0
+# Spreads the retries of clients that were refused together.
 _JITTER = 0.25
-
-
-def service_config(*, spread: bool) -> dict[str, Any]:
-    """How gRPC spreads calls over addresses, and which calls it makes again where the connection was lost.
-
-    The gateways' health is left out of it: one whose worker restarts is not healthy, and takes requests all the same.
-
-    Args:
-        spread: Whether there may be several addresses. Where there is one, gRPC connects when it is called: a gateway
-            that has just come back is called at once, and not when the wait after the last refusal is over.
-    """
-    return {
-        "loadBalancingConfig": [{"round_robin": {}} if spread else {"pick_first": {}}],
-        "methodConfig": [
-            {
-                "name": [_name(each) for each in _IDEMPOTENT],
-                "retryPolicy": {
-                    "maxAttempts": 4,
-                    "initialBackoff": "0.1s",
-                    "maxBackoff": "1s",
-                    "backoffMultiplier": 2,
-                    "retryableStatusCodes": ["UNAVAILABLE"],
-                },
-            }
-        ],
-        # Gateways that fail most calls are not called four times as often.
-        "retryThrottling": {"maxTokens": 20, "tokenRatio": 0.1},
-    }
-
-
-def _name(each: ServiceDescriptor | MethodDescriptor) -> dict[str, str]:
-    if isinstance(each, ServiceDescriptor):
-        return {"service": each.full_name}
-    return {"service": each.containing_service.full_name, "method": each.name}
+_MAX_TIMEOUT_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """When a client calls again: where a gateway refuses and says when to come back (RESOURCE_EXHAUSTED with
-    RetryInfo), where UNAVAILABLE ends a call that may be made twice, and where it reached no gateway, but not five
-    times in a row. A stream is started again only while nothing of it has come.
+    """When a client calls again: where a gateway refuses and says when to retry (RESOURCE_EXHAUSTED with RetryInfo),
+    where UNAVAILABLE ends an idempotent call, and where the call reached no gateway, but not five times in a row. A
+    stream is started again only while nothing of it has come.
 
     Between two calls it waits as long as the gateway says, or else `first_delay_s`, twice as long each time up to
     `last_delay_s`, and up to a quarter more. It never waits beyond the call's `timeout_s`.
 
     Attributes:
-        attempts: Most calls in all; None is as many as the call's time allows.
+        attempts: Maximum number of calls in all; None is as many as the call's time allows.
         first_delay_s: Before the second call.
-        last_delay_s: The longest that it waits of its own accord.
-        lost_generations: Whether generations are made again after UNAVAILABLE, too, where a gateway may have been at
-            one: the model may then work twice, and without a seed the two differ; the caller sees one. Durable streams
-            do without it.
-        resume_for_s: How long a durable stream that was lost tries to go on. A server that starts anew takes as long as
+        last_delay_s: Maximum delay where the gateway says none.
+        lost_generations: Whether generations too are retried after UNAVAILABLE. A gateway may already run the first
+            one: then the model works twice, and without a seed the two differ; the caller sees one. Durable streams
+            do not need it.
+        resume_for_s: How long a durable stream that was lost tries to go on. A server that restarts takes as long as
             its model takes to load.
     """
 
@@ -92,7 +56,7 @@ class RetryPolicy:
     resume_for_s: float = RESUME_FOR_S
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is no policy."""
+        """Raises ValueError for a value out of range."""
         if self.attempts is not None and self.attempts < 1:
             raise ValueError(f"attempts is {self.attempts}; the least value is 1")
         if not 0 < self.first_delay_s <= self.last_delay_s:
@@ -102,6 +66,33 @@ class RetryPolicy:
             )
         if not self.resume_for_s >= 0:
             raise ValueError(f"resume_for_s is {self.resume_for_s}; expected seconds of at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """How long a call may take in all, waits included.
+
+    Attributes:
+        end: When its time is over, on `clock`; None for no limit.
+    """
+
+    end: float | None
+    clock: Callable[[], float] = time.monotonic
+
+    @classmethod
+    def of(cls, timeout_s: float | None) -> "CallTime":
+        """From now on; a time of many years, which gRPC refuses, is no limit. ValueError for NaN."""
+        if timeout_s is not None and math.isnan(timeout_s):
+            raise ValueError("timeout_s is NaN")
+        return cls(None if timeout_s is None or timeout_s > _MAX_TIMEOUT_S else time.monotonic() + timeout_s)
+
+    def left_s(self) -> float | None:
+        """The remaining seconds, for gRPC."""
+        return None if self.end is None else max(self.end - self.clock(), 0.0)
+
+    def allows(self, delay_s: float) -> bool:
+        """Whether time remains after a wait."""
+        return self.end is None or self.clock() + delay_s <= self.end
 
 
 @dataclass(slots=True)
@@ -141,5 +132,216 @@ class Attempts:
             return False
         if isinstance(error, ResourceExhausted):
             return error.retry_after_ms is not None
-        is_safe = self.is_idempotent or policy.lost_generations or 0 < self._in_vain < _MOST_IN_VAIN
+        is_safe = self.is_idempotent or policy.lost_generations or 0 < self._in_vain < _MAX_IN_VAIN
         return isinstance(error, Unavailable) and is_safe
+
+
+Start = Callable[[float | None], Any]
+"""Makes the call that submits the request, given the remaining seconds."""
+
+Continue = Callable[[Sequence[generation_pb2.HeldSequence], float | None], Any]
+"""Makes the call that submits the request anew, to go on from what is held of each sequence."""
+
+Resume = Callable[[generation_pb2.ResumeStreamRequest, float | None], Any]
+"""Makes the call that resumes the request where a scheduler still has it."""
+
+
+class Recovery(Protocol):
+    """What has come of one stream, and how to get the rest."""
+
+    def accept(self, event: StreamEvent) -> bool:
+        """Notes an event; returns whether it is new to the caller."""
+        ...
+
+    def delay_after(self, error: QuireError) -> float:
+        """Seconds to wait before `call`. Raises the error where the stream cannot go on."""
+        ...
+
+    def call(self) -> Any:
+        """The call that brings the rest; the first one brings all."""
+        ...
+
+
+@dataclass(slots=True)
+class Restart:
+    """A stream that can only be started again, while nothing of it has come.
+
+    Attributes:
+        start: Submits the request.
+        attempts: How often.
+    """
+
+    start: Start
+    attempts: Attempts
+    _has_begun: bool = field(default=False, init=False)
+
+    def accept(self, event: StreamEvent) -> bool:
+        self._has_begun = True
+        return True
+
+    def delay_after(self, error: QuireError) -> float:
+        if self._has_begun:
+            raise error from None
+        return self.attempts.delay_after(error)
+
+    def call(self) -> Any:
+        return self.start(self.attempts.time.left_s())
+
+
+@dataclass(slots=True)
+class _Progress:
+    token_ids: list[int] = field(default_factory=list)
+    num_characters: int = 0
+    cumulative_logprob: float | None = None
+    is_finished: bool = False
+
+
+@dataclass(slots=True)
+class Resumption:
+    """A durable stream, which goes on from where it was: by resuming its request while a scheduler has it, else by
+    submitting it anew with the tokens that came.
+
+    Attributes:
+        request_id: The request's id.
+        start: Submits the request.
+        resume: Resumes it.
+        go_on: Submits it anew; None where sequences are chosen at the end, so that a part of them cannot be continued.
+        num_sequences: How many it has.
+        attempts: How often it is submitted where it is refused.
+    """
+
+    request_id: str
+    start: Start
+    resume: Resume
+    go_on: Continue | None
+    num_sequences: int
+    attempts: Attempts
+    _sequences: dict[int, _Progress] = field(default_factory=dict, init=False)
+    _lost_at: float | None = field(default=None, init=False)
+    _delay_s: float = field(default=_FIRST_RESUME_DELAY_S, init=False)
+    # Whether a scheduler may know the request.
+    _is_submitted: bool = field(default=False, init=False)
+
+    def accept(self, event: StreamEvent) -> bool:
+        self._lost_at = None
+        self._delay_s = _FIRST_RESUME_DELAY_S
+        if isinstance(event, RequestCompleted):
+            return True
+        progress = self._sequences.setdefault(event.sequence_index, _Progress())
+        if isinstance(event, TokenChunk):
+            progress.token_ids += event.token_ids
+            progress.num_characters += len(event.text)
+            if event.logprobs:
+                chosen = (position.chosen.logprob for position in event.logprobs)
+                progress.cumulative_logprob = sum(chosen, progress.cumulative_logprob or 0.0)
+            return True
+        assert isinstance(event, SequenceFinished)
+        is_new, progress.is_finished = not progress.is_finished, True
+        return is_new
+
+    def delay_after(self, error: QuireError) -> float:
+        if isinstance(error, ResourceExhausted):
+            # The request most likely runs, so a refusal to resume it is part of the loss.
+            is_of_loss = self._lost_at is not None and error.retry_after_ms is not None
+            delay_s = self._delay_of_loss(error) if is_of_loss else None
+            return self.attempts.delay_after(error) if delay_s is None else delay_s
+        delay_s = self._delay_of_loss(error) if self._may_go_on_after(error) else None
+        if delay_s is None:
+            raise error from None
+        return delay_s
+
+    def _may_go_on_after(self, error: QuireError) -> bool:
+        """Whether there is another call to make; notes which."""
+        if isinstance(error, Unavailable):
+            self._is_submitted = True
+        elif isinstance(error, NotFound) and self._lost_at is not None:
+            # The submission was lost, or every process that had the request is gone.
+            self._is_submitted = False
+            return self.go_on is not None or not self._sequences
+        elif isinstance(error, AlreadyExists) and self._lost_at is not None:
+            # A gateway has not noticed yet that this client is gone, or has itself submitted the request again.
+            self._is_submitted = True
+        else:
+            return False
+        return True
+
+    def _delay_of_loss(self, error: QuireError) -> float | None:
+        """Seconds to wait, at least as long as the gateway says; None where the stream has been lost for too long."""
+        time = self.attempts.time
+        now = time.clock()
+        self._lost_at = now if self._lost_at is None else self._lost_at
+        delay_s = max(self._delay_s, (error.retry_after_ms or 0) / 1000)
+        self._delay_s = min(2 * self._delay_s, _MAX_RESUME_DELAY_S)
+        policy = self.attempts.policy
+        give_up_after_s = RESUME_FOR_S if policy is None else policy.resume_for_s
+        if now + delay_s > self._lost_at + give_up_after_s or not time.allows(delay_s):
+            return None
+        return delay_s
+
+    def call(self) -> Any:
+        timeout_s = self.attempts.time.left_s()
+        if not self._is_submitted:
+            if not self._sequences or self.go_on is None:
+                return self.start(timeout_s)
+            return self.go_on(self._held(), timeout_s)
+        request = generation_pb2.ResumeStreamRequest(request_id=self.request_id)
+        for index, progress in self._sequences.items():
+            request.offsets.add(
+                sequence_index=index, offset=len(progress.token_ids), num_characters=progress.num_characters
+            )
+        return self.resume(request, timeout_s)
+
+    def _held(self) -> list[generation_pb2.HeldSequence]:
+        """What has come of each sequence."""
+        sequences = [self._sequences.get(index, _Progress()) for index in range(self.num_sequences)]
+        return [
+            generation_pb2.HeldSequence(
+                token_ids=each.token_ids,
+                num_characters=each.num_characters,
+                cumulative_logprob=each.cumulative_logprob,
+            )
+            for each in sequences
+        ]
+
+
+def make_recovery(
+    method: Callable[..., Any],
+    request: generation_pb2.GenerateStreamRequest | generation_pb2.ChatStreamRequest,
+    resume_stream: Callable[..., Any] | None,
+    attempts: Attempts,
+) -> Recovery:
+    """How the stream of `request`, sent by `method`, recovers.
+
+    Args:
+        resume_stream: The method ResumeStream for a durable stream, whose request is marked so and gets an id and a
+            seed here where it has none.
+    """
+
+    def start(left_s: float | None) -> Any:
+        return method(request, timeout=left_s)
+
+    if resume_stream is None:
+        return Restart(start, attempts)
+    request.durable = True
+    # An id that cannot be guessed, known here even where no answer came.
+    request.request_id = request.request_id or f"req-{secrets.token_hex(16)}"
+    sampling = request.sampling
+    if not sampling.HasField("seed"):
+        # Known here, so that the request can be submitted anew when no server knows it any more.
+        sampling.seed = secrets.randbits(64)
+    num_sequences = sampling.n or 1
+    chooses = sampling.HasField("beam_search") or sampling.best_of > num_sequences
+
+    def go_on(held: Sequence[generation_pb2.HeldSequence], left_s: float | None) -> Any:
+        again = copy.deepcopy(request)
+        again.continue_from.extend(held)
+        return method(again, timeout=left_s)
+
+    return Resumption(
+        request.request_id,
+        start,
+        lambda again, left_s: resume_stream(again, timeout=left_s),
+        None if chooses else go_on,
+        num_sequences,
+        attempts,
+    )

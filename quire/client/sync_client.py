@@ -1,39 +1,39 @@
-"""The blocking client."""
+"""The blocking client. Made from async_client.py by tools/generate_sync_client.py: do not edit."""
 
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar
+from weakref import WeakSet
 
 import grpc
 
-from quire.client import calls
-from quire.client.addresses import split_addresses
-from quire.client.calls import Answer, Streaming, Unary
-from quire.client.connection import make_stubs, open_channel
-from quire.client.events import EventStream, first_text
-from quire.client.resumption import Recovery, make_recovery
-from quire.client.retries import Attempts, RetryPolicy
-from quire.client.timing import CallTime
-from quire.client.tls import ClientTls
+from quire.client import convert
+from quire.client.connection import ClientTls, make_stubs, open_channel, split_addresses
+from quire.client.retries import Attempts, CallTime, Recovery, Resumption, RetryPolicy, make_recovery
 from quire.client.types import (
     AnyChatMessage,
     Generation,
     GenerationOptions,
     Model,
     PinnedPrefix,
+    RequestCompleted,
     ServerInfo,
     StreamEvent,
+    TokenChunk,
     Tokenization,
 )
-from quire.rpc.errors import from_rpc_error
+from quire.client.waiting import Event, call, client_closed, next_response, sleep
+from quire.gateway.v1 import generation_pb2, model_pb2
+from quire.rpc.errors import QuireError
+
+Answer = TypeVar("Answer")
 
 
-class Stream(EventStream):
+class Stream:
     """The events of one streamed generation. Iterate over it, or over `text`; its `with` cancels what is left.
 
-    A durable stream goes on by itself after a lost connection, through whatever gateway answers, and from the tokens
-    that came where no server has its request any more. Leaving it does not end its request, the client's `cancel` does.
+    A durable stream goes on by itself after a lost connection, through any gateway that answers, and from the tokens
+    that came where no server has its request any more. Closing it does not end its request; the client's `cancel` does.
 
     Attributes:
         request_id: Of a durable request, by which it can be cancelled.
@@ -41,8 +41,14 @@ class Stream(EventStream):
     """
 
     def __init__(self, recovery: Recovery) -> None:
-        super().__init__(recovery)
-        self._closing = threading.Event()
+        """Makes the first call."""
+        self.completed: RequestCompleted | None = None
+        self.request_id = recovery.request_id if isinstance(recovery, Resumption) else None
+        self._recovery = recovery
+        self._is_closed = False
+        self._is_cut = False
+        self._closing = Event()
+        self._call = recovery.call()
 
     def __enter__(self) -> Self:
         return self
@@ -54,57 +60,68 @@ class Stream(EventStream):
         return self
 
     def __next__(self) -> StreamEvent:
-        while not self._closed:
+        while not self._is_closed:
             try:
-                event = self._accept(next(self._call))
-            except grpc.RpcError as error:
-                if self.completed is not None:
-                    break  # the caller has all of it
-                if not self._closed:
-                    self._go_on_after(error)
+                response = next_response(self._call)
+            except QuireError as error:
+                if self._is_closed or self.completed is not None:
+                    break  # the caller wants no more, or has everything
+                self._go_on_after(error)
                 continue
-            if event is not None:
-                return event
+            event = convert.from_stream_response(response)
+            if not self._recovery.accept(event):
+                continue
+            if isinstance(event, RequestCompleted):
+                self.completed = event
+            return event
         raise StopIteration
 
-    def _go_on_after(self, error: grpc.RpcError) -> None:
+    def _go_on_after(self, error: QuireError) -> None:
         """Makes the next call; raises the error where there is none."""
-        # `close` ends the wait.
-        self._closing.wait(self._delay_after(error))
-        if not self._closed:
+        if not self._is_cut:
+            self._closing.wait(self._recovery.delay_after(error))
+        if self._is_cut:
+            raise client_closed() from None
+        if not self._is_closed:
             self._call = self._recovery.call()
-            if self._closed:
+            if self._is_closed or self._is_cut:
                 self._call.cancel()
 
     @property
     def text(self) -> Iterator[str]:
         """The text of the first sequence as it comes, piece by piece."""
         for event in self:
-            if text := first_text(event):
-                yield text
+            if isinstance(event, TokenChunk) and event.sequence_index == 0 and event.text:
+                yield event.text
 
     def close(self) -> None:
         """Cancels the call if it still runs; the request's memory is freed within one step. Any thread may call it."""
-        self._closed = True
+        self._is_closed = True
+        self._closing.set()
+        self._call.cancel()
+
+    def cut(self) -> None:
+        """For a client that is closed: reading raises Cancelled, unless the stream is completed."""
+        self._is_cut = True
         self._closing.set()
         self._call.cancel()
 
 
 class Client:
-    """A connection to a gateway, or to several in turn, to be used from any number of threads.
+    """A connection to a gateway, or to several in turn. Any number of threads may use it.
 
     Every method takes `timeout_s` and raises an error of `quire.rpc.errors` when the call fails: for example
-    InvalidArgument, ResourceExhausted (with `retry_after_ms`), Unavailable, DeadlineExceeded. Calls that may be made
-    twice, which generations are not, are made again a few times where the connection was lost.
+    InvalidArgument, ResourceExhausted (with `retry_after_ms`), Unavailable, DeadlineExceeded. Idempotent calls, which
+    generations are not, are retried a few times after a lost connection.
 
     Args:
         address: "HOST:PORT" or "unix:PATH"; several with commas, or as a sequence. Calls go in turn to all gateways
-            that can be reached, and so they do to all addresses of one name. Names in a list are looked up once, here.
+            that can be reached, and also to all addresses of one name. Names in a list are looked up once, here.
             ConfigurationError when one of several is malformed, Unavailable when of several names none is known.
-        api_key: What the gateway knows the caller by, where it asks for one. Without TLS everyone between can read it.
-        tls: Whom to believe, where the gateway speaks TLS; without it nothing is encrypted. ConfigurationError when its
+        api_key: Identifies the caller where the gateway requires it. Without TLS, everyone on the path can read it.
+        tls: The authorities to trust, where the gateway speaks TLS; None encrypts nothing. ConfigurationError when its
             files cannot be read, and when gateways on several hosts come without its `server_name`.
-        retry: When to call again after a refusal, and what; None never does, but for durable streams that were lost.
+        retry: When to call again after a refusal; None never does, except for durable streams that were lost.
     """
 
     def __init__(
@@ -119,6 +136,9 @@ class Client:
         self._retry = retry
         self._channel: grpc.Channel = open_channel(grpc, address, tls)
         self._stubs = make_stubs(self._channel, api_key)
+        self._streams: WeakSet[Stream] = WeakSet()
+        # For the blocking client, whose threads may start streams while one closes it.
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +147,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection; running calls are cancelled."""
+        """Closes the connection; running calls are cancelled, and raise Cancelled."""
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.cut()
         self._channel.close()
 
     def generate(
@@ -141,8 +165,10 @@ class Client:
         timeout_s: float | None = None,
     ) -> Generation:
         """Continues a text or token ids; answers when all sequences are finished."""
-        call = calls.generate(prompt, options, model=model, request_id=request_id, priority=priority)
-        return self._ask(call, timeout_s)
+        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
+        request = convert.to_generate_request(generation_pb2.GenerateRequest(), prompt, options, **fields)
+        method, read = self._stubs.generation.Generate, convert.from_generate_response
+        return self._ask(method, request, read, timeout_s, is_idempotent=False)
 
     def generate_stream(
         self,
@@ -157,8 +183,9 @@ class Client:
     ) -> Stream:
         """Continues a text or token ids; the stream gives tokens as they come, and outlives the server's
         processes where it is durable."""
-        call = calls.generate_stream(prompt, options, model=model, request_id=request_id, priority=priority)
-        return self._stream(call, timeout_s, durable=durable)
+        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
+        request = convert.to_generate_request(generation_pb2.GenerateStreamRequest(), prompt, options, **fields)
+        return self._stream(self._stubs.generation.GenerateStream, request, timeout_s, durable=durable)
 
     def chat(
         self,
@@ -171,8 +198,10 @@ class Client:
         timeout_s: float | None = None,
     ) -> Generation:
         """Answers a conversation by the model's chat template."""
-        call = calls.chat(messages, options, model=model, request_id=request_id, priority=priority)
-        return self._ask(call, timeout_s)
+        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
+        request = convert.to_chat_request(generation_pb2.ChatRequest(), messages, options, **fields)
+        method, read = self._stubs.generation.Chat, convert.from_generate_response
+        return self._ask(method, request, read, timeout_s, is_idempotent=False)
 
     def chat_stream(
         self,
@@ -187,12 +216,13 @@ class Client:
     ) -> Stream:
         """Answers a conversation; the stream gives tokens as they come, and outlives the server's
         processes where it is durable."""
-        call = calls.chat_stream(messages, options, model=model, request_id=request_id, priority=priority)
-        return self._stream(call, timeout_s, durable=durable)
+        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
+        request = convert.to_chat_request(generation_pb2.ChatStreamRequest(), messages, options, **fields)
+        return self._stream(self._stubs.generation.ChatStream, request, timeout_s, durable=durable)
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a running request by its id; NotFound when no such request runs."""
-        self._ask(calls.cancel(request_id), timeout_s)
+        self._ask(self._stubs.generation.Cancel, convert.to_cancel_request(request_id), convert.from_nothing, timeout_s)
 
     def tokenize(
         self,
@@ -203,8 +233,8 @@ class Client:
         timeout_s: float | None = None,
     ) -> Tokenization:
         """The token ids of a text or a conversation, as `generate` and `chat` would see them."""
-        call = calls.tokenize(text_or_messages, add_special_tokens=add_special_tokens, model=model)
-        return self._ask(call, timeout_s)
+        request = convert.to_tokenize_request(text_or_messages, add_special_tokens=add_special_tokens, model=model)
+        return self._ask(self._stubs.generation.Tokenize, request, convert.from_tokenize_response, timeout_s)
 
     def detokenize(
         self,
@@ -215,8 +245,8 @@ class Client:
         timeout_s: float | None = None,
     ) -> str:
         """The text of token ids."""
-        call = calls.detokenize(token_ids, include_special_tokens=include_special_tokens, model=model)
-        return self._ask(call, timeout_s)
+        request = convert.to_detokenize_request(token_ids, include_special_tokens=include_special_tokens, model=model)
+        return self._ask(self._stubs.generation.Detokenize, request, convert.from_detokenize_response, timeout_s)
 
     def pin_prefix(
         self,
@@ -226,35 +256,60 @@ class Client:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> PinnedPrefix:
-        """Keeps a text, token ids or the start of a conversation cached for a while; again starts its time anew."""
-        call = calls.pin_prefix(prefix, time_to_live_ms=time_to_live_ms, model=model)
-        return self._ask(call, timeout_s)
+        """Keeps a text, token ids or the start of a conversation cached for a while; a repeated pin renews its time."""
+        request = convert.to_pin_request(prefix, time_to_live_ms=time_to_live_ms, model=model)
+        return self._ask(self._stubs.prefixes.PinPrefix, request, convert.from_pin_response, timeout_s)
 
     def unpin_prefix(self, pin_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a pin; NotFound when no scheduler has it (any more)."""
-        self._ask(calls.unpin_prefix(pin_id), timeout_s)
+        self._ask(self._stubs.prefixes.UnpinPrefix, convert.to_unpin_request(pin_id), convert.from_nothing, timeout_s)
 
     def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """All models served here."""
-        return self._ask(calls.list_models(), timeout_s)
+        return self._ask(self._stubs.models.ListModels, model_pb2.ListModelsRequest(), convert.from_models, timeout_s)
 
     def get_model(self, name: str, *, timeout_s: float | None = None) -> Model:
         """One model; NotFound when it is not served here."""
-        return self._ask(calls.get_model(name), timeout_s)
+        return self._ask(
+            self._stubs.models.GetModel, convert.to_get_model_request(name), convert.from_get_model_response, timeout_s
+        )
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The gateway's version, limits and replicas."""
-        return self._ask(calls.server_info(), timeout_s)
+        return self._ask(
+            self._stubs.models.GetServerInfo, model_pb2.GetServerInfoRequest(), convert.from_server_info, timeout_s
+        )
 
-    def _ask(self, call: Unary[Answer], timeout_s: float | None) -> Answer:
-        method = call.method(self._stubs)
-        attempts = Attempts(self._retry, CallTime.of(timeout_s), call.is_idempotent)
+    def _ask(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        read: Callable[[Any], Answer],
+        timeout_s: float | None,
+        *,
+        is_idempotent: bool = True,
+    ) -> Answer:
+        attempts = Attempts(self._retry, CallTime.of(timeout_s), is_idempotent)
         while True:
             try:
-                return call.read(method(call.request, timeout=attempts.time.left_s()))
-            except grpc.RpcError as error:
-                delay_s = attempts.delay_after(from_rpc_error(error))
-            time.sleep(delay_s)
+                response = call(method, request, attempts.time.left_s())
+            except QuireError as error:
+                delay_s = attempts.delay_after(error)
+            else:
+                return read(response)
+            sleep(delay_s)
 
-    def _stream(self, call: Streaming, timeout_s: float | None, *, durable: bool) -> Stream:
-        return Stream(make_recovery(call, self._stubs, self._retry, timeout_s, durable=durable))
+    def _stream(
+        self,
+        method: Callable[..., Any],
+        request: generation_pb2.GenerateStreamRequest | generation_pb2.ChatStreamRequest,
+        timeout_s: float | None,
+        *,
+        durable: bool,
+    ) -> Stream:
+        attempts = Attempts(self._retry, CallTime.of(timeout_s), is_idempotent=False)
+        resume_stream = self._stubs.generation.ResumeStream if durable else None
+        stream = Stream(make_recovery(method, request, resume_stream, attempts))
+        with self._lock:
+            self._streams.add(stream)
+        return stream

@@ -20,7 +20,7 @@ from gateway.auth.caller import Access
 from gateway.auth.interceptor import AuthInterceptor
 from quire.cli.main import main
 from quire.client import AsyncClient, Client
-from quire.client.credentials import KeyedChannel
+from quire.client.connection import KeyedChannel
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.inference import open_inference_pb2
 from quire.rpc.errors import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated, from_rpc_error

@@ -1,5 +1,6 @@
 """The sync client against a fake gateway over real gRPC."""
 
+import queue
 import threading
 from typing import Any
 
@@ -20,7 +21,7 @@ from quire.client import (
     TokenChunk,
 )
 from quire.common.v1 import common_pb2
-from quire.rpc.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from quire.rpc.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, QuireError, Unavailable
 from tests.support.fake_gateway import FakeGatewayThread
 
 
@@ -110,6 +111,34 @@ def test_closing_a_stream_ends_the_iteration_of_another_thread(client: Client, g
         closer.join()
     assert pieces == ["endless!"]
     gateway.wait_left()
+
+
+def test_closing_the_client_ends_the_streams_of_other_threads(gateway: FakeGatewayThread) -> None:
+    client, first_came, raised = Client(gateway.address), threading.Event(), queue.SimpleQueue[Exception]()
+
+    def read() -> None:
+        try:
+            for _ in client.generate_stream("endless"):
+                first_came.set()
+        except QuireError as error:
+            raised.put(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert first_came.wait(5)
+    client.close()
+    reader.join(5)
+    error = raised.get(timeout=5)
+    assert (type(error), str(error)) == (Cancelled, "the client was closed")
+
+
+def test_what_was_completed_is_no_error_though_the_client_is_closed(gateway: FakeGatewayThread) -> None:
+    client = Client(gateway.address)
+    stream = client.generate_stream("one")
+    while stream.completed is None:
+        next(stream)
+    client.close()
+    assert list(stream) == []
 
 
 def test_chat_sends_the_messages(client: Client, gateway: FakeGatewayThread) -> None:

@@ -81,7 +81,7 @@ def test_a_certificate_without_its_key_is_one_line(run: Run, tmp_path: Path, lef
     given = [flag for flag in files(tmp_path) if not flag.startswith(left_out)]
     status, stdout, stderr = run("status", *given)
     assert (status, stdout) == (2, "")
-    assert "go together" in stderr
+    assert "must be given together" in stderr
     assert len(stderr.splitlines()) == 1
 
 

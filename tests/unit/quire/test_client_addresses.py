@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.client.addresses import find_target, split_addresses
-from quire.client.connection import open_channel
-from quire.client.tls import ClientTls
+from quire.client.connection import ClientTls, find_target, open_channel, split_addresses
 from quire.rpc.errors import Unavailable
 from quire.settings import ConfigurationError
 
@@ -70,7 +68,7 @@ def test_an_address_that_is_empty_is_refused(address: str | Sequence[str]) -> No
         ("a:1,b", 'address "b" is not HOST:PORT'),
         ("a:1,b:70000", "port 0 to 65535"),
         (["a:1,b:2", "c:3"], 'address "a:1,b:2" of several has a comma'),
-        ("a:1,unix:/s", "of TCP and of unix sockets"),
+        ("a:1,unix:/s", "mix TCP and unix sockets"),
         ("a:1,unix:", "has no path"),
     ],
 )
@@ -99,7 +97,7 @@ def test_a_list_has_the_name_of_its_first_address_and_no_proxy() -> None:
 
 
 def test_gateways_on_several_hosts_need_one_name_for_tls() -> None:
-    with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1, 10\.0\.0\.2 are believed under one name"):
+    with pytest.raises(ConfigurationError, match=r"several hosts \(10\.0\.0\.1, 10\.0\.0\.2\) must share one name"):
         open_channel(_Api(), "10.0.0.1:1,10.0.0.2:1", ClientTls())
     open_channel(_Api(), "10.0.0.1:1,10.0.0.2:1", ClientTls(server_name="quire"))
     open_channel(_Api(), "10.0.0.1:1,10.0.0.1:2", ClientTls())

@@ -4,13 +4,16 @@ from typing import Any
 
 import pytest
 
-from quire.client import BeamSearch, ChatMessage, GenerationOptions, calls
+from quire.client import BeamSearch, ChatMessage, GenerationOptions
 from quire.client.convert import (
     GenerationFields,
+    to_cancel_request,
     to_chat_request,
     to_detokenize_request,
     to_generate_request,
+    to_get_model_request,
     to_tokenize_request,
+    to_unpin_request,
 )
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import InvalidArgument
@@ -145,7 +148,8 @@ def test_a_content_that_is_no_text_is_refused_with_its_place(content: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("call", "field"), [(calls.cancel, "request_id"), (calls.get_model, "model"), (calls.unpin_prefix, "pin_id")]
+    ("call", "field"),
+    [(to_cancel_request, "request_id"), (to_get_model_request, "model"), (to_unpin_request, "pin_id")],
 )
 def test_an_id_that_is_missing_is_refused_by_name(call: Any, field: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{field} is None; it must be {A_STR}$"):

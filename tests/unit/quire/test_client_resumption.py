@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from quire.client import FinishReason, Logprob, PositionLogprobs, RetryPolicy, SequenceFinished, TokenChunk
-from quire.client.resumption import Restart, Resumption
-from quire.client.retries import Attempts
-from quire.client.timing import CallTime
+from quire.client.retries import Attempts, CallTime, Restart, Resumption
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import AlreadyExists, NotFound, QuireError, ResourceExhausted, Unavailable
 

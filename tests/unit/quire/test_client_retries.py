@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from quire.client import RetryPolicy
-from quire.client.retries import Attempts, service_config
-from quire.client.timing import CallTime
+from quire.client.connection import service_config
+from quire.client.retries import Attempts, CallTime
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unavailable
 

@@ -1,0 +1,87 @@
+"""Calling and waiting, for asyncio and for threads: each name of the first kind has its counterpart of the second.
+
+`quire/client/sync_client.py` is made from `async_client.py` by putting the one in the place of the other.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from quire.rpc.errors import Cancelled, from_rpc_error
+
+Event = threading.Event
+sleep = time.sleep
+async_sleep = asyncio.sleep
+
+
+class AsyncEvent:
+    """A threading.Event for tasks of one event loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when the event is set, or after `timeout_s` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+
+
+def client_closed() -> Cancelled:
+    return Cancelled("the client was closed")
+
+
+async def async_call(method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+    """The answer of a unary call; its failure as QuireError, Cancelled where the channel was closed."""
+    try:
+        return await method(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        # grpc.aio raises it also where the channel was closed.
+        if _is_task_cancelled():
+            raise
+        raise client_closed() from None
+
+
+def call(method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+    """As `async_call`."""
+    try:
+        return method(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
+
+
+async def async_next_response(streaming: Any) -> Any:
+    """The next response of a stream, StopAsyncIteration after the last; a failure of the call as QuireError, Cancelled
+    where the call was cancelled on this side."""
+    try:
+        return await anext(aiter(streaming))
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        # grpc.aio raises it also where the call was cancelled or the channel was closed while this task waited.
+        if _is_task_cancelled():
+            raise
+        raise client_closed() from None
+
+
+def next_response(streaming: Any) -> Any:
+    """As `async_next_response`; StopIteration after the last."""
+    try:
+        return next(streaming)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
+
+
+def _is_task_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
