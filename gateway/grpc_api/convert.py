@@ -34,7 +34,6 @@ from gateway.requests.request import (
     TokenPrompt,
 )
 from gateway.schedulers.scheduler_events import Welcome
-from gateway.settings import MAX_CHAT_MESSAGES
 from gateway.text.text_service import TokenizedText
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
@@ -83,7 +82,7 @@ def options_of_generate(message: GenerateMessage) -> RequestOptions:
 
 def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
     """Likewise of a chat."""
-    return _options(message, chat_prompt(message.messages))
+    return _options(message, ChatPrompt(_ChatMessages(message.messages)))
 
 
 def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOffset]:
@@ -93,11 +92,18 @@ def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOf
     ]
 
 
-def chat_prompt(messages: Sequence[generation_pb2.ChatMessage], field: str = "messages") -> ChatPrompt:
-    """Raises InvalidArgument where there are more than any gateway takes; they are not even looked at."""
-    if len(messages) > MAX_CHAT_MESSAGES:
-        raise invalid_field(field, f"has {len(messages):,} entries; the most is {MAX_CHAT_MESSAGES:,}")
-    return ChatPrompt(tuple(ChatMessage(message.role, message.content) for message in messages))
+class _ChatMessages(Sequence[ChatMessage]):
+    """The messages of a conversation, each converted when it is read: too many are refused for their number alone."""
+
+    def __init__(self, messages: Sequence[generation_pb2.ChatMessage]) -> None:
+        self._messages = messages
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __getitem__(self, position: Any) -> Any:
+        message = self._messages[position]
+        return ChatMessage(message.role, message.content)
 
 
 def tokenize_input(message: generation_pb2.TokenizeRequest) -> TextPrompt | ChatPrompt | None:
@@ -106,7 +112,7 @@ def tokenize_input(message: generation_pb2.TokenizeRequest) -> TextPrompt | Chat
         case "text":
             return TextPrompt(message.text)
         case "chat":
-            return chat_prompt(message.chat.messages, "chat.messages")
+            return ChatPrompt(_ChatMessages(message.chat.messages))
     return None
 
 
@@ -118,7 +124,7 @@ def prefix_of(message: prefix_pb2.PinPrefixRequest) -> Prompt | None:
         case "token_ids":
             return TokenPrompt(message.token_ids.ids)
         case "chat":
-            return chat_prompt(message.chat.messages, "chat.messages")
+            return ChatPrompt(_ChatMessages(message.chat.messages))
     return None
 
 

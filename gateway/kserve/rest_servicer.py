@@ -15,7 +15,7 @@ from gateway.http.api_route import ApiRoute
 from gateway.kserve.parameter_convert import MAX_PARAMETERS
 from gateway.kserve.servicer import KServeServicer
 from gateway.kserve.tensor_convert import MAX_ELEMENTS
-from gateway.openai.body import BodyLimits, parse_json, read_body
+from gateway.openai.body import BodyLimits, read_model
 from gateway.openai.errors import ErrorAnswer, HttpError, error_answer
 from gateway.openai.json_writer import as_json
 from gateway.openai.responses import WholeResponse
@@ -127,7 +127,7 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[Api
         """The text that follows one or several prompts."""
         try:
             _check_not_binary(request)
-            body = parse_json(InferBody, await read_body(request, body_limits), _UNION_TYPES)
+            body = await read_model(InferBody, request, body_limits, _UNION_TYPES)
             asked = _request_message(body, request)
         except (HttpError, QuireError) as error:
             return _error_response(error)

@@ -214,9 +214,9 @@ async def test_bad_conversations(gateway, messages, field):
     assert [violation.field for violation in error.violations] == [field]
 
 
-async def test_more_messages_than_any_gateway_takes_are_not_even_looked_at(gateway, monkeypatch):
+async def test_too_many_messages_are_refused_before_they_are_converted(gateway, monkeypatch):
     monkeypatch.setattr("gateway.grpc_api.convert.ChatMessage", None)
-    messages = [generation_pb2.ChatMessage()] * 65_537
+    messages = [generation_pb2.ChatMessage()] * 65_536
     chat = generation_pb2.ChatMessages(messages=messages)
     for call, field in [
         (gateway.generation.Chat(generation_pb2.ChatRequest(messages=messages)), "messages"),
@@ -225,7 +225,7 @@ async def test_more_messages_than_any_gateway_takes_are_not_even_looked_at(gatew
         error = await error_of(call)
         assert isinstance(error, InvalidArgument)
         assert [violation.field for violation in error.violations] == [field]
-        assert "65,537 entries; the most is 65,536" in error.message
+        assert "65,536 entries; the most is 1,024" in error.message
 
 
 async def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized(gateway, monkeypatch):

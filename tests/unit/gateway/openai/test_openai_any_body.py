@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai.body import parse_body, parse_long_body
+from gateway.openai.body import BodyLimits, load_json, parse_body, parse_long_body
 from gateway.openai.errors import error_answer
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody
@@ -17,7 +17,7 @@ from gateway.requests.limits import Limits, Pool
 from gateway.requests.validation import check_request
 from quire.rpc.errors import QuireError
 
-MAX_MESSAGES = 10_000
+BODY_LIMITS = BodyLimits(max_bytes=1 << 22, max_messages=10_000)
 LIMITS = Limits(
     pools=(Pool(num_blocks=16, block_size=4),),
     vocab_size=100,
@@ -116,35 +116,66 @@ async def test_a_long_body_is_what_it_would_be_if_it_were_short(kind_and_body, c
     with recording() as short:
         short.append(parse_body(kind, data))
     with recording() as long:
-        long.append(await parse_long_body(kind, data, MAX_MESSAGES))
+        long.append(await parse_long_body(kind, data, BODY_LIMITS))
     assert long == short
 
 
 async def test_the_first_bad_message_of_many_is_named():
     messages = [{"role": "user", "content": "a"}] * 1500 + [{"role": 5}] + [{"role": 6}] * 1000
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(ChatBody, json.dumps({"messages": messages}).encode(), MAX_MESSAGES)
+        await parse_long_body(ChatBody, json.dumps({"messages": messages}).encode(), BODY_LIMITS)
     assert caught.value.message == "messages[1500].role must be a string"
 
 
 async def test_a_body_of_very_many_fields_is_refused_for_their_number():
     data = json.dumps({f"k{number}": None for number in range(2000)}).encode()
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(CompletionBody, data, MAX_MESSAGES)
+        await parse_long_body(CompletionBody, data, BODY_LIMITS)
     assert "2,000 fields; the most is 1,024" in caught.value.message
 
 
 async def test_too_many_messages_are_refused_before_they_are_looked_at():
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(ChatBody, json.dumps({"messages": [{"role": 5}] * 11}).encode(), 10)
+        await parse_long_body(ChatBody, json.dumps({"messages": [{"role": 5}] * 11}).encode(), BodyLimits(1 << 22, 10))
     assert caught.value.message == "messages has 11 entries; the most is 10"
 
 
 async def test_too_many_prompts_or_parts_are_refused_before_they_are_looked_at():
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(CompletionBody, json.dumps({"prompt": [{}] * 1025}).encode(), MAX_MESSAGES)
+        await parse_long_body(CompletionBody, json.dumps({"prompt": [{}] * 1025}).encode(), BODY_LIMITS)
     assert caught.value.message == "prompt has 1,025 entries; the most is 1,024"
     messages = [{"role": "user", "content": [5] * 3000}] * 3
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(ChatBody, json.dumps({"messages": messages}).encode(), MAX_MESSAGES)
+        await parse_long_body(ChatBody, json.dumps({"messages": messages}).encode(), BODY_LIMITS)
     assert caught.value.message == "messages have 9,000 parts of content together; the most is 8,192"
+
+
+def num_values(value: Any) -> int:
+    """Strings, names among them, lists and objects."""
+    match value:
+        case str():
+            return 1
+        case list():
+            return 1 + sum(map(num_values, value))
+        case dict():
+            return 1 + sum(1 + num_values(each) for each in value.values())
+    return 0
+
+
+TEXTS = st.text(st.sampled_from('ab"\\[{]},\u00e9'), max_size=8)
+NESTED = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5),
+    max_leaves=30,
+)
+
+
+@settings(deadline=None)
+@given(value=NESTED, ensure_ascii=st.booleans())
+async def test_strings_lists_and_objects_of_a_body_are_counted_before_they_are_made(value, ensure_ascii):
+    data = json.dumps(value, ensure_ascii=ensure_ascii).encode()
+    number = num_values(value)
+    assert await load_json(data, number) == value
+    if number:
+        with pytest.raises(QuireError, match=f"has more than {number - 1:,} strings, lists and objects"):
+            await load_json(data, number - 1)
