@@ -67,11 +67,11 @@ def _config(num_rows: int, blocks_each: int, **changes) -> SchedulerConfig:
     return replace(config, **changes)
 
 
-def _request(index: int, prompt_len: int, num_output_tokens: int = 64, *, priority: int = 0) -> Request:
+def _request(index: int, prompt_len: int, num_output_tokens: int = 64, **changes) -> Request:
     # Prompts share nothing.
     prompt = [index, *[7] * (prompt_len - 1)]
     sampling = RowSampling(index)
-    return Request(key_of(index), str(index), prompt, sampling, num_output_tokens, frozenset([2]), priority=priority)
+    return Request(key_of(index), str(index), prompt, sampling, num_output_tokens, frozenset([2]), **changes)
 
 
 def _answer(plan: StepPlan) -> StepResult:
@@ -125,6 +125,25 @@ def _arrivals(num_rows: int) -> Calls:
     for index in range(num_rows):
         scheduler.submit(_request(index, 1), 0.0)
     yield from _schedules(scheduler)
+
+
+def _arrivals_of_tenants(num_rows: int) -> Calls:
+    """The same where each is of a tenant of its own, under the policy that looks at tenants: submissions, too."""
+    scheduler = Scheduler(_config(num_rows, 8, policy=PolicyKind.FAIR))
+    for index in range(num_rows):
+        yield partial(scheduler.submit, _request(index, 1, tenant=str(index)), 0.0)
+    yield from _schedules(scheduler)
+
+
+def _pressure_of_tenants(num_rows: int) -> Calls:
+    """A step that preempts, where each row is of a tenant of its own."""
+    scheduler = Scheduler(_config(num_rows, 2, policy=PolicyKind.FAIR))
+    for index in range(num_rows):
+        scheduler.submit(_request(index, 2 * _BLOCK_SIZE - 2, 24, tenant=str(index)), 0.0)
+    for _ in range(12):
+        plans: list[StepPlan] = []
+        yield partial(_plan, scheduler, plans)
+        scheduler.apply(_answer(plans[0]), 0.0)
 
 
 def _schedules(scheduler: Scheduler) -> Iterator[Callable[[], object]]:
@@ -195,9 +214,9 @@ def _returning(num_rows: int) -> Calls:
     yield from _schedules(scheduler)
 
 
-def _long_scheduler(num_rows: int) -> Scheduler:
+def _long_scheduler(num_rows: int, **changes) -> Scheduler:
     blocks_each = 8 + _LONG_PROMPT // _BLOCK_SIZE * 2 // num_rows + 1
-    return Scheduler(_config(num_rows, blocks_each, max_num_batched_tokens=2048))
+    return Scheduler(_config(num_rows, blocks_each, max_num_batched_tokens=2048, **changes))
 
 
 def _long_prompt(num_rows: int) -> Calls:
@@ -213,6 +232,23 @@ def _cached_long_prompt(num_rows: int) -> Calls:
     for call in _whole(scheduler, request):
         call()
     yield from _whole(scheduler, replace(request, key=key_of(1), max_tokens=8))
+
+
+def _prefills_beside_cached(num_rows: int) -> Calls:
+    """Steps that compute prompts in chunks, while others wait that are longer but for what is cached of them."""
+    scheduler = _long_scheduler(num_rows, max_num_seqs=3)
+    cached = _request(0, _LONG_PROMPT, 1)
+    for call in _whole(scheduler, cached):
+        call()
+    for index in range(1, 4):
+        scheduler.submit(_request(index, _LONG_PROMPT // 6, 8), 0.0)
+    for index, num_more in ((4, _LONG_PROMPT // 4), (5, 10)):
+        prompt = [*cached.prompt, *[7] * num_more]
+        scheduler.submit(replace(cached, key=key_of(index), prompt=prompt, max_tokens=8), 0.0)
+    for _ in range(6):
+        plans: list[StepPlan] = []
+        yield partial(_plan, scheduler, plans)
+        yield partial(scheduler.apply, _answer(plans[0]), 0.0)
 
 
 def _whole(scheduler: Scheduler, request: Request) -> Iterator[Callable[[], object]]:
@@ -231,10 +267,13 @@ CALLS: tuple[tuple[str, Callable[[int], Calls]], ...] = (
     ("displace in vain", _displacing_in_vain),
     ("all rows arrive in one step", _arrivals),
     ("first tokens of all rows", _arrival_results),
+    ("all rows arrive, a tenant each", _arrivals_of_tenants),
+    ("pressure, a tenant each", _pressure_of_tenants),
     ("all rows end in one step", _ends),
     ("all rows arrive after as many ended", _after_ends),
     ("lose the worker", _losing),
     ("all rows come back after a loss", _returning),
     ("a prompt of 120,000 tokens", _long_prompt),
     ("a cached prompt of 120,000 tokens", _cached_long_prompt),
+    ("prompts beside cached ones that wait", _prefills_beside_cached),
 )

@@ -172,7 +172,7 @@ class Admission:
             if blocks.has_room(needed, reserve=reserve, alone=alone):
                 return True
             # Whatever was accepted can run alone; a pin may not keep it from that.
-            if not (alone and state.pins.give_way(blocks.pool)):
+            if not (alone and (blocks.reclaim() or state.pins.give_way(blocks.pool))):
                 return False
 
     def _blocks_needed(self, group: SequenceGroup, growing: int) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """The running batch: which sequence sits in which of the worker's rows, and with which blocks."""
 
+from collections.abc import Sequence as SequenceOf
+
 from scheduler_svc.core.block import BlockId
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.config import SchedulerConfig
@@ -60,18 +62,24 @@ class Batch:
         self.draft.fork(parent.row, child.row)
         child.status = SequenceStatus.RUNNING
 
-    def leave(self, sequence: Sequence) -> None:
-        """Frees the sequence's row. Steps in flight may still write to its blocks, but every later step runs after
-        those."""
-        if sequence.row is not None:
-            self.underway.stop(sequence.row)
-            self.draft.release(sequence.row)
-            self.rows.release(sequence.row)
+    def leave(self, *sequences: Sequence) -> None:
+        """Frees the rows of those sequences that have one. Steps in flight may still write to their blocks, but every
+        later step runs after those."""
+        rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        for row in rows:
+            self.underway.stop(row)
+        self.draft.release(rows)
+        self.rows.release(rows)
 
-    def release(self, sequence: Sequence) -> None:
-        """Frees the sequence's row and blocks."""
-        self.leave(sequence)
-        self.blocks.free(sequence)
+    def release(self, *sequences: Sequence) -> None:
+        """Frees the rows and blocks of the sequences. Many may end in one step."""
+        self.leave(*sequences)
+        self.blocks.free(*sequences)
+
+    def retire(self, sequences: SequenceOf[Sequence]) -> None:
+        """The same for sequences that are over, some of whose blocks may become free a little later."""
+        self.leave(*sequences)
+        self.blocks.retire(sequences)
 
     def seal(self, row: int, num_full: int) -> None:
         """The first `num_full` blocks of the row can be shared from now on."""

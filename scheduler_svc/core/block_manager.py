@@ -1,7 +1,7 @@
 """Block tables: which physical blocks hold a sequence's tokens (the paper's sections 4.2 and 4.4)."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -15,6 +15,9 @@ _HASHES_AT_FIRST = 16
 _MAX_HASHES_AT_ARRIVAL = 5000
 """Blocks of a sequence that are hashed when it comes; those behind them when it is to run. Neither takes long then."""
 
+_MAX_RECLAIMED, _MAX_RECLAIMED_BLOCKS = 256, 4096
+"""Sequences that are over, and blocks of them, that are taken back in one call. All rows may end in one step."""
+
 
 class BlockManager:
     """Gives sequences blocks as their tokens come, never ahead of them, and lets them share what is cached.
@@ -27,6 +30,7 @@ class BlockManager:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self._watermark_blocks = math.ceil(watermark * num_blocks)
+        self._retired: deque[Sequence] = deque()
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -120,10 +124,34 @@ class BlockManager:
         """Those of `sealed` that were not let go of and handed out anew since, to be filled with something else."""
         return [(block, content) for block, content in sealed if self.pool.hash_of(block) == content]
 
-    def free(self, sequence: Sequence) -> None:
-        """Takes all blocks of a sequence back."""
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
+    def free(self, *sequences: Sequence) -> None:
+        """Takes all blocks of the sequences back, of one after the other."""
+        self.pool.free(*(sequence.block_table for sequence in sequences))
+        for sequence in sequences:
+            sequence.block_table = []
+
+    def retire(self, sequences: Iterable[Sequence]) -> None:
+        """The same for sequences that are over, of which many may come at once: takes the blocks of some back now, and
+        leaves the others to `reclaim`."""
+        self._retired.extend(sequences)
+        self.reclaim()
+
+    def reclaim(self) -> bool:
+        """Takes back the blocks of some sequences that were retired, oldest first: no more than takes long, and at
+        least those of one. Returns whether there were any."""
+        sequences: list[Sequence] = []
+        num_blocks = 0
+        while self._retired and num_blocks < _MAX_RECLAIMED_BLOCKS and len(sequences) < _MAX_RECLAIMED:
+            sequences.append(self._retired.popleft())
+            num_blocks += len(sequences[-1].block_table)
+        if sequences:
+            self.free(*sequences)
+        return bool(sequences)
+
+    @property
+    def retired_tables(self) -> list[list[BlockId]]:
+        """Blocks of sequences that are over, which will be free soon."""
+        return [sequence.block_table for sequence in self._retired]
 
     def hits(self, sequence: Sequence) -> list[BlockId]:
         """The cached blocks that hold the start of the sequence. Hashes little further than there are hits."""
@@ -139,9 +167,10 @@ class BlockManager:
                 return blocks
             end *= 4
 
-    def hash_cached(self, sequence: Sequence) -> None:
-        """Hashes what is cached of a sequence that comes, so that the step that admits it need not."""
-        self._hits(sequence, min(self._num_shareable(sequence), _MAX_HASHES_AT_ARRIVAL))
+    def num_cached(self, sequence: Sequence) -> int:
+        """Blocks at the start of a sequence that waits which are cached, as far as that is looked up in no long time.
+        Called when it comes, it hashes these, so that the step that admits it need not."""
+        return len(self._hits(sequence, min(self._num_shareable(sequence), _MAX_HASHES_AT_ARRIVAL)))
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         """How many blocks at the start of the sequence are cached, and the hashes of at most `count` blocks after

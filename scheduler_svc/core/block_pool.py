@@ -82,17 +82,18 @@ class BlockPool:
             self._ref_counts[block] = 1
         return blocks
 
-    def free(self, blocks: Sequence[BlockId]) -> None:
-        """Drops one reference of each block of a table, given in logical order."""
+    def free(self, *tables: Sequence[BlockId]) -> None:
+        """Drops one reference of each block of the tables, each given in logical order, one table after the other."""
         counts, hashes = self._ref_counts, self._hashes
         unnamed: list[BlockId] = []
         cached: list[BlockId] = []
-        for block in reversed(blocks):
-            count = counts[block]
-            assert count > 0, f"block {block} was freed twice"
-            counts[block] = count - 1
-            if count == 1:
-                (unnamed if hashes[block] is None else cached).append(block)
+        for table in tables:
+            for block in reversed(table):
+                count = counts[block]
+                assert count > 0, f"block {block} was freed twice"
+                counts[block] = count - 1
+                if count == 1:
+                    (unnamed if hashes[block] is None else cached).append(block)
         self._num_held_sealed -= len(cached)
         self._free.extend_first(unnamed)
         self._free.extend(cached)

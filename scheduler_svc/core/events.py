@@ -113,14 +113,11 @@ class EventLog:
 
 
 def _sequence_end(sequence: Sequence, index: int, reason: FinishReason) -> SequenceEnd:
-    return SequenceEnd(
-        handle=sequence.request.key.handle,
-        sequence_index=index,
-        num_tokens=sequence.num_output_tokens,
-        reason=reason,
-        stop_token_id=sequence.token_ids[-1] if reason is FinishReason.STOP else None,
-        cumulative_logprob=sequence.cumulative_logprob if sequence.request.selects else None,
-    )
+    request, token_ids = sequence.request, sequence.token_ids
+    stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
+    cumulative_logprob = sequence.cumulative_logprob if request.selects else None
+    num_tokens = len(token_ids) - len(request.prompt)
+    return SequenceEnd(request.key.handle, index, num_tokens, reason, stop_token_id, cumulative_logprob)
 
 
 def usage_of(group: SequenceGroup) -> Usage:
@@ -129,14 +126,10 @@ def usage_of(group: SequenceGroup) -> Usage:
     started = line.arrived if line.started is None else line.started
     first = started if line.first_token is None else line.first_token
     last = first if line.last_token is None else line.last_token
-    sampled = sum(sequence.num_output_tokens for sequence in group.sequences)
-    generated = sampled if group.beams is None else group.beams.num_generated
-    return Usage(
-        prompt_tokens=len(group.request.prompt),
-        cached_tokens=group.cached_tokens or 0,
-        generated_tokens=generated,
-        preemptions=group.preemptions,
-        queue_s=started - line.arrived,
-        prefill_s=first - started,
-        decode_s=last - first,
-    )
+    num_prompt = len(group.request.prompt)
+    if group.beams is not None:
+        num_generated = group.beams.num_generated
+    else:
+        num_generated = sum([len(each.token_ids) for each in group.sequences]) - num_prompt * len(group.sequences)
+    times = (started - line.arrived, first - started, last - first)
+    return Usage(num_prompt, group.cached_tokens or 0, num_generated, group.preemptions, *times)

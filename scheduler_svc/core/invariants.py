@@ -1,6 +1,8 @@
 """What must hold between any two operations of the scheduler. Tests call `check` after each."""
 
 from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from scheduler_svc.core.block import BlockId
 from scheduler_svc.core.block_pool import BlockPool
@@ -18,7 +20,10 @@ def check(scheduler: Scheduler) -> None:
     running = [sequence for group in scheduler.running for sequence in group.sequences]
     swapped = [sequence for group in scheduler.swapped for sequence in group.sequences]
     waiting = [sequence for group in scheduler.waiting for sequence in group.sequences]
-    _check_pool(scheduler.blocks.pool, [*(each.block_table for each in running), *scheduler.pins.held_tables()])
+    pool = scheduler.blocks.pool
+    _check_pool(
+        pool, [*(each.block_table for each in running), *scheduler.pins.held_tables(), *scheduler.blocks.retired_tables]
+    )
     _check_pool(scheduler.swap_space.pool, [each.block_table for each in swapped])
     _check_seals(scheduler, running)
     _check_pins(scheduler)
@@ -37,7 +42,7 @@ def _require(condition: bool, message: str) -> None:
         raise InvariantViolationError(message)
 
 
-def _check_pool(pool: BlockPool, tables: list[list[BlockId]]) -> None:
+def _check_pool(pool: BlockPool, tables: Iterable[SequenceOf[BlockId]]) -> None:
     free = pool.free_blocks()
     held = Counter(block for table in tables for block in table)
     _require(len(set(free)) == len(free), "a block is free twice")

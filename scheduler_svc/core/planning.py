@@ -95,12 +95,18 @@ def _num_uncomputed(batch: Batch, row: int) -> int:
 def _is_shorter_waiting(state: SchedulerState, length: int) -> bool:
     """Whether one of the next that wait has less than this to compute. Those further behind would get next to nothing:
     each that goes before leaves them a share of what it found."""
-    blocks = state.batch.blocks
-    for group in state.waiting.next_few(_NUM_LOOKED_AT):
-        num_cached = len(blocks.hits(group.computing[0])) * blocks.block_size
-        if group.num_tokens_to_compute - num_cached < length:
-            return True
-    return False
+    few = state.waiting.next_few(_NUM_LOOKED_AT)
+    return any(group.num_tokens_to_compute < length or _num_uncached(state, group) < length for group in few)
+
+
+def _num_uncached(state: SchedulerState, group: SequenceGroup) -> int:
+    """What a group that waits has to compute, looked up once a step: many rows ask for it."""
+    key = group.request.key
+    if key not in state.num_uncached:
+        blocks = state.batch.blocks
+        num_cached = blocks.num_cached(group.computing[0]) * blocks.block_size
+        state.num_uncached[key] = group.num_tokens_to_compute - num_cached
+    return state.num_uncached[key]
 
 
 def _fork_samples(batch: Batch, parent_row: int, group: SequenceGroup) -> None:

@@ -4,7 +4,8 @@ A policy is chosen once, at the start. The scheduler asks it which group of its 
 planned; everything else about scheduling is the same under all policies.
 """
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_svc.core.config import PolicyKind
@@ -31,9 +32,14 @@ class Policy:
         """Who of these queues enters the batch next. One of them `has_next`."""
         return min((queue.first() for queue in queues if queue.has_next), key=_rank)
 
-    def victim_of(self, running: GroupQueue) -> SequenceGroup:
-        """Who is preempted next. The queue is not empty."""
-        return running.last()
+    def new_first(self, tenant: str, rank: int) -> None:
+        """A group of this rank became the first of this tenant in one of the queues of those who are to enter."""
+
+    def victims(self, running: GroupQueue) -> Iterator[SequenceGroup]:
+        """Who is preempted, one after the other. Each must have left the queue before the next is taken, and nobody
+        may join it meanwhile."""
+        while len(running):
+            yield running.last()
 
     def displaces_from(self, entering: SequenceGroup) -> int | None:
         """The lowest rank of running groups that this one may push out, where there is no room for it otherwise; None
@@ -93,6 +99,13 @@ class FairPolicy(Policy):
         """The lowest counter that a waiting tenant had when it was last looked at."""
         self._chosen: tuple[str, ...] = ()
         """The tenant whose turn came last; none before the first."""
+        # A heap of the tenants with groups that wait or are swapped: counter, rank of the first such group, tenant.
+        # Counters rise, so an entry may be too low; it is replaced when it comes first. A lower rank adds an entry.
+        # `_entries` has the newest entry of each tenant; all others are void.
+        self._order: list[tuple[int, int, str]] = []
+        self._entries: dict[str, tuple[int, int, str]] = {}
+        self._held: set[str] = set()
+        """Tenants that had no entry any more, since all their groups were held."""
 
     def arriving(self, tenant: str, *queues: GroupQueue) -> None:
         if any(tenant in queue.tenants() for queue in queues):
@@ -101,18 +114,29 @@ class FairPolicy(Policy):
         self.counters[tenant] = max(self._counter(tenant), self._floor)
 
     def next_of(self, *queues: GroupQueue) -> SequenceGroup:
-        first = min(
-            (queue.first_of(tenant) for queue in queues for tenant in queue.tenants_with_next()),
-            key=lambda group: (self._counter(group.request.tenant), group.rank),
-        )
-        self._floor = max(self._floor, self._counter(first.request.tenant))
-        self._chosen = (first.request.tenant,)
-        return first
+        tenant = self._next_tenant(queues)
+        assert tenant is not None, "somebody is next"
+        self._floor = max(self._floor, self._counter(tenant))
+        self._chosen = (tenant,)
+        return _first_of(tenant, queues)
 
-    def victim_of(self, running: GroupQueue) -> SequenceGroup:
-        return running.last_of(
-            max(running.tenants(), key=lambda each: (self._counter(each), running.last_of(each).rank))
-        )
+    def new_first(self, tenant: str, rank: int) -> None:
+        self._held.discard(tenant)
+        entry = (self._counter(tenant), rank, tenant)
+        known = self._entries.get(tenant)
+        if known is None or entry < known:
+            self._enter(entry)
+
+    def victims(self, running: GroupQueue) -> Iterator[SequenceGroup]:
+        order = [(-self._counter(tenant), -running.last_of(tenant).rank, tenant) for tenant in running.tenants()]
+        heapq.heapify(order)
+        while order:
+            count, _, tenant = order[0]
+            yield running.last_of(tenant)
+            if tenant in running.tenants():
+                heapq.heapreplace(order, (count, -running.last_of(tenant).rank, tenant))
+            else:
+                heapq.heappop(order)
 
     def planned(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
         for row, num_new, is_prefill in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), prefills, strict=True):
@@ -129,18 +153,55 @@ class FairPolicy(Policy):
         tenant = sequence.request.tenant
         self.counters[tenant] = self._counter(tenant) + service
 
+    def _enter(self, entry: tuple[int, int, str]) -> None:
+        self._entries[entry[2]] = entry
+        heapq.heappush(self._order, entry)
+        if len(self._order) > 2 * len(self._entries) + 64:
+            self._order = sorted(self._entries.values())
+
+    def _next_tenant(self, queues: SequenceOf[GroupQueue]) -> str | None:
+        """The tenant with the lowest counter that has a group in these queues that is not held; None where there is
+        none."""
+        while self._order:
+            entry = self._order[0]
+            tenant = entry[2]
+            if self._entries.get(tenant) != entry:
+                heapq.heappop(self._order)
+            elif any(tenant in queue.tenants_with_next() for queue in queues):
+                current = (self._counter(tenant), _first_of(tenant, queues).rank, tenant)
+                if current == entry:
+                    return tenant
+                self._entries[tenant] = current
+                heapq.heapreplace(self._order, current)
+            else:
+                heapq.heappop(self._order)
+                del self._entries[tenant]
+                if any(tenant in queue.tenants() for queue in queues):
+                    self._held.add(tenant)
+        return None
+
     def _raise_floor(self, queues: SequenceOf[GroupQueue]) -> None:
         # Who is served at once never waits beside others. Without the last of them the floor would stay for ever, and
         # all tenants that ever came would be ahead of it.
-        tenants = [tenant for queue in queues for tenant in queue.tenants()]
-        lowest = min(map(self._counter, tenants or self._chosen), default=self._floor)
+        following = self._next_tenant(queues)
+        self._held = {tenant for tenant in self._held if any(tenant in queue.tenants() for queue in queues)}
+        wanting = [*self._held] if following is None else [following, *self._held]
+        lowest = min(map(self._counter, wanting or self._chosen), default=self._floor)
         self._floor = max(self._floor, lowest)
-        # A tenant at or below the floor starts from the floor whether it is remembered or not.
-        if len(self.counters) > 2 * len(tenants) + 64:
-            wanting = set(tenants)
+        num_tenants = sum(len(queue.tenants()) for queue in queues)
+        if max(len(self.counters), len(self._order)) > 2 * num_tenants + 64:
+            tenants = {tenant for queue in queues for tenant in queue.tenants()}
+            # A tenant at or below the floor starts from the floor whether it is remembered or not.
             self.counters = {
-                tenant: count for tenant, count in self.counters.items() if count > self._floor or tenant in wanting
+                tenant: count for tenant, count in self.counters.items() if count > self._floor or tenant in tenants
             }
+            self._entries = {tenant: entry for tenant, entry in self._entries.items() if tenant in tenants}
+            self._order = sorted(self._entries.values())
+
+
+def _first_of(tenant: str, queues: SequenceOf[GroupQueue]) -> SequenceGroup:
+    """The first of the tenant's groups that are not held."""
+    return min((queue.first_of(tenant) for queue in queues if tenant in queue.tenants_with_next()), key=_rank)
 
 
 def _rank(group: SequenceGroup) -> int:

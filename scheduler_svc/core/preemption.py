@@ -22,12 +22,16 @@ class Preemption:
     def make_room_for_decodes(self, now: float) -> bool:
         """Preempts until every decoding row can have the slot of its next token. Returns whether it preempted."""
         state = self._state
+        victims = state.policy.victims(state.running)
         preempted = False
-        while blocks_for_decodes(state.batch) > state.batch.blocks.pool.num_free:
-            # Alone it fits without the pins, as it was asked when it came.
-            if len(state.running) == 1 and state.pins.give_way(state.batch.blocks.pool):
+        pool = state.batch.blocks.pool
+        while blocks_for_decodes(state.batch) > pool.num_free:
+            if state.batch.blocks.reclaim():
                 continue
-            self.preempt(state.policy.victim_of(state.running), now)
+            # Alone it fits without the pins, as it was asked when it came.
+            if len(state.running) == 1 and state.pins.give_way(pool):
+                continue
+            self.preempt(next(victims), now)
             preempted = True
         return preempted
 

@@ -2,10 +2,13 @@
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, KeysView
+from collections.abc import Callable, Collection, Iterator, KeysView
 
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import SequenceGroup
+
+_MANY = 32
+"""So many groups are taken out of a queue together, which moves the words behind them once."""
 
 
 class GroupQueue:
@@ -16,7 +19,9 @@ class GroupQueue:
     `last` and their like until it is let go.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_new_first: Callable[[str, int], None] | None = None) -> None:
+        """`on_new_first` is called with a tenant and a rank when a group of this rank becomes the tenant's first."""
+        self._on_new_first = on_new_first
         self._ranks: list[int] = []
         self._by_rank: dict[int, SequenceGroup] = {}
         self._by_key: dict[RequestKey, SequenceGroup] = {}
@@ -138,6 +143,33 @@ class GroupQueue:
             del self._num_of_tenant[tenant], self._tokens_of_tenant[tenant]
         return group
 
+    def remove_all(self, groups: Collection[SequenceGroup]) -> None:
+        """Takes many groups out, which are here, at once."""
+        if len(groups) < _MANY:
+            for group in groups:
+                self.remove(group.request.key)
+            return
+        ended: dict[str, set[int]] = {}
+        for group in groups:
+            key = group.request.key
+            del self._by_key[key], self._by_rank[group.rank]
+            num_tokens = self._tokens.pop(key)
+            ended.setdefault(group.request.tenant, set()).add(group.rank)
+            self.num_tokens -= num_tokens
+            self._tokens_of_tenant[group.request.tenant] -= num_tokens
+        self.num_changes += len(groups)
+        gone = set().union(*ended.values())
+        self._held -= gone
+        self._ranks = [rank for rank in self._ranks if rank not in gone]
+        for tenant, own_gone in ended.items():
+            own = self._of_tenant.get(tenant, [])
+            own[:] = [rank for rank in own if rank not in own_gone]
+            if not own:
+                self._of_tenant.pop(tenant, None)
+            self._num_of_tenant[tenant] -= len(own_gone)
+            if not self._num_of_tenant[tenant]:
+                del self._num_of_tenant[tenant], self._tokens_of_tenant[tenant]
+
     def take_all(self) -> list[SequenceGroup]:
         """Takes all groups out and returns them, in order."""
         groups = list(self)
@@ -149,8 +181,12 @@ class GroupQueue:
         return groups
 
     def _put_in_order(self, group: SequenceGroup) -> None:
-        insort(self._ranks, group.rank)
-        insort(self._of_tenant.setdefault(group.request.tenant, []), group.rank)
+        rank, tenant = group.rank, group.request.tenant
+        own = self._of_tenant.setdefault(tenant, [])
+        insort(self._ranks, rank)
+        insort(own, rank)
+        if own[0] == rank and self._on_new_first is not None:
+            self._on_new_first(tenant, rank)
 
     def _take_out_of_order(self, group: SequenceGroup) -> None:
         rank, tenant = group.rank, group.request.tenant

@@ -4,6 +4,7 @@ A result is checked as a whole before anything of it is taken in: nonsense chang
 """
 
 import math
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from scheduler_svc.core.beam import Candidates, NoCandidatesError
 from scheduler_svc.core.beam_group import advance
 from scheduler_svc.core.events import EventLog
 from scheduler_svc.core.logprobs import SampleLogprobs
+from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.state import SchedulerState
@@ -139,11 +141,14 @@ class Results:
         # The newest token is not computed yet.
         is_milestone = (offsets == table.num_emitted[rows]) | (num_computed + 1 >= table.max_len[rows])
         sequences = [table.sequences[row] for row in rows.tolist()]
+        due: list[Sequence] = []
         for sequence, token_id, is_due in zip(sequences, token_ids.tolist(), is_milestone.tolist(), strict=True):
             assert sequence is not None
             sequence.token_ids.append(token_id)
             if is_due or token_id in sequence.request.stop_token_ids:
-                self._on_milestone(sequence)
+                due.append(sequence)
+        if due:
+            self._on_milestones(due)
 
     def _take_sample(self, sample: int, row: int, result: StepResult) -> None:
         sequence = self._state.batch.rows.sequences[row]
@@ -159,7 +164,8 @@ class Results:
         else:
             sequence.token_ids.append(int(result.token_ids[sample]))
             self.events.hold_back(sequence, None if result.logprobs is None else result.logprobs.of_sample(sample))
-            self._on_milestone(sequence)
+            if sequence.end_reason() or sequence.num_output_tokens <= sequence.num_emitted_tokens + 1:
+                self._on_milestones([sequence])
 
     def _seal(self, step: StepInFlight, current: np.ndarray, result: StepResult) -> None:
         """Blocks that are full now can be shared from now on. A row that samples a token has finite keys and values, so
@@ -192,19 +198,32 @@ class Results:
         for row, count in zip(rows[due].tolist(), num_full[due].tolist(), strict=True):
             batch.seal(row, count)
 
-    def _on_milestone(self, sequence: Sequence) -> None:
-        """Where the newest token is the sequence's last, or its first of this scheduler."""
-        reason = sequence.end_reason()
-        if reason is None and sequence.num_output_tokens > sequence.num_emitted_tokens + 1:
+    def _on_milestones(self, sequences: SequenceOf[Sequence]) -> None:
+        """Where the newest token of each is its last, or its first of this scheduler."""
+        running, now = self._state.running, self._now
+        ending: list[Sequence] = []
+        groups: dict[RequestKey, SequenceGroup] = {}
+        for sequence in sequences:
+            key = sequence.request.key
+            group = running.get(key)
+            if group.timeline.first_token is None:
+                group.timeline.first_token = now
+            reason = sequence.end_reason()
+            if reason is not None:
+                sequence.finish_reason = reason
+                self.events.sequence_end(sequence, reason)
+                ending.append(sequence)
+                groups[key] = group
+        if not ending:
             return
-        group = self._state.running.get(sequence.request.key)
-        self._note_first_token(group)
-        if reason is not None:
-            self._state.end(sequence)
-            sequence.finish_reason = reason
-            self.events.sequence_end(sequence, reason)
-            if group.finished:
-                self._end(group)
+        # Together, and each group looked at once: all rows may end in one step.
+        self._state.end(ending)
+        ended = [group for group in groups.values() if len(group.sequences) == 1 or group.finished]
+        running.remove_all(ended)
+        for group in ended:
+            group.timeline.last_token = now
+            self.events.request_end(group)
+        self.ended += ended
 
     def _collect(self, sequence: Sequence, candidates: Candidates, failure: str | None) -> None:
         """One beam's candidates, none where its row failed; with the last of them the search goes on."""
@@ -212,7 +231,8 @@ class Results:
         assert group.beams is not None
         group.beams.candidates[sequence.index] = candidates
         if len(group.beams.candidates) == len(group.beams.beams):
-            self._note_first_token(group)
+            if group.timeline.first_token is None:
+                group.timeline.first_token = self._now
             try:
                 advance(group.beams, self._state.batch)
             except NoCandidatesError as error:
@@ -226,10 +246,6 @@ class Results:
         assert group is not None
         self.ended.append(group)
         self.events.request_failure(group, "NON_FINITE_LOGITS", detail)
-
-    def _note_first_token(self, group: SequenceGroup) -> None:
-        if group.timeline.first_token is None:
-            group.timeline.first_token = self._now
 
     def _end(self, group: SequenceGroup) -> None:
         group.timeline.last_token = self._now

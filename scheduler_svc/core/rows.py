@@ -5,6 +5,7 @@ state. That keeps a step of hundreds of sequences well under a millisecond.
 """
 
 import heapq
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
@@ -116,15 +117,17 @@ class RowTable:
         sequence.row = row
         return row
 
-    def release(self, row: int) -> None:
-        """Takes the sequence out of its row."""
-        sequence = self.sequences[row]
-        assert sequence is not None, f"row {row} is free"
-        sequence.row = None
-        self.sequences[row] = None
-        self.active[row] = False
-        self.incarnation[row] += 1
-        heapq.heappush(self._free, row)
+    def release(self, rows: SequenceOf[int]) -> None:
+        """Takes the sequences out of these rows, which are distinct."""
+        for row in rows:
+            sequence = self.sequences[row]
+            assert sequence is not None, f"row {row} is free"
+            sequence.row = None
+            self.sequences[row] = None
+            heapq.heappush(self._free, row)
+        if rows:
+            self.active[rows] = False
+            self.incarnation[rows] += 1
 
     def decoding(self) -> np.ndarray:
         """Rows that feed on their own last sample, int64[n], rising."""

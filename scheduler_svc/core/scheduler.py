@@ -152,7 +152,7 @@ class Scheduler:
         rank = self._state.policy.rank(request, self._num_arrivals)
         self._num_arrivals += 1
         group = SequenceGroup.of(request, rank, self.config.block_size, now)
-        self.blocks.hash_cached(group.unfinished[0])
+        self.blocks.num_cached(group.unfinished[0])
         self._wait(group)
 
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
@@ -170,8 +170,7 @@ class Scheduler:
         if any(sequence.row is not None and self.rows.is_prefilling(sequence.row) for sequence in ending):
             # The others may count on blocks that it has yet to compute: their start, or all of a prompt.
             self._state.requeue(group)
-        for sequence in ending:
-            self._state.end(sequence)
+        self._state.end(ending)
         return True
 
     def abort(self, key: RequestKey) -> bool:
@@ -234,6 +233,8 @@ class Scheduler:
                 return None
             self._trials.settle(now)
         batch = self._state.batch
+        self.blocks.reclaim()
+        self._state.num_uncached.clear()
         self._admission.begin_step()
         self._admission.displace(now)
         preempted = self._preemption.make_room_for_decodes(now)
@@ -244,7 +245,13 @@ class Scheduler:
         if not preempted:
             self._admission.admit(now)
         plan_shares(self._state)
-        return None if batch.draft.is_empty else self._commit(batch)
+        if not batch.draft.is_empty:
+            return self._commit(batch)
+        if not self.in_flight:
+            # Nobody waits, and no further call may come for long.
+            while self.blocks.reclaim():
+                pass
+        return None
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         """Takes in the result of the oldest step in flight and returns what happened, by client.
@@ -260,7 +267,8 @@ class Scheduler:
         results.take(step, result)
         for group in results.ended:
             self._trials.ended(group.request.key)
-            self._settle_pin(group)
+            if group.request.key.client == PIN_CLIENT:
+                self._settle_pin(group)
         return results.events.by_client
 
     def _commit(self, batch: Batch) -> StepPlan:

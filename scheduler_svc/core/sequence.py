@@ -177,7 +177,8 @@ class SequenceGroup:
 
     @property
     def unfinished(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]
+        finished = SequenceStatus.FINISHED
+        return [sequence for sequence in self.sequences if sequence.status is not finished]
 
     @property
     def is_one_prompt(self) -> bool:

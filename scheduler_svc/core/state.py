@@ -1,7 +1,7 @@
 """Everything that one replica's scheduler knows, and the verbs that all of its parts use."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.config import SchedulerConfig
@@ -21,13 +21,15 @@ class SchedulerState:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.policy = make_policy(config.policy)
-        self.waiting = GroupQueue()
-        self.swapped = GroupQueue()
+        self.waiting = GroupQueue(self.policy.new_first)
+        self.swapped = GroupQueue(self.policy.new_first)
         self.running = GroupQueue()
         self.in_flight: deque[StepInFlight] = deque()
         self.pins = Pins(config)
         self.batch = Batch(config)
         self.swap_space = SwapSpace(config.num_host_blocks)
+        self.num_uncached: dict[RequestKey, int] = {}
+        """Tokens that groups that wait have to compute, as far as they were looked up for the step that is planned."""
 
     def groups(self) -> Iterator[SequenceGroup]:
         """All live requests: those that run, then swapped ones, then those that wait."""
@@ -42,13 +44,17 @@ class SchedulerState:
                 return queue
         return None
 
-    def end(self, sequence: Sequence) -> None:
-        """The sequence is over: it gives back whatever it holds."""
-        if sequence.status is SequenceStatus.SWAPPED:
-            self.swap_space.free(sequence)
-        else:
-            self.batch.release(sequence)
-        sequence.status = SequenceStatus.FINISHED
+    def end(self, sequences: Iterable[Sequence]) -> None:
+        """The sequences are over: they give back whatever they hold."""
+        others: list[Sequence] = []
+        swapped, finished = SequenceStatus.SWAPPED, SequenceStatus.FINISHED
+        for sequence in sequences:
+            if sequence.status is swapped:
+                self.swap_space.free(sequence)
+            else:
+                others.append(sequence)
+            sequence.status = finished
+        self.batch.retire(others)
 
     def end_group(self, key: RequestKey) -> SequenceGroup | None:
         """Ends all sequences of a live request and forgets it; None where there is none."""
@@ -56,16 +62,15 @@ class SchedulerState:
         if queue is None:
             return None
         group = queue.remove(key)
-        for sequence in group.unfinished:
-            self.end(sequence)
+        self.end(group.unfinished)
         return group
 
     def requeue(self, group: SequenceGroup) -> None:
         """Recompute (the paper's section 4.5): a running group waits again; prompt and output so far are its prompt."""
         self.running.remove(group.request.key)
         self._leave(group)
+        self.batch.release(*group.unfinished)
         for sequence in group.unfinished:
-            self.batch.release(sequence)
             sequence.status = SequenceStatus.WAITING
         self.waiting.add(group)
 

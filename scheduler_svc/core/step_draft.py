@@ -41,15 +41,16 @@ class StepDraft:
         """Whether there is nothing to compute."""
         return not (len(self._rows) or self._chunks)
 
-    def release(self, row: int) -> None:
-        """The row holds nothing any more; what was to be said of it before is void."""
-        self._assign.pop(row, None)
-        self._parent_of.pop(row, None)
-        self._seeds.pop(row, None)
-        self._tokens.pop(row, None)
-        if self._blocks:
-            self._blocks = {place: block for place, block in self._blocks.items() if place[0] != row}
-        self._release[row] = None
+    def release(self, rows: SequenceOf[int]) -> None:
+        """The rows hold nothing any more; what was to be said of them before is void."""
+        for changes in (self._assign, self._parent_of, self._seeds, self._tokens):
+            if changes:
+                for row in rows:
+                    changes.pop(row, None)
+        if self._blocks and rows:
+            gone = set(rows)
+            self._blocks = {place: block for place, block in self._blocks.items() if place[0] not in gone}
+        self._release.update(dict.fromkeys(rows))
 
     def set_aside(self, row: int, num_tokens: int) -> None:
         """Keeps a part of the budget for a row whose chunk is planned last."""

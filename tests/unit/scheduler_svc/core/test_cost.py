@@ -9,6 +9,7 @@ import pytest
 from scheduler_svc.core import admission, block_manager, prefix_cache
 from scheduler_svc.core.block_manager import BlockManager, LeavingTables
 from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.policy import FairPolicy
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepResult
 from tests.support.core_driver import Driver, make_config, make_request
@@ -154,6 +155,74 @@ def test_cached_prompts_are_admitted_some_a_step(monkeypatch):
         driver.plan()
         driver.deliver()
         assert len(driver.scheduler.running) == num_running
+    driver.run_until_idle()
+
+
+def test_an_admission_looks_at_few_tenants_however_many_wait(counted):
+    config = make_config(policy=PolicyKind.FAIR, num_blocks=2000, max_num_seqs=20, max_waiting_requests=400)
+    driver = Driver(config)
+    for handle in range(300):
+        driver.submit(make_request(handle, max_tokens=2, tenant=f"tenant-{handle}"))
+    looks = counted(FairPolicy, "_counter")
+    driver.run_until_idle()
+    # Some for each step, some for each admission and one for each token.
+    assert len(looks) < 300 * 12
+
+
+def test_waiting_prompts_are_looked_up_once_a_step_however_many_longer_ones_are_computed(counted):
+    config = make_config(num_blocks=2000, max_num_seqs=3, max_num_batched_tokens=64, max_model_len=2000)
+    driver = Driver(config)
+    driver.submit(make_request(99, prompt=[5] * 1000, max_tokens=2))
+    driver.run_until_idle()
+    for handle in range(3):
+        driver.submit(make_request(handle, prompt_len=300, max_tokens=2))
+    # Both are longer, but for what is cached of the second.
+    driver.submit(make_request(3, prompt=[5] * 1000 + [6] * 500, max_tokens=2))
+    driver.submit(make_request(4, prompt=[5] * 1000 + [7] * 5, max_tokens=2))
+    driver.run_steps(2)
+    assert len(driver.scheduler.running) == 3
+    looks = counted(BlockManager, "num_cached")
+    driver.plan()
+    assert len(looks) == 2
+    driver.deliver()
+    driver.run_until_idle()
+
+
+def test_blocks_of_many_that_end_at_once_are_freed_over_some_calls_before_anybody_is_preempted(monkeypatch):
+    monkeypatch.setattr(block_manager, "_MAX_RECLAIMED", 3)
+    driver = Driver(make_config(num_blocks=20, max_num_seqs=10, max_num_batched_tokens=60), max_in_flight=1)
+    pool, rows = driver.scheduler.blocks.pool, driver.scheduler.rows
+    for handle in range(9):
+        driver.submit(make_request(handle, prompt_len=4, max_tokens=2))
+    driver.submit(make_request(9, prompt_len=4, max_tokens=5))
+    driver.run_steps(1)
+    driver.submit(make_request(10, prompt_len=52, max_tokens=8))
+    driver.run_steps(1)
+    assert driver.finished == {*range(9)}
+    assert (rows.num_free, pool.num_used) == (9, 20 - 6)
+    driver.run_steps(1)
+    # The next one takes more than is free now.
+    assert (len(driver.scheduler.running), pool.num_used) == (1, 20 - 12)
+    driver.plan()
+    assert len(driver.scheduler.running) == 2
+    driver.run_until_idle()
+    assert driver.finished == {*range(11)}
+    assert driver.scheduler.num_preemptions == pool.num_used == 0
+
+
+def test_retired_blocks_are_taken_back_before_anybody_is_preempted(monkeypatch):
+    monkeypatch.setattr(block_manager, "_MAX_RECLAIMED", 1)
+    driver = Driver(make_config(num_blocks=26, max_num_seqs=10, max_num_batched_tokens=64), max_in_flight=1)
+    for handle in range(6):
+        driver.submit(make_request(handle, prompt_len=8, max_tokens=8))
+    for handle in range(6, 10):
+        driver.submit(make_request(handle, prompt_len=3, max_tokens=5))
+    driver.run_steps(5)
+    assert (driver.finished, driver.scheduler.blocks.pool.num_free) == ({6, 7, 8, 9}, 2)
+    # Each of the six needs a block.
+    driver.plan()
+    assert driver.scheduler.num_preemptions == driver.scheduler.blocks.pool.num_free == 0
+    driver.deliver()
     driver.run_until_idle()
 
 

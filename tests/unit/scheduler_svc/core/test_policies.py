@@ -232,7 +232,8 @@ def test_tenants_that_come_once_while_nobody_waits_are_forgotten():
 
 
 def test_tenants_that_are_gone_are_forgotten():
-    policy, waiting = FairPolicy(), GroupQueue()
+    policy = FairPolicy()
+    waiting = GroupQueue(policy.new_first)
     stays = SequenceGroup.of(make_request(0, tenant="stays"), 0, 4, 0.0)
     policy.arriving("stays", waiting)
     waiting.add(stays)
@@ -278,3 +279,34 @@ def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seq
         served = {tenant: counters[tenant] - start[tenant] for tenant in sizes}
         assert abs(served["f"] - served["g"]) <= 2 * bound
     assert num_blocks < 400 or driver.scheduler.num_preemptions == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), num_blocks=st.sampled_from([400, 24, 14]), preemption_mode=st.sampled_from(PreemptionMode))
+def test_the_tenant_that_was_served_least_is_next_whatever_comes_and_goes(data, num_blocks, preemption_mode):
+    driver = make_driver(
+        PolicyKind.FAIR,
+        max_num_seqs=3,
+        num_blocks=num_blocks,
+        num_host_blocks=30,
+        preemption_mode=preemption_mode,
+        max_num_batched_tokens=16,
+        max_model_len=48,
+    )
+    scheduler = driver.scheduler
+    policy = scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    queues = (scheduler.waiting, scheduler.swapped)
+    for handle in range(60):
+        tenant = data.draw(st.sampled_from("abcde"), label="tenant")
+        # Long prompts of one tenant are alike, so that some are held until another has computed them.
+        prompt = [ord(tenant)] * data.draw(st.sampled_from([1, 9, 40]), label="prompt")
+        driver.submit(make_request(handle, prompt=prompt, max_tokens=4, tenant=tenant))
+        if data.draw(st.booleans(), label="step"):
+            driver.plan()
+            driver.deliver()
+        firsts = [queue.first_of(tenant) for queue in queues for tenant in queue.tenants_with_next()]
+        if firsts:
+            expected = min(firsts, key=lambda group: (policy.counters[group.request.tenant], group.rank))
+            assert policy.next_of(*queues) is expected
+    driver.run_until_idle()

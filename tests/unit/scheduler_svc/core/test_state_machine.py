@@ -5,10 +5,12 @@ checked after every rule."""
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler_svc.core import block_manager
 from scheduler_svc.core.beam import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, QueueFullError, RefusedError
@@ -31,8 +33,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_pinned=st.sampled_from([0.3, 1.0]),
         max_in_flight=st.integers(1, 3),
         max_prefill_share=st.sampled_from([0.1, 0.5, 1.0]),
+        max_reclaimed=st.sampled_from([1, 256]),
     )
-    def start(self, max_in_flight, max_num_seqs, budget, max_pinned, **config):
+    def start(self, max_in_flight, max_num_seqs, budget, max_pinned, max_reclaimed, **config):
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(block_manager, "_MAX_RECLAIMED", max_reclaimed)
         self.driver = Driver(
             make_config(
                 max_num_seqs=max_num_seqs,
@@ -277,6 +282,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "driver"):
             return
+        try:
+            self._run_to_the_end()
+        finally:
+            self.patch.undo()
+
+    def _run_to_the_end(self):
         self.driver.run_until_idle()
         for (handle, index), expected in self.expected.items():
             if handle in self.driver.finished:
