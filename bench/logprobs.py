@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import Series, write_results
-from gateway.requests.logprobs import TokenLogprobs
+from gateway.replicas.events import TokenLogprobs
 from gateway.schedulers.scheduler_convert import event_batch_from
 from quire.arrays import encode_logprobs
 from quire.logprob_columns import LogprobColumns

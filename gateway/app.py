@@ -25,13 +25,12 @@ from gateway.kserve.servicer import KServeServicer
 from gateway.kserve.unserved import UnservedMethods
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
+from gateway.replicas.ledger import Ledger
+from gateway.replicas.pool import Replicas
 from gateway.requests.generator import Generator
-from gateway.requests.ledger import Ledger
-from gateway.requests.prefixes import Prefixes
-from gateway.schedulers.replicas import Replicas
+from gateway.requests.prompts import Prefixes, TextService
 from gateway.settings import GatewaySettings
 from gateway.slow_clients import SlowClientInterceptor
-from gateway.text.text_service import TextService
 from gateway.tls import GatewayTls
 from gateway.trace_headers import TraceInterceptor, TraceMiddleware
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
@@ -94,8 +93,8 @@ class Gateway:
         self._is_stopping = False
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
         self._background = [
-            asyncio.create_task(client.run(), name=f"scheduler {address}")
-            for address, client in generator.replicas.clients.items()
+            asyncio.create_task(link.run(), name=f"scheduler {address}")
+            for address, link in generator.replicas.links.items()
         ]
         self._background.append(asyncio.create_task(self._report_readiness(), name="readiness"))
         self._background.append(asyncio.create_task(authenticator.watch(), name="API keys"))

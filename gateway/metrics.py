@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from gateway.requests.events import Usage
-from gateway.requests.live_request import LiveRequest
+from gateway.replicas.events import Usage
+from gateway.replicas.live import LiveRequest
 from gateway.requests.request_statistics import RequestStatistics
 from quire.rpc.errors import QuireError
 

@@ -7,7 +7,7 @@ so have the response types. They are treated alike.
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
-from gateway.requests.events import (
+from gateway.replicas.events import (
     Chunk,
     Completed,
     Event,
@@ -16,9 +16,11 @@ from gateway.requests.events import (
     GeneratedSequence,
     PositionLogprobs,
     Usage,
+    Welcome,
 )
 from gateway.requests.limits import MAX_LOGIT_BIAS, MAX_N, Limits
 from gateway.requests.offsets import ClientOffset
+from gateway.requests.prompts import TokenizedText
 from gateway.requests.request import (
     BeamSearchOptions,
     ChatMessage,
@@ -33,8 +35,6 @@ from gateway.requests.request import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.schedulers.scheduler_events import Welcome
-from gateway.text.text_service import TokenizedText
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.rpc.errors import invalid_field

@@ -50,8 +50,8 @@ class ModelServicer:
 
     def _replicas(self) -> list[Replica]:
         return [
-            convert.replica_message(address, client.is_connected, client.welcome)
-            for address, client in self._generator.replicas.clients.items()
+            convert.replica_message(address, link.is_connected, link.welcome)
+            for address, link in self._generator.replicas.links.items()
         ]
 
     async def _describe(self) -> Model:
@@ -64,5 +64,5 @@ class ModelServicer:
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             eos_token_ids=self._model.eos_token_ids,
-            has_chat_template=self._model.chat_template is not None,
+            has_chat_template=self._model.chat.template is not None,
         )

@@ -49,8 +49,6 @@ def _reason_not_ready(generator: Generator) -> str:
     if generator.replicas.num_connected:
         return "no scheduler has its worker"
     problems = [
-        f"{address}: {client.problem}"
-        for address, client in generator.replicas.clients.items()
-        if client.problem is not None
+        f"{address}: {link.problem}" for address, link in generator.replicas.links.items() if link.problem is not None
     ]
     return "; ".join(["no scheduler is connected", *problems])

@@ -7,7 +7,7 @@ from gateway.kserve.tensor_convert import Element, add_output
 from gateway.openai.json_writer import as_json
 from gateway.openai.logprobs import logprobs_by_token_id
 from gateway.openai.token_text import TokenTexts
-from gateway.requests.events import Chunk, Finished, GeneratedSequence, PositionLogprobs, Usage
+from gateway.replicas.events import Chunk, Finished, GeneratedSequence, PositionLogprobs, Usage
 from quire.inference import open_inference_pb2 as pb
 
 MODEL_VERSION = "1"

@@ -13,8 +13,8 @@ from gateway.kserve.model_convert import model_config, model_metadata, model_sta
 from gateway.kserve.response_convert import MODEL_VERSION, Responder, error_response, in_stream
 from gateway.kserve.stream import answer_all
 from gateway.openai.token_text import TokenTexts
+from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.requests.answer_memory import AS_TENSORS, STREAMED
-from gateway.requests.events import Chunk, Completed, Finished
 from gateway.requests.field_names import renamed
 from gateway.requests.generator import Generator
 from gateway.requests.running import answer, running

@@ -15,9 +15,9 @@ from gateway.openai.options import chat_options, completion_options, completion_
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.openai.shapes import Head, Shaper
 from gateway.openai.token_text import TokenTexts
+from gateway.replicas.live import LiveRequest
 from gateway.requests.generator import Generator
 from gateway.requests.limits import MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
-from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import Prompt, RequestOptions, TextPrompt, TokenPrompt
 from gateway.requests.validation import check_model, check_prompt
 from gateway.requests.violations import Violations

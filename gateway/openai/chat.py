@@ -7,8 +7,8 @@ from gateway.openai.logprobs import chat_logprobs, prompt_logprobs
 from gateway.openai.schemas import ChatBody
 from gateway.openai.shapes import NOT_FINISHED, ChunkUsage, Head, finish_fields, usage_fields
 from gateway.openai.token_text import TokenTexts
-from gateway.requests.events import Chunk, Finished, PositionLogprobs, Usage
-from gateway.requests.live_request import LiveRequest
+from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
+from gateway.replicas.live import LiveRequest
 from gateway.requests.running import Result
 
 _ROLE = {"role": "assistant"}

@@ -11,8 +11,8 @@ from gateway.openai.options import is_echo_alone
 from gateway.openai.schemas import CompletionBody
 from gateway.openai.shapes import CUT, NOT_FINISHED, ChunkUsage, Head, as_chunk, finish_fields, usage_fields
 from gateway.openai.token_text import TokenTexts
-from gateway.requests.events import Chunk, Finished, Usage
-from gateway.requests.live_request import LiveRequest
+from gateway.replicas.events import Chunk, Finished, Usage
+from gateway.replicas.live import LiveRequest
 from gateway.requests.request import Prompt, TextPrompt
 from gateway.requests.running import Result
 from gateway.text.tokenizer import Tokenizer

@@ -6,9 +6,8 @@ from typing import Any
 
 from gateway.openai.json_writer import LazyList
 from gateway.openai.token_text import TokenTexts
-from gateway.requests.events import Logprob, PositionLogprobs
-from gateway.requests.logprobs import TokenIds
-from gateway.text.clean_up import TextPieces
+from gateway.replicas.events import Logprob, PositionLogprobs, TokenIds
+from gateway.text.detokenizer import TextPieces
 
 # JSON has no infinity, which is the log probability of what is excluded; this is what clients know for it.
 _LOWEST = -9999.0

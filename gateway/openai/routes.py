@@ -16,8 +16,8 @@ from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, Tok
 from gateway.openai.service import OpenAiService
 from gateway.openai.texts import TextEndpoints, text_param_name, tokenizer_info
 from gateway.requests.generator import Generator
+from gateway.requests.prompts import TextService
 from gateway.requests.validation import find_model
-from gateway.text.text_service import TextService
 from quire.rpc.errors import QuireError
 
 _CODES = {404: "path_not_found", 405: "method_not_allowed"}

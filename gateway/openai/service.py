@@ -14,10 +14,10 @@ from gateway.openai.json_writer import as_json, json_pieces
 from gateway.openai.responses import StreamedResponse, WholeResponse
 from gateway.openai.shapes import Shaper
 from gateway.openai.token_text import TokenTexts
+from gateway.replicas.events import Chunk, Completed, Finished, Usage
+from gateway.replicas.live import LiveRequest
 from gateway.requests.answer_memory import IN_PIECES, STREAMED, CallMemory
-from gateway.requests.events import Chunk, Completed, Finished, Usage
 from gateway.requests.generator import Generator
-from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import RequestOptions
 from gateway.requests.running import answer_event, events, results_of, running
 from quire.rpc.errors import QuireError

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway.openai.schemas import GenerationBody
-from gateway.requests.events import Chunk, Finished, FinishReason, GeneratedSequence, Usage
-from gateway.requests.live_request import LiveRequest
+from gateway.replicas.events import Chunk, Finished, FinishReason, GeneratedSequence, Usage
+from gateway.replicas.live import LiveRequest
 from gateway.requests.request import Stopping
 from gateway.requests.running import Result
 from quire.version import VERSION

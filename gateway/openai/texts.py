@@ -9,9 +9,9 @@ from gateway.model import ServedModel
 from gateway.openai.json_writer import as_json
 from gateway.openai.options import chat_prompt
 from gateway.openai.schemas import DetokenizeBody, TokenizeBody
+from gateway.requests.prompts import TextService
 from gateway.requests.request import ChatPrompt, TextPrompt
 from gateway.requests.validation import find_model
-from gateway.text.text_service import TextService
 from quire.rpc.errors import invalid_field
 
 # So many are written in less than a millisecond.
@@ -64,7 +64,7 @@ def tokenizer_info(model: ServedModel) -> dict[str, Any]:
     find_model(model.name, current_caller().visible(model.name))
     config = {name: _plain(value) for name, value in model.tokenizer_config.items() if name not in _NOT_SHOWN}
     config.setdefault("tokenizer_class", _TOKENIZER_CLASS)
-    return config if model.chat_template is None else config | {"chat_template": model.chat_template.source}
+    return config if model.chat.template is None else config | {"chat_template": model.chat.template.source}
 
 
 def _plain(value: Any) -> Any:

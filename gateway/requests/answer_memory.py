@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from gateway.replicas.live import LiveRequest, TokenBytes
 from gateway.requests.request import GenerationRequest
 from gateway.requests.violations import Violations
 from quire.logprob_columns import POSITION_BYTES, TOP_BYTES
@@ -75,7 +76,7 @@ class CallMemory:
         """
         if asked_max_tokens is None or not self.form.is_whole:
             return
-        num_bytes = request.num_sequences * asked_max_tokens * (self.kept_bytes + self.pending_bytes(request))
+        num_bytes = request.num_sequences * asked_max_tokens * (_ID_BYTES + self._pending_bytes(request))
         self._num_expected += num_bytes
         limit = self._memory.limits.per_call
         if self._num_expected <= limit:
@@ -91,17 +92,20 @@ class CallMemory:
         )
         violations.raise_if_any()
 
-    @property
-    def kept_bytes(self) -> int:
-        """Of a token as long as its request runs: its id."""
-        return _ID_BYTES
+    def count(self, live: LiveRequest) -> None:
+        """From now on counts what a request of the call holds, and fails the request if the call is ended."""
+        request = live.request
+        kept = _ID_BYTES + (self._logprob_bytes(request.logprobs) if request.durable else 0)
+        prompt = self._logprob_bytes(request.prompt_logprobs)
+        live.count_memory(self.add, TokenBytes(kept, self._pending_bytes(request), prompt))
+        self.when_ended(live.fail)
 
-    def pending_bytes(self, request: GenerationRequest) -> int:
-        """Of a token that its client does not have yet: its text and its log probabilities."""
-        return _TEXT_BYTES + self.logprob_bytes(request.logprobs)
+    def _pending_bytes(self, request: GenerationRequest) -> int:
+        """The bytes of a token that its client does not have yet: its text and its log probabilities."""
+        return _TEXT_BYTES + self._logprob_bytes(request.logprobs)
 
-    def logprob_bytes(self, num_top: int | None) -> int:
-        """Of a position with so many of the most likely tokens."""
+    def _logprob_bytes(self, num_top: int | None) -> int:
+        """The bytes of a position with so many of the most likely tokens."""
         if num_top is None:
             return 0
         return POSITION_BYTES + TOP_BYTES * num_top + self.form.bytes_per_logprob * (1 + num_top)

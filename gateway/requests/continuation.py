@@ -7,8 +7,8 @@ process. What follows is what would have followed, where the model's logits are 
 import math
 from collections.abc import Sequence
 
+from gateway.replicas.live import LiveRequest
 from gateway.requests.limits import Limits
-from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import GenerationRequest, HeldSequence, RequestOptions
 from gateway.requests.violations import Violations
 from gateway.turns import TOKENS_PER_TURN, Turns
@@ -51,7 +51,7 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
     live.is_prepared = False
     for position, (stream, sequence) in enumerate(zip(live.sequences, held, strict=True)):
         token_ids = sequence.token_ids
-        stream.hold(len(token_ids), sequence.num_characters, sequence.cumulative_logprob)
+        stream.skip(len(token_ids), sequence.num_characters, cumulative_logprob=sequence.cumulative_logprob)
         for begin in range(0, len(token_ids), TOKENS_PER_TURN):
             stream.accept(begin, token_ids[begin : begin + TOKENS_PER_TURN])
             await turns.pause()
@@ -62,9 +62,9 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
                 f"has {len(token_ids):,} tokens; the sequence ended with token {len(stream.token_ids):,} by the stop "
                 f"string {stream.finished.stop_string!r:.80}",
             )
-        stream.drop_held()
+        stream.drop_skipped()
     live.is_prepared = True
-    live.settle()
+    live.end_if_complete()
 
 
 def _check_sequence(

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gateway.auth.account import Account, Use
-from gateway.requests.ledger import Ledger
-from gateway.requests.live_request import LiveRequest
-from gateway.schedulers.replicas import Replicas
+from gateway.replicas.ledger import Ledger
+from gateway.replicas.live import LiveRequest
+from gateway.replicas.pool import Replicas
 
 MAX_KEPT_TOKENS = 2_000_000
 """How many tokens requests may have together that are read without clients, those included that they may still
@@ -151,7 +151,7 @@ class DurableReads:
     def _end(self, read: _Read) -> None:
         """The request is read no more. One that still runs is left to the scheduler."""
         self._forget(read)
-        self._replicas.leave(read.live)
+        self._replicas.detach(read.live)
         self._ledger.close(read.live)
 
     def _forget(self, read: _Read) -> None:

@@ -11,14 +11,16 @@ from gateway.auth.account import Use
 from gateway.auth.caller import Caller, current_caller
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
+from gateway.replicas.calls import FoundRequest, no_such_request
+from gateway.replicas.ledger import Ledger
+from gateway.replicas.live import LiveRequest
+from gateway.replicas.pool import Replicas
 from gateway.requests.answer_memory import STREAMED, AnswerForm, AnswerLimits, AnswerMemory, CallMemory
 from gateway.requests.answer_size import check_answer_size
 from gateway.requests.continuation import check_continuation, continue_from
 from gateway.requests.defaults import num_candidates, resolve_sampling, sampling_of_another
 from gateway.requests.durable_reads import DurableReads
-from gateway.requests.ledger import Ledger
 from gateway.requests.limits import Limits, limits_of
-from gateway.requests.live_request import LiveRequest
 from gateway.requests.offsets import ClientOffset, check_offsets
 from gateway.requests.request import (
     ChatPrompt,
@@ -34,11 +36,9 @@ from gateway.requests.request import (
 from gateway.requests.request_spans import RequestSpans
 from gateway.requests.request_statistics import RequestStatistics
 from gateway.requests.validation import check_another, check_choice, check_request, resolve_max_tokens
-from gateway.schedulers.replicas import Replicas
-from gateway.schedulers.requests_by_id_client import FoundRequest, RequestsById, no_such_request
 from gateway.settings import GatewaySettings
 from gateway.text.bad_words import bad_token_sequences
-from gateway.text.clean_up import TextPieces
+from gateway.text.detokenizer import TextPieces
 from gateway.turns import TOKENS_PER_TURN, Turns
 from quire.rpc.errors import Aborted, Cancelled, NotFound, Unavailable
 from quire.tracing import TraceContext, Tracer
@@ -90,7 +90,7 @@ class Generator:
         self.is_draining = False
         self._takes_nothing = False
         self._ledger = ledger
-        self._by_id = RequestsById(replicas.clients)
+
         self._settings = settings
         self._metrics = metrics
         self._spans = RequestSpans(tracer, model.name)
@@ -189,7 +189,7 @@ class Generator:
                 live = self._take(found, memory)
             span.opened(live)
             for offset in offsets:
-                live.skip(offset.sequence_index, offset.num_tokens, offset.num_characters)
+                live.sequences[offset.sequence_index].skip(offset.num_tokens, offset.num_characters)
             try:
                 counted = self._metrics.track_resumed(live, found.num_generated_tokens)
                 with self.durable_reads.resumed(caller.account, live, found.num_had(offsets)), counted:
@@ -205,12 +205,12 @@ class Generator:
         while True:
             earlier = self._ledger.get(caller.tenant, request_id)
             if earlier is None or not earlier.is_resumable:
-                found = await self._by_id.find_durable(caller.tenant, request_id)
+                found = await self.replicas.calls.find_durable(caller.tenant, request_id)
                 check_offsets(offsets, found.request)
                 return _FoundThere(found)
             check_offsets(offsets, earlier.request)
             live = self._ledger.prepare(earlier.request, self._detokenizers(earlier.request))
-            live.count_in(memory)
+            memory.count(live)
             turns = Turns()
             while not live.catch_up(earlier, TOKENS_PER_TURN):
                 await turns.pause()
@@ -233,7 +233,7 @@ class Generator:
 
     def _leave(self, live: LiveRequest) -> None:
         if not self.durable_reads.keeps(live):
-            self.replicas.leave(live)
+            self.replicas.detach(live)
             self._ledger.close(live)
 
     def _durable_read(self, caller: Caller, use: Use, live: LiveRequest) -> AbstractContextManager[None]:
@@ -241,7 +241,7 @@ class Generator:
 
     def _open(self, request: GenerationRequest, memory: CallMemory) -> LiveRequest:
         live = self._ledger.open(request, self._detokenizers(request))
-        live.count_in(memory)
+        memory.count(live)
         return live
 
     def _detokenizers(self, request: GenerationRequest) -> Callable[[], TextPieces]:
@@ -258,7 +258,7 @@ class Generator:
         live = self._ledger.get(tenant, request_id)
         if live is None or live.request.durable:
             try:
-                await self._by_id.cancel(tenant, request_id)
+                await self.replicas.calls.cancel(tenant, request_id)
             except NotFound:
                 # No scheduler has one that waits here for its place.
                 if live is None or live.is_over:
@@ -337,7 +337,7 @@ class Generator:
             case TokenPrompt(token_ids=token_ids):
                 return "token_ids.ids", token_ids
             case ChatPrompt(messages=messages):
-                return "messages", await self.model.encode_chat(messages)
+                return "messages", await self.model.chat.encode(messages)
         raise AssertionError("the validator lets no request without a prompt pass")
 
 
@@ -376,13 +376,13 @@ class _FoundThere:
 
     @property
     def num_generated_tokens(self) -> int:
-        return self.found.state.num_generated_tokens
+        return self.found.num_generated_tokens
 
     def num_had(self, offsets: Sequence[ClientOffset]) -> float:
         """Tokens that are not generated for whoever resumes it: all of one that is over, else what it has."""
-        state = self.found.state
-        num_had = state.num_generated_tokens if state.is_over else sum(each.num_tokens for each in offsets)
+        found = self.found
+        num_had = found.num_generated_tokens if found.is_over else sum(each.num_tokens for each in offsets)
         return num_had * self.request.best_of / self.request.num_sequences
 
     def go_on(self, replicas: Replicas, live: LiveRequest) -> None:
-        replicas.resume(live, self.found.client)
+        replicas.resume(live, self.found.address)

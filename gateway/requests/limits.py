@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.schedulers.scheduler_events import Welcome
+from gateway.replicas.events import Welcome
 from gateway.settings import GatewaySettings
 
 MAX_N = 128

@@ -11,7 +11,7 @@ from typing import Self
 
 import grpc
 
-from gateway.requests.live_request import LiveRequest
+from gateway.replicas.live import LiveRequest
 from gateway.requests.request import ChatPrompt, GenerationRequest, RequestOptions
 from gateway.trace_headers import incoming_context
 from quire.rpc.errors import QuireError

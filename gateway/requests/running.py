@@ -7,11 +7,11 @@ from functools import partial
 from typing import TypeVar
 
 from gateway.auth.caller import current_caller
+from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, PositionLogprobs, Usage
+from gateway.replicas.live import LiveRequest
 from gateway.requests.answer_memory import CallMemory
 from gateway.requests.answer_size import check_prompt_logprobs, num_prompt_logprobs
-from gateway.requests.events import Chunk, Completed, Event, Finished, GeneratedSequence, PositionLogprobs, Usage
 from gateway.requests.generator import CallParameters, Generator
-from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import RequestOptions
 from gateway.requests.validation import check_call
 from gateway.turns import Turns

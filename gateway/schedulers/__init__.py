@@ -1,1 +1,1 @@
-"""The schedulers: one stream to each, which replica takes a request, and their messages as values."""
+"""Messages of quire.scheduler.v1 to values and back."""

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gateway.requests.events import FinishReason, Usage
-from gateway.requests.live_request import LiveRequest
-from gateway.requests.request import BeamSearch, EarlyStopping, GenerationRequest
-from gateway.requests.sequence_stream import SequenceStream
-from gateway.schedulers.scheduler_events import (
+from gateway.replicas.events import (
     EventBatch,
+    FinishReason,
     PromptRun,
     RequestEnded,
     RequestFailed,
     SequenceEnded,
     TokenRun,
+    Usage,
     Welcome,
 )
+from gateway.replicas.live import LiveRequest, SequenceStream
+from gateway.requests.request import BeamSearch, EarlyStopping, GenerationRequest
 from quire import compatibility
 from quire.arrays import decode_int32, decode_logprobs, encode_int32
 from quire.common.v1 import common_pb2

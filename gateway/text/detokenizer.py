@@ -1,49 +1,66 @@
-"""Token ids to text, one token at a time."""
+"""Token ids to text, one token at a time, with the clean-up of spaces that some tokenizers need."""
 
 from collections.abc import Callable, Container, Sequence
+from typing import Protocol
 
-# A byte-level or byte-fallback decoder writes this for bytes that are not part of a character.
+# Byte-level and byte-fallback decoders write this for bytes that are not part of a character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Of a character of UTF-8, which has four bytes at most, three can be there without the last one.
+# A UTF-8 character has at most four bytes, so at most three of them wait for the last one.
 _MAX_INCOMPLETE = 3
-# A window of more tokens is cut back to its last ones, of which these many are enough context.
+# A longer window is cut back to its last tokens, this many of which are enough context.
 _MAX_WINDOW = 14
 _CONTEXT = 8
+# What clean-up replaces, in the order of transformers.
+_SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+# The characters before the last one of each. Clean-up only removes spaces, so text is certain up to the first space
+# that only such characters follow.
+_SPACED_STARTS = " 'nvr"
+
+
+class TextPieces(Protocol):
+    """Tokens to text, piece by piece."""
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text that became certain with it, which may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """The rest, when no token follows."""
+        ...
 
 
 class Detokenizer:
-    """Turns the tokens of one sequence into text that only ever grows and never shows half a character.
+    """Turns the tokens of one sequence into text that only grows and never shows half a character.
 
     The concatenation of all pieces, `flush` included, equals the decoding of all tokens at once. One exception: a
     byte-fallback decoder replaces a whole run of bytes when one byte of it is invalid; there, characters that were
     delivered before that byte stay.
 
-    It decodes a window of the last tokens, of which the first ones are context (decoders treat the very first token in
-    their own way) and the rest has not become text yet. The cost of a token is bounded whatever the tokens are.
+    It decodes a window of the last tokens. The first tokens of the window are context (decoders treat the very first
+    token differently), the rest has not become text yet. The cost of a token is bounded for any tokens.
 
-    The `tokenizers` library's DecodeStream is not used: it raises on an invalid byte after a valid run, and its window
-    grows without bound over tokens that give no text.
+    DecodeStream of the `tokenizers` library does not do: it raises on an invalid byte after a valid run, and its window
+    grows without bound over tokens without text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], silent: Container[int]) -> None:
-        """`decode` gives the text of token ids; `silent` holds the ids that never give text (special, unknown)."""
+        """`decode` returns the text of token ids; `silent` has the ids without text (special, unknown)."""
         self._decode = decode
         self._silent = silent
         self._window: list[int] = []
-        # The text of the window that was delivered; the window's text starts with it, unless bytes are awaited.
+        # The delivered part of the window's text, which starts with it unless a character is incomplete.
         self._delivered = ""
-        # Lengths of the window at which nothing was held back, the newest and the one before.
+        # The last two lengths of the window at which no text was held back.
         self._boundary = 0
         self._older_boundary = 0
 
     def push(self, token_id: int) -> str:
-        """Takes the next token; returns the text that became certain with it, which may be empty."""
         if token_id in self._silent:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.startswith(self._delivered):
-            if self._is_awaiting_bytes(text):
+            if self._is_incomplete(text):
                 return ""
             text = self._restart()
         certain = max(_certain_length(text), len(self._delivered))
@@ -53,19 +70,19 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The rest, with replacement characters for incomplete bytes, once no token follows any more."""
+        """The rest, with replacement characters for incomplete bytes."""
         text = self._decode(self._window)
         if not text.startswith(self._delivered):
             text = self._restart()
         rest, self._delivered = text[len(self._delivered) :], text
         return rest
 
-    def _is_awaiting_bytes(self, text: str) -> bool:
-        """Whether text that was delivered looks broken only because a character after it is incomplete."""
+    def _is_incomplete(self, text: str) -> bool:
+        """Whether the text differs from what was delivered only because a character at its end is incomplete."""
         return len(self._window) - self._boundary <= _MAX_INCOMPLETE and text.endswith(_REPLACEMENT)
 
     def _restart(self) -> str:
-        """Forgets the context before the tokens that gave no text yet; returns their text."""
+        """Drops the context of the tokens that have no text yet; returns their text."""
         undelivered = min(len(self._window) - self._boundary, _MAX_INCOMPLETE + 1)
         self._window = self._window[-undelivered:]
         self._delivered = ""
@@ -83,7 +100,7 @@ class Detokenizer:
             self._cut(len(self._window) - _CONTEXT, held=len(text) - len(self._delivered))
 
     def _cut(self, start: int, *, held: int) -> None:
-        """Drops the window's tokens before `start`, where `held` characters at its end are not delivered yet."""
+        """Drops the window's tokens before `start`; `held` characters at its end are not delivered yet."""
         self._window = self._window[start:]
         text = self._decode(self._window)
         self._delivered = text[: len(text) - held]
@@ -92,8 +109,39 @@ class Detokenizer:
 
 
 def _certain_length(text: str) -> int:
-    """The length without the replacement characters at the end that further bytes may turn into a character."""
+    """The length without the replacement characters at the end that more bytes may complete to a character."""
     length = len(text)
     while length and len(text) - length < _MAX_INCOMPLETE and text[length - 1] == _REPLACEMENT:
         length -= 1
     return length
+
+
+def cleaned_up(text: str) -> str:
+    """The text without spaces before English punctuation.
+
+    Tokenizers that know no spaces (WordPiece) write one before each token; transformers removes them so where
+    tokenizer_config.json sets `clean_up_tokenization_spaces`.
+    """
+    for each in _SPACED:
+        text = text.replace(each, each.strip())
+    return text
+
+
+class CleanedUp:
+    """The pieces of another detokenizer, cleaned up: their concatenation is the clean-up of its concatenation."""
+
+    def __init__(self, pieces: TextPieces) -> None:
+        self._pieces = pieces
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        text = self._held + self._pieces.push(token_id)
+        certain = text.find(" ", len(text.rstrip(_SPACED_STARTS)))
+        if certain < 0:
+            certain = len(text)
+        self._held = text[certain:]
+        return cleaned_up(text[:certain])
+
+    def flush(self) -> str:
+        text, self._held = self._held + self._pieces.flush(), ""
+        return cleaned_up(text)

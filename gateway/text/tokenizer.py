@@ -1,7 +1,7 @@
-"""Text to token ids and back, as the model directory's tokenizer.json says."""
+"""Text to token ids and back, as tokenizer.json and tokenizer_config.json of the model directory define it."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from types import MappingProxyType
@@ -10,33 +10,38 @@ from typing import Any, Self
 import tokenizers
 import tokenizers.models
 
-from gateway.text.added_tokens import add_tokens
-from gateway.text.clean_up import CleanedUp, TextPieces, cleaned_up
-from gateway.text.detokenizer import Detokenizer
+from gateway.text.detokenizer import CleanedUp, Detokenizer, TextPieces, cleaned_up
 from quire.settings import ConfigurationError
 
-# Up to this many characters or tokens (about a millisecond) the work is done on the spot; more goes to a thread.
+# Up to this many characters or tokens (about a millisecond of work) run on the event loop; more run in a thread.
 _INLINE_LENGTH = 4096
 _NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
+# The special tokens that every model may name, in the order in which transformers adds them.
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Newer and older section of further special tokens: a list, or an object with a name for each.
+_FURTHER = ("extra_special_tokens", "additional_special_tokens")
+_NAMED_FURTHER = "model_specific_special_tokens"
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 class Tokenizer:
     """The `tokenizers` library's tokenizer of one model. Thread-safe.
 
     Attributes:
-        size: Ids are below it.
-        longest_token_bytes: No token stands for more bytes of text, but for those that a normalizer drops. The
-            vocabulary's spelling is taken, which is never shorter than the text.
+        size: Upper bound of the token ids, exclusive.
+        longest_token_bytes: Upper bound of the UTF-8 bytes of text that one token stands for, text that a normalizer
+            drops excepted. It is the longest spelling in the vocabulary, which is never shorter than the text.
     """
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, executor: Executor, config: Mapping[str, Any] = _NO_CONFIG
     ) -> None:
-        """`config` is what tokenizer_config.json says; ConfigurationError where a token in it is none."""
-        add_tokens(tokenizer, config)
+        """`config` is the content of tokenizer_config.json. Raises ConfigurationError for a malformed token in it."""
+        _add_tokens(tokenizer, config)
         tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
-        # As in transformers: the spaces of a BPE tokenizer are those of the text.
-        self._cleans_up = bool(config.get("clean_up_tokenization_spaces")) and not _is_bpe(tokenizer)
+        # As in transformers, BPE tokenizers are excepted: their spaces are those of the text.
+        is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)
+        self._cleans_up = bool(config.get("clean_up_tokenization_spaces")) and not is_bpe
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -51,13 +56,13 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: Path, executor: Executor, config: Mapping[str, Any] = _NO_CONFIG) -> Self:
-        """Reads a tokenizer.json; `executor` runs what takes long.
+        """Reads a tokenizer.json; `executor` runs long work.
 
-        `config` is what stands beside it in tokenizer_config.json. Of that, add_bos_token and add_eos_token have no
-        effect, as in transformers: tokenizer.json says which tokens are put around a text.
+        `config` is the content of tokenizer_config.json. As in transformers, its add_bos_token and add_eos_token have
+        no effect: tokenizer.json defines the tokens around a text.
 
         Raises:
-            ConfigurationError: it is no tokenizer, or the configuration names a token that is none.
+            ConfigurationError: the file is not a tokenizer, or the configuration has a malformed token.
         """
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -66,32 +71,32 @@ class Tokenizer:
         return cls(tokenizer, executor, config)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`, with the special tokens of the tokenizer's post-processor if wanted."""
+        """Token ids of `text`, optionally with the special tokens of the tokenizer's post-processor."""
         if len(text) <= _INLINE_LENGTH:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self._encode_long, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
-        """Text of a few token ids; ids that the tokenizer does not know give none."""
+        """Text of a few token ids; unknown ids have no text."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=not include_special_tokens)
         return cleaned_up(text) if self._cleans_up else text
 
     async def decode_any(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
-        """As `decode`, for any number of them."""
+        """Like `decode`, for any number of ids."""
         if len(token_ids) <= _INLINE_LENGTH:
             return self.decode(token_ids, include_special_tokens=include_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self._decode_long, token_ids, include_special_tokens)
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
-        """The tokens as the vocabulary spells them; an empty string for ids that it does not know."""
+        """The tokens as the vocabulary spells them; an empty string for an unknown id."""
         if len(token_ids) <= _INLINE_LENGTH:
             return self._spell(token_ids)
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._spell, token_ids)
 
     def detokenizer(self, *, include_special_tokens: bool) -> TextPieces:
-        """A fresh detokenizer for one sequence."""
+        """A new detokenizer for one sequence."""
         silent = self._never_text if include_special_tokens else self._not_plain_text
         detokenizer = Detokenizer(self._decode_all, silent)
         return CleanedUp(detokenizer) if self._cleans_up else detokenizer
@@ -102,22 +107,18 @@ class Tokenizer:
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
+    # The batch calls release the interpreter lock, and `encode_batch_fast` keeps no offsets.
+
     def _decode_long(self, token_ids: Sequence[int], include_special_tokens: bool) -> str:
-        # As for texts, the batch call lets other threads run.
         (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=not include_special_tokens)
         return cleaned_up(text) if self._cleans_up else text
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Unlike `encode`, the batch call lets other threads run, and it keeps no offsets.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
-def _is_bpe(tokenizer: tokenizers.Tokenizer) -> bool:
-    return isinstance(tokenizer.model, tokenizers.models.BPE)
-
-
 class _SilentIds:
-    """The ids that never give text: those listed, and all beyond the vocabulary."""
+    """Ids without text: those listed, and all beyond the vocabulary."""
 
     __slots__ = ("_end", "_ids")
 
@@ -127,3 +128,87 @@ class _SilentIds:
 
     def __contains__(self, token_id: object) -> bool:
         return token_id in self._ids or (isinstance(token_id, int) and token_id >= self._end)
+
+
+# Tokens of tokenizer_config.json. It alone may say which tokens are special, and may have tokens that tokenizer.json
+# lacks.
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Adds the tokens of tokenizer_config.json that the tokenizer lacks, in the order in which transformers adds them.
+
+    A token of the vocabulary keeps its id; a new one gets the next id. Raises ConfigurationError for a malformed token.
+    """
+    present = tokenizer.get_added_tokens_decoder()
+    named, unnamed = list(_named_tokens(config)), list(_unnamed_tokens(config))
+    listed = [*_tokens_by_id(config), *_tokens_of_older_file(config, present, named + unnamed)]
+    written = {repr(token) for token in present.values()}
+    added = [token for token in listed if repr(token) not in written]
+    known = {token.content for token in (*present.values(), *added)}
+    by_content = {token.content: token for token in listed}
+    for token in named + unnamed:
+        if token.content not in known:
+            known.add(token.content)
+            added.append(by_content.get(token.content, token))
+    names = {token.content for token in named}
+    for token in added:
+        if token.content in names:
+            token.special = True
+    tokenizer.add_tokens(added)
+
+
+def _tokens_by_id(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
+    """The entries of added_tokens_decoder, in the order of their ids."""
+    entries = config.get("added_tokens_decoder") or {}
+    if not isinstance(entries, dict) or not all(name.isdecimal() for name in entries):
+        raise ConfigurationError(
+            "added_tokens_decoder in tokenizer_config.json is not an object with token ids as names"
+        )
+    return [_token(entries[token_id], f"added_tokens_decoder[{token_id}]") for token_id in sorted(entries, key=int)]
+
+
+def _tokens_of_older_file(
+    config: Mapping[str, Any],
+    present: Mapping[int, tokenizers.AddedToken],
+    special_tokens: Sequence[tokenizers.AddedToken],
+) -> list[tokenizers.AddedToken]:
+    """The entries of added_tokens.json whose ids tokenizer.json does not list, in the order of their ids."""
+    ids = {text: token_id for text, token_id in config.get("added_tokens", {}).items() if token_id not in present}
+    special = {token.content for token in special_tokens}
+    return [
+        tokenizers.AddedToken(text, special=text in special, normalized=text not in special)
+        for text in sorted(ids, key=lambda text: ids[text])
+    ]
+
+
+def _named_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
+    """Special tokens with a name: bos_token and the like, and names that only this model has."""
+    own = {
+        name: value
+        for name, value in config.items()
+        if name.endswith("_token")
+        and name not in _NAMES
+        and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
+    }
+    for section in (*_FURTHER, _NAMED_FURTHER):
+        if isinstance(further := config.get(section), dict):
+            own |= further
+    for name, value in ({name: config.get(name) for name in _NAMES} | own).items():
+        if value is not None:
+            yield _token(value, name, special=True)
+
+
+def _unnamed_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
+    for section in _FURTHER:
+        if isinstance(values := config.get(section), list) and values:
+            yield from (_token(value, f"{section}[{place}]", special=True) for place, value in enumerate(values))
+            return
+
+
+def _token(entry: Any, field: str, *, special: bool = False) -> tokenizers.AddedToken:
+    """A token written as its text, or as an object with `content` and matching flags."""
+    fields = {"content": entry} if isinstance(entry, str) else entry
+    if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
+        raise ConfigurationError(f"{field} in tokenizer_config.json is {entry!r:.80}, not a token")
+    flags = {name: bool(fields[name]) for name in _FLAGS if name in fields}
+    return tokenizers.AddedToken(fields["content"], **({"special": special} | flags))

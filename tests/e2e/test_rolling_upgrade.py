@@ -104,5 +104,5 @@ async def test_services_are_upgraded_one_by_one_and_streams_wait_for_those_that_
         await served.server.wait_ready()
         assert await asyncio.wait_for(read_all(served, asyncio.Event()), 120) == undisturbed
         said = capfd.readouterr().err
-        assert len([line for line in said.splitlines() if "gateway.schedulers" in line and "version 2" in line]) == 1
+        assert len([line for line in said.splitlines() if "gateway.replicas" in line and "version 2" in line]) == 1
         assert len([line for line in said.splitlines() if "scheduler_svc" in line and "refused: " in line]) == 1

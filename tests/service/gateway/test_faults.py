@@ -8,8 +8,8 @@ import pytest
 from google.rpc import code_pb2
 from tokenizers import Tokenizer
 
-from gateway.requests.live_request import LiveRequest
-from gateway.schedulers import scheduler_client
+from gateway.replicas import link
+from gateway.replicas.live import LiveRequest
 from gateway.text.tokenizer import Tokenizer as GatewayTokenizer
 from quire.arrays import decode_int32, encode_int32
 from quire.gateway.v1 import generation_pb2
@@ -298,15 +298,15 @@ async def test_a_request_that_cannot_be_ended_when_its_scheduler_is_lost_fails_a
         for text in ("hello", "other")
     ]
     await scheduler.until(lambda: len(scheduler.live) == 2)
-    real, broken = LiveRequest.settle, []
+    real, broken = LiveRequest.end_if_complete, []
 
-    def settle(self):
+    def end_if_complete(self):
         if not broken or broken == [self]:
             broken[:] = [self]
             raise ZeroDivisionError("nobody thought of this")
         real(self)
 
-    monkeypatch.setattr(LiveRequest, "settle", settle)
+    monkeypatch.setattr(LiveRequest, "end_if_complete", end_if_complete)
     scheduler.break_streams()
     await scheduler.until(lambda: scheduler.connections == 2 and scheduler.live)
     scheduler.emits.set()
@@ -329,7 +329,7 @@ async def test_a_stream_that_cannot_be_written_to_is_opened_anew(gateway, schedu
         return SimpleNamespace(SerializeToString=lambda: 1 / 0 if fault == "cannot be serialized" else "no bytes")
 
     with monkeypatch.context() as patched:
-        patched.setattr(scheduler_client, "abort_message", abort_message)
+        patched.setattr(link, "abort_message", abort_message)
         leaving.cancel()
         await scheduler.until(lambda: scheduler.connections == 2 and scheduler.live)
     assert broken
@@ -340,14 +340,14 @@ async def test_a_stream_that_cannot_be_written_to_is_opened_anew(gateway, schedu
 
 async def test_whatever_a_stream_is_ended_by_the_gateway_serves_on(gateway, scheduler, monkeypatch):
     """Also an error that nobody thought of, in what is read from it."""
-    real, faults = scheduler_client.event_batch_from, [ZeroDivisionError("nobody thought of this")]
+    real, faults = link.event_batch_from, [ZeroDivisionError("nobody thought of this")]
 
     def event_batch_from(message):
         if faults:
             raise faults.pop()
         return real(message)
 
-    monkeypatch.setattr(scheduler_client, "event_batch_from", event_batch_from)
+    monkeypatch.setattr(link, "event_batch_from", event_batch_from)
     stream = await collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=12)))
     assert stream.token_ids == expected_ids("hello", 12)
     assert scheduler.connections == 2
@@ -365,14 +365,14 @@ async def test_a_completed_request_is_not_aborted(gateway, scheduler):
 
 
 async def test_a_request_that_cannot_be_submitted_fails_alone(gateway, scheduler, monkeypatch):
-    real = scheduler_client.submit_message
+    real = link.submit_message
 
     def submit_message(live):
         if live.request.request_id == "broken":
             raise ZeroDivisionError("nobody thought of this")
         return real(live)
 
-    monkeypatch.setattr(scheduler_client, "submit_message", submit_message)
+    monkeypatch.setattr(link, "submit_message", submit_message)
     broken = error_of(gateway.generation.GenerateStream(stream_request("hello", request_id="broken")))
     other = collect(gateway.generation.GenerateStream(stream_request("other", max_tokens=12)))
     error, stream = await asyncio.gather(broken, other)

@@ -32,9 +32,9 @@ def move(two: TwoGateways) -> tuple[str, str]:
     replicas = two.first.gateway._generator.replicas
     (live,) = two.first.gateway._ledger
     assert live.replica is not None
-    here = replicas.clients[live.replica]
+    here = replicas.links[live.replica]
     here.is_ready = False
-    replicas._leave_unready(live)
+    replicas._move_from_unready(live)
     here.is_ready = True
     assert live.replica is not None
     return here.address, live.replica

@@ -11,6 +11,7 @@ from gateway.openai.json_writer import json_pieces
 from gateway.openai.schemas import CompletionBody
 from gateway.openai.shapes import Head
 from gateway.openai.token_text import TokenTexts
+from gateway.replicas.ledger import Ledger
 from gateway.requests.answer_memory import (
     AS_MESSAGE,
     AS_TENSORS,
@@ -19,7 +20,6 @@ from gateway.requests.answer_memory import (
     AnswerLimits,
     AnswerMemory,
 )
-from gateway.requests.ledger import Ledger
 from gateway.requests.request import GenerationRequest, Sampling, Stopping
 from gateway.requests.running import results_of
 from gateway.schedulers.scheduler_convert import event_batch_from
@@ -54,7 +54,7 @@ def make_request(request_id="a", *, num_sequences=1, logprobs=None, max_tokens=1
 def open_live(ledger, memory, **fields):
     live = ledger.open(make_request(**fields), lambda: TOKENIZER.detokenizer(include_special_tokens=False))
     live.replica = REPLICA
-    live.count_in(memory)
+    memory.count(live)
     return live
 
 

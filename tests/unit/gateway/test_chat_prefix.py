@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.model import ServedModel
 from gateway.requests.request import ChatMessage
-from gateway.text.chat_prefix import common_prefix, encode_chat_prefix
+from gateway.text.chat import common_prefix
 from quire.rpc.errors import InvalidArgument
 from tests.support.tokenizers import byte_level, write_model_directory
 
@@ -43,7 +43,7 @@ def prefix_of(tmp_path):
         def call(template, *messages):
             directory = write_model_directory(tmp_path / "model", byte_level(), chat_template__jinja=template)
             model = ServedModel.open(directory, None, executor)
-            return model.tokenizer.decode(asyncio.run(encode_chat_prefix(model, messages)), include_special_tokens=True)
+            return model.tokenizer.decode(asyncio.run(model.chat.encode_prefix(messages)), include_special_tokens=True)
 
         yield call
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.requests.request import ChatMessage
-from gateway.text.chat_template import ChatTemplate
+from gateway.text.chat import ChatTemplate
 from quire.rpc.errors import InvalidArgument
 from quire.settings import ConfigurationError
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.clean_up import CleanedUp, cleaned_up
+from gateway.text.detokenizer import CleanedUp, cleaned_up
 
 
 class Pieces:

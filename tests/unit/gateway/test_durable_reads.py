@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from gateway.auth.account import Account, Limits
+from gateway.replicas.events import FinishReason, RequestEnded, SequenceEnded, TokenRun, Usage
+from gateway.replicas.ledger import Ledger
+from gateway.replicas.live import LiveRequest
 from gateway.requests import durable_reads
 from gateway.requests.durable_reads import DurableReads
-from gateway.requests.events import FinishReason, Usage
-from gateway.requests.ledger import Ledger
-from gateway.requests.live_request import LiveRequest
 from gateway.requests.request import GenerationRequest, Sampling, Stopping
-from gateway.schedulers.scheduler_events import RequestEnded, SequenceEnded, TokenRun
 from quire.rpc.errors import Aborted, ResourceExhausted
 from tests.support.logprobs import Line, columns_of
 from tests.support.processes import until_true
@@ -26,11 +25,11 @@ class FakeReplicas:
 
     def __init__(self, grace_s: float = 60.0) -> None:
         self.durable_grace_s = grace_s
-        self.left: list[LiveRequest] = []
+        self.detached: list[LiveRequest] = []
         self.released: list[LiveRequest] = []
 
-    def leave(self, live: LiveRequest) -> None:
-        self.left.append(live)
+    def detach(self, live: LiveRequest) -> None:
+        self.detached.append(live)
 
     def release(self, live: LiveRequest) -> None:
         self.released.append(live)
@@ -113,7 +112,7 @@ async def test_what_was_left_is_read_on_with_its_place_and_its_charge(reads, acc
     live = read_and_leave(reads, account, ledger)
     assert reads.keeps(live)
     assert ledger.get("acme", "story") is live
-    assert not replicas.left
+    assert not replicas.detached
     with account.admitted(0), pytest.raises(ResourceExhausted):
         account.check()
     add_tokens(live, 100)
@@ -202,7 +201,7 @@ async def test_a_gateway_that_stops_leaves_them_to_the_scheduler(reads, account,
     first = read_and_leave(reads, account, ledger)
     reads.close()
     second = read_and_leave(reads, account, ledger, request_id="other")
-    assert replicas.left == [first, second]
+    assert replicas.detached == [first, second]
     assert not account._running
     assert not len(ledger)
 
@@ -213,9 +212,9 @@ async def test_only_so_many_tokens_are_kept_and_what_is_over_makes_way(reads, ac
     over = read_and_leave(reads, account, ledger, request_id="over")
     complete(over)
     kept = [read_and_leave(reads, account, ledger, request_id=f"kept-{number}") for number in range(2)]
-    assert replicas.left == [over]
+    assert replicas.detached == [over]
     beyond = read_and_leave(reads, account, ledger, request_id="beyond")
-    assert replicas.left == [over, beyond]
+    assert replicas.detached == [over, beyond]
     assert all(map(reads.keeps, kept))
     reads.close()
 

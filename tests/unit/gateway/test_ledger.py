@@ -6,18 +6,22 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gateway.requests.events import Chunk, Completed, Finished, FinishReason, Usage
-from gateway.requests.ledger import Ledger
-from gateway.requests.request import GenerationRequest, Sampling, Stopping
-from gateway.requests.sequence_stream import TokenGapError
-from gateway.schedulers.scheduler_events import (
+from gateway.replicas.events import (
+    Chunk,
+    Completed,
     EventBatch,
+    Finished,
+    FinishReason,
     PromptRun,
     RequestEnded,
     RequestFailed,
     SequenceEnded,
     TokenRun,
+    Usage,
 )
+from gateway.replicas.ledger import Ledger
+from gateway.replicas.live import TokenGapError
+from gateway.requests.request import GenerationRequest, Sampling, Stopping
 from quire.rpc.errors import AlreadyExists, Cancelled, Internal, ResourceExhausted
 from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
@@ -216,7 +220,7 @@ async def test_a_stop_string_ends_the_request_here(ledger, clock):
     outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 1, ids_of("the cat"))]))
     assert outcome.ended_here == [live]
     assert live.awaits_usage
-    live.settle()
+    live.end_if_complete()
     events = [event async for event in live.events()]
     assert events[-2].stop_string == "the"
     assert events[-1].usage == Usage(
@@ -321,7 +325,7 @@ def test_work_that_nobody_wants_is_reported(ledger):
 async def test_a_request_that_has_all_its_tokens_needs_no_scheduler(ledger, token_ids, reason):
     live = open_live(ledger)
     ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, token_ids)]))
-    live.settle()
+    live.end_if_complete()
     assert live.is_over == (reason is not None)
     if reason is not None:
         (sequence,), usage = await live.result()

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gateway.model import ServedModel
+from gateway.replicas.events import Welcome
+from gateway.replicas.link import Backoff
 from gateway.requests.defaults import resolve_sampling
 from gateway.requests.limits import limits_of
 from gateway.requests.request import ChatMessage, SamplingOptions
-from gateway.schedulers.backoff import Backoff
-from gateway.schedulers.scheduler_events import Welcome
 from gateway.settings import GatewaySettings
 from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
 from quire.settings import ConfigurationError, load_settings
@@ -81,7 +81,7 @@ async def test_special_tokens_of_either_form_reach_the_template(tmp_path, execut
         '{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}a{{ eos_token }}"}'
     )
     model = open_model(tmp_path, executor, tokenizer_config__json=config)
-    assert await model.tokenizer.spell(await model.encode_chat([ChatMessage("user", "x")])) == ["<s>", "a", "</s>"]
+    assert await model.tokenizer.spell(await model.chat.encode([ChatMessage("user", "x")])) == ["<s>", "a", "</s>"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ async def test_special_tokens_map_reaches_the_template(tmp_path, executor, token
     model = open_model(
         tmp_path, executor, tokenizer_config__json=tokenizer_config, special_tokens_map__json=special_tokens
     )
-    assert await model.tokenizer.spell(await model.encode_chat([ChatMessage("user", "x")])) == expected
+    assert await model.tokenizer.spell(await model.chat.encode([ChatMessage("user", "x")])) == expected
 
 
 async def test_special_tokens_of_one_model_alone_reach_the_template(tmp_path, executor):
@@ -107,14 +107,14 @@ async def test_special_tokens_of_one_model_alone_reach_the_template(tmp_path, ex
         '"extra_special_tokens": {"image_token": "a"}, "video_token": {"content": "b"}}'
     )
     model = open_model(tmp_path, executor, tokenizer_config__json=config)
-    assert await model.tokenizer.spell(await model.encode_chat([ChatMessage("user", "x")])) == ["a", "b"]
+    assert await model.tokenizer.spell(await model.chat.encode([ChatMessage("user", "x")])) == ["a", "b"]
 
 
 async def test_a_long_conversation_is_rendered_in_a_thread(tmp_path, executor):
     model = open_model(tmp_path, executor, chat_template__jinja="{% for m in messages %}{{ m.content }}{% endfor %}")
     messages = [ChatMessage("user", "the cat ")] * 1000
     expected = byte_level().encode("the cat " * 1000, add_special_tokens=False).ids
-    assert await model.encode_chat(messages) == expected
+    assert await model.chat.encode(messages) == expected
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])

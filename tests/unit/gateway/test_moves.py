@@ -8,13 +8,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from gateway.requests.events import FinishReason, Usage
-from gateway.requests.ledger import Ledger
-from gateway.requests.live_request import LiveRequest
+from gateway.replicas.events import (
+    EventBatch,
+    FinishReason,
+    RequestEnded,
+    RequestFailed,
+    SequenceEnded,
+    TokenRun,
+    Usage,
+)
+from gateway.replicas.ledger import Ledger
+from gateway.replicas.link import SchedulerLink
+from gateway.replicas.live import LiveRequest
+from gateway.replicas.pool import Replicas
 from gateway.requests.request import GenerationRequest, Sampling, Stopping
-from gateway.schedulers.replicas import Replicas
-from gateway.schedulers.scheduler_client import SchedulerClient
-from gateway.schedulers.scheduler_events import EventBatch, RequestEnded, RequestFailed, SequenceEnded, TokenRun
 from quire.compatibility import UNKNOWN_MODEL
 from quire.rpc.errors import ResourceExhausted
 from tests.support.processes import until_true
@@ -48,17 +55,17 @@ class Scheduler:
 
     def tell(self, **happened: Any) -> None:
         fields = {"runs": [], "ended": [], "completed": [], "failed": []} | happened
-        self._replicas.on_events(cast(SchedulerClient, self), EventBatch(**fields))
+        self._replicas.on_events(cast(SchedulerLink, self), EventBatch(**fields))
 
     def lose_worker(self, until_back_s: float) -> None:
         self.num_deaths += 1
         self.is_ready = False
-        self._replicas.on_readiness(cast(SchedulerClient, self))
+        self._replicas.on_readiness(cast(SchedulerLink, self))
         asyncio.get_running_loop().call_later(until_back_s, self._regain_worker)
 
     def _regain_worker(self) -> None:
         self.is_ready = True
-        self._replicas.on_readiness(cast(SchedulerClient, self))
+        self._replicas.on_readiness(cast(SchedulerLink, self))
         for live in list(self.has.values()):
             self._serve(self, live)
 
@@ -81,7 +88,7 @@ class Cluster:
         )
         self.schedulers = [Scheduler(address, self.replicas, serve) for address in addresses]
         for scheduler in self.schedulers:
-            self.replicas.clients[scheduler.address] = cast(SchedulerClient, scheduler)
+            self.replicas.links[scheduler.address] = cast(SchedulerLink, scheduler)
 
     def place(self, request_id: str) -> LiveRequest:
         request = GenerationRequest(
@@ -167,7 +174,7 @@ async def test_what_is_completed_counts_for_no_replica_though_its_client_still_r
         await until_true(lambda live=live: live.is_completed)
     assert sorted(len(scheduler.submitted) for scheduler in cluster.schedulers)[-1] >= 13 + 3
     for live in unread:
-        cluster.replicas.leave(live)
+        cluster.replicas.detach(live)
     assert aborted == []
 
 

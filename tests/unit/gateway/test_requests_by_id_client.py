@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from gateway.schedulers.requests_by_id_client import RequestsById
-from gateway.schedulers.scheduler_client import SchedulerClient
+from gateway.replicas.calls import SchedulerCalls
+from gateway.replicas.link import SchedulerLink
 from quire.rpc.errors import NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.processes import until_true
@@ -39,14 +39,13 @@ NOTHING = Replica(NotFound("nothing"))
 SILENT = Replica(Unavailable("not connected"))
 
 
-def requests_by_id(*replicas: Replica) -> RequestsById:
-    return RequestsById(cast(dict[str, SchedulerClient], dict(enumerate(replicas))))
+def requests_by_id(*replicas: Replica) -> SchedulerCalls:
+    return SchedulerCalls({str(position): cast(SchedulerLink, each) for position, each in enumerate(replicas)})
 
 
 async def found(*replicas: Replica) -> int:
     """The position of the replica that is chosen."""
-    chosen = await requests_by_id(*replicas).find_durable("acme", "story")
-    return replicas.index(chosen.client)
+    return int((await requests_by_id(*replicas).find_durable("acme", "story")).address)
 
 
 @pytest.mark.parametrize(

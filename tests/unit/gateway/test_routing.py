@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.schedulers.routing import affinity_key, choose_replica
+from gateway.replicas.pool import affinity_key, choose_replica
 
 REPLICAS = ["a:1", "b:1", "c:1", "d:1"]
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.requests.events import (
+from gateway.replicas.events import (
     Chunk,
     Completed,
     Finished,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from gateway.requests.events import FinishReason, Logprob, PositionLogprobs
-from gateway.requests.logprobs import TokenLogprobs
+from gateway.replicas.events import FinishReason, Logprob, PositionLogprobs, TokenLogprobs
 from gateway.schedulers.scheduler_convert import event_batch_from
 from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2

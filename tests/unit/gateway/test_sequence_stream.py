@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.requests.events import FinishReason
-from gateway.requests.sequence_stream import SequenceStream, TokenGapError
-from gateway.text.stop_strings import StopStrings
+from gateway.replicas.events import FinishReason
+from gateway.replicas.live import SequenceStream, TokenGapError
+from gateway.text.stop import StopStrings
 from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.text.stop_strings import StopMatcher, StopStrings
+from gateway.text.stop import StopMatcher, StopStrings
 
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4)
 PIECES = st.lists(st.text(alphabet="abcd", max_size=6), max_size=12)

@@ -156,7 +156,7 @@ async def test_chats_are_those_of_transformers(tmp_path, executor, place):
     expected = AutoTokenizer.from_pretrained(directory).apply_chat_template(
         [{"role": each.role, "content": each.content} for each in messages], return_dict=False
     )
-    ours = await ServedModel.open(directory, None, executor).encode_chat(messages, add_generation_prompt=False)
+    ours = await ServedModel.open(directory, None, executor).chat.encode(messages, add_generation_prompt=False)
     assert ours == expected
 
 

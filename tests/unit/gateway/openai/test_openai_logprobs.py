@@ -8,7 +8,7 @@ import pytest
 from gateway.openai.json_writer import as_json
 from gateway.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from gateway.openai.token_text import TokenTexts
-from gateway.requests.events import Logprob, PositionLogprobs
+from gateway.replicas.events import Logprob, PositionLogprobs
 from tests.support.tokenizers import byte_level, byte_level_bytes, wrapped
 
 CAT = byte_level().encode(" cat", add_special_tokens=False).ids

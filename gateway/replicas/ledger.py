@@ -1,4 +1,4 @@
-"""All live requests of the gateway. Pure bookkeeping: it says what is to be sent, others send it."""
+"""All live requests of the gateway. Pure bookkeeping: it returns what to send, others send it."""
 
 import asyncio
 import time
@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gateway.requests.live_request import LiveRequest
-from gateway.requests.request import GenerationRequest
-from gateway.requests.sequence_stream import SequenceStream, TokenGapError
-from gateway.schedulers.scheduler_events import (
+from gateway.replicas.events import (
     EventBatch,
     PromptRun,
     RequestEnded,
@@ -18,8 +15,10 @@ from gateway.schedulers.scheduler_events import (
     SequenceEnded,
     TokenRun,
 )
-from gateway.text.clean_up import TextPieces
-from gateway.text.stop_strings import StopStrings
+from gateway.replicas.live import LiveRequest, SequenceStream, TokenGapError
+from gateway.requests.request import GenerationRequest
+from gateway.text.detokenizer import TextPieces
+from gateway.text.stop import StopStrings
 from quire.rpc.errors import AlreadyExists, FieldViolation, QuireError
 
 # Handles travel as int32.
@@ -31,16 +30,15 @@ class Outcome:
     """What remains to be done after a batch of events.
 
     Attributes:
-        ended_here: Requests that the gateway ended (by a stop string) and the scheduler may still run. What they cost
-            is to be asked.
-        sequences_ended_here: Sequences of other requests that ended likewise while more of the request runs, each with
-            its index.
+        ended_here: Requests that the gateway ended (by a stop string) and the scheduler may still run. The scheduler
+            must be asked for their cost.
+        sequences_ended_here: Sequences, by index, that the gateway ended likewise in requests that run on.
         failed: Requests that the scheduler refused or failed.
-        over: Requests that ended with this batch, which no scheduler works at any more.
-        broken: Requests that were failed here because one of their events could not be applied. The scheduler may still
-            run them.
-        unknown_handles: What the scheduler works at although nobody wants it (any more), for example because a client
-            left while the stream was broken.
+        over: Requests that ended with this batch and that no scheduler runs any more.
+        broken: Requests that failed here because one of their events could not be applied. The scheduler may still run
+            them.
+        unknown_handles: Handles of requests that the scheduler runs and nobody reads (any more), for example because a
+            client left while the stream was broken.
     """
 
     ended_here: list[LiveRequest] = field(default_factory=list)
@@ -54,13 +52,13 @@ class Outcome:
 class Ledger:
     """Finds live requests by tenant and id and by handle; a request is in it from `open` to `close`.
 
-    What was let in and is not open yet, or never will be, is counted too.
+    It also counts calls that were let in and have not opened a request yet.
     """
 
     def __init__(self, *, max_chunk_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
-        # Tenants choose their ids without knowing of each other's.
+        # Ids are unique within a tenant.
         self._by_id: dict[tuple[str, str], LiveRequest] = {}
         self._by_handle: dict[int, LiveRequest] = {}
         self._last_handle = 0
@@ -78,21 +76,21 @@ class Ledger:
         return self._by_id.get((tenant, request_id))
 
     def check_unused(self, tenant: str, request_id: str) -> None:
-        """Raises AlreadyExists when a live request of the tenant has the id."""
+        """Raises AlreadyExists if a live request of the tenant has the id."""
         if (tenant, request_id) in self._by_id:
             description = f'"{request_id}" names a request that is running; ids must be unique among running requests'
             violation = FieldViolation("request_id", description)
             raise AlreadyExists(f"request_id {description}", reason="REQUEST_ID_IN_USE", violations=[violation])
 
     def open(self, request: GenerationRequest, make_detokenizer: Callable[[], TextPieces]) -> LiveRequest:
-        """Enters a request. Raises AlreadyExists when a live request of its tenant has its id."""
+        """Adds a request. Raises AlreadyExists if a live request of its tenant has its id."""
         self.check_unused(request.tenant, request.request_id)
         live = self.prepare(request, make_detokenizer)
         self.enter(live)
         return live
 
     def prepare(self, request: GenerationRequest, make_detokenizer: Callable[[], TextPieces]) -> LiveRequest:
-        """A request that is to be entered, or not."""
+        """An entry that is not in the ledger yet."""
         stopping = request.stopping
         stop_strings = StopStrings(stopping.stop) if stopping.stop else None
         ending_token_ids = stopping.ending_token_ids
@@ -112,35 +110,35 @@ class Ledger:
         )
 
     def enter(self, live: LiveRequest) -> None:
-        """Finds it from now on. Nothing else may have its id."""
+        """Adds an entry. No other one may have its id."""
         request = live.request
         self._by_id[request.tenant, request.request_id] = live
         self._by_handle[live.handle] = live
         self._is_empty.clear()
 
     def close(self, live: LiveRequest) -> None:
-        """Forgets a request; events that still come for it are dropped. Idempotent."""
+        """Removes a request; later events of it are dropped. Idempotent."""
         if self._by_handle.pop(live.handle, None) is not None:
             del self._by_id[live.request.tenant, live.request.request_id]
-            self._look_whether_empty()
+            self._update_empty()
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """While the context runs, there is a call that was let in and may open a request yet."""
+        """Counts a call that was let in and may open a request while the context runs."""
         self._num_arriving += 1
         self._is_empty.clear()
         try:
             yield
         finally:
             self._num_arriving -= 1
-            self._look_whether_empty()
+            self._update_empty()
 
     async def wait_until_empty(self) -> None:
-        """Waits until no request is live, and none arrives."""
+        """Waits until no request is live or arriving."""
         await self._is_empty.wait()
 
     def of_replica(self, replica: str) -> list[LiveRequest]:
-        """The requests that a replica still works at."""
+        """The requests that a replica still runs."""
         return [
             live
             for live in self._by_handle.values()
@@ -148,17 +146,17 @@ class Ledger:
         ]
 
     def apply(self, replica: str, batch: EventBatch) -> Outcome:
-        """Applies what a replica says; events of requests that it does not have (any more) are dropped.
+        """Applies events of a replica; events of requests that it does not have (any more) are dropped.
 
-        An event that cannot be applied for a reason that nobody thought of fails its own request and no other.
+        An event that cannot be applied for an unforeseen reason fails its own request and no other.
 
         Raises:
-            TokenGapError: events are missing. Nothing wrong was forwarded; connecting again mends it.
+            TokenGapError: events are missing. Nothing wrong was forwarded; a new connection repeats them.
         """
         outcome = Outcome()
         touched: list[LiveRequest] = []
         self._apply_events(replica, (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed), outcome, touched)
-        # A completion comes together with the last end; where there is none, none will come.
+        # The scheduler reports a completion together with the last end. Without one, the request ended only here.
         outcome.ended_here = [live for live in touched if live.ends_here()]
         outcome.sequences_ended_here = [
             (live, index) for live, index in outcome.sequences_ended_here if not live.is_over and not live.awaits_usage
@@ -199,8 +197,8 @@ class Ledger:
                 live.complete(event)
                 outcome.over.append(live)
             case RequestFailed() if live.awaits_usage:
-                # All of it came before: what failed are tokens that nobody waits for.
-                live.settle()
+                # All of it came before: the failure concerns tokens after its end.
+                live.end_if_complete()
                 outcome.over.append(live)
             case RequestFailed():
                 outcome.failed.append((live, event.error))
@@ -213,7 +211,7 @@ class Ledger:
         live = self._by_handle.get(handle)
         return live is not None and live.replica == replica
 
-    def _look_whether_empty(self) -> None:
+    def _update_empty(self) -> None:
         if not self._by_id and not self._num_arriving:
             self._is_empty.set()
 

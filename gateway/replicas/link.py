@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeVar
@@ -10,9 +11,8 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from gateway.requests.live_request import LiveRequest
-from gateway.requests.sequence_stream import TokenGapError
-from gateway.schedulers.backoff import Backoff
+from gateway.replicas.events import EventBatch, Welcome
+from gateway.replicas.live import LiveRequest, TokenGapError
 from gateway.schedulers.scheduler_convert import (
     abort_message,
     credit_message,
@@ -24,7 +24,6 @@ from gateway.schedulers.scheduler_convert import (
     submit_message,
     welcome_from,
 )
-from gateway.schedulers.scheduler_events import EventBatch, Welcome
 from gateway.turns import Turns
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.rpc.channel import open_channel
@@ -36,12 +35,15 @@ from quire.settings import ConfigurationError
 _CONNECT = "/quire.scheduler.v1.SchedulerService/Connect"
 _WELCOME_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
+_MIN_BACKOFF_S = 0.01
+_MAX_BACKOFF_S = 0.25
 # A stream that breaks sooner does not reset the backoff.
 _STABLE_AFTER_S = 1.0
-# Credit is given for several messages at once: for each alone it would be a message up for every message down.
+# Credit is granted for several messages at once: otherwise each message down would need a message up.
 _MESSAGES_OF_CREDIT = 2
-# Those that are being handed out, and those on their way meanwhile.
+# Those that are applied now, and those on their way meanwhile.
 _MESSAGES_AHEAD = 2 * _MESSAGES_OF_CREDIT
+# A task that waits for an event runs in the turn after it, and writes in the next one.
 _TURNS_OF_A_READER = 2
 # These are detokenized in a few milliseconds. A durable output that is read again comes in messages of many more.
 _TOKENS_AT_ONCE = 256
@@ -49,51 +51,67 @@ Answer = TypeVar("Answer")
 _logger = logging.getLogger(__name__)
 
 
-class SchedulerListener(Protocol):
-    """Hears what happens on a stream. Synchronous: the stream is not read while a method runs."""
+class Backoff:
+    """Delays that double from 10 to 250 ms; jitter keeps many gateways from coming back at once."""
+
+    def __init__(self, source: random.Random | None = None) -> None:
+        self._random = source or random.Random()
+        self._delay_s = _MIN_BACKOFF_S
+
+    def next_delay_s(self) -> float:
+        delay_s, self._delay_s = self._delay_s, min(self._delay_s * 2, _MAX_BACKOFF_S)
+        return delay_s * self._random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        """Call it after a success."""
+        self._delay_s = _MIN_BACKOFF_S
+
+
+class LinkListener(Protocol):
+    """Learns what happens on a stream. Synchronous: the stream is not read while a method runs."""
 
     def check_welcome(self, welcome: Welcome) -> None:
-        """Raises SchedulerRefusedError when this scheduler cannot be used."""
+        """Raises SchedulerRefusedError if this scheduler cannot be used."""
         ...
 
-    def on_connected(self, client: "SchedulerClient") -> None:
+    def on_connected(self, link: "SchedulerLink") -> None:
         """The stream is open."""
         ...
 
-    def on_readiness(self, client: "SchedulerClient") -> None:
+    def on_readiness(self, link: "SchedulerLink") -> None:
         """The scheduler of an open stream lost its worker, or has one again, or drains."""
         ...
 
-    def on_events(self, client: "SchedulerClient", batch: EventBatch) -> None:
-        """Gets what happened, a limited number of tokens at a time. Raises TokenGapError when events are missing; the
-        stream is opened anew."""
+    def on_events(self, link: "SchedulerLink", batch: EventBatch) -> None:
+        """Takes events, a limited number of tokens at a time. Raises TokenGapError if events are missing; the stream is
+        opened anew."""
         ...
 
     def on_not_sent(self, live: LiveRequest, error: Exception) -> None:
-        """No message could be made of a request."""
+        """A request could not be serialized."""
         ...
 
-    def on_disconnected(self, client: "SchedulerClient") -> None:
+    def on_disconnected(self, link: "SchedulerLink") -> None:
         """An open stream broke."""
         ...
 
 
 class SchedulerRefusedError(Exception):
-    """The scheduler is not one that this gateway can use; it is asked again later."""
+    """This gateway cannot use the scheduler; it tries again later."""
 
 
-class SchedulerClient:
-    """Keeps one stream to one scheduler open for as long as `run` runs, and reconnects with backoff.
+class SchedulerLink:
+    """Keeps one stream to one scheduler open while `run` runs, and reconnects with backoff.
 
-    Nothing is ever sent to a scheduler that is not connected: in `on_connected` the listener submits again whatever
-    should run there, and the scheduler then ends what else it has of this gateway.
+    Nothing is sent to a scheduler that is not connected: in `on_connected` the listener submits again whatever should
+    run there, and the scheduler then ends all other requests of this gateway.
 
     Attributes:
         address: Where the scheduler listens.
-        welcome: What the scheduler said last, None before the first time.
+        welcome: The scheduler's last welcome; None before the first one.
         is_connected: Whether a stream is open.
-        is_ready: Whether the scheduler runs steps, too: it has its worker.
-        problem: Why no stream is open; None before the first attempt, and while one is.
+        is_ready: Whether, in addition, the scheduler has its worker and runs steps.
+        problem: Why no stream is open; None before the first attempt, and while one is open.
     """
 
     def __init__(
@@ -103,7 +121,7 @@ class SchedulerClient:
         gateway_id: str,
         grace_period_ms: int,
         model: ModelFingerprint,
-        listener: SchedulerListener,
+        listener: LinkListener,
         tls: TlsIdentity | None = None,
     ) -> None:
         self.address = address
@@ -112,44 +130,44 @@ class SchedulerClient:
         self.is_connected = False
         self.is_ready = False
         self.problem: str | None = None
-        # For unary calls, which end when the stream does; None while none is open.
+        # For unary calls, which end with the stream; None while none is open.
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
         self._hello = hello_message(gateway_id, grace_period_ms, model)
         self._listener = listener
-        # A request stands for its submission, which is made when it is written: after a reconnect there are many.
+        # A request stands for its submission, which is serialized when it is written: after a reconnect there are many.
         self._outbox: deque[scheduler_pb2.ConnectRequest | LiveRequest] = deque()
         self._has_mail = asyncio.Event()
         self._outbox_is_empty = asyncio.Event()
 
     @property
     def model(self) -> ModelFingerprint:
-        """What the scheduler said last of its model."""
+        """The model of the last welcome."""
         return UNKNOWN_MODEL if self.welcome is None else self.welcome.model
 
     def submit(self, live: LiveRequest) -> None:
-        """Sends a request, with the tokens that it has already, soon."""
+        """Queues a request, with the tokens that it has already, for sending."""
         self._send(live)
 
     def abort(self, handle: int, sequence_index: int | None = None, *, wants_usage: bool = False) -> None:
-        """Asks to end a request, or one sequence of it, soon, and to say what it has cost. Without a stream there is
-        nothing to end."""
+        """Queues the end of a request, or of one sequence of it; optionally the scheduler reports its cost. No effect
+        without a stream."""
         if self.is_connected:
             self._send(abort_message(handle, sequence_index, wants_usage=wants_usage))
 
     def resume(self, live: LiveRequest) -> None:
-        """Takes a durable request over, soon. Its stream must be open."""
+        """Queues the takeover of a durable request. The stream must be open."""
         self._send(resume_message(live))
 
     def detach(self, handle: int) -> None:
-        """Leaves a durable request to whoever resumes it, soon. Without a stream it is so already."""
+        """Queues that nobody reads a durable request any more. No effect without a stream: the scheduler knows."""
         if self.is_connected:
             self._send(detach_message(handle))
 
     async def ask(self, call: Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Answer]]) -> Answer:
-        """What a unary call answers.
+        """The answer to a unary call.
 
         Raises:
-            QuireError: what the scheduler said, or Unavailable where it is not connected (any more).
+            QuireError: the scheduler's error, or Unavailable if it is not connected (any more).
         """
         unconnected = Unavailable(f"scheduler {self.address} is not connected", reason="NO_SCHEDULER")
         if self._stub is None:
@@ -159,21 +177,21 @@ class SchedulerClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:
-            # gRPC raises it also in a call whose channel closes, which is no cancellation of ours.
+            # gRPC also raises it in a call whose channel closes, which is not a cancellation of this task.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             raise unconnected from None
 
     async def flush(self) -> None:
-        """Waits until everything that was sent before is written, or the stream is gone, or a second passed."""
+        """Waits until everything that was queued before is written, the stream is broken, or a second has passed."""
         if not self.is_connected:
             return
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._outbox_is_empty.wait()
         except TimeoutError:
-            _logger.warning("scheduler %s does not take what is sent to it", self.address)
+            _logger.warning("scheduler %s does not read its stream", self.address)
 
     async def run(self) -> None:
         """Connects, reads, reconnects; ends only by cancellation."""
@@ -190,7 +208,7 @@ class SchedulerClient:
                 problem = str(error)
                 is_refused = isinstance(error, FailedPrecondition | SchedulerRefusedError)
             except Exception as error:
-                # Whatever it is, it is no reason to end the other streams; another stream may be served.
+                # An unforeseen error must not end the other streams, and the next stream may work.
                 problem = f"{type(error).__name__}: {error}"
                 if problem != last_problem:
                     _logger.exception("the stream to scheduler %s failed unexpectedly", self.address)
@@ -199,7 +217,7 @@ class SchedulerClient:
                 if was_connected:
                     self._disconnect()
             if was_connected or problem != last_problem:
-                # Before the first connection it is no news that a scheduler is not there yet.
+                # Before the first connection a scheduler may not have started yet.
                 level = logging.INFO if self.welcome is None and not is_refused else logging.WARNING
                 _logger.log(level, "scheduler %s: %s; connecting again", self.address, problem)
             self.problem = last_problem = problem
@@ -211,7 +229,7 @@ class SchedulerClient:
         """One stream from Hello to its end. Raises QuireError when it breaks."""
         async with open_channel(self.address, tls=self._tls) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            # What is written is serialized here: gRPC itself would send nothing for a message that cannot be, and wait.
+            # Messages are serialized here: with one that cannot be serialized, gRPC would send nothing and wait.
             call = channel.stream_stream(_CONNECT, response_deserializer=scheduler_pb2.ConnectResponse.FromString)()
             try:
                 responses = aiter(call)
@@ -222,12 +240,12 @@ class SchedulerClient:
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
             finally:
-                # Before the channel closes: nothing can be called on it then.
+                # Before the channel closes: no call can use it then.
                 self._stub = None
                 call.cancel()
 
     async def _greet(self, call: Any, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> Welcome:
-        # In a task of its own: a gRPC call that is cancelled while it starts swallows the cancellation of its caller.
+        # In its own task: a gRPC call that is cancelled while it starts swallows the cancellation of its caller.
         exchange = asyncio.create_task(_exchange_hello(call, self._hello, responses))
         try:
             await asyncio.wait([exchange], timeout=_WELCOME_TIMEOUT_S)
@@ -237,13 +255,13 @@ class SchedulerClient:
         finally:
             if not exchange.done():
                 call.cancel()
-                # A write that waits for the connection is not woken by the call's end.
+                # The call's end does not wake a write that waits for the connection.
                 exchange.cancel()
                 await asyncio.wait([exchange])
 
     def _connect(self, welcome: Welcome) -> None:
-        # Whatever its epoch is: a stream is opened when the one before is over, so this one is of the newer scheduler,
-        # even where the clock that epochs are made from went back.
+        # The epoch is not compared: a stream is opened after the end of the one before, so its scheduler is the newer
+        # one, even if the clock that epochs are made from went back.
         self._listener.check_welcome(welcome)
         self._outbox.clear()
         self._has_mail.clear()
@@ -264,14 +282,14 @@ class SchedulerClient:
         self._listener.on_disconnected(self)
 
     async def _serve(self, call: Any, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> None:
-        """Reads and writes until the stream ends. When one of both fails, so does the other: a stream that is only
-        read, or only written to, serves nobody."""
+        """Reads and writes until the stream ends. The failure of one ends the other: a stream that is only read, or
+        only written to, serves nobody."""
         reader = asyncio.create_task(self._read(responses))
         writer = asyncio.create_task(self._write_outbox(call))
         try:
             await asyncio.wait([reader, writer], return_when=asyncio.FIRST_COMPLETED)
             if not reader.done() and writer.exception() is None:
-                # The stream broke. What is read last says why.
+                # The stream broke. The reader learns why.
                 await asyncio.wait([reader], timeout=_CLOSE_TIMEOUT_S)
             for task in (reader, writer):
                 if task.done() and not task.cancelled():
@@ -305,7 +323,7 @@ class SchedulerClient:
             self._listener.on_readiness(self)
 
     async def _write_outbox(self, call: Any) -> None:
-        """Writes until the stream breaks; the reader then learns why. Whatever else goes wrong is raised."""
+        """Writes until the stream breaks, of which the reader learns the cause. Other errors are raised."""
         try:
             while True:
                 await self._has_mail.wait()
@@ -320,7 +338,7 @@ class SchedulerClient:
             return
 
     def _serialized(self, mail: scheduler_pb2.ConnectRequest | LiveRequest) -> bytes | None:
-        """What is written; None for a request that cannot be, which the listener hears."""
+        """The bytes to write; None for a request that cannot be serialized, which the listener learns."""
         if not isinstance(mail, LiveRequest):
             return mail.SerializeToString()
         try:
@@ -336,8 +354,8 @@ class SchedulerClient:
 
 
 async def _let_readers_run() -> None:
-    """Gives every stream that has news its turn before more news are asked for. A gateway that cannot keep up gets
-    fewer messages then, each of more tokens, and no queue of old ones."""
+    """Lets every stream with news write them before more are read. So a gateway that cannot keep up gets fewer
+    messages, each with more tokens, and no queue of old ones."""
     for _ in range(_TURNS_OF_A_READER):
         await asyncio.sleep(0)
 
@@ -345,7 +363,7 @@ async def _let_readers_run() -> None:
 async def _exchange_hello(
     call: Any, hello: scheduler_pb2.ConnectRequest, responses: AsyncIterator[scheduler_pb2.ConnectResponse]
 ) -> Welcome:
-    # A write to a call that failed already says nothing of the cause; the read does.
+    # A write to a call that has failed does not tell the cause; the read does.
     with contextlib.suppress(asyncio.InvalidStateError):
         await call.write(hello.SerializeToString())
     answer = await anext(responses, None)

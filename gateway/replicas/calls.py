@@ -1,0 +1,172 @@
+"""Unary calls to the schedulers: requests by their ids, and pinned prefixes. All replicas get them."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from gateway.replicas.link import SchedulerLink
+from gateway.requests.request import GenerationRequest
+from gateway.schedulers.submitted_convert import request_from_submit
+from quire.arrays import encode_int32
+from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable
+from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+Answer = TypeVar("Answer")
+_Call = Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Answer]]
+_TIMEOUT_S = 5.0
+# A replica that has a request keeps a copy of it when it moves to another one. The copies are compared if both replicas
+# answer; one that hangs does not delay the reader for longer.
+_OTHERS_WAIT_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRequest:
+    """A durable request at a scheduler.
+
+    Attributes:
+        is_over: Whether it has ended.
+        num_generated_tokens: Its tokens so far, of all sequences that are returned.
+        address: The scheduler's.
+    """
+
+    request: GenerationRequest
+    is_over: bool
+    num_generated_tokens: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A prefix that schedulers keep; `num_tokens` are in whole blocks."""
+
+    pin_id: str
+    num_tokens: int
+    num_blocks: int
+
+
+class SchedulerCalls:
+    """Asks all replicas at once, since any of them may have a request, or get one with a pinned prefix."""
+
+    def __init__(self, links: Mapping[str, SchedulerLink]) -> None:
+        self._links = links
+        # Cancellations without an answer yet: an event loop alone does not keep its tasks alive.
+        self._late: set[asyncio.Task[Any]] = set()
+
+    async def find_durable(self, tenant: str, request_id: str) -> FoundRequest:
+        """If several replicas have it, since it has moved from one to another: the one that still runs it and has most
+        of it. Replicas that answer much later than the first one that has it are ignored.
+
+        Raises:
+            NotFound: no replica has it.
+            Unavailable: no replica that answered has it, and one did not answer.
+        """
+        asked = scheduler_pb2.FindDurableRequest(tenant=tenant, request_id=request_id)
+        asking = self._ask_all(lambda stub: stub.FindDurable(asked, timeout=_TIMEOUT_S))
+        try:
+            answers = await _answers(asking, request_id, others_wait_s=_OTHERS_WAIT_S)
+        finally:
+            for task in asking:
+                task.cancel()
+        address, answer = max(answers, key=lambda found: (not found[1].is_over, found[1].generated_tokens))
+        return FoundRequest(request_from_submit(answer.submit), answer.is_over, answer.generated_tokens, address)
+
+    async def cancel(self, tenant: str, request_id: str) -> None:
+        """Ends a request, durable or not, at any gateway. Returns when one replica has ended it; copies on other
+        replicas end when those answer. Raises as `find_durable` does."""
+        asked = scheduler_pb2.CancelRequest(tenant=tenant, request_id=request_id)
+        asking = self._ask_all(lambda stub: stub.Cancel(asked, timeout=_TIMEOUT_S))
+        for task in asking:
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+        await _answers(asking, request_id, others_wait_s=0)
+
+    # The id of a pin comes from its content, so it is the same on all replicas. A replica that fails does not undo the
+    # others, which may have had the pin before; pinning or unpinning again makes all replicas equal.
+
+    async def pin(self, tenant: str, token_ids: Sequence[int], time_to_live_ms: int, *, timeout_s: float | None) -> Pin:
+        """Pins a prefix on every connected replica; returns the shortest pin.
+
+        Raises:
+            QuireError: a replica refuses it or does not answer, or none is connected.
+        """
+        request = scheduler_pb2.PinPrefixRequest(
+            tenant=tenant, token_ids=encode_int32(token_ids), time_to_live_ms=time_to_live_ms
+        )
+        answers, errors = await self._ask_connected(lambda stub: stub.PinPrefix(request, timeout=timeout_s))
+        if errors:
+            raise errors[0]
+        pins = [Pin(answer.pin_id, answer.pinned_tokens, answer.pinned_blocks) for answer in answers]
+        return min(pins, key=lambda pin: pin.num_tokens)
+
+    async def unpin(self, tenant: str, pin_id: str, *, timeout_s: float | None) -> None:
+        """Ends a pin on every connected replica.
+
+        Raises:
+            QuireError: NotFound if no replica has it; else the error of one.
+        """
+        request = scheduler_pb2.UnpinPrefixRequest(tenant=tenant, pin_id=pin_id)
+        answers, errors = await self._ask_connected(lambda stub: stub.UnpinPrefix(request, timeout=timeout_s))
+        for error in errors:
+            if not isinstance(error, NotFound):
+                raise error
+        if not answers:
+            raise errors[0]
+
+    async def _ask_connected(self, call: _Call[Answer]) -> tuple[list[Answer], list[QuireError]]:
+        """The answers and the errors of all connected replicas. Raises Unavailable if there is none."""
+        links = [link for link in self._links.values() if link.is_connected]
+        if not links:
+            raise Unavailable("no scheduler is connected", reason="NO_SCHEDULER")
+        outcomes = await asyncio.gather(*(_outcome(link, call) for link in links))
+        errors = [outcome for outcome in outcomes if isinstance(outcome, QuireError)]
+        return [outcome for outcome in outcomes if not isinstance(outcome, QuireError)], errors
+
+    def _ask_all(self, call: _Call[Answer]) -> "dict[asyncio.Task[Answer | QuireError], str]":
+        """The calls to all replicas, each with the replica's address."""
+        return {asyncio.create_task(_outcome(link, call)): address for address, link in self._links.items()}
+
+
+def no_such_request(request_id: str) -> NotFound:
+    """The error for a request that another tenant has, or nobody (any more)."""
+    description = f'"{request_id[:128]}" names no running request'
+    violation = FieldViolation("request_id", description)
+    return NotFound(f"request_id {description}", reason="REQUEST_NOT_FOUND", violations=[violation])
+
+
+async def _answers(
+    asking: "Mapping[asyncio.Task[Answer | QuireError], str]", request_id: str, *, others_wait_s: float
+) -> list[tuple[str, Answer]]:
+    """The addresses and answers of the replicas that do not answer with an error: at least one. After the first one,
+    the others have `others_wait_s` to answer."""
+    found: list[tuple[str, Answer]] = []
+    errors: list[QuireError] = []
+    pending = set(asking)
+    deadline = None
+    while pending:
+        timeout = None if deadline is None else max(deadline - time.monotonic(), 0)
+        done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            break
+        for task in done:
+            answer = task.result()
+            if isinstance(answer, QuireError):
+                errors.append(answer)
+            else:
+                found.append((asking[task], answer))
+        if found and deadline is None:
+            deadline = time.monotonic() + others_wait_s
+    if found:
+        return found
+    for error in errors:
+        if not isinstance(error, NotFound):
+            raise error
+    raise no_such_request(request_id)
+
+
+async def _outcome(link: SchedulerLink, call: _Call[Answer]) -> Answer | QuireError:
+    try:
+        return await link.ask(call)
+    except QuireError as error:
+        return error

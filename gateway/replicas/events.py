@@ -1,0 +1,267 @@
+"""What happens to requests, as values: what schedulers report, and what clients get."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.compatibility import ModelFingerprint, ProtocolVersions
+from quire.logprob_columns import LogprobColumns
+from quire.rpc.errors import QuireError
+
+# Columns become objects in pieces of this many positions.
+_PIECE = 64
+
+TokenIds = Sequence[int] | NDArray[np.int32]
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The cost of a request; times in milliseconds, as the contract defines them."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int = 0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    preemptions: int = 0
+
+
+class Logprob(NamedTuple):
+    """Natural logarithm of a token's probability; `rank` is 1 for the most likely token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class PositionLogprobs(NamedTuple):
+    """The log probabilities at one position: of the chosen token, and of the most likely ones, best first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+
+
+class TokenLogprobs(Collection[PositionLogprobs]):
+    """Log probabilities of tokens, kept as columns. There may be a million positions, so their objects are made while
+    they are read, and are not kept."""
+
+    def __init__(self, token_ids: TokenIds = (), columns: LogprobColumns | None = None) -> None:
+        """The tokens at the first positions, [m], and their log probabilities."""
+        self._pieces: list[tuple[TokenIds, LogprobColumns]] = []
+        self._length = 0
+        if columns is not None:
+            self.add(token_ids, columns)
+
+    def add(self, token_ids: TokenIds, columns: LogprobColumns) -> None:
+        """The tokens at the next positions, [m], and their log probabilities."""
+        self._pieces.append((token_ids, columns))
+        self._length += len(columns)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[PositionLogprobs]:
+        for token_ids, columns in self._pieces:
+            begins = range(0, len(columns), _PIECE)
+            parts = columns.split(min(_PIECE, len(columns) - begin) for begin in begins)
+            for begin, part in zip(begins, parts, strict=True):
+                yield from _positions(token_ids[begin : begin + _PIECE], part)
+
+    def __contains__(self, position: object) -> bool:
+        return any(each == position for each in self)
+
+
+def _positions(token_ids: TokenIds, columns: LogprobColumns) -> Iterator[PositionLogprobs]:
+    top_ids, top = columns.top_token_ids.tolist(), columns.top_logprobs.tolist()
+    begin = 0
+    arrays = (columns.chosen_logprobs, columns.chosen_ranks, columns.top_counts)
+    for token_id, logprob, rank, count in zip(token_ids, *(array.tolist() for array in arrays), strict=True):
+        end = begin + count
+        best = map(Logprob, top_ids[begin:end], top[begin:end], range(1, count + 1))
+        yield PositionLogprobs(Logprob(int(token_id), logprob, rank), tuple(best))
+        begin = end
+
+
+# What clients get: chunks, one Finished per sequence, one Completed at the end.
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one sequence. `offset` counts the tokens before them; `logprobs` has one entry a token, or none."""
+
+    sequence_index: int
+    offset: int
+    token_ids: list[int]
+    text: str
+    logprobs: Collection[PositionLogprobs] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a sequence of `num_tokens` tokens, with the `stop_string` or `stop_token_id` that ended it, if any."""
+
+    sequence_index: int
+    num_tokens: int
+    reason: FinishReason
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The end of a request. `prompt_logprobs`, if requested, has one entry per prompt token from the second one on."""
+
+    usage: Usage
+    prompt_logprobs: Collection[PositionLogprobs] = ()
+
+
+Event = Chunk | Finished | Completed
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedSequence:
+    """A finished sequence as a whole."""
+
+    token_ids: list[int]
+    text: str
+    logprobs: Collection[PositionLogprobs]
+    finished: Finished
+
+
+# What schedulers report.
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The properties of a replica. See quire.scheduler.v1.Welcome."""
+
+    scheduler_epoch: int
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    durable_grace_s: float = field(default=0.0, kw_only=True)
+    architecture: str
+    dtype: str
+    max_logprobs: int
+    protocol: ProtocolVersions
+    model: ModelFingerprint
+
+
+@dataclass(slots=True)
+class TokenRun:
+    """Consecutive tokens of one sequence; `logprobs`, if requested, has one position a token."""
+
+    handle: int
+    sequence_index: int
+    offset: int
+    token_ids: list[int]
+    logprobs: LogprobColumns | None = None
+
+    def piece(self, start: int, end: int) -> "TokenRun":
+        """The tokens from `start` to before `end`, as far as there are any."""
+        token_ids = self.token_ids[start:end]
+        logprobs = None if self.logprobs is None else self.logprobs.part(start, start + len(token_ids))
+        return TokenRun(self.handle, self.sequence_index, self.offset + start, token_ids, logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRun:
+    """Log probabilities of consecutive prompt tokens; `first_position` is the index of the first of them."""
+
+    handle: int
+    first_position: int
+    token_ids: NDArray[np.int32]
+    columns: LogprobColumns
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnded:
+    """A sequence ended after `num_tokens` tokens, which were reported before."""
+
+    handle: int
+    sequence_index: int
+    num_tokens: int
+    reason: FinishReason
+    stop_token_id: int | None
+    cumulative_logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """All sequences of a request ended. `usage` is None if the gateway aborted a request that the scheduler does not
+    know (any more)."""
+
+    handle: int
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """A request was refused, or failed while it ran."""
+
+    handle: int
+    error: QuireError
+
+
+RequestEvent = TokenRun | PromptRun | SequenceEnded | RequestEnded | RequestFailed
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """The events of one or more steps. They are applied in the order `prompt_runs`, `runs`, `ended`, `completed`,
+    `failed`: log probabilities of a prompt are reported no later than the tokens that follow it."""
+
+    runs: list[TokenRun]
+    ended: list[SequenceEnded]
+    completed: list[RequestEnded]
+    failed: list[RequestFailed]
+    prompt_runs: list[PromptRun] = field(default_factory=list)
+
+    def parts(self, max_tokens: int) -> "list[EventBatch]":
+        """Batches of at most that many tokens, or about as many ends, which together are this one when they are applied
+        in order. A request's completion is in the same part as its ends."""
+        if sum(len(run.token_ids) for run in self.runs) + len(self.ended) <= max_tokens:
+            return [self]
+        parts: list[list[TokenRun]] = [[]]
+        room = max_tokens
+        for run in self.runs:
+            start = 0
+            while start < len(run.token_ids):
+                if not room:
+                    parts.append([])
+                    room = max_tokens
+                piece = run.piece(start, start + room)
+                parts[-1].append(piece)
+                start += len(piece.token_ids)
+                room -= len(piece.token_ids)
+        batches = [EventBatch([], [], [], [], self.prompt_runs), *(EventBatch(runs, [], [], []) for runs in parts)]
+        ends: dict[int, list[SequenceEnded]] = {completion.handle: [] for completion in self.completed}
+        for end in self.ended:
+            ends.setdefault(end.handle, []).append(end)
+        completed = {completion.handle: completion for completion in self.completed}
+        for handle, of_request in ends.items():
+            if len(batches[-1].ended) >= max_tokens or batches[-1].runs:
+                batches.append(EventBatch([], [], [], []))
+            batches[-1].ended.extend(of_request)
+            if handle in completed:
+                batches[-1].completed.append(completed[handle])
+        return [*batches, EventBatch([], [], [], self.failed)]

@@ -1,0 +1,545 @@
+"""A live request from its arrival to its end: its sequences, and what its client has not got yet."""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from gateway.replicas.events import (
+    Chunk,
+    Completed,
+    Event,
+    Finished,
+    FinishReason,
+    GeneratedSequence,
+    PromptRun,
+    RequestEnded,
+    SequenceEnded,
+    TokenLogprobs,
+    TokenRun,
+    Usage,
+)
+from gateway.requests.request import GenerationRequest
+from gateway.text.detokenizer import TextPieces
+from gateway.text.stop import StopMatcher, StopStrings
+from gateway.turns import Turns
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
+from quire.logprob_columns import LogprobColumns, LogprobLog
+from quire.rpc.errors import Internal, QuireError
+
+_logger = logging.getLogger(__name__)
+
+
+class TokenGapError(Exception):
+    """Tokens are missing between those that came before and those that come now."""
+
+
+class SequenceStream:
+    """One sequence of a live request: takes each token exactly once, in order, and returns text, coalesced while the
+    client is busy.
+
+    Invariants: `token_ids` are all tokens of the sequence, so their number is the offset of the next event; the pending
+    columns are those of the tokens that were not taken yet; once `finished` is set, no token is accepted.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: TextPieces,
+        stop_strings: StopStrings | None,
+        ending_token_ids: frozenset[int],
+        *,
+        min_tokens: int = 0,
+        include_stop_string: bool = False,
+    ) -> None:
+        """Neither a stop string nor a token ends the sequence before token `min_tokens` + 1."""
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finished: Finished | None = None
+        self._detokenizer = detokenizer
+        self._matcher = None if stop_strings is None else StopMatcher(stop_strings)
+        self._ending_token_ids = ending_token_ids
+        self._min_tokens = min_tokens
+        self._includes_stop_string = include_stop_string
+        # A token that ends the sequence has no text, but only the scheduler knows whether it did end it.
+        self._withheld_token: int | None = None
+        self._taken = 0
+        # What the client has already: tokens, and characters of their text if it counts them.
+        self._known_tokens = 0
+        self._known_characters: int | None = None
+        # Text that the client lacks, of tokens that it has.
+        self._left_over_text = ""
+        self._finish_taken = False
+        self._pending_texts: list[str] = []
+        self._pending_logprobs = LogprobLog()
+        # Text that became certain after the last token.
+        self._last_text = ""
+        self._cumulative_logprob: float | None = None
+
+    def accept(self, offset: int, token_ids: Sequence[int], logprobs: LogprobColumns | None = None) -> int:
+        """Takes the new ones among these tokens; returns their number.
+
+        Tokens that came before are dropped, and so are tokens after the end: the scheduler generates them until it
+        learns that a stop string ended the sequence here.
+
+        `offset` is the position of the first one in the output; `logprobs` has one position a token.
+
+        Raises:
+            TokenGapError: tokens before `offset` never came.
+        """
+        if self.finished is not None:
+            return 0
+        before = len(self.token_ids)
+        seen = before - offset
+        if seen < 0:
+            raise TokenGapError(f"sequence {self.index} has {before} tokens, an event starts at {offset}")
+        chosen = None if logprobs is None else logprobs.chosen_logprobs.tolist()
+        for position in range(seen, len(token_ids)):
+            if self.finished is not None:
+                break
+            if chosen is not None:
+                self._cumulative_logprob = (self._cumulative_logprob or 0.0) + chosen[position]
+            self._accept_token(token_ids[position])
+        count = len(self.token_ids) - before
+        if logprobs is not None and count:
+            self._pending_logprobs.append(logprobs.part(seen, seen + count))
+        return count
+
+    def end(
+        self, num_tokens: int, reason: FinishReason, stop_token_id: int | None, cumulative_logprob: float | None
+    ) -> None:
+        """The scheduler ended the sequence. No effect if it is finished already.
+
+        Raises:
+            TokenGapError: another number of tokens came.
+        """
+        if self.finished is not None:
+            return
+        if num_tokens != len(self.token_ids):
+            raise TokenGapError(f"sequence {self.index} ended with {num_tokens} tokens, {len(self.token_ids)} came")
+        text = self._detokenizer.push(self._withheld_token) if self._withheld_token not in (None, stop_token_id) else ""
+        stop_string = self._release_rest(text + self._detokenizer.flush())
+        if stop_string is not None:
+            reason, stop_token_id = FinishReason.STOP, None
+        # The sum of the log probabilities that came; without them, that of a scheduler which chose among sequences.
+        if self._cumulative_logprob is not None:
+            cumulative_logprob = self._cumulative_logprob
+        self.finished = Finished(self.index, num_tokens, reason, stop_string, stop_token_id, cumulative_logprob)
+
+    def end_if_complete(self, max_tokens: int) -> None:
+        """Ends the sequence, as the scheduler would, if its last token or its length ends it."""
+        if self._withheld_token is not None:
+            self.end(len(self.token_ids), FinishReason.STOP, self._withheld_token, self._cumulative_logprob)
+        elif len(self.token_ids) >= max_tokens:
+            self.end(len(self.token_ids), FinishReason.LENGTH, None, self._cumulative_logprob)
+
+    def skip(
+        self, num_tokens: int, num_characters: int | None = None, *, cumulative_logprob: float | None = None
+    ) -> None:
+        """The client has this many tokens, and this many characters of text or the text of those tokens.
+
+        Call it before anything is taken. Tokens that come from the client itself bring the sum of their log
+        probabilities, if it has that; call `drop_skipped` when they are accepted.
+        """
+        self._known_tokens = num_tokens
+        self._known_characters = num_characters
+        if cumulative_logprob is not None:
+            self._cumulative_logprob = cumulative_logprob
+
+    def drop_skipped(self) -> None:
+        """Drops the text and the log probabilities of skipped tokens that came."""
+        count = min(self._known_tokens, len(self.token_ids)) - self._taken
+        if count <= 0:
+            return
+        text = "".join(self._pending_texts[:count])
+        if self._known_characters is not None:
+            self._left_over_text += self._unknown_text(text)
+        self._taken += count
+        del self._pending_texts[:count]
+        self._take_logprobs(count)
+
+    @property
+    def num_pending(self) -> int:
+        """The tokens that were not taken yet."""
+        return len(self.token_ids) - self._taken
+
+    def take_chunk(self, max_tokens: int) -> Chunk | None:
+        """The next tokens, at most `max_tokens`, or None."""
+        self.drop_skipped()
+        offset, end = self._taken, min(self._taken + max_tokens, len(self.token_ids))
+        count = end - offset
+        text = self._unknown_text("".join(self._pending_texts[:count]))
+        if end == len(self.token_ids):
+            text, self._last_text = text + self._unknown_text(self._last_text), ""
+        text, self._left_over_text = self._left_over_text + text, ""
+        if not count and not text:
+            return None
+        token_ids = self.token_ids[offset:end]
+        chunk = Chunk(self.index, offset, token_ids, text, TokenLogprobs(token_ids, self._take_logprobs(count)))
+        self._taken = end
+        del self._pending_texts[:count]
+        return chunk
+
+    def take_finished(self) -> Finished | None:
+        """The end of the sequence, once, after all chunks."""
+        if self._finish_taken or self.num_pending:
+            return None
+        self._finish_taken = self.finished is not None
+        return self.finished
+
+    def _unknown_text(self, text: str) -> str:
+        known = self._known_characters or 0
+        if self._known_characters is not None:
+            self._known_characters = max(known - len(text), 0)
+        return text[known:]
+
+    def _accept_token(self, token_id: int) -> None:
+        text = ""
+        if self._withheld_token is not None:
+            text = self._detokenizer.push(self._withheld_token)
+            self._withheld_token = None
+        if token_id in self._ending_token_ids:
+            self._withheld_token = token_id
+        else:
+            text += self._detokenizer.push(token_id)
+        self.token_ids.append(token_id)
+        if self._matcher is None:
+            self._pending_texts.append(text)
+            return
+        certain, stop_string = self._match(self._matcher, text)
+        self._pending_texts.append(certain)
+        if stop_string is not None:
+            self.finished = Finished(
+                self.index,
+                len(self.token_ids),
+                FinishReason.STOP,
+                stop_string=stop_string,
+                cumulative_logprob=self._cumulative_logprob,
+            )
+
+    def _take_logprobs(self, count: int) -> LogprobColumns | None:
+        return self._pending_logprobs.take(count) if self._pending_logprobs else None
+
+    def _release_rest(self, text: str) -> str | None:
+        """Adds the text after the last token; returns the stop string that it completed, if any."""
+        stop_string = None
+        if self._matcher is not None:
+            text, stop_string = self._match(self._matcher, text)
+            if stop_string is None:
+                text += self._matcher.flush()
+        self._last_text += text
+        return stop_string
+
+    def _match(self, matcher: StopMatcher, text: str) -> tuple[str, str | None]:
+        """The text that is certain with the newest token, and the stop string that ends the sequence, if any."""
+        if len(self.token_ids) <= self._min_tokens:
+            return matcher.pass_over(text), None
+        certain, stop_string = matcher.push(text)
+        return (certain + stop_string if stop_string and self._includes_stop_string else certain), stop_string
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """The memory of one token.
+
+    Attributes:
+        kept: Until its request ends.
+        pending: Until its client gets it.
+        prompt: Of a prompt token that has log probabilities.
+    """
+
+    kept: int
+    pending: int
+    prompt: int
+
+
+class LiveRequest:
+    """The ledger's entry of one request. Writers (the scheduler's events) never wait for the reader (the client).
+
+    Attributes:
+        request: What the caller requested; together with `sequences` it is all that another scheduler needs to go on.
+        handle: The request's number on scheduler streams.
+        sequences: One stream per sequence.
+        replica: Address of the scheduler that has the request; None while it waits for one.
+        submissions: How often it was sent to a scheduler, except to those that drained.
+        is_prepared: Whether it may be submitted; not while it takes tokens that its caller holds.
+        moves: How often it left a scheduler that had no worker, since its last token.
+        model: The model of the scheduler that its tokens come from, or that has it; unknown before.
+        prompt_logprobs: Log probabilities of the prompt tokens from the second one on, as far as they came.
+        usage: What it cost; None until it is completed.
+        awaits_usage: Whether all its sequences ended here, and the scheduler has yet to report the cost.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        handle: int,
+        sequences: Sequence[SequenceStream],
+        *,
+        max_chunk_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.request = request
+        self.handle = handle
+        self.sequences = tuple(sequences)
+        self.replica: str | None = None
+        self.submissions = 0
+        self.is_prepared = True
+        self.moves = 0
+        self.model = UNKNOWN_MODEL
+        self.awaits_usage = False
+        self.prompt_logprobs = TokenLogprobs()
+        self.usage: Usage | None = None
+        # All tokens of a durable request, whose client may come back for them.
+        self._logprobs = [LogprobLog() for _ in self.sequences]
+        self._count_bytes: Callable[[int], object] = lambda num_bytes: None
+        self._token_bytes = TokenBytes(0, 0, 0)
+        self._max_chunk_tokens = max_chunk_tokens
+        self._clock = clock
+        self._arrived_at = clock()
+        self._first_token_at: float | None = None
+        self._last_token_at = self._arrived_at
+        self._error: QuireError | None = None
+        self._news = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    def count_memory(self, count: Callable[[int], object], token_bytes: TokenBytes) -> None:
+        """From now on calls `count` with the bytes that tokens add, or remove (a negative number)."""
+        self._count_bytes, self._token_bytes = count, token_bytes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the scheduler has nothing more to report."""
+        return self.usage is not None or self._error is not None
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether all of it came, and it did not fail."""
+        return self.usage is not None
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether another entry can go on from this one. It cannot if log probabilities are requested and the client
+        itself brought the first tokens: nobody has theirs."""
+        if not self.request.durable or self._error is not None:
+            return False
+        return self.request.logprobs is None or all(
+            len(log) == len(stream.token_ids) for log, stream in zip(self._logprobs, self.sequences, strict=True)
+        )
+
+    def fits(self, model: ModelFingerprint) -> bool:
+        """Whether it can go on with this model."""
+        return not (self.num_generated_tokens and differing_parts(self.model, model))
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(len(stream.token_ids) for stream in self.sequences)
+
+    @property
+    def num_computed_tokens(self) -> float:
+        """The tokens that were generated so far, those of candidates that are not returned included."""
+        return self.num_generated_tokens * self.request.best_of / self.request.num_sequences
+
+    @property
+    def max_generated_tokens(self) -> int:
+        """Upper bound of `num_generated_tokens` at the end."""
+        max_tokens = self.request.stopping.max_tokens
+        return sum(max_tokens if stream.finished is None else len(stream.token_ids) for stream in self.sequences)
+
+    @property
+    def seconds_to_first_token(self) -> float | None:
+        return None if self._first_token_at is None else self._first_token_at - self._arrived_at
+
+    @property
+    def seconds_since_news(self) -> float:
+        """Seconds since its last token, or since its arrival."""
+        return self._clock() - self._last_token_at
+
+    # What the scheduler reports.
+
+    def accept(self, run: TokenRun) -> bool:
+        """Takes new tokens; returns whether a stop string ended the sequence with them.
+
+        Raises:
+            TokenGapError: tokens are missing.
+        """
+        stream = self._stream(run.sequence_index)
+        was_running, num_before = stream.finished is None, len(stream.token_ids)
+        if num_new := stream.accept(run.offset, run.token_ids, run.logprobs):
+            self._count_bytes(num_new * (self._token_bytes.kept + self._token_bytes.pending))
+            if self.request.durable and run.logprobs is not None:
+                first = num_before - run.offset
+                self._logprobs[stream.index].append(run.logprobs.part(first, first + num_new))
+            self._last_token_at = self._clock()
+            self.moves = 0
+            if self._first_token_at is None:
+                self._first_token_at = self._last_token_at
+            self._news.set()
+        return was_running and stream.finished is not None
+
+    def accept_prompt(self, run: PromptRun) -> None:
+        """Takes log probabilities of prompt tokens; those that came before are dropped.
+
+        Raises:
+            TokenGapError: some are missing before them.
+        """
+        seen = len(self.prompt_logprobs) + 1 - run.first_position
+        if seen < 0:
+            raise TokenGapError(
+                f"request {self.request.request_id} has {len(self.prompt_logprobs)} prompt logprobs, "
+                f"an event starts at {run.first_position}"
+            )
+        if seen < len(run.columns):
+            columns = run.columns.part(seen, len(run.columns))
+            self.prompt_logprobs.add(run.token_ids[seen:], columns)
+            self._count_bytes(len(columns) * self._token_bytes.prompt)
+
+    def end_sequence(self, end: SequenceEnded) -> None:
+        """Raises TokenGapError when tokens of the sequence are missing."""
+        stream = self._stream(end.sequence_index)
+        stream.end(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
+        self._news.set()
+
+    def complete(self, end: RequestEnded) -> None:
+        """Raises TokenGapError when a sequence has not ended."""
+        for stream in self.sequences:
+            if stream.finished is None:
+                raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
+        usage = end.usage or self._own_usage()
+        if self.request.stopping.stop:
+            # The scheduler generates tokens until it learns that a stop string ended a sequence here.
+            usage = dataclasses.replace(usage, generated_tokens=self.num_generated_tokens)
+        self._complete(usage)
+
+    def ends_here(self) -> bool:
+        """Whether a stop string ended its last sequence here, so that the scheduler must be told. True once."""
+        if self.is_over or self.awaits_usage or not self._all_ended():
+            return False
+        self.awaits_usage = True
+        return True
+
+    def end_if_complete(self) -> None:
+        """Ends sequences that have all their tokens, and the request if all its sequences have ended.
+
+        For when the scheduler that would report it is gone: no other one must go on with them.
+        """
+        for stream in self.sequences:
+            stream.end_if_complete(self.request.stopping.max_tokens)
+        if not self.is_over and self._all_ended():
+            self._complete(self._own_usage())
+
+    def fail(self, error: QuireError) -> None:
+        """Ends the request by an error, which its reader gets. No effect when it is over."""
+        if not self.is_over:
+            self._error = error
+            self._end()
+
+    def fail_unexpectedly(self, error: Exception) -> None:
+        """Ends the request by an unforeseen error, and logs it. The reader learns only that it happened."""
+        _logger.error("request %s failed unexpectedly", self.request.request_id, exc_info=error)
+        self.fail(Internal("an unexpected error; the server's log has more", reason="UNEXPECTED"))
+
+    def catch_up(self, earlier: "LiveRequest", max_tokens: int) -> bool:
+        """Copies up to `max_tokens` tokens of an earlier entry of the same request. Returns whether this entry now has
+        all that the earlier one has; then it also has the same state."""
+        for stream, source in zip(self.sequences, earlier.sequences, strict=True):
+            begin = len(stream.token_ids)
+            if stream.finished is None and begin < len(source.token_ids):
+                token_ids = source.token_ids[begin : begin + max_tokens]
+                log = earlier._logprobs[stream.index]
+                logprobs = log.part(begin, begin + len(token_ids)) if len(log) else None
+                self.accept(TokenRun(self.handle, stream.index, begin, token_ids, logprobs))
+                return False
+        for stream, source in zip(self.sequences, earlier.sequences, strict=True):
+            end = source.finished
+            if end is not None:
+                stream.end(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
+        self.prompt_logprobs = earlier.prompt_logprobs
+        self.submissions, self.moves, self.model = earlier.submissions, earlier.moves, earlier.model
+        self._error = earlier._error
+        self.usage = earlier.usage or (self._own_usage() if earlier.awaits_usage else None)
+        self._news.set()
+        if self.is_over:
+            self._end()
+        return True
+
+    # What the client reads.
+
+    async def events(self) -> AsyncIterator[Event]:
+        """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.
+
+        Sequences take turns, so that none waits for another one to end, however slow the reader is.
+
+        Raises:
+            QuireError: the request failed.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._error is not None:
+                raise self._error
+            for stream in self.sequences:
+                num_pending = stream.num_pending
+                event = stream.take_chunk(self._max_chunk_tokens) or stream.take_finished()
+                self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
+                if event is None:
+                    continue
+                # It may have more after the turns of the others.
+                self._news.set()
+                yield event
+                if self._error is not None:
+                    raise self._error
+            if self.usage is not None and not self._news.is_set():
+                yield Completed(self.usage, self.prompt_logprobs)
+                return
+
+    async def wait_over(self) -> None:
+        """Waits until the scheduler has nothing more to report."""
+        await self._ended.wait()
+
+    async def result(self) -> tuple[list[GeneratedSequence], Usage]:
+        """Waits for the end; all sequences, whole, and the usage. For a reader that does not use `events`.
+
+        Raises:
+            QuireError: the request failed.
+        """
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        assert self.usage is not None
+        turns = Turns()
+        sequences: list[GeneratedSequence] = []
+        for stream in self.sequences:
+            chunk = stream.take_chunk(len(stream.token_ids)) or Chunk(stream.index, 0, [], "")
+            assert stream.finished is not None
+            sequences.append(GeneratedSequence(chunk.token_ids, chunk.text, chunk.logprobs, stream.finished))
+            await turns.pause()
+        return sequences, self.usage
+
+    def _all_ended(self) -> bool:
+        return all(stream.finished is not None for stream in self.sequences)
+
+    def _complete(self, usage: Usage) -> None:
+        self.usage = usage
+        self._end()
+
+    def _end(self) -> None:
+        self._news.set()
+        self._ended.set()
+
+    def _stream(self, index: int) -> SequenceStream:
+        if index >= len(self.sequences):
+            raise TokenGapError(f"request {self.request.request_id} has no sequence {index}")
+        return self.sequences[index]
+
+    def _own_usage(self) -> Usage:
+        """The usage of a request whose scheduler cannot report it any more. What only the scheduler knows is 0, and the
+        time in its queue counts as prefill."""
+        first = self._first_token_at if self._first_token_at is not None else self._last_token_at
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            generated_tokens=self.num_generated_tokens,
+            prefill_ms=(first - self._arrived_at) * 1000,
+            decode_ms=(self._last_token_at - first) * 1000,
+        )

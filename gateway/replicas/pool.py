@@ -1,0 +1,481 @@
+"""The replicas of the model: which one takes a request, and how requests live on while schedulers come and go."""
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gateway.replicas.calls import SchedulerCalls
+from gateway.replicas.events import EventBatch, Welcome
+from gateway.replicas.ledger import Ledger
+from gateway.replicas.link import SchedulerLink, SchedulerRefusedError
+from gateway.replicas.live import LiveRequest
+from quire import compatibility
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, check_model, check_protocol, differing_parts
+from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
+from quire.rpc.tls import TlsIdentity
+
+# Prompts that agree on this many blocks go to the same replica. With more, requests that share less would be separated.
+_AFFINITY_BLOCKS = 4
+# A replica may have this many times its fair share of live requests (consistent hashing with bounded loads).
+_HEADROOM = 1.25
+_DEFAULT_RETRY_MS = 100
+_MAX_RETRY_S = 5.0
+# Each move makes a request wait four times as long before the next one, up to this many.
+_MAX_COUNTED_MOVES = 3
+# For the answer to an abort. Without it, the costs that only the scheduler knows are left out.
+_USAGE_TIMEOUT_S = 1.0
+_logger = logging.getLogger(__name__)
+
+
+def affinity_key(prompt_token_ids: NDArray[np.int32], block_size: int) -> bytes:
+    """A key that prompts with the same first blocks share. A prompt of less than one block is its own key."""
+    num_tokens = len(prompt_token_ids)
+    whole_blocks = min(num_tokens // block_size, _AFFINITY_BLOCKS)
+    end = whole_blocks * block_size if whole_blocks else num_tokens
+    return blake2b(prompt_token_ids[:end].astype("<i4").tobytes(), digest_size=16).digest()
+
+
+def choose_replica(key: bytes, loads: Mapping[str, int]) -> str:
+    """The best replica by rendezvous hashing among those with room: it likely has the prefix cached, unless it is much
+    busier than others. When a replica joins or leaves, only the keys that it gains or loses move.
+
+    Args:
+        key: From `affinity_key`.
+        loads: The number of live requests of each replica that can take the request. Not empty.
+    """
+    capacity = math.ceil(_HEADROOM * (sum(loads.values()) + 1) / len(loads))
+    ordered = sorted(loads, key=lambda replica: blake2b(replica.encode(), key=key, digest_size=8).digest())
+    return next(replica for replica in ordered if loads[replica] < capacity)
+
+
+class Replicas:
+    """Places live requests on replicas and keeps them running while schedulers come and go.
+
+    - A request whose scheduler is lost stays with it for `failover_delay_s`, since its blocks may still be there when
+      the scheduler is back; then any connected replica takes it.
+    - Without a connected replica it waits, and fails with UNAVAILABLE after `connect_timeout_s` without any connection:
+      a scheduler that drains is about to have a successor.
+    - From a scheduler that is connected and not ready it moves after the same delay, if another replica is ready and no
+      tokens come. It waits longer before each further move without a token in between: the request may be what kills
+      the workers, and one scheduler must see that often enough to find out.
+    - A request that a scheduler refuses because it drains is placed anew.
+
+    Attributes:
+        links: The stream to each scheduler, by address.
+        calls: Unary calls to the schedulers.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        ledger: Ledger,
+        *,
+        gateway_id: str,
+        architecture: str,
+        model: ModelFingerprint,
+        connect_timeout_s: float,
+        failover_delay_s: float,
+        reconnect_grace_s: float,
+        tls: TlsIdentity | None = None,
+    ) -> None:
+        self._ledger = ledger
+        self._architecture = architecture
+        self._model = model
+        self._connect_timeout_s = connect_timeout_s
+        self._failover_delay_s = failover_delay_s
+        grace_period_ms = round(reconnect_grace_s * 1000)
+        self.links = {
+            address: SchedulerLink(
+                address, gateway_id=gateway_id, grace_period_ms=grace_period_ms, model=model, listener=self, tls=tls
+            )
+            for address in addresses
+        }
+        self.calls = SchedulerCalls(self.links)
+        # Set while at least one scheduler is connected.
+        self._some_connected = asyncio.Event()
+        # Set while at least one replica is ready, and while none is.
+        self._some_ready = asyncio.Event()
+        self._none_ready = asyncio.Event()
+        self._none_ready.set()
+        self._timers = _RequestTimers(self._fail_unexpectedly)
+        # The handles of the requests on each replica.
+        self._placed: dict[str, set[int]] = {address: set() for address in self.links}
+        # Durable requests that were released while their scheduler was away, by handle, with that scheduler's epoch.
+        self._unended: dict[str, dict[int, tuple[LiveRequest, int]]] = {address: {} for address in self.links}
+        # Addresses of schedulers that refuse new requests until they end.
+        self._draining: set[str] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a connected replica runs steps now. Requests are placed on connected ones in any case."""
+        return self._some_ready.is_set()
+
+    @property
+    def num_connected(self) -> int:
+        return sum(link.is_connected for link in self.links.values())
+
+    @property
+    def welcomes(self) -> list[Welcome]:
+        """The properties of the connected replicas; if there are none, the last known ones."""
+        known = [link for link in self.links.values() if link.welcome is not None]
+        live = [link for link in known if link.is_connected]
+        return [link.welcome for link in live or known if link.welcome is not None]
+
+    @property
+    def durable_grace_s(self) -> float:
+        """How long schedulers keep durable requests that nobody reads."""
+        return max((welcome.durable_grace_s for welcome in self.welcomes), default=0.0)
+
+    async def wait_until_ready(self) -> None:
+        await self._some_ready.wait()
+
+    async def wait_until_not_ready(self) -> None:
+        """Waits until no replica is ready."""
+        await self._none_ready.wait()
+
+    async def wait_until_known(self, patience_s: float) -> list[Welcome]:
+        """The welcomes, at once if a scheduler was ever reached, else after a wait for the first one.
+
+        Raises:
+            Unavailable: no scheduler was reached in that time.
+        """
+        if not self.welcomes:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._some_connected.wait()
+            except TimeoutError:
+                message = f"no scheduler was reached within {patience_s:g} s, nor before"
+                raise Unavailable(message, reason="NO_SCHEDULER") from None
+        return self.welcomes
+
+    def place(self, live: LiveRequest) -> None:
+        """Sends a request to a replica, or keeps it until there is one."""
+        candidates = self._candidates(live)
+        if not candidates:
+            if others := self._taking():
+                live.fail(_model_changed(live, others[0].model))
+            else:
+                self._wait_for_scheduler(live)
+            return
+        if len(candidates) == 1:
+            self._submit(live, *candidates.values())
+            return
+        loads = {address: len(self._placed[address]) for address in candidates}
+        block_size = min(link.welcome.block_size for link in candidates.values() if link.welcome is not None)
+        self._submit(live, candidates[choose_replica(affinity_key(live.request.prompt_token_ids, block_size), loads)])
+
+    def release(self, live: LiveRequest) -> None:
+        """Ends a request at its scheduler; if its stream is broken, when it is back. Idempotent."""
+        self._timers.cancel(live)
+        if live.replica is None:
+            return
+        link = self.links[live.replica]
+        if link.is_connected:
+            link.abort(live.handle)
+        elif live.request.durable and link.welcome is not None:
+            # A plain request ends by not being submitted again; the scheduler keeps a durable one for its next reader.
+            unended = self._unended[link.address]
+            unended[live.handle] = (live, link.welcome.scheduler_epoch)
+            asyncio.get_running_loop().call_later(self.durable_grace_s, unended.pop, live.handle, None)
+        self._assign(live, None)
+
+    def detach(self, live: LiveRequest) -> None:
+        """Its client is gone: a durable request that is not completed runs on for a while, another ends. Idempotent."""
+        if not live.request.durable or live.is_completed or live.replica is None:
+            self.release(live)
+            return
+        self._timers.cancel(live)
+        self.links[live.replica].detach(live.handle)
+        self._assign(live, None)
+
+    def resume(self, live: LiveRequest, address: str) -> None:
+        """Takes over a durable request from a replica. Raises Unavailable if its stream is broken by now."""
+        link = self.links[address]
+        if not link.is_connected:
+            raise Unavailable(f"scheduler {address} is not connected", reason="NO_SCHEDULER")
+        self._assign(live, address)
+        self._note_model(live, link)
+        live.submissions += 1
+        link.resume(live)
+        if not link.is_ready:
+            self._wait_for_worker(live)
+
+    def hand_over(self, earlier: LiveRequest, live: LiveRequest) -> None:
+        """Continues a request by another entry of it, which has all that the earlier one has."""
+        replica = earlier.replica
+        self._forget(earlier)
+        if live.is_over:
+            return
+        if replica is None:
+            self.place(live)
+        elif self.links[replica].is_connected:
+            self._submit(live, self.links[replica])
+            if not self.links[replica].is_ready:
+                self._wait_for_worker(live)
+        else:
+            self._assign(live, replica)
+            self._timers.set(live, self._failover_delay_s, self._fail_over)
+
+    async def flush(self) -> None:
+        """Waits until aborts are on their way."""
+        await asyncio.gather(*(link.flush() for link in self.links.values()))
+
+    # What the links report.
+
+    def check_welcome(self, welcome: Welcome) -> None:
+        if welcome.vocab_size < 1 or welcome.block_size < 1 or welcome.max_model_len < 2:
+            raise SchedulerRefusedError(f"its welcome is invalid: {welcome}")
+        if welcome.architecture != self._architecture:
+            raise SchedulerRefusedError(
+                f"it serves {welcome.architecture}, but this gateway's model directory has {self._architecture}"
+            )
+        us, them = "this gateway", "the scheduler"
+        try:
+            check_protocol("quire.scheduler.v1", compatibility.SCHEDULER_PROTOCOL, welcome.protocol, us=us, them=them)
+            check_model(self._model, welcome.model, us=us, them=f"the worker of {them}")
+        except FailedPrecondition as error:
+            raise SchedulerRefusedError(str(error)) from error
+
+    def on_connected(self, link: SchedulerLink) -> None:
+        _logger.info("connected to scheduler %s", link.address)
+        self._some_connected.set()
+        self._draining.discard(link.address)
+        self._update_readiness()
+        # First, since a new request may have the id of one that ends.
+        self._end_released(link)
+        self._for_each(self._ledger.of_replica(link.address), lambda live: self._submit(live, link))
+        self._for_each(self._waiting(), self.place)
+        self._watch_unready()
+
+    def on_disconnected(self, link: SchedulerLink) -> None:
+        if not self.num_connected:
+            self._some_connected.clear()
+        self._update_readiness()
+        self._for_each((live for live in self._ledger if live.replica == link.address), self._outlive_scheduler)
+        self._for_each(self._waiting(), self._wait_for_scheduler)
+
+    def on_readiness(self, link: SchedulerLink) -> None:
+        state = "runs again" if link.is_ready else "lost its worker, or drains"
+        _logger.info("scheduler %s %s", link.address, state)
+        self._update_readiness()
+        if link.is_ready:
+            for live in self._ledger.of_replica(link.address):
+                self._timers.cancel(live)
+        self._watch_unready()
+
+    def on_events(self, link: SchedulerLink, batch: EventBatch) -> None:
+        outcome = self._ledger.apply(link.address, batch)
+        for live in outcome.ended_here:
+            link.abort(live.handle, wants_usage=True)
+            self._timers.set(live, _USAGE_TIMEOUT_S, self._end_if_complete)
+        for live, index in outcome.sequences_ended_here:
+            link.abort(live.handle, index, wants_usage=True)
+        for live, error in outcome.failed:
+            self._for_each([live], partial(self._refused, link, error))
+        for live in outcome.over:
+            self._forget(live)
+        for live in outcome.broken:
+            self.release(live)
+        for handle in outcome.unknown_handles:
+            link.abort(handle)
+
+    def on_not_sent(self, live: LiveRequest, error: Exception) -> None:
+        self._fail_unexpectedly(live, error)
+
+    # Requests move between replicas.
+
+    def _waiting(self) -> Iterable[LiveRequest]:
+        """Requests that have no replica and need one."""
+        return (live for live in self._ledger if live.replica is None and live.is_prepared and not live.is_over)
+
+    def _taking(self) -> list[SchedulerLink]:
+        """The replicas that take new requests."""
+        return [link for link in self.links.values() if link.is_connected and link.address not in self._draining]
+
+    def _candidates(self, live: LiveRequest) -> dict[str, SchedulerLink]:
+        """The replicas that may get a request: those that run steps, else those that let it wait."""
+        fitting = {link.address: link for link in self._taking() if live.fits(link.model)}
+        return {address: link for address, link in fitting.items() if link.is_ready} or fitting
+
+    def _submit(self, live: LiveRequest, link: SchedulerLink) -> None:
+        self._timers.cancel(live)
+        if not live.fits(link.model):
+            # The scheduler came back with another model.
+            self._assign(live, None)
+            self.place(live)
+            return
+        self._assign(live, link.address)
+        self._note_model(live, link)
+        live.submissions += 1
+        link.submit(live)
+
+    def _note_model(self, live: LiveRequest, link: SchedulerLink) -> None:
+        if not live.num_generated_tokens or live.model == UNKNOWN_MODEL:
+            live.model = link.model
+
+    def _assign(self, live: LiveRequest, replica: str | None) -> None:
+        if live.replica is not None:
+            self._placed[live.replica].discard(live.handle)
+        if replica is not None:
+            self._placed[replica].add(live.handle)
+        live.replica = replica
+
+    def _forget(self, live: LiveRequest) -> None:
+        """No scheduler runs the request any more, though its client may still read it."""
+        self._timers.cancel(live)
+        self._assign(live, None)
+
+    def _end_released(self, link: SchedulerLink) -> None:
+        """Ends durable requests that were released while their scheduler was away. A submission names the request
+        exactly, and makes this stream its reader, who may abort it. A new scheduler does not have them."""
+        assert link.welcome is not None
+        for live, epoch in self._unended[link.address].values():
+            if epoch == link.welcome.scheduler_epoch:
+                live.submissions += 1
+                link.submit(live)
+                link.abort(live.handle)
+        self._unended[link.address].clear()
+
+    def _end_if_complete(self, live: LiveRequest) -> None:
+        live.end_if_complete()
+        if live.is_over:
+            self._forget(live)
+
+    def _outlive_scheduler(self, live: LiveRequest) -> None:
+        """Ends a request whose end its lost scheduler had yet to report; another one waits for it for a while."""
+        self._end_if_complete(live)
+        if not live.is_over:
+            self._timers.set(live, self._failover_delay_s, self._fail_over)
+
+    def _refused(self, link: SchedulerLink, error: QuireError, live: LiveRequest) -> None:
+        """A new request fails; one that ran before comes back later, since it was accepted once. A refusal because the
+        scheduler drains sends a request to another one, or to its successor."""
+        self._assign(live, None)
+        if isinstance(error, Unavailable) and error.reason == "DRAINING":
+            live.submissions -= 1
+            self._draining.add(link.address)
+            self.place(live)
+        elif isinstance(error, FailedPrecondition) and error.reason == "MODEL_CHANGED":
+            # It takes nothing new until it is connected again, with a welcome that names its new model.
+            self._draining.add(link.address)
+            if self._candidates(live):
+                self.place(live)
+            else:
+                live.fail(error)
+        elif live.submissions > 1 and isinstance(error, ResourceExhausted | Unavailable):
+            self._timers.set(live, self._retry_delay_s(error), self.place)
+        else:
+            live.fail(error)
+
+    def _retry_delay_s(self, error: QuireError) -> float:
+        """The scheduler names the time until one place is free. Requests that wait for one come back spread over as
+        many such times as there are requests."""
+        one_s = (error.retry_after_ms or _DEFAULT_RETRY_MS) / 1000
+        return random.uniform(one_s, max(one_s, min(one_s * (1 + len(self._timers)), _MAX_RETRY_S)))
+
+    def _fail_over(self, live: LiveRequest) -> None:
+        self._assign(live, None)
+        self.place(live)
+
+    def _watch_unready(self) -> None:
+        """Sets the timers of requests on schedulers that run no steps. Requests whose timer fired when no other replica
+        was ready get a new one: something has changed since."""
+        for link in self.links.values():
+            if link.is_connected and not link.is_ready:
+                for live in self._ledger.of_replica(link.address):
+                    if live not in self._timers:
+                        self._wait_for_worker(live)
+
+    def _wait_for_worker(self, live: LiveRequest) -> None:
+        patience_s = self._failover_delay_s * 4 ** min(live.moves, _MAX_COUNTED_MOVES)
+        self._timers.set(live, patience_s, self._move_from_unready)
+
+    def _move_from_unready(self, live: LiveRequest) -> None:
+        """Moves a request to a replica that runs steps, if there is one, unless tokens come from where it is."""
+        if live.is_over or not any(link.is_ready for link in self._candidates(live).values()):
+            return
+        left_s = self._failover_delay_s - live.seconds_since_news
+        if left_s > 0:
+            self._timers.set(live, left_s, self._move_from_unready)
+        else:
+            live.moves += 1
+            # A durable one, too: a copy that ran on there might draw other tokens than the one that is read.
+            self.release(live)
+            self.place(live)
+
+    def _wait_for_scheduler(self, live: LiveRequest) -> None:
+        if not self.num_connected:
+            self._timers.set(live, self._connect_timeout_s, self._give_up)
+
+    def _give_up(self, live: LiveRequest) -> None:
+        message = f"no scheduler could be reached for {self._connect_timeout_s:g} s"
+        live.fail(Unavailable(message, reason="NO_SCHEDULER"))
+
+    def _for_each(self, requests: Iterable[LiveRequest], action: Callable[[LiveRequest], None]) -> None:
+        """An error in one request does not affect the others."""
+        for live in requests:
+            try:
+                action(live)
+            except Exception as error:
+                self._fail_unexpectedly(live, error)
+
+    def _fail_unexpectedly(self, live: LiveRequest, error: Exception) -> None:
+        live.fail_unexpectedly(error)
+        self.release(live)
+
+    def _update_readiness(self) -> None:
+        set_event, cleared = self._some_ready, self._none_ready
+        if not any(link.is_ready for link in self.links.values()):
+            set_event, cleared = cleared, set_event
+        set_event.set()
+        cleared.clear()
+
+
+def _model_changed(live: LiveRequest, model: ModelFingerprint) -> FailedPrecondition:
+    parts = ", ".join(differing_parts(live.model, model))
+    return FailedPrecondition(
+        f"the replicas have another model than the one that this request began with (before and now: {parts}); it "
+        "cannot go on: send it again",
+        reason="MODEL_CHANGED",
+    )
+
+
+class _RequestTimers:
+    """At most one timer per request: setting one replaces the earlier one."""
+
+    def __init__(self, on_error: Callable[[LiveRequest, Exception], None]) -> None:
+        """`on_error` gets the request whose action raised, and the error."""
+        self._on_error = on_error
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def __contains__(self, live: LiveRequest) -> bool:
+        return live.handle in self._timers
+
+    def set(self, live: LiveRequest, delay_s: float, action: Callable[[LiveRequest], None]) -> None:
+        """Calls `action` with the request after that time, in the running loop."""
+        self.cancel(live)
+        loop = asyncio.get_running_loop()
+        self._timers[live.handle] = loop.call_later(delay_s, self._fire, live, action)
+
+    def cancel(self, live: LiveRequest) -> None:
+        """Idempotent."""
+        timer = self._timers.pop(live.handle, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _fire(self, live: LiveRequest, action: Callable[[LiveRequest], None]) -> None:
+        del self._timers[live.handle]
+        try:
+            action(live)
+        except Exception as error:
+            self._on_error(live, error)

@@ -1,0 +1,155 @@
+"""Calls that generate nothing: text to tokens and back, and pinned prefixes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.auth.caller import Caller, current_caller
+from gateway.replicas.calls import Pin
+from gateway.requests.generator import Generator
+from gateway.requests.limits import MAX_TIME_TO_LIVE_MS, Limits
+from gateway.requests.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from gateway.requests.validation import check_messages, check_model, check_prompt, check_prompt_tokens, texts_of
+from gateway.requests.violations import Violations
+from quire.rpc.errors import FieldViolation
+
+_DEFAULT_TIME_TO_LIVE_MS = 5 * 60 * 1000
+_MISSING_PREFIX = FieldViolation("prefix", "is missing; set text, token_ids or chat")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """Token ids, their spelling in the vocabulary, and how many of them prompt and output may have together."""
+
+    token_ids: list[int]
+    tokens: list[str]
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A pin, and how long it is kept."""
+
+    pin: Pin
+    time_to_live_ms: int
+
+
+class TextService:
+    """Tokenizes and detokenizes for callers, within the limits of generation."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._model = generator.model
+
+    async def tokenize(
+        self, model: str | None, text: TextPrompt | ChatPrompt | None, *, add_special_tokens: bool
+    ) -> TokenizedText:
+        """The tokens of a text, or of the prompt that the chat template makes of messages.
+
+        Raises:
+            QuireError: the model is not served here, the input is missing or refused.
+        """
+        caller, limits = await _admit(self._generator, model)
+        violations = Violations()
+        match text:
+            case None:
+                violations.add("input", "is missing; set text or chat")
+            case TextPrompt():
+                violations.check_text("text", text.text)
+                violations.check_size("text", [text.text], limits.max_tokenize_bytes)
+            case ChatPrompt():
+                if check_messages(violations, text, limits, field="chat.messages"):
+                    violations.check_size("chat.messages", texts_of(text), limits.max_tokenize_bytes)
+        violations.raise_if_any()
+        assert text is not None
+        tokenizer = self._model.tokenizer
+        with caller.account.admitted(0):
+            if isinstance(text, ChatPrompt):
+                token_ids = await self._model.chat.encode(text.messages)
+            else:
+                token_ids = await tokenizer.encode(text.text, add_special_tokens=add_special_tokens)
+            return TokenizedText(token_ids, await tokenizer.spell(token_ids), limits.max_model_len)
+
+    async def detokenize(self, model: str | None, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
+        """The text of token ids.
+
+        Raises:
+            QuireError: the model is not served here, or an id is out of range.
+        """
+        caller, limits = await _admit(self._generator, model)
+        violations = Violations()
+        if violations.check_count("token_ids", token_ids, limits.max_model_len):
+            violations.check_token_ids("token_ids", token_ids, limits.vocab_size)
+        violations.raise_if_any()
+        with caller.account.admitted(0):
+            return await self._model.tokenizer.decode_any(token_ids, include_special_tokens=include_special_tokens)
+
+
+class Prefixes:
+    """Pins prefixes on every connected replica, so that any of them may get the requests."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def pin(
+        self, model: str | None, prefix: Prompt | None, time_to_live_ms: int | None, *, timeout_s: float | None
+    ) -> PinnedPrefix:
+        """Pins the start of later requests with this prefix; if replicas differ, returns the shortest pin.
+
+        Raises:
+            QuireError: the prefix is refused here or by a replica, or a replica could not be reached.
+        """
+        current_caller().check_may_pin()
+        with self._generator.arriving():
+            caller, limits = await _admit(self._generator, model)
+            _check_pin(prefix, time_to_live_ms, limits)
+            field, token_ids = await self._encode(prefix)
+            check_prompt_tokens(field, token_ids, limits)
+            lifetime_ms = _DEFAULT_TIME_TO_LIVE_MS if time_to_live_ms is None else time_to_live_ms
+            with caller.account.admitted(len(token_ids)):
+                calls = self._generator.replicas.calls
+                pin = await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s)
+        return PinnedPrefix(pin, lifetime_ms)
+
+    async def unpin(self, pin_id: str, *, timeout_s: float | None) -> None:
+        """Ends a pin on every connected replica.
+
+        Raises:
+            QuireError: NotFound if no replica has it; else the error of one.
+        """
+        caller = current_caller()
+        caller.check_may_pin()
+        violations = Violations()
+        if not pin_id:
+            violations.add("pin_id", "is empty; it must be one that PinPrefix returned")
+        violations.raise_if_any()
+        await self._generator.replicas.calls.unpin(caller.tenant, pin_id, timeout_s=timeout_s)
+
+    async def _encode(self, prefix: Prompt | None) -> tuple[str, Sequence[int]]:
+        """The name of the prefix's field, and the token ids with which requests with this prefix begin."""
+        model = self._generator.model
+        match prefix:
+            case TextPrompt(text=text):
+                return "text", await model.tokenizer.encode(text, add_special_tokens=True)
+            case TokenPrompt(token_ids=token_ids):
+                return "token_ids.ids", token_ids
+            case ChatPrompt(messages=messages):
+                return "chat.messages", await model.chat.encode_prefix(messages)
+        raise AssertionError("the validator refuses a missing prefix")
+
+
+async def _admit(generator: Generator, model: str | None) -> tuple[Caller, Limits]:
+    """The caller and the limits of a call. Raises QuireError if its key may not call now, or names another model."""
+    caller = current_caller()
+    caller.account.check()
+    limits = await generator.limits()
+    check_model(model, caller.visible(generator.model.name))
+    return caller, limits
+
+
+def _check_pin(prefix: Prompt | None, time_to_live_ms: int | None, limits: Limits) -> None:
+    violations = Violations()
+    if prefix == TextPrompt(""):
+        violations.add("text", "is empty")
+    check_prompt(violations, prefix, limits, missing=_MISSING_PREFIX, chat_field="chat.messages")
+    violations.check_range("time_to_live_ms", time_to_live_ms, 1, MAX_TIME_TO_LIVE_MS)
+    violations.raise_if_any()
