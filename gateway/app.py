@@ -12,8 +12,8 @@ from typing import Self
 
 import grpc.aio
 
-from gateway.auth.authenticator import Authenticator, KeyRing, NoAuthenticator
 from gateway.auth.interceptor import AuthInterceptor
+from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator
 from gateway.body_memory import BodyMemory
 from gateway.grpc_api.generation_servicer import GenerationServicer
 from gateway.grpc_api.model_servicer import ModelServicer

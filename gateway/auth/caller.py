@@ -1,7 +1,7 @@
-"""Who a call comes from. It travels with the call's task, as its deadline does: no front end can forget to pass it on.
+"""Who makes a call. The caller is a context variable of the call's task, so no front end can forget to pass it on.
 
-Where a call enters, its caller is set, also while authentication is off; what runs for the call asks for it. Code that
-runs outside of any call has no caller, and asking for one there is an error.
+It is set where a call enters, also while authentication is off. Outside of calls there is no caller, and reading it is
+an error.
 """
 
 import time
@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
-from gateway.auth.account import Account, Limits
+from gateway.auth.quota import Account, Limits
 from quire.rpc.errors import FieldViolation, PermissionDenied
 
 DEFAULT_TENANT = "default"
@@ -27,7 +27,7 @@ class Access:
         priority: The priority of requests that name none.
         max_priority: The highest that a request may name.
         may_pin: Whether prefixes may be pinned.
-        is_operator: Whether what concerns the deployment as a whole is shown: replicas and metrics.
+        is_operator: Whether it may see what concerns the whole deployment: replicas and metrics.
     """
 
     models: frozenset[str] | None = None
@@ -42,9 +42,9 @@ class Caller:
     """The holder of one key, or anyone where authentication is off.
 
     Attributes:
-        tenant: Whose cached prefixes, request ids and pins it shares.
+        tenant: Cached prefixes, request ids and pins are shared within a tenant.
         access: What it may do.
-        account: What it has used.
+        account: How much it may use, and has used.
     """
 
     tenant: str
@@ -52,14 +52,15 @@ class Caller:
     account: Account
 
     def visible(self, model: str) -> str | None:
-        """The model's name, or None where this caller is to be told that there is no such model."""
+        """The model's name, or None where the model does not exist for this caller."""
         models = self.access.models
         return model if models is None or model in models else None
 
     def priority_of(self, asked: int | None, sign: Literal[1, -1] = 1) -> int:
-        """The priority of a request. Raises PermissionDenied when it asks for more than the key allows.
+        """The priority of a request that asks for `asked`. The caller writes `sign` times that, which errors show.
 
-        `sign` times a priority is how the caller writes it.
+        Raises:
+            PermissionDenied: it is higher than the key allows.
         """
         if asked is None:
             return self.access.priority
@@ -86,16 +87,16 @@ class Caller:
 
 
 def anyone() -> Caller:
-    """Who calls where authentication is off: allowed everything, limited in nothing."""
+    """The caller where authentication is off: everything is allowed, nothing is limited."""
     access = Access(max_priority=HIGHEST_PRIORITY, may_pin=True, is_operator=True)
     return Caller(DEFAULT_TENANT, access, Account(Limits(), time.monotonic))
 
 
 def current_caller() -> Caller:
-    """The caller of the call that runs. Raises LookupError outside of calls."""
+    """The caller of the current call. Raises LookupError outside of calls."""
     return _current.get()
 
 
 def set_caller(caller: Caller) -> None:
-    """Says who calls, in the task that runs the call and in those that it starts."""
+    """Sets the caller of the current task, and of tasks that it starts from now on."""
     _current.set(caller)

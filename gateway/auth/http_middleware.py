@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.auth.authenticator import Authenticator
 from gateway.auth.caller import Caller, set_caller
+from gateway.auth.keys import Authenticator
 from gateway.openai.errors import error_answer
 from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
 

@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from gateway.auth.authenticator import Authenticator
 from gateway.auth.caller import set_caller
+from gateway.auth.keys import Authenticator
 from quire.rpc.errors import PermissionDenied, QuireError
 from quire.rpc.health import REFLECTION_SERVICES
 

@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from gateway.auth.authenticator import Authenticator
 from gateway.auth.http_middleware import AuthMiddleware
+from gateway.auth.keys import Authenticator
 from gateway.body_memory import BodyMemory
 from gateway.http.api_route import openapi_route
 from gateway.http.middleware import ANY_HOST, DrainMiddleware, HostMiddleware, UnexpectedErrorMiddleware

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gateway.auth.account import Account, Use
+from gateway.auth.quota import Account, Use
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas

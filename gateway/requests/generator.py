@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gateway.auth.account import Use
 from gateway.auth.caller import Caller, current_caller
+from gateway.auth.quota import Use
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.replicas.calls import FoundRequest, no_such_request

@@ -12,10 +12,8 @@ from datetime import UTC, datetime, timedelta
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
-from gateway.auth.account import Limits
-from gateway.auth.api_key import hash_of, make_key
-from gateway.auth.caller import HIGHEST_PRIORITY, Access
-from gateway.auth.keys_file import KeyEntry, check_name, read_keys, write_keys
+from gateway.auth.caller import HIGHEST_PRIORITY
+from gateway.auth.keys import KeyEntry, check_name, hash_of, make_key, read_keys, write_keys
 from quire.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire keys"
@@ -73,15 +71,6 @@ class AddFlags:
         if self.max_priority is not None and self.priority > self.max_priority:
             raise ValueError(f"--priority is {self.priority}; it must be at most --max-priority, {self.max_priority}")
 
-    def access(self) -> Access:
-        """What the key allows."""
-        highest = max(self.priority, 0) if self.max_priority is None else self.max_priority
-        return Access(frozenset(self.models) or None, self.priority, highest, self.may_pin, self.operator)
-
-    def limits(self) -> Limits:
-        """How much the key allows."""
-        return Limits(self.requests_per_minute, self.tokens_per_minute, self.max_concurrent_requests)
-
 
 @dataclass(frozen=True, slots=True)
 class ListFlags:
@@ -124,11 +113,24 @@ def _add(argv: Sequence[str]) -> int:
     with _locked(path):
         entries = read_keys(path) if path.exists() else []
         key_id = flags.id or f"k-{secrets.token_hex(4)}"
-        if any(entry.key_id == key_id for entry in entries):
+        if any(entry.id == key_id for entry in entries):
             raise ConfigurationError(f'{path} has a key "{key_id}" already; choose another --id')
         expires_at = None if flags.days is None else now + timedelta(days=flags.days)
         entry = KeyEntry(
-            key_id, hash_of(key), flags.tenant, flags.access(), flags.limits(), now, expires_at, flags.note
+            id=key_id,
+            sha256=hash_of(key).hex(),
+            tenant=flags.tenant,
+            note=flags.note,
+            created_at=now,
+            expires_at=expires_at,
+            requests_per_minute=flags.requests_per_minute,
+            tokens_per_minute=flags.tokens_per_minute,
+            max_concurrent_requests=flags.max_concurrent_requests,
+            models=flags.models or None,
+            priority=flags.priority,
+            max_priority=flags.max_priority,
+            may_pin=flags.may_pin,
+            is_operator=flags.operator,
         )
         write_keys(path, [*entries, entry])
     print(f'key "{key_id}" of tenant "{flags.tenant}"; it is shown this once:', file=sys.stderr)
@@ -148,12 +150,12 @@ def _revoke(argv: Sequence[str]) -> int:
     path = _path(flags.file)
     with _locked(path):
         entries = read_keys(path)
-        revoked = [entry for entry in entries if entry.key_id in flags.id or entry.tenant == flags.tenant]
-        if missing := sorted(set(flags.id) - {entry.key_id for entry in revoked}):
+        revoked = [entry for entry in entries if entry.id in flags.id or entry.tenant == flags.tenant]
+        if missing := sorted(set(flags.id) - {entry.id for entry in revoked}):
             raise ConfigurationError(f'{path} has no key "{missing[0]}"; nothing was revoked')
         write_keys(path, [entry for entry in entries if entry not in revoked])
     for entry in revoked:
-        print(f'revoked "{entry.key_id}" of tenant "{entry.tenant}"')
+        print(f'revoked "{entry.id}" of tenant "{entry.tenant}"')
     return 0 if revoked else 1
 
 
@@ -189,12 +191,18 @@ def _as_text(entry: KeyEntry) -> str:
     if entry.expires_at is not None:
         word = "expired" if entry.expires_at <= datetime.now(UTC) else "expires"
         facts.append(f"{word} {entry.expires_at:%Y-%m-%d %H:%M} UTC")
-    return f"{entry.key_id}: {', '.join(facts)}" + (f" ({entry.note})" if entry.note else "")
+    return f"{entry.id}: {', '.join(facts)}" + (f" ({entry.note})" if entry.note else "")
 
 
 def _as_json(entry: KeyEntry) -> str:
-    fields = dataclasses.asdict(entry)
-    del fields["hash"]
-    models = entry.access.models
-    fields["access"]["models"] = None if models is None else sorted(models)
+    access = dataclasses.asdict(entry.access)
+    fields = {
+        "key_id": entry.id,
+        "tenant": entry.tenant,
+        "access": access | {"models": None if entry.models is None else sorted(entry.models)},
+        "limits": dataclasses.asdict(entry.limits),
+        "created_at": entry.created_at,
+        "expires_at": entry.expires_at,
+        "note": entry.note,
+    }
     return json.dumps(fields, default=datetime.isoformat, ensure_ascii=False)

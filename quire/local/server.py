@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from gateway.auth.api_key import hash_of, make_key
-from gateway.auth.keys_file import KeyEntry, read_keys, write_keys
+from gateway.auth.keys import KeyEntry, hash_of, make_key, read_keys, write_keys
 from quire.client import AsyncClient, GenerationOptions
 from quire.local.commands import Commands, Programs, child_environ, gateway_name, worker_name
 from quire.local.process import HangLimits, RestartBackoff, ServiceSpec, SupervisedProcess, print_error, watch
@@ -210,7 +209,7 @@ class LocalServer:
         if settings.keys_files:
             # A key by which this process finds out whether requests succeed, of a tenant of its own.
             self._probe_key, probe_keys = make_key(), self._directory.path / "probe-keys.json"
-            write_keys(probe_keys, [KeyEntry(_PROBE, hash_of(self._probe_key), _PROBE)])
+            write_keys(probe_keys, [KeyEntry(id=_PROBE, sha256=hash_of(self._probe_key).hex(), tenant=_PROBE)])
         return Commands(
             settings,
             self._programs,

@@ -5,8 +5,8 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from gateway.auth.account import Limits
 from gateway.auth.caller import Access
+from gateway.auth.quota import Limits
 from quire.client import AsyncClient, GenerationOptions
 from quire.rpc.errors import NotFound, PermissionDenied, Unauthenticated
 from tests.support.keys import KeysFile

@@ -1,12 +1,24 @@
 """Files of API keys for tests."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gateway.auth.account import Limits
-from gateway.auth.api_key import hash_of, make_key
 from gateway.auth.caller import Access
-from gateway.auth.keys_file import KeyEntry, write_keys
+from gateway.auth.keys import KeyEntry, hash_of, make_key, write_keys
+from gateway.auth.quota import Limits
+
+
+def make_entry(
+    key_id: str, key: str, tenant: str, access: Access | None = None, limits: Limits | None = None, **fields: Any
+) -> KeyEntry:
+    """What the file has of a key that allows this."""
+    allowed = dataclasses.asdict(access or Access())
+    models = allowed.pop("models")
+    fields |= allowed | dataclasses.asdict(limits or Limits())
+    fields["models"] = None if models is None else tuple(sorted(models))
+    return KeyEntry(id=key_id, sha256=hash_of(key).hex(), tenant=tenant, **fields)
 
 
 @dataclass
@@ -22,9 +34,7 @@ class KeysFile:
     def add(self, tenant: str, *, access: Access | None = None, limits: Limits | None = None, **fields) -> str:
         """A new key of the tenant."""
         key = make_key()
-        entry = KeyEntry(
-            f"k-{len(self._entries)}", hash_of(key), tenant, access or Access(), limits or Limits(), **fields
-        )
+        entry = make_entry(f"k-{len(self._entries)}", key, tenant, access or Access(), limits or Limits(), **fields)
         self._entries[key] = entry
         self._write()
         return key

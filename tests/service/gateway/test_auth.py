@@ -7,8 +7,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from gateway.auth.account import Limits
 from gateway.auth.caller import Access
+from gateway.auth.quota import Limits
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fronts import Fronts, fronts_of
 from tests.support.gateway_process import running_gateway

@@ -14,10 +14,10 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from gateway.auth import authenticator
-from gateway.auth.account import Limits
+from gateway.auth import keys as key_ring
 from gateway.auth.caller import Access
 from gateway.auth.interceptor import AuthInterceptor
+from gateway.auth.quota import Limits
 from quire.cli.main import main
 from quire.client import AsyncClient, Client
 from quire.client.connection import KeyedChannel
@@ -121,7 +121,7 @@ async def test_an_unknown_method_is_refused_without_a_key_and_unknown_with_one(g
 
 
 async def test_a_service_that_nobody_named_is_refused_with_a_key_too(keys, key):
-    ring = authenticator.KeyRing([keys.path])
+    ring = key_ring.KeyRing([keys.path])
     refused = []
     interceptor = AuthInterceptor(ring, [], refused.append)
 
@@ -257,7 +257,7 @@ async def test_metrics_may_be_opened_to_everyone(scheduler, keys, key):
 
 
 async def test_a_changed_file_is_taken_over_while_the_gateway_runs(scheduler, keys, key, monkeypatch):
-    monkeypatch.setattr(authenticator, "_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(key_ring, "_POLL_INTERVAL_S", 0.01)
     async with running_gateway(scheduler, keys_files=(keys.path,)) as gateway:
         added = keys.add("new")
 

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from gateway.auth.account import Limits
+from gateway.auth.quota import Limits
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import QuireError
 from tests.support.gateway_process import RunningGateway, error_of, stream_request

@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from gateway.auth.account import Account, Limits
+from gateway.auth.quota import Account, Limits
 from gateway.replicas.events import FinishReason, RequestEnded, SequenceEnded, TokenRun, Usage
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest

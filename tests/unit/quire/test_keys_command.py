@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.auth.account import Limits
-from gateway.auth.api_key import hash_of
 from gateway.auth.caller import Access
-from gateway.auth.keys_file import KeyEntry, read_keys, write_keys
+from gateway.auth.keys import hash_of, read_keys, write_keys
+from gateway.auth.quota import Limits
 from quire.cli.main import main
+from tests.support.keys import make_entry
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_add_takes_what_a_key_may_and_how_much(run, path):
         "--may-pin", "--operator", "--days=2",
     )  # fmt: skip
     (entry,) = read_keys(path)
-    assert (entry.key_id, entry.tenant, entry.note) == ("batch", "acme", "at night")
+    assert (entry.id, entry.tenant, entry.note) == ("batch", "acme", "at night")
     assert entry.access == Access(frozenset({"m", "n"}), -5, 3, may_pin=True, is_operator=True)
     assert entry.limits == Limits(60, 1000, 8)
     assert entry.created_at is not None
@@ -76,7 +76,7 @@ def test_processes_that_add_at_once_lose_nothing(path):
 def test_list_shows_what_keys_may_do_and_nothing_that_opens(run, path):
     key = run("add", path, "--tenant=acme", "--id=a", "--requests-per-minute=60", "--note=batch")[1].strip()
     now = datetime.now(UTC)
-    old = KeyEntry("b", hash_of("x"), "other", Access(models=frozenset({"m"})), expires_at=now - timedelta(days=1))
+    old = make_entry("b", "x", "other", Access(models=frozenset({"m"})), expires_at=now - timedelta(days=1))
     write_keys(path, [*read_keys(path), old])
     status, stdout, _ = run("list", path)
     lines = stdout.splitlines()
@@ -96,7 +96,7 @@ def test_revoke_takes_keys_out(run, path, flags, left):
     for key_id, tenant in (("a", "t"), ("b", "t"), ("c", "u")):
         run("add", path, f"--tenant={tenant}", f"--id={key_id}")
     assert run("revoke", path, *flags)[0] == 0
-    assert [entry.key_id for entry in read_keys(path)] == left
+    assert [entry.id for entry in read_keys(path)] == left
 
 
 def test_revoke_of_a_key_that_is_not_there_changes_nothing(run, path):

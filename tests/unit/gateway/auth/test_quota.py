@@ -1,4 +1,4 @@
-"""Limits of one key: what is admitted, what it costs, and what a refusal says."""
+"""Limits of one key: what is admitted, what it costs, what a refusal says; and the bucket that measures a rate."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.auth.account import Account, Limits
+from gateway.auth.quota import Account, Limits, TokenBucket
 from quire.rpc.errors import Cancelled, Internal, ResourceExhausted, Unauthenticated, Unavailable
 
 
@@ -226,3 +226,51 @@ def test_resumption_costs_a_request_and_neither_place_nor_tokens(clock):
     with pytest.raises(ResourceExhausted) as raised, account.admitted(1) as use:
         account.check_resumption()
     assert raised.value.metadata["limit"] == "requests_per_minute"
+
+
+def test_a_bucket_starts_full_and_fills_steadily():
+    bucket = TokenBucket(60, 100.0)
+    assert bucket.seconds_until(60, 100.0) == 0
+    bucket.take(60, 100.0)
+    assert bucket.seconds_until(1, 100.0) == pytest.approx(1)
+    assert bucket.seconds_until(60, 130.0) == pytest.approx(30)
+    assert bucket.seconds_until(60, 160.0) == 0
+
+
+def test_nothing_is_saved_beyond_one_minute():
+    bucket = TokenBucket(60, 0.0)
+    assert bucket.seconds_until(60, 1e6) == 0
+    bucket.take(60, 1e6)
+    assert bucket.seconds_until(1, 1e6) > 0
+
+
+def test_a_debt_is_paid_off_by_time():
+    bucket = TokenBucket(60, 0.0)
+    bucket.take(180, 0.0)
+    assert bucket.seconds_until(1, 0.0) == pytest.approx(121)
+    assert bucket.seconds_until(1, 121.0) == 0
+
+
+def test_what_is_given_back_is_there_again_but_never_more_than_a_minute():
+    bucket = TokenBucket(60, 0.0)
+    bucket.take(50, 0.0)
+    bucket.give_back(50, 0.0)
+    bucket.give_back(50, 0.0)
+    bucket.take(60, 0.0)
+    assert bucket.seconds_until(1, 0.0) == pytest.approx(1)
+
+
+def test_a_clock_that_stands_still_or_goes_back_fills_nothing():
+    bucket = TokenBucket(60, 100.0)
+    bucket.take(60, 100.0)
+    assert bucket.seconds_until(1, 90.0) == pytest.approx(1)
+    assert bucket.seconds_until(1, 100.0) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("per_minute", "there"), [(100, 90), (40, 30)])
+def test_what_was_used_stays_used_when_the_rate_changes(per_minute, there):
+    bucket = TokenBucket(60, 0.0)
+    bucket.take(10, 0.0)
+    bucket.resize(per_minute, 0.0)
+    assert bucket.seconds_until(there, 0.0) == 0
+    assert bucket.seconds_until(there + 1, 0.0) > 0

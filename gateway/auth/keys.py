@@ -1,0 +1,418 @@
+"""API keys: how a key is made and shown, the file that lists keys, and the ring of keys that a gateway knows.
+
+A key is 32 random bytes, which nobody can guess, so one SHA-256 protects it as well as a slow hash would, in a
+microsecond. Keys are looked up by their hash: how long that takes says something about the hash, and nothing about the
+key.
+
+The file holds hashes, never keys. It is JSON, since `quire keys` writes it as often as people do, and Python can only
+read TOML. Each key has a `note` in place of comments.
+
+    {"keys": [{"id": "k-1f4c2a90", "sha256": "9f86...", "tenant": "acme", "note": "batch jobs",
+               "requests_per_minute": 60, "models": ["quire-tiny"], "expires_at": "2027-01-31T00:00:00+00:00"}]}
+"""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, NewType, Protocol, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from gateway.auth.caller import HIGHEST_PRIORITY, Access, Caller, anyone
+from gateway.auth.quota import Account, Limits
+from quire.rpc.errors import Unauthenticated
+from quire.settings import ConfigurationError
+
+KeyHash = NewType("KeyHash", bytes)
+
+_PREFIX = "quire-"
+_RANDOM_BYTES = 32
+_SHOWN = re.compile(r"bearer +([\x21-\x7e]{1,512})", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NAME_IS = "1 to 64 characters of [A-Za-z0-9._-]"
+_MAX_LIMIT = 10**12
+_POLL_INTERVAL_S = 1.0
+_logger = logging.getLogger(__name__)
+
+
+def make_key() -> str:
+    """A new random key."""
+    return _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+
+
+def hash_of(key: str) -> KeyHash:
+    """The hash by which the file and the gateway know a key."""
+    return KeyHash(sha256(key.encode()).digest())
+
+
+def shown_key(authorizations: Sequence[str | bytes]) -> str:
+    """The key in the authorization headers of a call.
+
+    Raises:
+        Unauthenticated: there is no header, there are several, or it is not of the form "Bearer KEY".
+    """
+    if not authorizations:
+        raise Unauthenticated("no API key; send it as authorization: Bearer KEY", reason="MISSING_API_KEY")
+    text = authorizations[0]
+    match = _SHOWN.fullmatch(text.decode("latin-1") if isinstance(text, bytes) else text)
+    if match is None or len(authorizations) > 1:
+        raise Unauthenticated(
+            "the authorization is not of the form Bearer KEY, or there are several", reason="INVALID_API_KEY"
+        )
+    return match[1]
+
+
+def check_name(what: str, name: str) -> None:
+    """Checks a tenant's name or a key's id. Raises ValueError."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{what} is {_shown(name)}; it must be {_NAME_IS}")
+
+
+def _check_line(text: str) -> str:
+    """Texts of the file are printed in terminals, where control characters have effects."""
+    if not text.isprintable():
+        raise ValueError
+    return text
+
+
+def _parse_time(value: object) -> object:
+    """Of texts; what is no time is left as it is, for the type to refuse."""
+    try:
+        parsed = datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    return parsed.astimezone(UTC) if isinstance(parsed, datetime) and parsed.tzinfo is not None else value
+
+
+Name = Annotated[str, Field(pattern=f"^{_NAME.pattern}$", description=_NAME_IS)]
+Line = Annotated[str, AfterValidator(_check_line)]
+Limit = Annotated[int | None, Field(ge=1, le=_MAX_LIMIT, description=f"an integer in [1, {_MAX_LIMIT}]")]
+Priority = Annotated[int, Field(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)]
+Time = Annotated[
+    datetime | None, BeforeValidator(_parse_time), Field(description="a time such as 2027-01-31T00:00:00+00:00")
+]
+_PRIORITY_IS = f"an integer in [{-HIGHEST_PRIORITY}, {HIGHEST_PRIORITY}]"
+_FLAG_IS = "true or false"
+
+
+class KeyEntry(BaseModel):
+    """One key, as the file has it. The description of a field says in errors what its value must be.
+
+    Attributes:
+        id: The key's name; it opens nothing.
+        sha256: The hash of the key, in hexadecimal.
+        tenant: The owner of the key.
+        models: The models that it may use; None is all.
+        priority: The priority of requests that name none.
+        max_priority: The highest that a request may name; None is `priority`, or 0 where that is lower.
+        expires_at: None is never.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    id: Name
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="64 hexadecimal digits in lower case")]
+    tenant: Name
+    note: Annotated[Line, Field(description="a text of one line")] = ""
+    created_at: Time = None
+    expires_at: Time = None
+    requests_per_minute: Limit = None
+    tokens_per_minute: Limit = None
+    max_concurrent_requests: Limit = None
+    models: Annotated[tuple[Line, ...] | None, Field(strict=False, description="a list of names")] = None
+    priority: Annotated[Priority, Field(description=_PRIORITY_IS)] = 0
+    max_priority: Annotated[Priority | None, Field(description=_PRIORITY_IS)] = None
+    may_pin: Annotated[bool, Field(description=_FLAG_IS)] = False
+    is_operator: Annotated[bool, Field(description=_FLAG_IS)] = False
+
+    @model_validator(mode="after")
+    def _check_priorities(self) -> Self:
+        highest = self.access.max_priority
+        if self.priority > highest:
+            raise ValueError(f"priority is {self.priority}; it must be at most max_priority, {highest}")
+        return self
+
+    @property
+    def hash(self) -> KeyHash:
+        return KeyHash(bytes.fromhex(self.sha256))
+
+    @property
+    def access(self) -> Access:
+        """What the key allows."""
+        highest = max(self.priority, 0) if self.max_priority is None else self.max_priority
+        models = None if self.models is None else frozenset(self.models)
+        return Access(models, self.priority, highest, may_pin=self.may_pin, is_operator=self.is_operator)
+
+    @property
+    def limits(self) -> Limits:
+        """How much the key allows."""
+        return Limits(self.requests_per_minute, self.tokens_per_minute, self.max_concurrent_requests)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    keys: list[KeyEntry]
+
+
+def read_keys(path: Path) -> list[KeyEntry]:
+    """All keys of a file.
+
+    Raises:
+        ConfigurationError: it cannot be read, or an entry or a field is wrong. One line names the file and the field.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigurationError(f"cannot read the keys file {path}: {reason}") from error
+    try:
+        return parse_keys(text)
+    except ValueError as error:
+        raise ConfigurationError(f"keys file {path}: {error}") from error
+
+
+def parse_keys(text: str) -> list[KeyEntry]:
+    """Raises ValueError with one line that names the entry and the field."""
+    try:
+        content = json.loads(text, object_pairs_hook=_without_repetitions)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    try:
+        entries = _File.model_validate(content).keys
+    except ValidationError as error:
+        raise ValueError(_first_error(content, error)) from error
+    check_distinct(entries)
+    return entries
+
+
+def write_keys(path: Path, entries: Iterable[KeyEntry]) -> None:
+    """Replaces the file atomically, so that nobody reads half of it. Only its owner can read a new file.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    fields = [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
+    text = json.dumps({"keys": fields}, indent=2, ensure_ascii=False) + "\n"
+    # The path may be a link to where the file is kept.
+    target = Path(os.path.realpath(path))
+    try:
+        mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
+        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                os.fchmod(file.fileno(), mode)
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(target)
+        except BaseException:
+            Path(name).unlink()
+            raise
+    except OSError as error:
+        raise ConfigurationError(f"cannot write the keys file {path}: {error.strerror}") from error
+
+
+def check_distinct(entries: Iterable[KeyEntry]) -> None:
+    """Raises ValueError where two entries have the same id, or the same key."""
+    ids: set[str] = set()
+    by_hash: dict[str, str] = {}
+    for entry in entries:
+        if entry.id in ids:
+            raise ValueError(f'two keys have the id "{entry.id}"')
+        if entry.sha256 in by_hash:
+            raise ValueError(f'"{by_hash[entry.sha256]}" and "{entry.id}" have the same sha256: they are one key')
+        ids.add(entry.id)
+        by_hash[entry.sha256] = entry.id
+
+
+def _first_error(content: Any, error: ValidationError) -> str:
+    """The first error in one line: entry, field, value, and what the value must be."""
+    first = error.errors(include_url=False)[0]
+    match first["loc"]:
+        case ("keys", int(position)) if first["type"] == "value_error":
+            return f"{_place(content, position)}.{first['msg'].removeprefix('Value error, ')}"
+        case ("keys", int(position)):
+            return f"{_place(content, position)} is {_shown(first['input'])}; it must be an object"
+        case ("keys", int(position), str(field), *_) if first["type"] == "extra_forbidden":
+            return f"{_place(content, position)} has the unknown field {_shown(field)}"
+        case ("keys", int(position), str(field), *_):
+            place = f"{_place(content, position)}.{field}"
+            expected = KeyEntry.model_fields[field].description
+            if field == "sha256":
+                # Its value may be the key itself, put there by mistake.
+                return f"{place} must be {expected}"
+            return f"{place} is {_shown(content['keys'][position].get(field))}; it must be {expected}"
+    return 'it must be an object with the one field "keys", a list'
+
+
+def _place(content: Any, position: int) -> str:
+    """The name of an entry, with its id where it has one."""
+    entry = content["keys"][position]
+    key_id = entry.get("id") if isinstance(entry, dict) else None
+    if isinstance(key_id, str) and _NAME.fullmatch(key_id):
+        return f'keys[{position}] ("{key_id}")'
+    return f"keys[{position}]"
+
+
+def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object. JSON parsers take the last of two fields of one name in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated = next(name for name in found if sum(name == each for each, _ in pairs) > 1)
+        raise ValueError(f"an object has the field {_shown(repeated)} twice")
+    return found
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value, default=str)[:80]
+
+
+class Authenticator(Protocol):
+    """Authenticates the callers of both fronts."""
+
+    def authenticate(self, authorizations: Sequence[str | bytes]) -> Caller:
+        """The caller, from the authorization headers of a call. Raises Unauthenticated."""
+        ...
+
+    def refresh(self) -> None:
+        """Reads changed keys."""
+        ...
+
+    async def watch(self) -> None:
+        """Calls `refresh` every second, until it is cancelled."""
+        ...
+
+
+class NoAuthenticator:
+    """Authentication is off: all callers are the same one, whatever key they send."""
+
+    def __init__(self) -> None:
+        self._caller = anyone()
+
+    def authenticate(self, authorizations: Sequence[str | bytes]) -> Caller:
+        return self._caller
+
+    def refresh(self) -> None:
+        """Nothing changes."""
+
+    async def watch(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    entry: KeyEntry
+    caller: Caller
+
+
+class KeyRing:
+    """The keys of some files. An account lives as long as its key, however often the files change."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        on_reload_failure: Callable[[], None] = lambda: None,
+        on_refusal: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`clock` returns seconds of a monotonic clock, `now` the time of day. `on_refusal` is called with the reason
+        where a valid key does not allow a request, or not now.
+
+        Raises:
+            ConfigurationError: a file cannot be read or is wrong, in one line.
+        """
+        self._paths = tuple(paths)
+        self._clock = clock
+        self._now = now
+        self._on_reload_failure = on_reload_failure
+        self._on_refusal = on_refusal
+        self._by_hash: dict[KeyHash, _Known] = {}
+        self._signatures = [_signature(path) for path in self._paths]
+        self._take(self._read())
+        for path in self._paths:
+            if path.stat().st_mode & stat.S_IWOTH:
+                _logger.warning("everyone on this machine may write %s, and so add keys to it", path)
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def authenticate(self, authorizations: Sequence[str | bytes]) -> Caller:
+        known = self._by_hash.get(hash_of(shown_key(authorizations)))
+        if known is None:
+            raise Unauthenticated("the API key is not valid", reason="INVALID_API_KEY")
+        if self._is_expired(known.entry):
+            raise Unauthenticated("the API key has expired", reason="EXPIRED_API_KEY")
+        return known.caller
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(_POLL_INTERVAL_S)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the files again where they changed. Where one is wrong, all keys stay as they were."""
+        for known in self._by_hash.values():
+            if self._is_expired(known.entry):
+                known.caller.account.close()
+        signatures = [_signature(path) for path in self._paths]
+        if signatures == self._signatures:
+            return
+        self._signatures = signatures
+        try:
+            entries = self._read()
+        except ConfigurationError as error:
+            _logger.error("%s; the keys that were read before stay valid", error)
+            self._on_reload_failure()
+            return
+        self._take(entries)
+        _logger.info("read %d keys again", len(entries))
+
+    def _read(self) -> list[KeyEntry]:
+        entries = [entry for path in self._paths for entry in read_keys(path)]
+        try:
+            check_distinct(entries)
+        except ValueError as error:
+            raise ConfigurationError(f"the keys files {', '.join(map(str, self._paths))}: {error}") from error
+        return entries
+
+    def _take(self, entries: Sequence[KeyEntry]) -> None:
+        """Replaces all entries. Accounts of keys that stay are kept, those of revoked keys are closed."""
+        before, self._by_hash = self._by_hash, {}
+        for entry in entries:
+            old = before.pop(entry.hash, None)
+            if old is None:
+                account = Account(entry.limits, self._clock, self._on_refusal)
+            else:
+                account = old.caller.account
+                account.change_limits(entry.limits)
+            self._by_hash[entry.hash] = _Known(entry, Caller(entry.tenant, entry.access, account))
+        for removed in before.values():
+            removed.caller.account.close()
+
+    def _is_expired(self, entry: KeyEntry) -> bool:
+        return entry.expires_at is not None and self._now() >= entry.expires_at
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """Changes when the file is changed or replaced; None where it cannot be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

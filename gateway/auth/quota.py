@@ -1,0 +1,272 @@
+"""How much one key may use, and what it has used at this gateway."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unauthenticated, Unavailable
+
+# When a running request ends is not known.
+_CONCURRENCY_RETRY_MS = 1000
+# Errors that refuse a request, where it has generated nothing.
+_REFUSALS = (InvalidArgument, ResourceExhausted, Unavailable)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a key; None is no limit.
+
+    Attributes:
+        requests_per_minute: Each prompt of a call is a request, and so is a text to tokenize and a prefix to pin.
+        tokens_per_minute: Prompt tokens and generated tokens together.
+        max_concurrent_requests: Requests that run at once.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+
+class TokenBucket:
+    """A rate limit: a bucket that fills steadily, starts full and holds at most what one minute brings. Its level may
+    be below 0: a debt, which time pays off. Pure: the caller passes the time, in seconds of a monotonic clock.
+
+    Attributes:
+        per_minute: The rate and the capacity.
+    """
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._filled_at = now
+
+    def seconds_until(self, amount: float, now: float) -> float:
+        """Until the bucket holds `amount`, which is at most `per_minute`."""
+        self._fill(now)
+        return max(0.0, (amount - self._level) * 60 / self.per_minute)
+
+    def take(self, amount: float, now: float) -> None:
+        """Takes `amount`, also where the bucket holds less."""
+        self._fill(now)
+        self._level -= amount
+
+    def give_back(self, amount: float, now: float) -> None:
+        """Undoes a `take`."""
+        self._fill(now)
+        self._level = min(self._level + amount, self.per_minute)
+
+    def resize(self, per_minute: int, now: float) -> None:
+        """Changes the rate. What was used stays used."""
+        self._fill(now)
+        self._level = min(self._level + per_minute - self.per_minute, per_minute)
+        self.per_minute = per_minute
+
+    def _fill(self, now: float) -> None:
+        passed_s = max(0.0, now - self._filled_at)
+        self._level = min(self._level + passed_s * self.per_minute / 60, self.per_minute)
+        self._filled_at = max(now, self._filled_at)
+
+
+class Use:
+    """One running request: `generated` returns how many tokens it has generated; `charged` of them are charged."""
+
+    def __init__(self, generated: Callable[[], float], charged: float = 0.0) -> None:
+        self.generated = generated
+        self.charged = charged
+
+    def uncharged(self) -> float:
+        """Tokens since the last call; below 0 where fewer are counted now."""
+        amount = self.generated() - self.charged
+        self.charged += amount
+        return amount
+
+
+class Account:
+    """Admits requests of one key. A request that is refused, here or later, costs nothing.
+
+    The prompt is charged when a request is admitted, its output as it is generated. A running request is never ended
+    for its output: what it generates beyond the limit is a debt, and nothing is admitted until time has paid it off.
+    """
+
+    def __init__(
+        self, limits: Limits, clock: Callable[[], float], on_refusal: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """`clock` returns seconds of a monotonic clock; `on_refusal` is called with the reason of each refusal."""
+        self._clock = clock
+        self._on_refusal = on_refusal
+        self._limits = Limits()
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
+        self._running: set[Use] = set()
+        self._is_closed = False
+        self.change_limits(limits)
+
+    def change_limits(self, limits: Limits) -> None:
+        """Replaces the limits. What was used stays used."""
+        now = self._clock()
+        self._limits = limits
+        self._requests = _resized(self._requests, limits.requests_per_minute, now)
+        self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
+
+    def close(self) -> None:
+        """The key is no longer valid: running requests go on, new ones are refused."""
+        self._is_closed = True
+
+    def check(self, num_tokens: int = 1) -> None:
+        """Checks whether a request with a prompt of that many tokens would be admitted now.
+
+        Raises:
+            Unauthenticated: the key was revoked since the call began.
+            ResourceExhausted: a limit is reached. The error says how long to wait, where waiting helps.
+        """
+        with self.counting_refusals():
+            self._check_open()
+            self._check_concurrency()
+            now = self._clock()
+            _check_rate(self._requests, 1, now, "requests_per_minute")
+            if self._tokens is not None:
+                for use in self._running:
+                    self._charge(use)
+                _check_rate(self._tokens, num_tokens, now, "tokens_per_minute")
+
+    def check_call(self, num_requests: int) -> None:
+        """Checks whether a call that makes that many requests at once can ever be admitted.
+
+        Raises:
+            ResourceExhausted: it cannot. The error has no time to wait.
+        """
+        with self.counting_refusals():
+            limit = self._limits.max_concurrent_requests
+            if limit is not None and num_requests > limit:
+                _refuse_concurrency(f"the call makes {num_requests} requests", limit, None)
+            if self._requests is not None and num_requests > self._requests.per_minute:
+                advice = f"the call makes {num_requests} requests at once, so it can never be admitted"
+                _refuse_rate(advice, self._requests.per_minute, "requests_per_minute", None)
+
+    def check_resumption(self) -> None:
+        """Checks whether an admitted request may be read again now. Raises as `check` does."""
+        with self.counting_refusals():
+            self._check_open()
+            _check_rate(self._requests, 1, self._clock(), "requests_per_minute")
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts an error that leaves the context as a refusal."""
+        try:
+            yield
+        except QuireError as error:
+            self._on_refusal(error.reason)
+            raise
+
+    @contextmanager
+    def admitted(self, num_tokens: int, generated: Callable[[], float] = lambda: 0) -> Iterator[Use]:
+        """A request that runs while the context does. Its prompt has `num_tokens`; `generated` returns how many tokens
+        it has generated. Raises as `check` does, and charges nothing then."""
+        self.check(num_tokens)
+        self._take(1, num_tokens)
+        use = Use(generated)
+        self._running.add(use)
+        try:
+            yield use
+        except _REFUSALS:
+            if not generated():
+                self._take(-1, -num_tokens)
+            raise
+        finally:
+            self.end(use)
+
+    @contextmanager
+    def resumed(self, use: Use, generated: Callable[[], float]) -> Iterator[Use]:
+        """An admitted request that is read again while the context runs; `use` is replaced as by `replace`. Raises as
+        `check_resumption` does."""
+        self.check_resumption()
+        self._take(1, 0)
+        use = self.replace(use, generated)
+        try:
+            yield use
+        finally:
+            self.end(use)
+
+    def replace(self, use: Use, generated: Callable[[], float]) -> Use:
+        """Counts the tokens of a running request by another function, and charges or gives back the difference. `end`
+        of the old `use` has no effect any more."""
+        self._running.discard(use)
+        other = Use(generated, use.charged)
+        self._running.add(other)
+        self._charge(other)
+        return other
+
+    def end(self, use: Use) -> None:
+        """Charges what the request generated since, and stops counting it. Idempotent."""
+        if use in self._running:
+            self._running.remove(use)
+            self._charge(use)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Unauthenticated("the API key is not valid any more", reason="INVALID_API_KEY")
+
+    def _check_concurrency(self) -> None:
+        limit = self._limits.max_concurrent_requests
+        if limit is not None and len(self._running) >= limit:
+            _refuse_concurrency(f"{len(self._running)} requests of this API key run", limit, _CONCURRENCY_RETRY_MS)
+
+    def _take(self, num_requests: int, num_tokens: int) -> None:
+        """Charges both buckets. Negative numbers give back."""
+        _charge(self._requests, num_requests, self._clock())
+        _charge(self._tokens, num_tokens, self._clock())
+
+    def _charge(self, use: Use) -> None:
+        """Charges what a request has generated since, or gives back what it was charged too much."""
+        if self._tokens is not None:
+            _charge(self._tokens, use.uncharged(), self._clock())
+
+
+def _charge(bucket: TokenBucket | None, amount: float, now: float) -> None:
+    if bucket is None:
+        return
+    if amount < 0:
+        bucket.give_back(-amount, now)
+    else:
+        bucket.take(amount, now)
+
+
+def _resized(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
+    if per_minute is None:
+        return None
+    if bucket is None:
+        return TokenBucket(per_minute, now)
+    bucket.resize(per_minute, now)
+    return bucket
+
+
+def _check_rate(bucket: TokenBucket | None, amount: int, now: float, limit: str) -> None:
+    """Raises ResourceExhausted where the bucket does not hold `amount`."""
+    if bucket is None:
+        return
+    if amount > bucket.per_minute:
+        _refuse_rate(f"the request needs {amount} at once, so it can never be admitted", bucket.per_minute, limit, None)
+    wait_s = bucket.seconds_until(amount, now)
+    if wait_s > 0:
+        retry_after_ms = math.ceil(wait_s * 1000)
+        _refuse_rate(f"try again in {retry_after_ms / 1000:.1f} s", bucket.per_minute, limit, retry_after_ms)
+
+
+def _refuse_rate(advice: str, per_minute: int, limit: str, retry_after_ms: int | None) -> NoReturn:
+    raise ResourceExhausted(
+        f"this API key has {per_minute:,} {limit.replace('_', ' ')}; {advice}",
+        reason="RATE_LIMIT_EXCEEDED",
+        retry_after_ms=retry_after_ms,
+        metadata={"limit": limit, "value": str(per_minute)},
+    )
+
+
+def _refuse_concurrency(fact: str, limit: int, retry_after_ms: int | None) -> NoReturn:
+    raise ResourceExhausted(
+        f"{fact}; this API key may run at most {limit} at once",
+        reason="CONCURRENCY_LIMIT",
+        retry_after_ms=retry_after_ms,
+        metadata={"limit": "max_concurrent_requests", "value": str(limit)},
+    )
