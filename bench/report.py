@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from quire.version import VERSION
+
+_LOAD_AT_START = os.getloadavg()[0]
+"""What else ran on the machine when the measurement began: the load average of the minute before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +40,44 @@ def median_ratio(a: Series, b: Series) -> float:
 
 
 def write_results(path: Path, title: str, series: Sequence[Series], **facts: object) -> None:
-    """Writes a JSON file that says what was measured, where and when."""
+    """Writes a JSON file: the figures, the command, the commit, the machine with its load, and the versions."""
+    versions = _versions()
     result = {
         "title": title,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python", "-m", *sys.orig_argv[2:]]),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "versions": _versions(),
+        "commit": _commit(),
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "instruction_set": _instruction_set(),
+            "load_at_start": _LOAD_AT_START,
+            "python": platform.python_version(),
+        },
+        "versions": versions,
         "series": [{"name": s.name, "unit": s.unit, "median": s.median, "values": list(s.values)} for s in series],
         **facts,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, with `-dirty` where files differ from it; None outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+
+
+def _instruction_set() -> str | None:
+    """The one that the CPU kernels take; None where they were not built."""
+    # Imports torch, which most measurements must not have in memory while they run.
+    from kernels.cpu.library import LibraryUnavailableError, available_isas
+
+    try:
+        return available_isas()[0]
+    except LibraryUnavailableError:
+        return None
 
 
 def _versions() -> dict[str, str]:
