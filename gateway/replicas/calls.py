@@ -75,12 +75,20 @@ class SchedulerCalls:
     async def cancel(self, tenant: str, request_id: str) -> None:
         """Ends a request, durable or not, at any gateway. Returns when one replica has ended it; copies on other
         replicas end when those answer. Raises as `find_durable` does."""
+        await _answers(self._cancel_everywhere(tenant, request_id), request_id, others_wait_s=0)
+
+    async def cancel_copies(self, tenant: str, request_id: str) -> None:
+        """Ends copies of a request that this gateway has ended, on replicas that had it before. Waits for the answers
+        of replicas that work, so that the id is free for another request, and for no others."""
+        await asyncio.wait(self._cancel_everywhere(tenant, request_id), timeout=_OTHERS_WAIT_S)
+
+    def _cancel_everywhere(self, tenant: str, request_id: str) -> "dict[asyncio.Task[Any], str]":
         asked = scheduler_pb2.CancelRequest(tenant=tenant, request_id=request_id)
         asking = self._ask_all(lambda stub: stub.Cancel(asked, timeout=_TIMEOUT_S))
         for task in asking:
             self._late.add(task)
             task.add_done_callback(self._late.discard)
-        await _answers(asking, request_id, others_wait_s=0)
+        return asking
 
     # The id of a pin comes from its content, so it is the same on all replicas. A replica that fails does not undo the
     # others, which may have had the pin before; pinning or unpinning again makes all replicas equal.

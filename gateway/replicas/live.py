@@ -303,6 +303,7 @@ class LiveRequest:
         self._error: QuireError | None = None
         self._news = asyncio.Event()
         self._ended = asyncio.Event()
+        self._on_over: Callable[[], object] = lambda: None
 
     def count_memory(self, count: Callable[[int], object], token_bytes: TokenBytes) -> None:
         """From now on calls `count` with the bytes that tokens add, or remove (a negative number)."""
@@ -494,9 +495,12 @@ class LiveRequest:
                 yield Completed(self.usage, self.prompt_logprobs)
                 return
 
-    async def wait_over(self) -> None:
-        """Waits until the scheduler has nothing more to report."""
-        await self._ended.wait()
+    def when_over(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` once the scheduler has nothing more to report; at once if that is so already."""
+        if self.is_over:
+            callback()
+        else:
+            self._on_over = callback
 
     async def result(self) -> tuple[list[GeneratedSequence], Usage]:
         """Waits for the end; all sequences, whole, and the usage. For a reader that does not use `events`.
@@ -527,6 +531,7 @@ class LiveRequest:
     def _end(self) -> None:
         self._news.set()
         self._ended.set()
+        self._on_over()
 
     def _stream(self, index: int) -> SequenceStream:
         if index >= len(self.sequences):

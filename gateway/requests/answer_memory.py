@@ -100,6 +100,11 @@ class CallMemory:
         live.count_memory(self.add, TokenBytes(kept, self._pending_bytes(request), prompt))
         self.when_ended(live.fail)
 
+    def drop_all(self) -> None:
+        """The requests that were counted so far are dropped: they hold nothing, and their end concerns nobody."""
+        self.add(-self.num_bytes)
+        self._ends.clear()
+
     def _pending_bytes(self, request: GenerationRequest) -> int:
         """The bytes of a token that its client does not have yet: its text and its log probabilities."""
         return _TEXT_BYTES + self._logprob_bytes(request.logprobs)

@@ -1,7 +1,7 @@
-"""Durable requests that this gateway reads: for their clients, and for a while when these have left.
+"""Durable requests that this gateway reads: for their clients, and for a while after these have left.
 
-A gateway has all that a request needs to go on: prompt, parameters, seed and tokens. So one that is read here outlives
-its scheduler, and a client that comes back finds it here whatever became of that.
+A gateway has all that a request needs to go on: prompt, parameters, seed and tokens. So a request that is read here
+outlives its scheduler, and a client that comes back finds it here whatever happened to the scheduler.
 """
 
 import asyncio
@@ -15,20 +15,23 @@ from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas
 
 MAX_KEPT_TOKENS = 2_000_000
-"""How many tokens requests may have together that are read without clients, those included that they may still
-generate. A log probability counts as a token. What is more is left to the scheduler."""
+"""Upper bound of the tokens of all requests that are read without clients, those that they may still generate included.
+A log probability counts as a token. Requests beyond it are left to the scheduler."""
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A request, and what it uses of the limits of a key. `base` are tokens that another key has paid for. Without a
-    client, `keeping` ends it in time."""
+    """A request, and its use of the limits of a key. `base` are tokens that another key has paid for.
+
+    Without a client it has a `timer` that ends it, and counts for `kept_tokens`.
+    """
 
     account: Account
     use: Use
     live: LiveRequest
     base: float
-    keeping: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+    kept_tokens: int = 0
 
     @property
     def name(self) -> tuple[str, str]:
@@ -38,20 +41,23 @@ class _Read:
 class DurableReads:
     """All durable requests that are read here, by tenant and id.
 
-    One whose client leaves is read on for as long as the scheduler would keep it, and as long after its end. It keeps
-    its place among its key's requests until its end, and is charged as it goes. Whoever resumes it here with the same
-    key takes over both.
+    A request whose client leaves is read on for as long as the scheduler would keep it, and as long after its end. It
+    keeps its place among its key's requests until its end, and is charged as it generates. A client that resumes it
+    here with the same key takes over both.
     """
 
     def __init__(self, ledger: Ledger, replicas: Replicas) -> None:
         self._ledger = ledger
         self._replicas = replicas
         self._reads: dict[tuple[str, str], _Read] = {}
+        self._num_kept = self._kept_tokens = 0
+        # Those without a client that are over, oldest first: they make room for others.
+        self._over: dict[_Read, None] = {}
         self._is_closed = False
 
     def __len__(self) -> int:
-        """How many are read without a client."""
-        return sum(read.keeping is not None for read in self._reads.values())
+        """The number of requests that are read without a client."""
+        return self._num_kept
 
     def check_resumption(self, account: Account, tenant: str, request_id: str) -> None:
         """Whether the account may resume this request now. Raises as `Account.check` does."""
@@ -77,8 +83,8 @@ class DurableReads:
 
     @contextmanager
     def resumed(self, account: Account, live: LiveRequest, num_had: float) -> Iterator[None]:
-        """A resumed stream, which runs while the context does. `num_had` are tokens of it that are not to be paid for,
-        where it was not this account's here before.
+        """A resumed stream, which runs while the context does. Its first `num_had` tokens are free of charge, unless it
+        was this account's here before.
 
         Raises:
             Unauthenticated, ResourceExhausted: as `check_resumption` does.
@@ -91,21 +97,21 @@ class DurableReads:
             yield
 
     def keeps(self, live: LiveRequest) -> bool:
-        """Whether it is read on though its client has left."""
+        """Whether it is read without a client."""
         read = self._reads.get((live.request.tenant, live.request.request_id))
-        return read is not None and read.live is live and read.keeping is not None
+        return read is not None and read.live is live and read.timer is not None
 
     def drop_completed(self, tenant: str, request_id: str) -> None:
-        """Makes way for another request of this id, where nobody reads the one that has it, and that is over."""
+        """Frees the id of a request that is over and has no client."""
         read = self._reads.get((tenant, request_id))
-        if read is not None and read.keeping is not None and read.live.is_over:
+        if read is not None and read.timer is not None and read.live.is_over:
             self._end(read)
 
     def close(self) -> None:
-        """This gateway is about to stop: what is read without a client is left to the scheduler, now and later."""
+        """This gateway is about to stop: requests without a client are left to the scheduler, now and later."""
         self._is_closed = True
         for read in list(self._reads.values()):
-            if read.keeping is not None:
+            if read.timer is not None:
                 self._end(read)
 
     def _own(self, account: Account, tenant: str, request_id: str) -> _Read | None:
@@ -113,53 +119,65 @@ class DurableReads:
         return read if read is not None and read.account is account else None
 
     def _keep(self, read: _Read) -> bool:
-        """Whether a request is read on now that its client has left."""
+        """Reads on without a client; returns whether it does."""
         grace_s = self._replicas.durable_grace_s
         live = read.live
         if self._reads.get(read.name) is not read or self._is_closed or not grace_s:
             return False
-        # One that is not prepared was refused, or left, while it took in the tokens of its caller: nobody would run it.
-        if not live.is_prepared or not live.is_resumable or not self._has_room(live):
+        # A request that is not prepared was refused, or left, while it took the tokens of its caller: it never ran.
+        if not live.is_prepared or not live.is_resumable or not self._make_room(_num_tokens(live)):
             return False
-        # The end of the use that it had so far is no end of this one.
-        read.use = read.account.replace(read.use, _generated(read.live, read.base))
-        read.keeping = asyncio.create_task(self._read_on(read, grace_s))
+        # It goes on although the context of its earlier use ends.
+        read.use = read.account.replace(read.use, _generated(live, read.base))
+        read.timer = asyncio.get_running_loop().call_later(grace_s, self._expire, read)
+        self._num_kept += 1
+        self._count(read, _num_tokens(live))
+        live.when_over(lambda: self._note_over(read, grace_s))
         return True
 
-    async def _read_on(self, read: _Read, grace_s: float) -> None:
-        try:
-            async with asyncio.timeout(grace_s):
-                await read.live.wait_over()
-        except TimeoutError:
-            # Nobody has come back for it.
-            self._replicas.release(read.live)
-        else:
-            read.account.end(read.use)
-            if read.live.is_completed:
-                await asyncio.sleep(grace_s)
+    def _make_room(self, num_tokens: int) -> bool:
+        """Ends requests that are over as long as there is no room for so many more tokens; returns whether there is."""
+        while self._kept_tokens + num_tokens > MAX_KEPT_TOKENS and self._over:
+            self._end(next(iter(self._over)))
+        return self._kept_tokens + num_tokens <= MAX_KEPT_TOKENS
+
+    def _count(self, read: _Read, num_tokens: int) -> None:
+        self._kept_tokens += num_tokens - read.kept_tokens
+        read.kept_tokens = num_tokens
+
+    def _note_over(self, read: _Read, grace_s: float) -> None:
+        """A request has ended: its grace begins anew. One that failed, or that another gateway reads, is forgotten."""
+        if read.timer is None:
+            return
+        read.timer.cancel()
+        read.account.end(read.use)
+        self._count(read, _num_tokens(read.live))
+        self._over[read] = None
+        # Never at once: whoever ended the request may not be done with it.
+        delay_s = grace_s if read.live.is_completed else 0
+        read.timer = asyncio.get_running_loop().call_later(delay_s, self._end, read)
+
+    def _expire(self, read: _Read) -> None:
+        """No client has come back for a request that still runs."""
+        self._replicas.release(read.live)
         self._end(read)
 
-    def _has_room(self, live: LiveRequest) -> bool:
-        kept = [read for read in self._reads.values() if read.keeping is not None]
-        num_tokens = _num_tokens(live) + sum(_num_tokens(read.live) for read in kept)
-        for read in kept:
-            if num_tokens > MAX_KEPT_TOKENS and read.live.is_over:
-                num_tokens -= _num_tokens(read.live)
-                self._end(read)
-        return num_tokens <= MAX_KEPT_TOKENS
-
     def _end(self, read: _Read) -> None:
-        """The request is read no more. One that still runs is left to the scheduler."""
+        """Reads a request no more. One that still runs is left to the scheduler."""
         self._forget(read)
         self._replicas.detach(read.live)
         self._ledger.close(read.live)
 
     def _forget(self, read: _Read) -> None:
-        """What it used of its key's limits is settled. Idempotent."""
+        """Charges what it generated and frees its place. Idempotent."""
         if self._reads.get(read.name) is read:
             del self._reads[read.name]
-        if read.keeping is not None:
-            read.keeping.cancel()
+        if read.timer is not None:
+            read.timer.cancel()
+            read.timer = None
+            self._num_kept -= 1
+            self._count(read, 0)
+            self._over.pop(read, None)
         read.account.end(read.use)
 
 

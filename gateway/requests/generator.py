@@ -40,7 +40,7 @@ from gateway.settings import GatewaySettings
 from gateway.text.bad_words import bad_token_sequences
 from gateway.text.detokenizer import TextPieces
 from gateway.turns import TOKENS_PER_TURN, Turns
-from quire.rpc.errors import Aborted, Cancelled, NotFound, Unavailable
+from quire.rpc.errors import Aborted, Cancelled, Unavailable
 from quire.tracing import TraceContext, Tracer
 
 
@@ -216,6 +216,8 @@ class Generator:
                 await turns.pause()
             if self._ledger.get(caller.tenant, request_id) is earlier and earlier.is_resumable:
                 return _FoundHere(earlier, live)
+            # Meanwhile another call has taken it.
+            memory.drop_all()
 
     def _take(self, found: "_FoundHere | _FoundThere", memory: CallMemory) -> LiveRequest:
         """Takes a request from the call of this gateway that reads it; the scheduler tells those of other gateways.
@@ -256,19 +258,16 @@ class Generator:
         """
         tenant = current_caller().tenant
         live = self._ledger.get(tenant, request_id)
-        if live is None or live.request.durable:
-            try:
-                await self.replicas.calls.cancel(tenant, request_id)
-            except NotFound:
-                # No scheduler has one that waits here for its place.
-                if live is None or live.is_over:
-                    raise
-        if live is None:
-            return
-        if live.is_over and not live.request.durable:
+        if live is not None and not live.is_over:
+            live.fail(Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
+            self.replicas.release(live)
+            if live.request.durable:
+                await self.replicas.calls.cancel_copies(tenant, request_id)
+        elif live is None or live.request.durable:
+            await self.replicas.calls.cancel(tenant, request_id)
+            self.durable_reads.drop_completed(tenant, request_id)
+        else:
             raise no_such_request(request_id)
-        live.fail(Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
-        self.replicas.release(live)
 
     async def _prepare(
         self, options: RequestOptions, caller: Caller, trace: TraceContext | None, call: CallParameters

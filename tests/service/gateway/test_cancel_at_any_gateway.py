@@ -1,13 +1,17 @@
 """A request is cancelled by its id through any gateway: two of them, real schedulers, fake workers."""
 
 import asyncio
+import contextlib
 
 import httpx
+import pytest
 
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import Cancelled, NotFound
-from tests.support.gateway_process import error_of, stream_request
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import error_of, running_gateway, stream_request
 from tests.support.keys import KeysFile
+from tests.support.processes import until_true
 from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.two_gateways import TwoGateways, two_gateways
 
@@ -77,6 +81,32 @@ async def test_it_is_found_at_whichever_replica_has_it(tmp_path):
             await cancel(two.second, request_id)
             assert isinstance(await error_of(call), Cancelled)
         await assert_nothing_runs(two)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_a_durable_request_is_cancelled_at_once_while_no_scheduler_can_be_reached(is_read):
+    """And ended at its scheduler when that is back, before another request that has its id by then."""
+    scheduler = FakeScheduler(durable_grace_ms=60_000)
+    await scheduler.start()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(scheduler.stop)
+        gateway = await stack.enter_async_context(running_gateway(scheduler))
+        call = gateway.generation.GenerateStream(stream_request(max_tokens=900, request_id="story", durable=True))
+        await anext(aiter(call))
+        if not is_read:
+            call.cancel()
+            await until_true(lambda: len(gateway.gateway._generator.durable_reads) == 1)
+        scheduler.refuses_connections = True
+        scheduler.break_streams()
+        await until_true(lambda: not gateway.gateway._generator.replicas.num_connected)
+        await cancel(gateway)
+        if is_read:
+            assert isinstance(await error_of(call), Cancelled)
+        another = gateway.generation.GenerateStream(stream_request("hello", max_tokens=5, request_id="story"))
+        scheduler.refuses_connections = False
+        assert len([response async for response in another]) > 0
+        assert scheduler.aborted == ["story"]
+        assert [submit.resubmitted for submit in scheduler.submits] == [False, True, False]
 
 
 async def test_another_tenants_request_is_as_one_that_does_not_exist(tmp_path):

@@ -161,6 +161,19 @@ async def test_a_call_that_holds_too_much_is_ended_and_says_what_helps(ledger, m
         assert memory.num_bytes == 0
 
 
+async def test_what_is_dropped_counts_no_more_and_does_not_end_with_the_call(ledger, memory):
+    with memory.call("key", STREAMED) as call:
+        dropped = open_live(ledger, call)
+        generate(ledger, dropped, 10)
+        assert call.num_bytes > 0
+        call.drop_all()
+        assert (call.num_bytes, memory.num_bytes) == (0, 0)
+        live = open_live(ledger, call, request_id="again")
+        generate(ledger, live, 600)
+        assert live.is_over
+        assert not dropped.is_over
+
+
 def ended(*calls):
     return [call.is_closed for call in calls]
 

@@ -1,5 +1,6 @@
 """Durable requests whose clients have left: how long they are read on, what they use, and who goes on with them."""
 
+import asyncio
 import contextlib
 
 import numpy as np
@@ -141,6 +142,25 @@ async def test_what_is_over_is_kept_for_as_long_and_then_forgotten(reads, accoun
     assert not replicas.released
 
 
+async def test_its_time_begins_anew_with_its_end(reads, account, ledger, monkeypatch):
+    loop, timers = asyncio.get_running_loop(), []
+    call_later = loop.call_later
+
+    def note_timer(delay, callback, *args):
+        timers.append((delay, call_later(delay, callback, *args)))
+        return timers[-1][1]
+
+    monkeypatch.setattr(loop, "call_later", note_timer)
+    live = read_and_leave(reads, account, ledger)
+    complete(live)
+    (first_s, first), (second_s, second) = timers
+    assert (first_s, second_s) == (60.0, 60.0)
+    assert first.cancelled()
+    assert not second.cancelled()
+    reads.close()
+    assert second.cancelled()
+
+
 async def test_what_fails_or_is_taken_over_elsewhere_is_forgotten_at_once(reads, account, ledger):
     live = read_and_leave(reads, account, ledger)
     live.fail(Aborted("read elsewhere", reason="REQUEST_TAKEN_OVER"))
@@ -215,6 +235,17 @@ async def test_only_so_many_tokens_are_kept_and_what_is_over_makes_way(reads, ac
     assert replicas.detached == [over]
     beyond = read_and_leave(reads, account, ledger, request_id="beyond")
     assert replicas.detached == [over, beyond]
+    assert all(map(reads.keeps, kept))
+    reads.close()
+
+
+async def test_room_is_found_without_a_look_at_all_that_is_kept(reads, account, ledger, monkeypatch):
+    account.change_limits(Limits())
+    kept = [read_and_leave(reads, account, ledger, request_id=f"kept-{number}") for number in range(100)]
+    asked = []
+    monkeypatch.setattr(LiveRequest, "max_generated_tokens", property(lambda self: asked.append(self) or 500))
+    last = read_and_leave(reads, account, ledger, request_id="last")
+    assert set(asked) == {last}
     assert all(map(reads.keeps, kept))
     reads.close()
 

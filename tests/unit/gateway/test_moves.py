@@ -37,7 +37,7 @@ class Scheduler:
     def __init__(self, address: str, replicas: Replicas, serve: Callable[["Scheduler", LiveRequest], None]) -> None:
         self.address = address
         self.is_connected = self.is_ready = True
-        self.welcome = SimpleNamespace(block_size=4)
+        self.welcome = SimpleNamespace(block_size=4, scheduler_epoch=7, durable_grace_s=60.0)
         self.model = UNKNOWN_MODEL
         self.num_deaths = 0
         self.submitted: list[int] = []
@@ -56,6 +56,14 @@ class Scheduler:
     def tell(self, **happened: Any) -> None:
         fields = {"runs": [], "ended": [], "completed": [], "failed": []} | happened
         self._replicas.on_events(cast(SchedulerLink, self), EventBatch(**fields))
+
+    def lose_stream(self) -> None:
+        self.is_connected = False
+        self._replicas.on_disconnected(cast(SchedulerLink, self))
+
+    def regain_stream(self) -> None:
+        self.is_connected = True
+        self._replicas.on_connected(cast(SchedulerLink, self))
 
     def lose_worker(self, until_back_s: float) -> None:
         self.num_deaths += 1
@@ -90,7 +98,7 @@ class Cluster:
         for scheduler in self.schedulers:
             self.replicas.links[scheduler.address] = cast(SchedulerLink, scheduler)
 
-    def place(self, request_id: str) -> LiveRequest:
+    def place(self, request_id: str, *, durable: bool = False) -> LiveRequest:
         request = GenerationRequest(
             request_id=request_id,
             tenant="",
@@ -101,6 +109,7 @@ class Cluster:
             include_special_tokens=False,
             priority=0,
             ignore_eos=False,
+            durable=durable,
         )
         live = self.ledger.open(request, lambda: TOKENIZER.detokenizer(include_special_tokens=False))
         self.replicas.place(live)
@@ -203,3 +212,26 @@ async def test_an_entry_that_takes_over_leaves_a_replica_without_a_worker_as_the
     assert live.handle in left.submitted
     await until_true(lambda: live.handle in ready.submitted)
     cluster.replicas.release(live)
+
+
+@pytest.mark.parametrize(("durable", "epoch", "is_ended"), [(True, 7, True), (True, 8, False), (False, 7, False)])
+async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(durable, epoch, is_ended):
+    """It would be kept for another reader; a plain one ends by itself, and another scheduler does not have it."""
+    cluster = Cluster(1, lambda *_: None)
+    (scheduler,) = cluster.schedulers
+    live = cluster.place("story", durable=durable)
+    scheduler.lose_stream()
+    cluster.replicas.release(live)
+    cluster.ledger.close(live)
+    again = cluster.place("story", durable=durable)
+    aborted: list[int] = []
+    scheduler.abort = lambda handle, *_, **__: aborted.append(handle)
+    scheduler.welcome.scheduler_epoch = epoch
+    scheduler.regain_stream()
+    assert aborted == [live.handle] * is_ended
+    # Before a request that has its id now.
+    assert scheduler.submitted == [live.handle] * (1 + is_ended) + [again.handle]
+    scheduler.lose_stream()
+    scheduler.regain_stream()
+    assert aborted == [live.handle] * is_ended
+    cluster.replicas.release(again)
