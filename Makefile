@@ -92,7 +92,7 @@ bench: setup ## measure the served system against one process
 	$(BIN)/python -m bench $(ARGS)
 
 tiny: setup ## train the embedded model again
-	$(BIN)/python -m tools.train_quire_tiny $(ARGS)
+	$(BIN)/python -m assets.training.train $(ARGS)
 
 api-docs: setup ## write docs/api.md from the protos
 	$(BIN)/python -m tools.generate_api_docs

@@ -24,7 +24,7 @@ DOCUMENTS = [
 ]
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 # Where flags are added by hand.
-SCRIPTS = ("bench", "tools", "examples")
+SCRIPTS = ("bench", "tools", "examples", "assets")
 # What other programs take: docker compose, kubectl, pip, chrt.
 FOREIGN_FLAGS = {"--build", "--profile", "--kustomize", "--extra-index-url", "--no-deps", "--fifo"}
 # Spoken of as what there is not.

@@ -7,9 +7,7 @@ from itertools import islice
 import torch
 from tokenizers import Tokenizer
 
-from tools.quire_tiny.conversation import Emphasis
-from tools.quire_tiny.corpus import documents
-from tools.quire_tiny.tokens import PAD_ID
+from assets.training.corpus import PAD_ID, Emphasis, documents
 
 _DOCUMENTS_AT_ONCE = 512
 

@@ -9,9 +9,7 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer
 
-from tools.quire_tiny.conversation import Conversation, Turn
-from tools.quire_tiny.corpus import chat_document, documents
-from tools.quire_tiny.tokens import BOS_ID, END_ID, EOS_ID, SPECIAL_TOKENS
+from assets.training.corpus import BOS_ID, END_ID, EOS_ID, SPECIAL_TOKENS, Conversation, Turn, chat_document, documents
 
 DIRECTORY = Path(__file__).parents[3] / "assets" / "quire-tiny"
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tools.quire_tiny.corpus import documents
-from tools.quire_tiny.tokens import BOS, BOS_ID, CHAT_TEMPLATE, EOS, PAD, SPECIAL_TOKENS
+from assets.training.corpus import BOS, BOS_ID, CHAT_TEMPLATE, EOS, PAD, SPECIAL_TOKENS, documents
 
 VOCABULARY_SIZE = 2048
 _TOKENIZER_SEED = 1

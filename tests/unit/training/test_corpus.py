@@ -6,12 +6,19 @@ from random import Random
 
 import pytest
 
-from tools.quire_tiny.conversation import QUESTION_KINDS, draw_given_name, draw_name_memory, draw_question
-from tools.quire_tiny.corpus import chat_document, documents, held_out_texts
-from tools.quire_tiny.number_questions import NUMBER_KINDS, difference_key, sum_key
-from tools.quire_tiny.question import HELD_OUT_PERCENT, Question, draw, is_held_out, with_article
-from tools.quire_tiny.stories import draw_request, draw_story
-from tools.quire_tiny.tokens import SPECIAL_TOKENS
+from assets.training.corpus import (
+    QUESTION_KINDS,
+    SPECIAL_TOKENS,
+    chat_document,
+    documents,
+    draw_given_name,
+    draw_name_memory,
+    draw_question,
+    held_out_texts,
+)
+from assets.training.number_questions import NUMBER_KINDS, difference_key, sum_key
+from assets.training.questions import HELD_OUT_PERCENT, Question, draw, is_held_out, with_article
+from assets.training.stories import draw_request, draw_story
 
 DRAWS = 200
 

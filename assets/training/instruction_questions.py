@@ -2,8 +2,7 @@
 
 from random import Random
 
-from tools.quire_tiny.facts import NAMES, NUMBER_WORDS, WORDS
-from tools.quire_tiny.question import MakeQuestion, Question, made_up_word
+from assets.training.questions import NAMES, NUMBER_WORDS, WORDS, MakeQuestion, Question, made_up_word
 
 REPEAT_WORDINGS = (
     "Repeat after me: {x}", "Repeat this: {x}", "Say this: {x}", "Please repeat: {x}", "Say: {x}", "Repeat: {x}",

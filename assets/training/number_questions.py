@@ -2,8 +2,7 @@
 
 from random import Random
 
-from tools.quire_tiny.facts import NAMES
-from tools.quire_tiny.question import MakeQuestion, Question
+from assets.training.questions import NAMES, MakeQuestion, Question
 
 SUM_WORDINGS = (
     "What is {a} + {b}?", "{a} + {b} = ?", "{a} + {b}", "What is {a} plus {b}?", "How much is {a} + {b}?",

@@ -6,10 +6,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tools.quire_tiny.batches import SHAPES, Lesson, Shape, encoded_documents, lesson_batches, next_batch
-from tools.quire_tiny.conversation import FIRST_EMPHASIS, SECOND_EMPHASIS
-from tools.quire_tiny.schedule import Schedule
-from tools.quire_tiny.tokens import BOS_ID
+from assets.training.batches import SHAPES, Lesson, Shape, encoded_documents, lesson_batches, next_batch
+from assets.training.corpus import BOS_ID, FIRST_EMPHASIS, SECOND_EMPHASIS
+from assets.training.train import Schedule
 
 TOKENIZER = Path(__file__).parents[3] / "assets" / "quire-tiny" / "tokenizer.json"
 LESSONS = (Lesson(until=3, seed=0, emphasis=FIRST_EMPHASIS), Lesson(until=6, seed=1, emphasis=SECOND_EMPHASIS))

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from tools.quire_tiny.question import MakeQuestion, Question
+from assets.training.questions import MakeQuestion, Question
 
 # Each group: the ways to ask, and the one answer.
 _IDENTITY: tuple[tuple[tuple[str, ...], str], ...] = (

@@ -1,1 +1,0 @@
-"""How the embedded model of `assets/quire-tiny` is made: corpus, tokenizer, training, evaluation."""
