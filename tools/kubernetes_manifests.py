@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from gateway.settings import GatewaySettings
-from quire.settings import load_settings
+from quire.settings import ConfigurationError, load_settings
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -106,7 +106,10 @@ class Manifests:
         variables: dict[str, str] = {}
         for source in container.get("envFrom", ()):
             config = self.generated("configMapGenerator")[source["configMapRef"]["name"]]
-            variables |= dict(literal.split("=", 1) for literal in config["literals"])
+            for literal in config["literals"]:
+                name, separator, variables[name] = literal.partition("=")
+                if not separator:
+                    raise ConfigurationError(f"{config['name']}: {literal} is not NAME=VALUE")
         for variable in container.get("env", ()):
             variables[variable["name"]] = variable.get("value") or _STAND_INS[next(iter(variable["valueFrom"]))]
         return variables

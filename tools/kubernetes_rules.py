@@ -12,6 +12,10 @@ from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+_KUSTOMIZATION_FIELDS = frozenset({"apiVersion", "kind", "namespace", "resources", "images", "generatorOptions"}) | {
+    "configMapGenerator",
+    "secretGenerator",
+}
 Rule = Callable[[Manifests, list[Pod]], Iterator[str]]
 
 
@@ -19,6 +23,15 @@ def breaches(manifests: Manifests) -> list[str]:
     """What is wrong. ConfigurationError where a service would not start with its flags and variables."""
     pods = manifests.pods()
     return [line for rule in RULES for line in rule(manifests, pods)]
+
+
+def the_kustomization_is_one(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
+    """What kustomize itself would refuse, as far as ours uses it."""
+    kustomization = manifests.kustomization
+    if kustomization["kind"] != "Kustomization":
+        yield f"kustomization.yaml: its kind is {kustomization['kind']}; it must be Kustomization"
+    for name in sorted(kustomization.keys() - _KUSTOMIZATION_FIELDS):
+        yield f"kustomization.yaml: {name} is no field of a kustomization that we use"
 
 
 def variables_are_known(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
@@ -126,6 +139,7 @@ def gateways_stay_while_requests_wait(manifests: Manifests, pods: list[Pod]) -> 
 
 
 RULES: tuple[Rule, ...] = (
+    the_kustomization_is_one,
     variables_are_known,
     ports_are_those_that_the_service_listens_on,
     probes_ask_the_service_itself,

@@ -3,7 +3,7 @@
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from quire.tracing.otlp import OtlpTracer
+from quire.tracing.otlp import make_tracer
 
 
 class MemoryTraces:
@@ -11,7 +11,7 @@ class MemoryTraces:
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
-        self.tracer = OtlpTracer("test", self._exporter)
+        self.tracer = make_tracer("test", self._exporter)
 
     def close(self) -> list[ReadableSpan]:
         """All spans, in order of their ends."""
