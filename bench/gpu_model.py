@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from quire.model_directory import resolve_model
-from worker_svc.layers.loadable import Loadable, Placement
 from worker_svc.models.llama import LlamaForCausalLM
-from worker_svc.weights import TensorSpec
+from worker_svc.weights import Loadable, Placement, TensorSpec
 
 DTYPE = torch.bfloat16
 SHAPES: dict[str, dict[str, Any]] = {

@@ -24,9 +24,9 @@ from kernels.short_cache import SHORT_DTYPE, tile_bytes
 from quire.settings import ConfigurationError
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.recorded_forward import room_for
-from worker_svc.layers.quantization import Quantization
 from worker_svc.models.base import NativeCausalLM
 from worker_svc.models.registry import load_model
+from worker_svc.weights import Quantization
 
 _BLOCK_SIZE = 16
 _SUMMED_BYTES = 256 << 20

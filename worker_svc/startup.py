@@ -22,13 +22,13 @@ from worker_svc.device.model_runner import ModelRunner
 from worker_svc.device.profiling import memory_for_pool, warm_up
 from worker_svc.heap import release_freed_memory
 from worker_svc.info import ModelGeometry, WorkerInfo, WorkerLimits
-from worker_svc.layers.quantization import Quantization
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.parallel.meeting import meet
 from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.thread_binding import bind_threads
+from worker_svc.weights import Quantization
 
 MAX_STEPS_IN_FLIGHT = 2
 MAX_LOGPROBS = 64

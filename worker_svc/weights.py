@@ -1,19 +1,23 @@
-"""Model weights from a directory of safetensors files, as transformers writes it.
+"""Model weights: safetensors files as transformers writes them, and where layers put what they read of them.
 
 The headers are read and compared with what the model needs before any tensor is loaded, so that a wrong directory is
 refused at once and with one clear line.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from quire.model_directory import weight_files
 from quire.settings import ConfigurationError
+from worker_svc.parallel.ranks import ALONE, Ranks
 
 # Bytes of an element by its name in a safetensors header.
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -30,7 +34,7 @@ class TensorSpec:
 TensorReader = Callable[[TensorSpec], torch.Tensor]
 
 Progress = Callable[[str, int, int], None]
-"""Called after each tensor with (what is loading, bytes done, bytes in all)."""
+"""Called after each tensor with (what is loading, bytes done, total bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +74,13 @@ class Checkpoint:
         return self._stored(name) is not None
 
     def renamed(self, name: str, new_name: str) -> "Checkpoint":
-        """The same tensors, of which `name`, a name in the file, is found by another."""
+        """The same tensors; `name`, a name in the file, is replaced by `new_name`."""
         tensors = dict(self._tensors)
         tensors[new_name] = tensors.pop(name)
         return Checkpoint(self._directory, tensors, self._base_prefix)
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
-        """Raises ConfigurationError for the first tensor that is missing, misshapen or of a dtype not supported."""
+        """Raises ConfigurationError for the first tensor that is missing or has an unexpected shape or dtype."""
         for spec in specs:
             stored = self._find(spec.name)
             if stored.shape != spec.shape:
@@ -121,3 +125,47 @@ def _read_header(file: Path) -> dict[str, _StoredTensor]:
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"{file}: damaged or truncated safetensors file: {error}") from error
     return tensors
+
+
+class Quantization(Enum):
+    """How linear layers round their weights; the values are those of `--quantization`."""
+
+    NONE = "none"
+    INT8_WEIGHT_ONLY = "int8-weight-only"
+    """Int8 weights with one scale an output. Their inputs keep the model's dtype."""
+    INT8_DYNAMIC = "int8-dynamic"
+    """The same weights, and inputs rounded to int8 with one scale a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Device and dtype of the weights, and the rank whose part of them is held."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ranks: Ranks = ALONE
+    quantization: Quantization = Quantization.NONE
+    """Of linear layers."""
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies a tensor, which may be a view of a mapped file, to memory of its own."""
+        return self.empty(*tensor.shape).copy_(tensor)
+
+
+class Loadable(nn.Module):
+    """A layer that names the tensors of the checkpoint that it needs. It allocates no memory before `load`."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[TensorSpec]:
+        """The tensors that `load` reads."""
+
+    @abstractmethod
+    def load(self, read: TensorReader) -> None:
+        """Reads the tensors, one at a time, and places them."""
+
+
+def frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.model_input import AttentionMetadata, ModelInput
-from worker_svc.models.base import CausalLM
+from worker_svc.layers.attention import AttentionMetadata
+from worker_svc.models.base import CausalLM, ModelInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from worker_svc.layers.loadable import Placement
-from worker_svc.model_input import ModelInput
-from worker_svc.models.base import CausalLM, ModelShape
+from worker_svc.models.base import CausalLM, ModelInput, ModelShape
+from worker_svc.weights import Placement
 
 VOCAB_SIZE = 61
 MAX_MODEL_LEN = 48

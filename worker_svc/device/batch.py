@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.device.rows import Rows
-from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.layers.attention import AttentionMetadata
+from worker_svc.models.base import ModelInput
 from worker_svc.steps import Batch, Int32Array
 from worker_svc.to_device import to_device
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from worker_svc.device.graph_shapes import GraphShape, GraphShapes
 from worker_svc.device.static_input import StaticInput
-from worker_svc.model_input import ModelInput
-from worker_svc.models.base import CausalLM
+from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.steps import Batch
 
 Replay = Callable[[], None]

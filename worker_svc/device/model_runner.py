@@ -29,8 +29,7 @@ from worker_svc.device.sealed_blocks import SealInventory
 from worker_svc.device.streams import Streams
 from worker_svc.device.transfer import HostCopy, Stopwatch
 from worker_svc.info import ModelGeometry, WorkerLimits
-from worker_svc.model_input import ModelInput
-from worker_svc.models.base import CausalLM
+from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.sampling.candidates import Candidates, gather_candidates, report_candidates
 from worker_svc.sampling.history import History
 from worker_svc.sampling.logit_rules import apply_logit_rules

@@ -12,8 +12,8 @@ import torch
 from kernels.cpu.recording import NotRecordableError, record
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.info import WorkerLimits
-from worker_svc.model_input import AttentionMetadata, ModelInput
-from worker_svc.models.base import CausalLM, NativeCausalLM
+from worker_svc.layers.attention import AttentionMetadata
+from worker_svc.models.base import CausalLM, ModelInput, NativeCausalLM
 
 Forward = Callable[[ModelInput], torch.Tensor]
 """Gives a step's hidden states after the final norm, [T, hidden], which may be overwritten by the next step."""

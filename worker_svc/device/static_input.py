@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from worker_svc.device.graph_shapes import GraphShape
-from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.layers.attention import AttentionMetadata
+from worker_svc.models.base import ModelInput
 
 
 @dataclass(frozen=True, slots=True)

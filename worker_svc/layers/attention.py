@@ -1,10 +1,32 @@
 """Attention over the KV pool, without the projections around it."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from kernels import ops
-from worker_svc.model_input import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the T new tokens of R rows lie in the KV pool. All tensors are on the model's device.
+
+    Attributes:
+        slot_mapping: [T] int64, `block_id * block_size + offset` of each new token.
+        block_tables: [R, M] int32 block ids in logical order. Entries beyond a row's context are undefined.
+        query_start_loc: [R + 1] int32, where each row's new tokens start in the flat batch, and T.
+        seq_lens: [R] int32, computed plus new tokens of each row.
+        max_query_len: at least the largest number of new tokens of a row.
+        max_seq_len: at least the largest of `seq_lens`.
+    """
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
 
 
 class PagedAttention(nn.Module):
@@ -48,7 +70,7 @@ class PagedAttention(nn.Module):
         return self.attend(query, kv_cache, metadata)
 
     def attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """The same where the new keys and values are in their slots already."""
+        """The same when the new keys and values are in their slots already."""
         attended = ops.paged_attention(
             query,
             kv_cache,

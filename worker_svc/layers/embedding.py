@@ -1,4 +1,4 @@
-"""Embedding tables, and the head that shares one."""
+"""Embedding tables, and the output layer that shares one."""
 
 from collections.abc import Iterator
 
@@ -6,16 +6,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from worker_svc.layers.loadable import Loadable, Placement, frozen
-from worker_svc.layers.product import Product, make_product
+from worker_svc.layers.linear import Product, make_product
 from worker_svc.parallel.ranks import Shard
-from worker_svc.weights import TensorReader, TensorSpec
+from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec, frozen
 
 
 class Embedding(Loadable):
-    """A table of `num_embeddings` vectors; `name` is its module in the checkpoint.
+    """A table of `num_embeddings` vectors.
 
     Args:
+        name: of its module in the checkpoint.
         split: each rank holds some of the vectors.
     """
 
@@ -47,9 +47,9 @@ class Embedding(Loadable):
 
 
 class TiedHead(Loadable):
-    """The output layer of a model whose embedding is its output matrix too.
+    """The output layer of a model whose output matrix is its embedding.
 
-    Where a packed product pays, the matrix is held twice: packed for the product, by rows for the embedding. Every
+    Where a packed product is faster, the matrix is held twice: packed for the product, by rows for the embedding. Every
     sampled token reads all of it, and the plain product takes twice as long.
     """
 
@@ -60,7 +60,7 @@ class TiedHead(Loadable):
 
     @property
     def embedding_spec(self) -> TensorSpec:
-        """The one matrix."""
+        """The matrix of both."""
         (spec,) = self._embedding.tensors()
         return spec
 
@@ -68,9 +68,9 @@ class TiedHead(Loadable):
         yield from ()
 
     def load(self, read: TensorReader) -> None:
-        """Takes the embedding's matrix, which must be loaded."""
+        """Takes the embedding's matrix, which is loaded before."""
         self._product = make_product(self._embedding.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, dim] -> [S, num_embeddings], of which a rank has those of its part of the embedding."""
+        """hidden [S, dim] -> [S, num_embeddings], or this rank's part of them where the embedding is split."""
         return self._product(hidden)

@@ -1,6 +1,24 @@
-"""Linear layers. This is the one place where weights are merged and split over ranks (as in Megatron-LM)."""
+"""Linear layers: how weights are merged and split over ranks (as in Megatron-LM), and how they are multiplied.
 
-from collections.abc import Iterator, Sequence
+A layer multiplies with our own kernel where there is one, else from weights that oneDNN has packed once where that is
+faster, else as torch does. ADR 0007 has the measurements of our own kernel, for bfloat16, beside oneDNN's. Without it,
+packed products of oneDNN take 0.69 to 0.76 of the time of plain ones in bfloat16; in float32 one token takes up to a
+tenth longer packed, four and more take a quarter less.
+
+Int8 weights: linear layers round their weights when they are loaded, with one scale for each output. The embedding,
+norms, biases and the output layer keep the model's dtype: errors of the output layer would go straight to the logits,
+and an embedding is looked up by rows, so that its size costs no time. Where our own kernel is missing, torch multiplies
+them. Measured on two cores with AVX-512 and AMX, 768 x 3072, weights from memory, ms for 1, 4, 16, 64 and 256 tokens:
+
+    bfloat16, packed           0.38  0.34  0.36  0.48   0.91
+    int8 as it is              0.31  0.33  0.91  3.03  11.23
+    int8 converted to bfloat16 0.85  0.78  0.78  1.03   1.85
+    int8 by int8               0.29  0.23  0.29  0.55   1.47
+
+So a few tokens are multiplied with the int8 weights as they are, and more of them with converted weights.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import groupby
@@ -8,22 +26,23 @@ from operator import itemgetter
 
 import torch
 
-from worker_svc.layers.activation import ActivationKind
-from worker_svc.layers.loadable import Loadable, Placement
-from worker_svc.layers.product import Product
-from worker_svc.layers.quantized_product import make_linear_product
+from kernels import ops
+from kernels.int8 import quantize
+from kernels.packed_weight import PackedWeight, Rounding
+from quire.settings import ConfigurationError
+from worker_svc.layers.activation import Activation, ActivationKind, FusedActivation
 from worker_svc.parallel.ranks import Shard
-from worker_svc.weights import TensorReader, TensorSpec
+from worker_svc.weights import Loadable, Placement, Quantization, TensorReader, TensorSpec
 
 
 class Split(Enum):
-    """What of a layer each rank holds."""
+    """What each rank holds of a layer."""
 
     WHOLE = auto()
     OUTPUTS = auto()
-    """Some of the outputs; a layer that is split by inputs takes them as they are."""
+    """Some of the outputs. A layer that is split by inputs takes them as they are."""
     INPUTS = auto()
-    """The weights of some inputs; the sum over the ranks is the layer's output."""
+    """The weights of some inputs. The layer's output is the sum over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +50,8 @@ class LinearPart:
     """A linear layer of the checkpoint, by the name of its module.
 
     Attributes:
-        segments: equal runs of outputs that are split each by itself, as GPT-2's query, key and value in one layer.
-        num_shards: parts that the outputs are split into where that are fewer than there are ranks.
+        segments: equal runs of outputs that are split separately, as GPT-2's query, key and value in one layer.
+        num_shards: number of parts of the outputs, where it is smaller than the number of ranks.
     """
 
     name: str
@@ -44,13 +63,14 @@ class LinearPart:
 class Linear(Loadable):
     """`activation(x @ weight.T + bias)` for one or more linear layers of the checkpoint that share their input.
 
-    Several parts (query, key and value; gate and up) are merged into one matrix at load, outputs one after the other.
+    Several parts (query, key and value; gate and up) are merged into one matrix when they are loaded, outputs one after
+    the other.
 
     Args:
         in_features: of the whole layer.
-        split: what of it each rank holds.
+        split: what each rank holds of it.
         input_major: the checkpoint stores [in, out], as GPT-2's Conv1D does, and not [out, in].
-        activation: none is the identity.
+        activation: None is the identity.
     """
 
     def __init__(
@@ -82,10 +102,13 @@ class Linear(Loadable):
 
     def load(self, read: TensorReader) -> None:
         shards = [(part, shard) for part in self._parts for shard in self._outputs_of_rank(part)]
-        inputs = self._inputs_of_rank()
+        is_split_by_inputs, ranks = self._split is Split.INPUTS, self._placement.ranks
+        inputs = ranks.shard(self._in_features) if is_split_by_inputs else Shard(0, self._in_features)
         out_features = sum(shard.size for _, shard in shards)
         weight = self._placement.empty(out_features, inputs.size)
-        bias = self._placement.empty(out_features) if self._has_bias and self._adds_bias else None
+        # Only one of several partial sums has the bias.
+        adds_bias = self._has_bias and (not is_split_by_inputs or ranks.rank == 0)
+        bias = self._placement.empty(out_features) if adds_bias else None
         start = 0
         for part, group in groupby(shards, key=itemgetter(0)):
             stored = read(self._weight_spec(part))
@@ -101,22 +124,12 @@ class Linear(Loadable):
 
     def install(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Takes merged weights, [out, in] and [out]."""
-        self._product = make_linear_product(weight, bias, self._activation, self._placement.quantization)
+        self._product = make_product(weight, bias, self._activation, self._placement.quantization)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out], of each the rank's part where the layer is split by it."""
+        """x [..., in] -> [..., out], each of this rank's part where the layer is split by it."""
         product = self._product(x)
         return self._placement.ranks.sum(product) if self._split is Split.INPUTS else product
-
-    @property
-    def _adds_bias(self) -> bool:
-        """Of partial sums one has the bias."""
-        return self._split is not Split.INPUTS or self._placement.ranks.rank == 0
-
-    def _inputs_of_rank(self) -> Shard:
-        if self._split is Split.INPUTS:
-            return self._placement.ranks.shard(self._in_features)
-        return Shard(0, self._in_features)
 
     def _outputs_of_rank(self, part: LinearPart) -> Iterator[Shard]:
         if self._split is not Split.OUTPUTS:
@@ -133,3 +146,238 @@ class Linear(Loadable):
 
     def _bias_spec(self, part: LinearPart) -> TensorSpec:
         return TensorSpec(f"{part.name}.bias", (part.out_features,))
+
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""x [..., in] -> [..., out], bias and activation included."""
+
+# In float32 a call to oneDNN costs more than it saves below this many entries: it looks its kernel up at each call.
+_MIN_PACKED_FLOAT32 = 2**18
+_NOTHING_FUSED = FusedActivation("none")
+_ROUNDING = {
+    Quantization.NONE: Rounding.NONE,
+    Quantization.INT8_WEIGHT_ONLY: Rounding.WEIGHT,
+    Quantization.INT8_DYNAMIC: Rounding.WEIGHT_AND_INPUT,
+}
+_MAX_TOKENS_UNCONVERTED = 8
+# torch's int8 kernel reads its inputs in vectors of this length without checking that there are as many.
+_INPUT_STEP = 16
+
+
+def make_product(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    kind: ActivationKind | None = None,
+    quantization: Quantization = Quantization.NONE,
+) -> Product:
+    """The fastest way to `activation(x @ weight.T + bias)` for these weights.
+
+    Args:
+        weight: [out, in]; a plain product keeps it, all others do not.
+        bias: [out].
+        kind: of the activation; a gated one halves the outputs, None is the identity.
+        quantization: how the weights are rounded first.
+    """
+    rounding = _ROUNDING[quantization] if weight.numel() else Rounding.NONE
+    if weight.numel() and ops.has_packed_products(weight.device, weight.dtype, rounding):
+        return OwnProduct.of(weight, bias, kind, rounding=rounding)
+    function = None if kind is None else kind.function
+    if rounding is Rounding.WEIGHT_AND_INPUT:
+        return DynamicProduct.of(weight, bias, function)
+    if rounding is Rounding.WEIGHT:
+        return WeightOnlyProduct.of(weight, bias, function)
+    if pays_to_pack(weight):
+        return PackedProduct.of(weight, bias, kind)
+    return PlainProduct(weight, bias, function)
+
+
+def pays_to_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN is faster for weights on this device, of this dtype and size."""
+    if weight.device.type != "cpu" or not weight.numel() or not _has_packed_products():
+        return False
+    if weight.dtype == torch.float32:
+        return weight.numel() >= _MIN_PACKED_FLOAT32
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def _has_packed_products() -> bool:
+    """torch's own compiler calls these operations; a build of torch may lack them."""
+    names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported")
+    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+def check_quantization(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
+    """ConfigurationError for a quantization that this device does not have for models of this dtype."""
+    if quantization is not Quantization.INT8_DYNAMIC:
+        return
+    if device.type != "cpu":
+        raise ConfigurationError(
+            f"--quantization is int8-dynamic, which is for cpu, and the device is {device.type}; "
+            "use int8-weight-only or none"
+        )
+    if not ops.has_packed_products(device, dtype, Rounding.WEIGHT_AND_INPUT) and not has_int8_products():
+        raise ConfigurationError(
+            "--quantization is int8-dynamic, which needs oneDNN, and this build of torch has none; "
+            "use int8-weight-only or none"
+        )
+
+
+def has_int8_products() -> bool:
+    """Whether torch has oneDNN's products of int8."""
+    return torch.backends.mkldnn.is_available() and all(
+        hasattr(torch.ops.onednn, name) for name in ("qlinear_prepack", "qlinear_pointwise")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlainProduct:
+    """`activation(x @ weight.T + bias)`."""
+
+    weight: torch.Tensor
+    """[out, in]"""
+    bias: torch.Tensor | None
+    """[out]"""
+    activation: Activation | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product = torch.nn.functional.linear(x, self.weight, self.bias)
+        return product if self.activation is None else self.activation(product)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedProduct:
+    """The same from weights in the order in which oneDNN's kernels read them. Only these are kept."""
+
+    weight: torch.Tensor
+    """[out, in], opaque."""
+    bias: torch.Tensor | None
+    fused: FusedActivation
+    """Applied to the sums before they are rounded."""
+    activation: Activation | None
+    """Applied after that."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, kind: ActivationKind | None) -> "PackedProduct":
+        """Packs the weights."""
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        if kind is None:
+            return cls(packed, bias, _NOTHING_FUSED, None)
+        return cls(packed, bias, kind.fused or _NOTHING_FUSED, None if kind.fused else kind.function)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        fused = self.fused
+        product = torch.ops.mkldnn._linear_pointwise.default(
+            x, self.weight, self.bias, fused.name, fused.scalars, fused.algorithm
+        )
+        return product if self.activation is None else self.activation(product)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnProduct:
+    """The same by a kernel of ours, with weights that may be int8."""
+
+    weight: PackedWeight
+    bias: torch.Tensor | None
+    fused: str
+    """Applied to the sums before they are rounded, a name of `ops.product`."""
+    activation: Activation | None
+    """Applied after that."""
+
+    @classmethod
+    def of(
+        cls,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        kind: ActivationKind | None,
+        *,
+        rounding: Rounding = Rounding.NONE,
+    ) -> "OwnProduct":
+        """Packs the weights."""
+        if kind is not None and kind.is_gated_silu:
+            return cls(ops.pack_weight(weight, gated=True, rounding=rounding), bias, "identity", None)
+        packed = ops.pack_weight(weight, rounding=rounding)
+        if kind is None:
+            return cls(packed, bias, "identity", None)
+        return cls(packed, bias, kind.own or "identity", None if kind.own else kind.function)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product = ops.product(x, self.weight, self.bias, activation=self.fused)
+        return product if self.activation is None else self.activation(product)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOnlyProduct:
+    """`activation(x @ (values * scales).T + bias)`, by torch."""
+
+    values: torch.Tensor
+    """[out, in] int8."""
+    scales: torch.Tensor
+    """[out], of the model's dtype."""
+    bias: torch.Tensor | None
+    """[out]"""
+    activation: Activation | None
+    has_kernel: bool
+    """Whether torch has a kernel that reads int8 values of this shape."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> "WeightOnlyProduct":
+        """Rounds the weights."""
+        rounded = quantize(weight, weight.dtype)
+        has_kernel = weight.device.type == "cpu" and weight.shape[1] > 0 and weight.shape[1] % _INPUT_STEP == 0
+        return cls(rounded.values, rounded.scales.squeeze(-1), bias, activation, has_kernel)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        if self.has_kernel and 0 < tokens.shape[0] <= _MAX_TOKENS_UNCONVERTED:
+            product = torch.ops.aten._weight_int8pack_mm(tokens.contiguous(), self.values, self.scales)
+        else:
+            # int8 values are exact in bfloat16 and float16. Their sums may overflow float16, so it is scaled first.
+            weight = self.values.to(x.dtype)
+            if x.dtype == torch.float16:
+                product = torch.nn.functional.linear(tokens, weight.mul_(self.scales.unsqueeze(1)))
+            else:
+                product = torch.nn.functional.linear(tokens, weight).mul_(self.scales)
+        return _finish(product, x, self.bias, self.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicProduct:
+    """The same with inputs rounded to int8, one scale a token. Sums are exact integers."""
+
+    values: torch.Tensor
+    """[out, in] int8, in the order in which oneDNN reads it."""
+    scales: torch.Tensor
+    """[out] float32"""
+    no_offsets: torch.Tensor
+    """[out] int32 zeros."""
+    bias: torch.Tensor | None
+    activation: Activation | None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> "DynamicProduct":
+        """Rounds the weights and packs them."""
+        rounded = quantize(weight)
+        packed = torch.ops.onednn.qlinear_prepack(rounded.values, None)
+        scales = rounded.scales.squeeze(-1)
+        return cls(packed, scales, torch.zeros_like(scales, dtype=torch.int32), bias, activation)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = quantize(x.reshape(-1, x.shape[-1]))
+        weights = (self.values, self.scales, self.no_offsets)
+        rest = (None, 1.0, 0, torch.float32, "none", [], "")
+        product = torch.ops.onednn.qlinear_pointwise.default(tokens.values, 1.0, 0, *weights, *rest)
+        # A token that is not finite has values of 0 and a scale that keeps its products from being finite.
+        return _finish(product.mul_(tokens.scales).to(x.dtype), x, self.bias, self.activation)
+
+
+def _finish(
+    product: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None
+) -> torch.Tensor:
+    """Bias and activation of a product [tokens, out] of x [..., in]; returns [..., out]."""
+    if bias is not None:
+        product = product.add_(bias)
+    if activation is not None:
+        product = activation(product)
+    return product.view(*x.shape[:-1], product.shape[-1])

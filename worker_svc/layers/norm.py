@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from kernels import ops
-from worker_svc.layers.loadable import Loadable, Placement, frozen
-from worker_svc.weights import TensorReader, TensorSpec
+from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec, frozen
 
 
 class RmsNorm(Loadable):

@@ -1,7 +1,7 @@
 """The interface of a model: what the runner calls, what the loader reads."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -9,21 +9,37 @@ import torch
 from torch import nn
 
 from quire.settings import ConfigurationError
+from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding import Embedding, TiedHead
 from worker_svc.layers.linear import Linear, LinearPart, Split
-from worker_svc.layers.loadable import Placement
-from worker_svc.layers.quantization import Quantization
-from worker_svc.model_input import ModelInput
+from worker_svc.weights import Placement, Quantization
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """The tokens of one step: a flat batch without padding.
+
+    Attributes:
+        token_ids: [T] int64.
+        positions: [T] int64, each token's index in its sequence.
+        kv_caches: one [2, num_blocks, num_kv_heads, block_size, head_dim] a layer. The model writes the keys and values
+            of the new tokens into their slots.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionMetadata
+    kv_caches: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the rest of the worker needs to know of a model.
+    """Sizes of a model that the rest of the worker needs.
 
     Attributes:
         num_kv_heads: of this rank.
-        vocab_size: width of the logits, those of all ranks.
-        max_model_len: positions that the model knows.
+        vocab_size: width of the logits of all ranks together.
+        max_model_len: number of positions that the model supports.
     """
 
     num_layers: int
@@ -63,16 +79,16 @@ class CausalLM(nn.Module):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, hidden], lines that `forward` returned -> [S, vocab_size] float32."""
+        """hidden [S, hidden], some of what `forward` returned -> [S, vocab_size] float32."""
 
 
 class NativeCausalLM(CausalLM):
     """A model of Quire's own layers.
 
-    Construction reads the configuration and allocates no weights; the loader fills them in.
+    The constructor reads the configuration and allocates no weights; the loader does.
 
     Attributes:
-        base_prefix: what the names of the base model's tensors start with in the checkpoint.
+        base_prefix: prefix of the names of the base model's tensors in the checkpoint.
     """
 
     base_prefix: ClassVar[str]
@@ -85,11 +101,11 @@ class NativeCausalLM(CausalLM):
 
     @abstractmethod
     def embed(self, inputs: ModelInput) -> torch.Tensor:
-        """What the first layer takes, [T, hidden]."""
+        """The input of the first layer, [T, hidden]."""
 
     @abstractmethod
     def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        """The rest of `forward`, from what `embed` returned, which may be overwritten."""
+        """The rest of `forward`. `x` is what `embed` returned, and may be overwritten."""
 
     def forward(self, inputs: ModelInput) -> torch.Tensor:
         return self.run_layers(self.embed(inputs), inputs)
@@ -111,9 +127,65 @@ def make_head(embedding: Embedding, dim: int, vocab_size: int, *, tied: bool, pl
 
 
 def head_dim_of(hidden_size: int, num_heads: int) -> int:
-    """Head size of models that divide their hidden size over the heads."""
+    """Head size of models whose heads share the hidden size evenly."""
     if hidden_size % num_heads:
         raise ConfigurationError(
             f"config.json: hidden size {hidden_size} is not a multiple of the number of heads, {num_heads}"
         )
     return hidden_size // num_heads
+
+
+class ConfigFields:
+    """A section of config.json, as transformers 4 and 5 write it, whose fields are checked as they are read.
+
+    Each method returns `default` when the field is absent or null. It raises ConfigurationError when there is no
+    default, or when the value has another type or is out of range.
+    """
+
+    def __init__(self, values: Mapping[str, Any], section: str = "config.json") -> None:
+        self.values = values
+        self.section = section
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(name, value, f"an integer of at least {minimum}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.error(name, value, "a number above 0")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self.values.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, value, "a string")
+        return value
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        value = self._value(name, None)
+        if not isinstance(value, list) or len(value) != count or not all(isinstance(x, int | float) for x in value):
+            raise self.error(name, value, f"a list of {count} numbers")
+        return [float(x) for x in value]
+
+    def error(self, name: str, value: object, expected: str) -> ConfigurationError:
+        return ConfigurationError(f"{self.section}: {name} is {value!r}; expected {expected}")
+
+    def _value(self, name: str, default: object) -> object:
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ConfigurationError(f"{self.section}: {name} is missing")
+        return value

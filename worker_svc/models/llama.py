@@ -1,7 +1,10 @@
-"""LLaMA: pre-norm decoder with rotary embeddings, grouped-query attention and a gated MLP."""
+"""LLaMA and the families that differ from it by little: Mistral, Qwen2 and Qwen3.
+
+All are pre-norm decoders with rotary embeddings, grouped-query attention and a gated MLP.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -9,21 +12,35 @@ from torch import nn
 
 from kernels import ops
 from worker_svc.layers.activation import ActivationKind
-from worker_svc.layers.attention import PagedAttention
+from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
-from worker_svc.layers.loadable import Placement
 from worker_svc.layers.norm import RmsNorm
-from worker_svc.model_input import AttentionMetadata, ModelInput
-from worker_svc.models.base import ModelShape, NativeCausalLM, head_dim_of, make_head
-from worker_svc.models.config_fields import ConfigFields
+from worker_svc.models.base import ConfigFields, ModelInput, ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.rope import RopeConfig
 from worker_svc.parallel.ranks import heads_of_rank
+from worker_svc.weights import Placement
+
+# What transformers assumes where config.json is silent and LLaMA differs.
+_MISTRAL_DEFAULTS = {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_QWEN_DEFAULTS = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """What LLaMA reads from config.json; defaults are those of transformers."""
+    """The fields of config.json; defaults are those of transformers' LLaMA."""
 
     vocab_size: int
     hidden_size: int
@@ -40,7 +57,7 @@ class LlamaConfig:
     tied: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
-    """Of each layer; None where it sees the whole context."""
+    """Of each layer; None for the whole context."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "LlamaConfig":
@@ -53,7 +70,7 @@ class LlamaConfig:
         given = values.get("head_dim")
         head_dim = head_dim_of(hidden_size, num_heads) if given is None else fields.integer("head_dim")
         if head_dim % 2:
-            raise fields.error("head_dim", head_dim, "an even number: rotary embeddings turn pairs")
+            raise fields.error("head_dim", head_dim, "an even number: rotary embeddings rotate pairs")
         attention_bias = fields.flag("attention_bias", False)
         num_layers = fields.integer("num_hidden_layers", 32)
         return cls(
@@ -149,7 +166,7 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaForCausalLM(NativeCausalLM):
-    """Served from the tensors that transformers' model of the same name writes."""
+    """LLaMA, from the checkpoints of transformers' class of the same name, as all families below."""
 
     architecture = "LlamaForCausalLM"
     base_prefix = "model."
@@ -174,18 +191,97 @@ class LlamaForCausalLM(NativeCausalLM):
         self.head = make_head(self.embedding, hidden, config.vocab_size, tied=config.tied, placement=placement)
 
     @classmethod
+    def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
+        """Raises ConfigurationError for a field of another type or out of range."""
+        return LlamaConfig.read(values)
+
+    @classmethod
     def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "LlamaForCausalLM":
-        return cls(LlamaConfig.read(config), placement)
+        return cls(cls.read_config(config), placement)
 
     def embed(self, inputs: ModelInput) -> torch.Tensor:
         return self.embedding(inputs.token_ids)
 
     def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         x, residual = self._norms[0](x), x
-        # The sum at the end of a layer is taken by the norm after it: the next layer's, or the final one.
+        # The norm that follows a layer, the next layer's or the final one, adds the layer's output to the residual.
         for layer, next_norm, kv_cache in zip(self.layers, self._norms[1:], inputs.kv_caches, strict=True):
             assert isinstance(layer, LlamaLayer)
             output = layer.attend(x, inputs.positions, self.cos_sin_table, kv_cache, inputs.attention)
             x, residual = layer.mlp_norm.add(output, residual)
             x, residual = next_norm.add(layer.feed_forward(x), residual)
         return x
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """LLaMA whose layers may see a sliding window of the context."""
+
+    architecture = "MistralForCausalLM"
+
+    @classmethod
+    def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
+        values = {**_MISTRAL_DEFAULTS, **values, "attention_bias": False, "mlp_bias": False}
+        llama = LlamaConfig.read(values)
+        return replace(llama, sliding_windows=(_window(ConfigFields(values)),) * llama.num_layers)
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """LLaMA with biases on query, key and value. The upper layers may see a sliding window."""
+
+    architecture = "Qwen2ForCausalLM"
+
+    @classmethod
+    def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
+        values = {**_QWEN_DEFAULTS, **values, "attention_bias": False, "mlp_bias": False}
+        llama = LlamaConfig.read(values)
+        windows = _mixed_windows(ConfigFields(values), llama.num_layers)
+        return replace(llama, qkv_bias=True, sliding_windows=windows)
+
+
+class Qwen3Layer(LlamaLayer):
+    """A layer that normalises each head of query and key."""
+
+    def __init__(self, index: int, config: LlamaConfig, placement: Placement) -> None:
+        super().__init__(index, config, placement)
+        name, eps = f"model.layers.{index}.self_attn", config.rms_norm_eps
+        self.query_norm = RmsNorm(f"{name}.q_norm", config.head_dim, eps, placement=placement)
+        self.key_norm = RmsNorm(f"{name}.k_norm", config.head_dim, eps, placement=placement)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key, value = super().project(x)
+        return self.query_norm(query), self.key_norm(key), value
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """LLaMA with `Qwen3Layer`s. The upper layers may see a sliding window."""
+
+    architecture = "Qwen3ForCausalLM"
+    layer_class = Qwen3Layer
+
+    @classmethod
+    def read_config(cls, values: Mapping[str, Any]) -> LlamaConfig:
+        values = {**_QWEN_DEFAULTS, "head_dim": 128, **values, "mlp_bias": False}
+        llama = LlamaConfig.read(values)
+        return replace(llama, sliding_windows=_mixed_windows(ConfigFields(values), llama.num_layers))
+
+
+def _mixed_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """`sliding_window` in the layers that `layer_types` names, or without it in those from `max_window_layers` on.
+
+    Raises:
+        ConfigurationError: an unknown type of layer, or a sliding layer without a window.
+    """
+    window = _window(fields) if fields.flag("use_sliding_window", False) else None
+    types = fields.values.get("layer_types")
+    if types is None:
+        first = fields.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if index >= first else None for index in range(num_layers))
+    if not isinstance(types, list) or len(types) != num_layers or not all(each in (_FULL, _SLIDING) for each in types):
+        raise fields.error("layer_types", types, f"{num_layers} of {_FULL} and {_SLIDING}")
+    if window is None and _SLIDING in types:
+        raise fields.error("layer_types", types, f"{_FULL} alone where no sliding window is used")
+    return tuple(window if each == _SLIDING else None for each in types)
+
+
+def _window(fields: ConfigFields) -> int | None:
+    return None if fields.values.get("sliding_window") is None else fields.integer("sliding_window")

@@ -9,17 +9,12 @@ import torch
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
 from worker_svc.layers.embedding import TiedHead
-from worker_svc.layers.loadable import Loadable, Placement
-from worker_svc.layers.quantization import Quantization, check_quantization
+from worker_svc.layers.linear import check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
-from worker_svc.models.gpt2 import GPT2LMHeadModel
-from worker_svc.models.llama import LlamaForCausalLM
-from worker_svc.models.mistral import MistralForCausalLM
-from worker_svc.models.opt import OPTForCausalLM
-from worker_svc.models.qwen2 import Qwen2ForCausalLM
-from worker_svc.models.qwen3 import Qwen3ForCausalLM
+from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM
+from worker_svc.models.llama import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from worker_svc.parallel.ranks import ALONE, Ranks
-from worker_svc.weights import Checkpoint, Progress, TensorSpec
+from worker_svc.weights import Checkpoint, Loadable, Placement, Progress, Quantization, TensorSpec
 
 FAMILIES: dict[str, type[NativeCausalLM]] = {
     family.architecture: family
@@ -143,7 +138,7 @@ def _has_head_of_its_own(model: NativeCausalLM, checkpoint: Checkpoint) -> bool:
 def _load_by_transformers(described: ModelDirectory, placement: Placement, progress: Progress | None) -> CausalLM:
     try:
         # Only here: it takes seconds to import, and a worker of our own families does without it.
-        from worker_svc.models.transformers_model import load_transformers_model
+        from worker_svc.models.transformers.model import load_transformers_model
     except ImportError as error:
         raise ConfigurationError(
             f"{described.architecture} runs through transformers 5 or later, which cannot be imported: {error}; "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.models.config_fields import ConfigFields
+from worker_svc.models.base import ConfigFields
 
 # More positions than any model knows: a bound on what a wrong configuration can make us allocate.
 MAX_TABLE_LENGTH = 1 << 24

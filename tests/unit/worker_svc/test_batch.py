@@ -18,7 +18,7 @@ from worker_svc.device.batch import (
     plan_samples,
 )
 from worker_svc.device.rows import Rows
-from worker_svc.model_input import ModelInput
+from worker_svc.models.base import ModelInput
 from worker_svc.steps import LogitRules, ReseedRow, SetTokens
 
 BLOCK_SIZE = 4

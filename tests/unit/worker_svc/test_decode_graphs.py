@@ -18,8 +18,7 @@ from worker_svc.device.cuda_graphs import check_cuda_graphs
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, num_gpu_blocks, pool_geometry
 from worker_svc.device.model_runner import ModelRunner
 from worker_svc.info import PoolGeometry, WorkerLimits
-from worker_svc.model_input import ModelInput
-from worker_svc.models.base import CausalLM
+from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.registry import load_model
 from worker_svc.startup import model_geometry
 from worker_svc.steps import AdmittedStep, RowChanges, StepOutput

@@ -15,12 +15,12 @@ from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.model_runner import ModelRunner
 from worker_svc.device.profiling import memory_for_pool
 from worker_svc.info import WorkerLimits
-from worker_svc.layers.loadable import Loadable, Placement
 from worker_svc.models.llama import LlamaForCausalLM
 from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker, model_geometry
 from worker_svc.steps import AdmittedStep, Step, StepOutput
+from worker_svc.weights import Loadable, Placement
 
 # Triton is published for some platforms only.
 if importlib.util.find_spec("triton") is None:

@@ -1,54 +1,19 @@
 """What each rank holds of a layer, and that the parts make up the whole."""
 
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from quire.settings import ConfigurationError
-from worker_svc.layers.embedding import Embedding
-from worker_svc.layers.linear import Linear, LinearPart, Split
-from worker_svc.layers.loadable import Loadable, Placement
 from worker_svc.parallel import distributed_ranks
 from worker_svc.parallel.distributed_ranks import DistributedRanks
 from worker_svc.parallel.meeting import backend_for
 from worker_svc.parallel.ranks import ALONE, Ranks, heads_of_rank
 from worker_svc.settings import WorkerSettings
 from worker_svc.superseded import SupersededError
-from worker_svc.weights import Checkpoint
 
-IN, OUT = 7, 9
-X = torch.randn(5, IN, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Checkpoint:
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        "a.weight": torch.randn(OUT, IN, generator=generator),
-        "a.bias": torch.randn(OUT, generator=generator),
-        "conv.weight": torch.randn(IN, 3 * 4, generator=generator),
-        "conv.bias": torch.randn(3 * 4, generator=generator),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    return Checkpoint.open(tmp_path, base_prefix="")
-
-
-def placed(rank: int, size: int) -> Placement:
-    """Ranks that do not talk: what they would sum or gather is left as it is."""
-    return Placement(torch.device("cpu"), torch.float32, Ranks(rank, size))
-
-
-def loaded(layer: Loadable, checkpoint: Checkpoint) -> Loadable:
-    layer.load(checkpoint.read)
-    return layer
-
-
-def whole(checkpoint: Checkpoint) -> torch.Tensor:
-    layer = Linear([LinearPart("a", OUT)], IN, bias=True, placement=placed(0, 1))
-    return loaded(layer, checkpoint)(X)
+X = torch.randn(5, 7)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -61,47 +26,6 @@ def test_the_shards_of_all_ranks_are_everything_once(total: int, size: int) -> N
 def test_neighbours_share_where_there_are_fewer_shards_than_ranks() -> None:
     shards = [Ranks(rank, 4).shard(6, 2) for rank in range(4)]
     assert [(shard.start, shard.end) for shard in shards] == [(0, 3), (0, 3), (3, 6), (3, 6)]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_outputs_side_by_side_are_the_whole_layer_s(checkpoint: Checkpoint, size: int) -> None:
-    parts = [
-        loaded(
-            Linear([LinearPart("a", OUT)], IN, bias=True, placement=placed(rank, size), split=Split.OUTPUTS), checkpoint
-        )
-        for rank in range(size)
-    ]
-    torch.testing.assert_close(torch.cat([part(X) for part in parts], dim=1), whole(checkpoint))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_over_inputs_add_up_to_the_whole_layer_s_with_one_bias(checkpoint: Checkpoint, size: int) -> None:
-    total = torch.zeros(len(X), OUT)
-    for rank in range(size):
-        placement = placed(rank, size)
-        part = loaded(
-            Linear([LinearPart("a", OUT)], IN, bias=True, placement=placement, split=Split.INPUTS), checkpoint
-        )
-        total += part(X[:, placement.ranks.shard(IN).slice])
-    torch.testing.assert_close(total, whole(checkpoint))
-
-
-def test_segments_are_split_each_by_itself(checkpoint: Checkpoint) -> None:
-    part = LinearPart("conv", 12, segments=3)
-    full = loaded(Linear([part], IN, bias=True, placement=placed(0, 1), input_major=True), checkpoint)(X)
-    for rank in range(2):
-        layer = Linear([part], IN, bias=True, placement=placed(rank, 2), split=Split.OUTPUTS, input_major=True)
-        expected = full.view(len(X), 3, 2, 2)[:, :, rank].reshape(len(X), 6)
-        torch.testing.assert_close(loaded(layer, checkpoint)(X), expected)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_vectors_of_an_embedding_come_from_the_rank_that_has_them(checkpoint: Checkpoint, size: int) -> None:
-    ids = torch.arange(OUT)
-    total = torch.zeros(OUT, IN)
-    for rank in range(size):
-        total += loaded(Embedding("a", OUT, IN, placement=placed(rank, size), split=True), checkpoint)(ids)
-    torch.testing.assert_close(total, checkpoint.read(next(Embedding("a", OUT, IN, placement=placed(0, 1)).tensors())))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +46,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused(heads: int, kv_heads: int, n
 
 def test_a_rank_alone_changes_nothing() -> None:
     assert ALONE.sum(X) is X
-    assert ALONE.gather_columns(X, IN) is X
+    assert ALONE.gather_columns(X, 7) is X
     assert ALONE.smallest(3, 4) == (3, 4)
     ALONE.agree(1, 2)
     ALONE.fail("a step failed")

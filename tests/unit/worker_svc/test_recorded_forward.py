@@ -15,9 +15,9 @@ from tests.support.paged import PagedRunner, Span
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.recorded_forward import RecordedForward, make_decodes, make_forward, room_for
 from worker_svc.info import PoolGeometry, WorkerLimits
-from worker_svc.layers.quantization import Quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
+from worker_svc.weights import Quantization
 
 BLOCK_SIZE, MAX_MODEL_LEN = 5, 64
 LIMITS = WorkerLimits(max_num_rows=4, max_num_batched_tokens=90, max_steps_in_flight=2, max_logprobs=0)

@@ -1,6 +1,5 @@
 """Families beyond the first three against transformers: prefill, chunks and decodes over a scrambled pool."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from quire.settings import ConfigurationError
 from tests.support.models import VOCAB_SIZE, make_shape
 from tests.support.more_models import FAMILIES, FOREIGN, NATIVE, Family, make_family
 from tests.support.paged import PagedRunner, Span
-from worker_svc.layers.loadable import Placement
-from worker_svc.models import mistral, qwen2, qwen3
 from worker_svc.models.base import CausalLM, NativeCausalLM
-from worker_svc.models.llama import LlamaConfig
+from worker_svc.models.llama import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from worker_svc.models.registry import load_model
+from worker_svc.weights import Placement
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
@@ -113,13 +111,13 @@ def test_variants_of_the_configuration(family: str, fields: dict[str, Any], tmp_
 
 
 @pytest.mark.parametrize(
-    ("read_config", "theirs"),
-    [(mistral.read_config, MistralConfig), (qwen2.read_config, Qwen2Config), (qwen3.read_config, Qwen3Config)],
+    ("family", "theirs"),
+    [(MistralForCausalLM, MistralConfig), (Qwen2ForCausalLM, Qwen2Config), (Qwen3ForCausalLM, Qwen3Config)],
 )
 def test_what_config_json_does_not_say_is_what_transformers_assumes(
-    read_config: Callable[[dict[str, Any]], LlamaConfig], theirs: type[PreTrainedConfig]
+    family: type[LlamaForCausalLM], theirs: type[PreTrainedConfig]
 ) -> None:
-    expected, config = theirs(), read_config({})
+    expected, config = theirs(), family.read_config({})
     names = {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
@@ -157,7 +155,7 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
 def test_windows_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
     config = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 7, **fields}
     with pytest.raises(ConfigurationError, match=message):
-        qwen2.Qwen2ForCausalLM.from_config(config, Placement(CPU, torch.float32))
+        Qwen2ForCausalLM.from_config(config, Placement(CPU, torch.float32))
 
 
 def test_native_alone_refuses_what_transformers_would_serve(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire.settings import ConfigurationError
-from worker_svc.models.config_fields import ConfigFields
+from worker_svc.models.base import ConfigFields
 from worker_svc.models.rope import RopeConfig
 
 HEAD_DIM = 32

@@ -11,11 +11,11 @@ from kernels import int8
 from quire.settings import ConfigurationError
 from tests.support.more_models import FOREIGN, make_family
 from tests.support.paged import PagedRunner, Span
-from worker_svc.model_input import AttentionMetadata, ModelInput
+from worker_svc.layers.attention import AttentionMetadata
+from worker_svc.models.base import ModelInput
 from worker_svc.models.registry import load_model
-from worker_svc.models.transformers_attention import AttentionCall
-from worker_svc.models.transformers_paged import LayerShape, PagedLayers, PoolShape
-from worker_svc.models.transformers_refusals import UnsupportedModelError
+from worker_svc.models.transformers.load import UnsupportedModelError
+from worker_svc.models.transformers.paged import AttentionCall, LayerShape, PagedLayers, PoolShape
 
 CPU = torch.device("cpu")
 PLAIN = LayerShape(

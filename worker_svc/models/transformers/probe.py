@@ -1,24 +1,27 @@
-"""What a transformers model is, found out by running it on a few tokens before it serves.
+"""Finds out what a transformers model needs of paged attention, by running it on a few tokens before it serves.
 
-In these runs attention gives each token its own value, so that nothing may reach a token from the others. A model in
-which something does (a recurrent state, a convolution, attention of its own) would read what is not its sequence's in a
-flat batch. Nor may anything depend on the place of a token in the batch.
+In these runs attention returns each token's own value, so that nothing may reach a token from the others. A model in
+which something does (a recurrent state, a convolution, attention of its own) would mix the sequences of a flat batch.
+Nothing may depend on the place of a token in the batch either.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-from worker_svc.models.transformers_attention import AttentionCall, ProbedMask
-from worker_svc.models.transformers_paged import LayerShape
-from worker_svc.models.transformers_refusals import UnsupportedModelError, one_line
+from worker_svc.models.transformers.load import UnsupportedModelError, max_model_len_of, one_line
+from worker_svc.models.transformers.paged import AttentionCall, LayerShape
 
+PROBED = "quire_probed"
+"""Name of the attention function of probed models. Its masks show what the layers see."""
 NUM_TOKENS = 4
-# Each token has other neighbours in it, and none is where it was.
+# Every token has other neighbours in this order, and none keeps its place.
 _OTHER_ORDER = (2, 0, 3, 1)
-# What an attention layer may be told beside what is read below: it changes nothing of what is attended to.
+# Options of attention that are read below, or do not change what is attended to.
 _HARMLESS = {
     "alibi_slopes",
     "cache_position",
@@ -46,12 +49,12 @@ Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """The calls of attention in the order in which they come."""
+    """The calls of attention in the order of the forward pass."""
 
     modules: tuple[nn.Module, ...]
     shapes: tuple[LayerShape, ...]
     hidden: torch.Tensor
-    """[NUM_TOKENS, hidden], what the head takes."""
+    """[NUM_TOKENS, hidden], the input of the head."""
 
 
 @dataclass(slots=True)
@@ -67,11 +70,11 @@ class Recorder:
 
 
 def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int, device: torch.device) -> ProbedModel:
-    """Runs the model thrice.
+    """Runs the model three times.
 
     Args:
-        forward: its base model; all its modules have `recorder` as their hook.
-        num_layers: of which each must attend, all equally often.
+        forward: of its base model, all of whose modules have `recorder` as their hook.
+        num_layers: each layer must attend, all equally often.
 
     Raises:
         UnsupportedModelError: it cannot be served.
@@ -88,19 +91,19 @@ def probe(forward: Forward, recorder: Recorder, num_layers: int, vocab_size: int
     other_start[0] = (tokens[0] + NUM_TOKENS) % vocab_size
     rest = torch.arange(1, NUM_TOKENS, device=device)
     started = _run(forward, recorder, other_start, positions)
-    if not _same(started.lines(rest), first.lines(rest)):
+    if not _same(started.of_tokens(rest), first.of_tokens(rest)):
         raise UnsupportedModelError("tokens reach each other in it by more than attention (state-space, recurrent)")
     order = torch.tensor(_OTHER_ORDER, device=device)
     reordered = _run(forward, recorder, tokens[order], positions[order])
-    if not _same(reordered.tensors, first.lines(order)):
-        raise UnsupportedModelError("it does not heed the positions that it is given")
+    if not _same(reordered.tensors, first.of_tokens(order)):
+        raise UnsupportedModelError("it ignores the positions that it is given")
     if started.sinks != first.sinks or reordered.sinks != first.sinks:
         raise UnsupportedModelError("its attention sinks (s_aux) are not the same at each call")
     return ProbedModel(tuple(call.module for call in first.calls), shapes, first.hidden)
 
 
 def _first_run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: torch.Tensor) -> "_Run":
-    """Attention of the model's own may fail, for want of a mask, before it is seen that ours was not called."""
+    """Attention of the model's own may fail, for lack of a mask, before it shows that ours was not called."""
     try:
         return _run(forward, recorder, tokens, positions)
     except (UnsupportedModelError, torch.OutOfMemoryError):
@@ -121,11 +124,11 @@ def _run(forward: Forward, recorder: Recorder, tokens: torch.Tensor, positions: 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What a run of the model gave.
+    """The results of one run of the model.
 
     Attributes:
         hidden: [T, hidden].
-        sinks: what each call was given then; the tensors may change.
+        sinks: copies of those of each call, whose tensors may change.
     """
 
     hidden: torch.Tensor
@@ -134,12 +137,12 @@ class _Run:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that a token came to, [T, ...] each: what attention was asked, and the hidden states."""
-        asked = (tensor for call in self.calls for tensor in (call.query, call.key, call.value))
-        return [self.hidden, *(tensor[0].transpose(0, 1) for tensor in asked)]
+        """All that was computed of each token, [T, ...] each: the arguments of attention, and the hidden states."""
+        arguments = (tensor for call in self.calls for tensor in (call.query, call.key, call.value))
+        return [self.hidden, *(tensor[0].transpose(0, 1) for tensor in arguments)]
 
-    def lines(self, indices: torch.Tensor) -> list[torch.Tensor]:
-        """The same, of these tokens."""
+    def of_tokens(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        """The same of these tokens."""
         return [tensor[indices] for tensor in self.tensors]
 
 
@@ -148,7 +151,7 @@ def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Up to rounding: a product's sums may depend on the values of other lines."""
+    """Equal up to rounding: the sums of a product may depend on the values of other rows."""
     if a.shape != b.shape:
         return False
     tolerance = max(4 * torch.finfo(b.dtype).eps, 1e-4)
@@ -165,7 +168,7 @@ def _shape_of(call: AttentionCall) -> LayerShape:
     for name, value in options.items():
         empty = isinstance(value, torch.Tensor) and value.numel() == 0
         if name not in _HARMLESS and value is not None and value is not False and not empty:
-            raise UnsupportedModelError(f"its attention takes {name}, which paged attention does not know")
+            raise UnsupportedModelError(f"its attention takes {name}, which paged attention does not have")
     window = _window_of(call)
     if options.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
         raise UnsupportedModelError("its attention is not causal")
@@ -198,9 +201,71 @@ def _sinks_of(call: AttentionCall) -> tuple[float, ...] | None:
 
 
 def _window_of(call: AttentionCall) -> int | None:
-    """What the mask says, which is what transformers' plain attention obeys; the option where no mask was made."""
+    """The window of the mask, which transformers' plain attention obeys; that of the options where there is no mask."""
     if call.mask is None:
         return call.options.get("sliding_window")
     if not isinstance(call.mask, ProbedMask) or not hasattr(call.mask, "window"):
         raise UnsupportedModelError("it makes an attention mask of its own")
     return call.mask.window()
+
+
+class ProbedMask(torch.Tensor):
+    """A mask that only knows its sliding window. `window` is missing where the model changed the mask.
+
+    The window is computed when it is asked for: some models make masks for kinds of layers that they do not have.
+    """
+
+    window: Callable[[], int | None]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """A slice of everything keeps the window."""
+        part: Any = super().__getitem__(index)
+        slices = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(each, slice) for each in slices) and part.shape == self.shape and hasattr(self, "window"):
+            part.window = self.window
+        return part
+
+
+def probed_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    config: PreTrainedConfig,
+    device: torch.device,
+    **_: Any,
+) -> torch.Tensor:
+    """A mask function for transformers' registry."""
+    mask: Any = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device).as_subclass(ProbedMask)
+    mask.window = lambda: window_of(mask_function, max_model_len_of(config))
+    return mask
+
+
+def window_of(mask_function: Callable[..., Any], num_positions: int) -> int | None:
+    """The sliding window of a mask function of transformers: how many tokens a token sees, itself included.
+
+    Args:
+        mask_function: (batch index, head index, query positions, key positions) -> what is seen, by broadcasting.
+        num_positions: of the model.
+
+    Returns:
+        None when a token sees all before it.
+
+    Raises:
+        UnsupportedModelError: any other pattern: both directions, chunks, masks that depend on the tokens.
+    """
+    keys = torch.arange(num_positions)
+
+    def row(position: int) -> torch.Tensor:
+        return torch.as_tensor(mask_function(0, 0, torch.tensor(position), keys)).expand(num_positions)
+
+    # At least 1: then a mask that hides everything differs from what is expected in the first row below.
+    width = max(int(row(num_positions - 1).sum()), 1)
+    middle = num_positions // 2
+    for position in {0, 1, width - 1, width, width + 1, middle, middle + 1, num_positions - 2, num_positions - 1}:
+        if not 0 <= position < num_positions:
+            continue
+        expected = (keys <= position) & (keys > position - width)
+        if not torch.equal(row(position).bool(), expected):
+            raise UnsupportedModelError("its attention is neither causal nor a sliding window")
+    return None if width == num_positions else width

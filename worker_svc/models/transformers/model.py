@@ -1,33 +1,43 @@
-"""Models of which Quire has no family: transformers' own code, with paged attention in the place of theirs."""
+"""Models without a family of Quire's own: transformers' code, with paged attention instead of theirs."""
 
 import inspect
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from quire.model_directory import ModelDirectory
-from worker_svc.layers.loadable import Placement
-from worker_svc.model_input import ModelInput
-from worker_svc.models.base import CausalLM, ModelShape
-from worker_svc.models.transformers_adapters import adapt, served_attention
-from worker_svc.models.transformers_attention import PROBED, choose_attention, clear_hook, set_hook
-from worker_svc.models.transformers_lengths import max_model_len_of, remembered_by_generate
-from worker_svc.models.transformers_loading import load_pretrained, read_config
-from worker_svc.models.transformers_paged import PagedLayers, PoolShape
-from worker_svc.models.transformers_probe import ProbedModel, Recorder, probe
-from worker_svc.models.transformers_refusals import UnsupportedModelError, refusals
-from worker_svc.weights import Progress
+from worker_svc.models.base import CausalLM, ModelInput, ModelShape
+from worker_svc.models.transformers.adapters import adapt, served_attention
+from worker_svc.models.transformers.load import (
+    UnsupportedModelError,
+    load_pretrained,
+    max_model_len_of,
+    read_config,
+    refusals,
+    remembered_by_generate,
+)
+from worker_svc.models.transformers.paged import (
+    PAGED,
+    PAGED_WITH_MASKS,
+    PagedLayers,
+    PoolShape,
+    attend_by_hook,
+    clear_hook,
+    set_hook,
+)
+from worker_svc.models.transformers.probe import PROBED, ProbedModel, Recorder, probe, probed_mask
+from worker_svc.weights import Placement, Progress
 
 
 def load_transformers_model(
     described: ModelDirectory, placement: Placement, progress: Progress | None = None
 ) -> "TransformersCausalLM":
-    """Loads a model and finds out, by running it on a few tokens, whether it can be served.
+    """Loads a model and checks, by running it on a few tokens, whether it can be served.
 
     Raises:
-        ConfigurationError: it cannot, or the directory is not as it should be.
+        ConfigurationError: it cannot be served, or the directory is damaged.
     """
     config = read_config(described)
     whole = load_pretrained(described, config, placement, progress)
@@ -67,13 +77,13 @@ class TransformersCausalLM(CausalLM):
 
 
 class SplitModel(nn.Module):
-    """The base model, and what follows it: the head, and what some models do to logits.
+    """The base model and the rest: the head, and what some models do to logits.
 
-    They are run apart, since only the lines that are sampled from need logits. In the whole model the place of the base
-    model is taken by one that returns what it is given, so that all that follows is the model's own code.
+    They run separately, since only tokens that are sampled from need logits. In the whole model the base model is
+    replaced by a module that returns its input, so that all that follows is the model's own code.
 
     Raises:
-        UnsupportedModelError: a model that is not made of these two.
+        UnsupportedModelError: a model that does not consist of these two.
     """
 
     def __init__(self, whole: PreTrainedModel) -> None:
@@ -88,7 +98,7 @@ class SplitModel(nn.Module):
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """token_ids and positions [T] -> hidden states after the base model, [T, hidden]."""
-        # Models without positions, or with ALiBi, take none. That others go by an index is seen when they are probed.
+        # Models without positions, or with ALiBi, take none. Probing refuses others that go by a token's index.
         given = {"position_ids": positions[None]} if self._takes_positions else {}
         output = self.base(input_ids=token_ids[None], use_cache=False, **given)
         self._given.output_class = type(output)
@@ -100,7 +110,7 @@ class SplitModel(nn.Module):
 
 
 class _GivenStates(nn.Module):
-    """Returns its embeddings as the hidden states, in an output of the class that the base model gave last."""
+    """Returns its embeddings as the hidden states, in an output of the class that the base model returned last."""
 
     output_class: type[Any]
 
@@ -109,7 +119,7 @@ class _GivenStates(nn.Module):
 
 
 def _base_of(whole: PreTrainedModel) -> PreTrainedModel:
-    """The base model, which not all models find by the names that `get_decoder` looks for."""
+    """The base model; `get_decoder` does not find that of every model."""
     found = whole.get_decoder()
     if isinstance(found, PreTrainedModel) and found is not whole:
         return found
@@ -139,3 +149,16 @@ def _probe(model: SplitModel, device: torch.device) -> ProbedModel:
     finally:
         for module in modules:
             clear_hook(module)
+
+
+def choose_attention(model: PreTrainedModel, name: str) -> None:
+    """Makes the model's layers call the function of this name: PAGED, PAGED_WITH_MASKS or PROBED."""
+    for known in (PAGED, PAGED_WITH_MASKS, PROBED):
+        AttentionInterface.register(known, attend_by_hook)
+    AttentionMaskInterface.register(PAGED_WITH_MASKS, _empty_mask)
+    AttentionMaskInterface.register(PROBED, probed_mask)
+    model.config._attn_implementation = name
+
+
+def _empty_mask(*, device: torch.device, **_: Any) -> torch.Tensor:
+    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)

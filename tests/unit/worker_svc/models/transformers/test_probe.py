@@ -6,10 +6,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
-from worker_svc.models.transformers_attention import attend_by_hook, set_hook
-from worker_svc.models.transformers_probe import Forward, ProbedModel, Recorder, probe
-from worker_svc.models.transformers_refusals import UnsupportedModelError
+from worker_svc.models.transformers.load import UnsupportedModelError
+from worker_svc.models.transformers.paged import attend_by_hook, set_hook
+from worker_svc.models.transformers.probe import Forward, ProbedModel, Recorder, probe, window_of
 
 VOCAB_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 4, 2, 6
 HIDDEN = NUM_HEADS * HEAD_DIM
@@ -136,7 +145,7 @@ def test_what_happens_to_the_output_of_attention_alone_is_seen_too(change: Chang
 
 def test_positions_that_a_model_makes_itself_are_refused() -> None:
     reason = refusal_of(place=lambda positions: torch.arange(len(positions)))
-    assert reason == "it does not heed the positions that it is given"
+    assert reason == "it ignores the positions that it is given"
 
 
 @pytest.mark.parametrize("where", ["on_queries", "on_keys", "on_values"])
@@ -144,7 +153,7 @@ def test_a_number_of_the_token_in_the_batch_is_refused_wherever_it_goes_in(where
     def number(x: torch.Tensor) -> torch.Tensor:
         return x + torch.arange(x.shape[-2])[:, None]
 
-    assert refusal_of(**{where: number}) == "it does not heed the positions that it is given"
+    assert refusal_of(**{where: number}) == "it ignores the positions that it is given"
 
 
 def test_layers_that_do_not_attend_are_counted() -> None:
@@ -175,7 +184,7 @@ def test_a_model_that_fails_before_it_attends_is_refused_with_its_error() -> Non
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"position_bias": torch.ones(4)}, "its attention takes position_bias, which paged attention does not know"),
+        ({"position_bias": torch.ones(4)}, "its attention takes position_bias, which paged attention does not have"),
         ({"s_aux": torch.ones(5)}, "its attention sinks (s_aux) have shape [5]; expected one for each head, [4]"),
         ({"s_aux": torch.ones(1, 4)}, "its attention sinks (s_aux) have shape [1, 4]; expected one for each head, [4]"),
         ({"s_aux": torch.tensor(1.0)}, "its attention sinks (s_aux) have shape []; expected one for each head, [4]"),
@@ -190,3 +199,40 @@ def test_a_model_that_fails_before_it_attends_is_refused_with_its_error() -> Non
 )
 def test_a_call_that_paged_attention_cannot_answer_is_refused(how: dict[str, Any], reason: str) -> None:
     assert reason in refusal_of(**how)
+
+
+def test_a_causal_mask_has_no_window() -> None:
+    assert window_of(causal_mask_function, 100) is None
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 50, 99])
+def test_a_sliding_window_is_found(window: int) -> None:
+    assert window_of(sliding_window_causal_mask_function(window), 100) == window
+
+
+@pytest.mark.parametrize("window", [100, 101, 4096])
+def test_a_window_that_nothing_leaves_is_none(window: int) -> None:
+    assert window_of(sliding_window_causal_mask_function(window), 100) is None
+
+
+@pytest.mark.parametrize("num_positions", [1, 2, 3])
+def test_a_short_model_has_its_mask_looked_at(num_positions: int) -> None:
+    assert window_of(causal_mask_function, num_positions) is None
+
+
+@pytest.mark.parametrize(
+    "mask_function",
+    [
+        bidirectional_mask_function,
+        sliding_window_bidirectional_mask_function(5),
+        chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64)),
+        chunked_causal_mask_function(25, torch.zeros(1, dtype=torch.int64)),
+        chunked_causal_mask_function(60, torch.zeros(1, dtype=torch.int64)),
+        or_masks(causal_mask_function, lambda batch, head, query, key: key < 10),
+        and_masks(causal_mask_function, lambda batch, head, query, key: key % 2 == 0),
+        and_masks(causal_mask_function, lambda batch, head, query, key: key < 0),
+    ],
+)
+def test_another_pattern_is_refused(mask_function: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(UnsupportedModelError, match="neither causal nor a sliding window"):
+        window_of(mask_function, 100)

@@ -18,7 +18,7 @@ from tests.support.more_models import FOREIGN, Family, make_family
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.models.transformers_attention import PAGED
+from worker_svc.models.transformers.paged import PAGED
 
 CPU = torch.device("cpu")
 
@@ -65,13 +65,13 @@ REFUSED = {
     "no attention": (Family("Mamba"), "0 of its 2 layers attend through transformers' attention interface"),
     "biases of its own": (
         Family("Inkling", {"n_routed_experts": 4, "num_experts_per_tok": 2}, "InklingTextConfig"),
-        "its attention takes position_bias, which paged attention does not know",
+        "its attention takes position_bias, which paged attention does not have",
     ),
     "attention of its own": (Family("RoFormer", {"is_decoder": True}), "0 of its 2 layers attend through"),
     "attention modules that it makes anew": (Family("BigBird", {"is_decoder": True}), "0 of its 2 layers attend"),
     "positions of its own": (
         Family("Bart", {"is_decoder": True, "is_encoder_decoder": False}),
-        "it does not heed the positions that it is given",
+        "it ignores the positions that it is given",
     ),
     "a mask of its own": (Family("Doge"), "it makes an attention mask of its own"),
     "both directions": (

@@ -14,9 +14,9 @@ from quire.model_directory import SUPPORTED_ARCHITECTURES
 from quire.settings import ConfigurationError
 from tests.support.models import make_model, make_shape
 from tests.support.paged import PagedRunner, Span
+from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding import TiedHead
-from worker_svc.model_input import AttentionMetadata, ModelInput
-from worker_svc.models.base import CausalLM, NativeCausalLM
+from worker_svc.models.base import CausalLM, ModelInput, NativeCausalLM
 from worker_svc.models.registry import FAMILIES, load_model, resolve_dtype
 
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def test_nothing_is_read_before_all_is_checked(directory: Path, monkeypatch: pyt
     remove_tensor(directory)
     allocated: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        "worker_svc.layers.loadable.Placement.empty", lambda self, *shape: allocated.append(shape) or torch.empty(shape)
+        "worker_svc.weights.Placement.empty", lambda self, *shape: allocated.append(shape) or torch.empty(shape)
     )
     with pytest.raises(ConfigurationError):
         load(directory)

@@ -1,8 +1,13 @@
-"""Attention of transformers' models over the KV pool, which has one geometry for all layers."""
+"""Attention of transformers' models over the KV pool, which has one geometry for all layers.
+
+Attention modules call the function that is registered with transformers under one of the names below. It passes the
+call on to the hook of the module: `PagedLayers` while requests are served, a recorder while the model is probed.
+"""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,24 +16,79 @@ from torch.nn import functional
 from kernels import ops
 from kernels.checks import dtype_written_to
 from quire.settings import ConfigurationError
-from worker_svc.model_input import AttentionMetadata, ModelInput
-from worker_svc.models.transformers_attention import AttentionCall
-from worker_svc.models.transformers_refusals import UnsupportedModelError
+from worker_svc.layers.attention import AttentionMetadata
+from worker_svc.models.base import ModelInput
+from worker_svc.models.transformers.load import UnsupportedModelError
+
+# Names of attention functions in transformers' registry. The first has no mask function, so that models make no masks;
+# the second is for models that do something with their masks, which are empty.
+PAGED = "quire_paged"
+PAGED_WITH_MASKS = "quire_paged_with_masks"
+
+# The attribute of attention modules that holds their hook.
+_HOOK = "quire_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The arguments of one call of attention.
+
+    Attributes:
+        query: [1, Hq, T, D], rotated.
+        key: [1, Hkv, T, D], rotated.
+        value: [1, Hkv, T, Dv].
+        mask: the result of the model's mask function, or a mask of the model's own.
+        options: all keyword arguments: scaling, sliding_window, softcap and more.
+    """
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    options: Mapping[str, Any]
+
+
+AttentionHook = Callable[[AttentionCall], torch.Tensor]
+"""Returns [1, T, Hq, Dv]."""
+
+
+def attend_by_hook(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers that calls the module's hook."""
+    hook: AttentionHook | None = getattr(module, _HOOK, None)
+    if hook is None:
+        raise UnsupportedModelError("it makes attention modules while it runs")
+    return hook(AttentionCall(module, query, key, value, attention_mask, options)), None
+
+
+def set_hook(module: nn.Module, hook: AttentionHook) -> None:
+    setattr(module, _HOOK, hook)
+
+
+def clear_hook(module: nn.Module) -> None:
+    delattr(module, _HOOK)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One call of attention, as it showed itself when the model was probed. Most layers make one, some make several.
+    """One call of attention in a forward pass, as found by probing. Most layers make one, some make several.
 
     Attributes:
         head_dim: of queries and keys.
-        value_dim: of values, and of what is returned.
+        value_dim: of values, and of the result.
         scale: factor on the scores.
         sliding_window: tokens that a token sees, itself included; None for all before it.
         soft_cap: bound of the scores, see `ops.paged_attention`.
         alibi_slopes: one for each head, see `ops.paged_attention`; None for no ALiBi.
         sinks: one for each head, see `ops.paged_attention`; None for no sinks.
-        needs_exact_keys: its keys hold numbers of such different sizes that a pool of int8 would lose the small ones.
+        needs_exact_keys: its keys hold numbers of such different sizes that an int8 pool would lose the small ones.
     """
 
     num_heads: int
@@ -52,26 +112,25 @@ class PoolShape:
 
     @classmethod
     def of(cls, layers: Sequence[LayerShape]) -> "PoolShape":
-        """The smallest one that all layers fit in: narrower heads are padded with zeros, fewer heads are repeated.
+        """The smallest shape that all layers fit in: narrower heads are padded with zeros, fewer heads are repeated.
 
         Raises:
             UnsupportedModelError: the heads of one layer cannot be repeated to those of another.
         """
-        most = max(layer.num_kv_heads for layer in layers)
+        num_kv_heads = max(layer.num_kv_heads for layer in layers)
         for layer in layers:
-            if most % layer.num_kv_heads or layer.num_heads % most:
+            if num_kv_heads % layer.num_kv_heads or layer.num_heads % num_kv_heads:
                 raise UnsupportedModelError(
-                    f"its layers have keys of {layer.num_kv_heads} and of {most} heads, "
+                    f"its layers have keys of {layer.num_kv_heads} and of {num_kv_heads} heads, "
                     f"for {layer.num_heads} heads of queries"
                 )
-        return cls(most, max(max(layer.head_dim, layer.value_dim) for layer in layers))
+        return cls(num_kv_heads, max(max(layer.head_dim, layer.value_dim) for layer in layers))
 
 
 class PagedLayers:
     """The hook of all modules while requests are served.
 
-    What a module asks for is told by its place in the order of the forward pass, in which a module may come more than
-    once.
+    A call is identified by its place in the order of the forward pass, in which a module may occur more than once.
 
     Attributes:
         modules: one for each call, in that order.
@@ -87,7 +146,7 @@ class PagedLayers:
 
     @contextlib.contextmanager
     def step(self, inputs: ModelInput) -> Iterator[None]:
-        """Within it the model is run once, on these inputs."""
+        """A context in which the model is run once, on these inputs."""
         self._inputs, self._num_calls = inputs, 0
         try:
             yield
@@ -104,7 +163,7 @@ class PagedLayers:
 
 
 class _PagedLayer:
-    """One of the calls in a forward pass."""
+    """One call in a forward pass."""
 
     def __init__(self, shape: LayerShape, pool: PoolShape, device: torch.device) -> None:
         self._shape = shape
@@ -116,14 +175,14 @@ class _PagedLayer:
     def __call__(self, call: AttentionCall, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         if self._shape.needs_exact_keys and kv_cache.dtype == torch.int8:
             raise ConfigurationError("--kv-cache-dtype is int8, which is too coarse for this model's keys; use auto")
-        # Models may rotate in float32, the pool takes one dtype; where that is int8, any one.
+        # Models may rotate in float32; the pool takes one dtype, or any where it is int8.
         dtype = dtype_written_to(kv_cache) or call.value.dtype
         query, key, value = (self._lines(tensor, dtype) for tensor in (call.query, call.key, call.value))
         if self._repeats > 1:
             key, value = (tensor.repeat_interleave(self._repeats, dim=1) for tensor in (key, value))
         ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
         attended = self._attend(query, kv_cache, metadata)
-        # Those who call may view it in another shape.
+        # Models may view it in another shape.
         return attended[..., : self._shape.value_dim].to(call.query.dtype).contiguous()[None]
 
     def _lines(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

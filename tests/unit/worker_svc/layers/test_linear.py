@@ -1,0 +1,375 @@
+"""Linear layers: products of packed and of int8 weights against plain ones, and what each rank holds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kernels import ops
+from kernels.int8 import quantize
+from kernels.packed_weight import Rounding
+from quire.settings import ConfigurationError
+from tests.support.models import make_shape
+from tests.support.paged import PagedRunner, Span
+from worker_svc.layers import linear
+from worker_svc.layers.activation import ACTIVATIONS, ActivationKind
+from worker_svc.layers.embedding import Embedding
+from worker_svc.layers.linear import (
+    DynamicProduct,
+    Linear,
+    LinearPart,
+    OwnProduct,
+    PackedProduct,
+    PlainProduct,
+    Split,
+    WeightOnlyProduct,
+    make_product,
+    pays_to_pack,
+)
+from worker_svc.models.registry import load_model
+from worker_svc.parallel.ranks import Ranks
+from worker_svc.weights import Checkpoint, Loadable, Placement, Quantization
+
+PLAIN = [ActivationKind(name) for name in ACTIVATIONS]
+GATED = [ActivationKind(name, gated=True) for name in ACTIVATIONS]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture
+def no_kernels_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear.ops, "has_packed_products", lambda *_: False)
+
+
+def make_weights(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(out_features * 1000 + in_features)
+    weight = torch.randn((out_features, in_features), generator=generator) * in_features**-0.5
+    return weight.to(dtype), torch.randn(out_features, generator=generator).to(dtype)
+
+
+def make_tokens(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn((count, width), generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+def assert_as_plain(
+    weight: torch.Tensor, bias: torch.Tensor | None, kind: ActivationKind | None, tokens: torch.Tensor
+) -> None:
+    packed = PackedProduct.of(weight, bias, kind)(tokens)
+    function = None if kind is None else kind.function
+    exact = PlainProduct(weight.float(), None if bias is None else bias.float(), function)(tokens.float())
+    assert packed.dtype == weight.dtype
+    torch.testing.assert_close(packed.float(), exact, rtol=TOLERANCE[weight.dtype], atol=TOLERANCE[weight.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (7, 33), (96, 64), (257, 130), (512, 768)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_packed_product_equals_the_plain_one(
+    out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    weight, bias = make_weights(out_features, in_features, dtype)
+    for count in (0, 1, 3, 16, 65):
+        assert_as_plain(weight, bias if has_bias else None, None, make_tokens(count, in_features, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", PLAIN, ids=str)
+def test_every_activation_of_a_packed_product_equals_torchs(kind: ActivationKind, dtype: torch.dtype) -> None:
+    weight, bias = make_weights(48, 40, dtype)
+    assert_as_plain(weight, bias, kind, 4 * make_tokens(5, 40, dtype))
+
+
+@pytest.mark.parametrize("kind", [None, *PLAIN], ids=str)
+def test_nan_is_not_hidden_by_an_activation(kind: ActivationKind | None) -> None:
+    weight, bias = make_weights(48, 40, torch.float32)
+    tokens = make_tokens(3, 40, torch.float32)
+    tokens[1, 7] = torch.nan
+    packed = PackedProduct.of(weight, bias, kind)(tokens)
+    assert packed.isnan().any(dim=1).tolist() == [False, True, False]
+
+
+def test_a_packed_product_takes_tokens_that_are_not_contiguous() -> None:
+    weight, bias = make_weights(48, 40, torch.float32)
+    assert_as_plain(weight, bias, None, make_tokens(5, 80, torch.float32)[:, ::2])
+
+
+@pytest.mark.parametrize("kind", [None, *PLAIN, *GATED], ids=str)
+def test_every_activation_of_our_own_product_equals_torchs(kind: ActivationKind | None) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 4e-2)):
+        weight, bias = make_weights(48, 40, dtype)
+        tokens = 4 * make_tokens(5, 40, dtype)
+        function = None if kind is None else kind.function
+        exact = PlainProduct(weight.float(), bias.float(), function)(tokens.float())
+        own = OwnProduct.of(weight, bias, kind)(tokens)
+        assert own.dtype == dtype
+        torch.testing.assert_close(own.float(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_a_gated_product_of_float32_weights_halves_the_outputs(name: str) -> None:
+    weight, bias = make_weights(512, 512, torch.float32)
+    tokens = make_tokens(3, 512, torch.float32)
+    gate, up = torch.nn.functional.linear(tokens, weight, bias).chunk(2, dim=-1)
+    halved = make_product(weight, bias, ActivationKind(name, gated=True))(tokens)
+    torch.testing.assert_close(halved, ACTIVATIONS[name](gate) * up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_go_to_our_own_kernel_where_there_is_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros((64, 64), dtype=dtype)
+    assert isinstance(make_product(weight), OwnProduct)
+    monkeypatch.setattr(linear.ops, "has_packed_products", lambda *_: False)
+    assert not isinstance(make_product(weight), OwnProduct)
+
+
+def test_the_weights_are_not_changed_by_packing() -> None:
+    weight, bias = make_weights(512, 512, torch.float32)
+    before = weight.clone()
+    make_product(weight, bias)(make_tokens(2, 512, torch.float32))
+    assert torch.equal(weight, before)
+
+
+def test_else_small_float32_weights_stay_plain_and_large_ones_are_packed(no_kernels_of_our_own: None) -> None:
+    assert isinstance(make_product(torch.zeros(64, 64)), PlainProduct)
+    assert isinstance(make_product(torch.zeros(512, 512)), PackedProduct)
+
+
+def test_nothing_is_packed_for_other_devices_or_dtypes_or_without_entries() -> None:
+    assert not pays_to_pack(torch.zeros((1024, 1024), device="meta"))
+    assert not pays_to_pack(torch.zeros((1024, 1024), dtype=torch.float64))
+    assert not pays_to_pack(torch.zeros((0, 1024)))
+
+
+def test_without_onednn_products_are_plain(no_kernels_of_our_own: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    weight, bias = make_weights(512, 512, torch.float32)
+    tokens = make_tokens(3, 512, torch.float32)
+    plain = make_product(weight, bias, ActivationKind("relu"))
+    assert isinstance(plain, PlainProduct)
+    assert torch.equal(plain(tokens), torch.relu(torch.nn.functional.linear(tokens, weight, bias)))
+
+
+@pytest.mark.parametrize("shape", ["gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32"])
+def test_a_model_of_any_products_says_the_same(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_shape(tmp_path, shape)
+    sequence = [5, 9, 200, 31, 77, 8, 3]
+
+    def logits() -> torch.Tensor:
+        model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
+        return PagedRunner(model, [sequence], block_size=4).step(Span(0, 0, len(sequence)))
+
+    own = logits()
+    monkeypatch.setattr(linear.ops, "has_packed_products", lambda *_: False)
+    plain = logits()
+    torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(linear, "_MIN_PACKED_FLOAT32", 1)
+    torch.testing.assert_close(logits(), plain, rtol=1e-4, atol=1e-4)
+
+
+KINDS = (Quantization.INT8_WEIGHT_ONLY, Quantization.INT8_DYNAMIC)
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(params=["own kernels", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(ops, "has_packed_products", lambda *_: False)
+    return request.param
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bound(weight: torch.Tensor, x: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+    """The most that rounding can make of each output: half a scale of every weight, and of every input."""
+    weight, x = weight.double(), x.double()
+    weight_scale = weight.abs().amax(1, keepdim=True) / 127
+    error = x.abs() @ torch.full_like(weight, 0.51).mul(weight_scale).T
+    if quantization is Quantization.INT8_DYNAMIC:
+        input_error = torch.full_like(x, 0.51) * x.abs().amax(1, keepdim=True) / 127
+        error += input_error @ (weight.abs() + weight_scale).T
+    return error
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (7, 33), (33, 24), (257, 130), (64, 768)])
+def test_int8_weights_err_no_more_than_rounding_allows(
+    quantization: Quantization, dtype: torch.dtype, out_features: int, in_features: int, kernels: str
+) -> None:
+    weight = (noise(out_features, in_features) * in_features**-0.5).to(dtype)
+    bias = noise(out_features, seed=2).to(dtype)
+    product = make_product(weight, bias, None, quantization)
+    for tokens in (0, 1, 8, 9, 40):
+        x = noise(tokens, in_features, seed=1).to(dtype)
+        got = product(x)
+        exact = x.double() @ weight.double().T + bias.double()
+        assert got.dtype == dtype
+        assert got.shape == (tokens, out_features)
+        allowed = bound(weight, x, quantization) + ROUNDING[dtype] * (1 + exact.abs() * 2)
+        assert ((got.double() - exact).abs() <= allowed).all(), tokens
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+def test_activation_and_leading_dimensions_are_kept(quantization: Quantization, kernels: str) -> None:
+    weight, x = noise(32, 48) * 0.1, noise(2, 3, 48, seed=1)
+    plain = make_product(weight, None, None, quantization)(x)
+    assert plain.shape == (2, 3, 32)
+    for name, activation in ACTIVATIONS.items():
+        got = make_product(weight, None, ActivationKind(name), quantization)(x)
+        torch.testing.assert_close(got, activation(plain), msg=name)
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_zero_outliers_and_numbers_that_are_not_finite(quantization: Quantization, tokens: int, kernels: str) -> None:
+    weight, x = noise(16, 32), noise(tokens, 32, seed=1)
+    weight[3] = 0
+    weight[5] *= 1e30
+    x[0] = 0
+    x[1, 7] = float("nan")
+    got = make_product(weight, None, None, quantization)(x)
+    assert (got[0] == 0).all()
+    assert not got[1, [0, 1, 5]].isfinite().any()
+    assert got[2:].isfinite().all()
+    assert (got[2:, 3] == 0).all()
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+def test_a_token_gets_the_same_beside_others(quantization: Quantization, kernels: str) -> None:
+    product = make_product(noise(96, 64), None, None, quantization)
+    x = noise(40, 64, seed=1)
+    together = product(x)
+    alone = torch.cat([product(x[t : t + 1]) for t in range(40)])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_views_of_wider_tensors_are_multiplied_as_copies_would_be(kernels: str) -> None:
+    wide = noise(6, 128)
+    for quantization in KINDS:
+        product = make_product(noise(16, 64), None, None, quantization)
+        torch.testing.assert_close(product(wide[:, 64:]), product(wide[:, 64:].clone()))
+
+
+def test_weights_take_a_quarter_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_packed_products", lambda *_: False)
+    product = make_product(noise(64, 64), None, None, Quantization.INT8_WEIGHT_ONLY)
+    assert isinstance(product, WeightOnlyProduct)
+    assert product.values.dtype == torch.int8
+    assert product.values.abs().max() == 127
+    assert quantize(torch.zeros(2, 4)).scales.tolist() == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa-untied-32", "gpt2-untied-64", "opt-post-norm-projected-64"])
+@pytest.mark.parametrize(
+    ("quantization", "rounding", "of_torch"),
+    [
+        (Quantization.INT8_WEIGHT_ONLY, Rounding.WEIGHT, WeightOnlyProduct),
+        (Quantization.INT8_DYNAMIC, Rounding.WEIGHT_AND_INPUT, DynamicProduct),
+    ],
+)
+def test_all_linear_layers_but_the_head_hold_int8(
+    tmp_path: Path, shape: str, quantization: Quantization, rounding: Rounding, of_torch: type, kernels: str
+) -> None:
+    make_shape(tmp_path, shape)
+    model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32, quantization=quantization)
+    linears = {name: module._product for name, module in model.named_modules() if isinstance(module, Linear)}
+    assert len(linears) > 6
+    for name, product in linears.items():
+        if kernels == "torch":
+            assert isinstance(product, of_torch) is (name != "head"), name
+        else:
+            assert isinstance(product, OwnProduct), name
+            assert product.weight.rounding is (Rounding.NONE if name == "head" else rounding), name
+
+
+def test_a_model_of_transformers_code_is_refused(tmp_path: Path) -> None:
+    make_shape(tmp_path, "llama-gqa-untied-32")
+    with pytest.raises(ConfigurationError, match="--quantization is int8-dynamic and must be none"):
+        load_model(
+            tmp_path,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            model_impl="transformers",
+            quantization=Quantization.INT8_DYNAMIC,
+        )
+
+
+def test_dynamic_is_refused_where_the_device_is_no_cpu(tmp_path: Path) -> None:
+    make_shape(tmp_path, "llama-gqa-untied-32")
+    with pytest.raises(ConfigurationError, match="int8-dynamic, which is for cpu, and the device is cuda"):
+        load_model(tmp_path, device=torch.device("cuda"), dtype=torch.float32, quantization=Quantization.INT8_DYNAMIC)
+
+
+IN, OUT = 7, 9
+X = torch.randn(5, IN, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        "a.weight": torch.randn(OUT, IN, generator=generator),
+        "a.bias": torch.randn(OUT, generator=generator),
+        "conv.weight": torch.randn(IN, 3 * 4, generator=generator),
+        "conv.bias": torch.randn(3 * 4, generator=generator),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    return Checkpoint.open(tmp_path, base_prefix="")
+
+
+def placed(rank: int, size: int) -> Placement:
+    """Ranks that do not talk: what they would sum or gather is left as it is."""
+    return Placement(torch.device("cpu"), torch.float32, Ranks(rank, size))
+
+
+def loaded(layer: Loadable, checkpoint: Checkpoint) -> Loadable:
+    layer.load(checkpoint.read)
+    return layer
+
+
+def whole(checkpoint: Checkpoint) -> torch.Tensor:
+    layer = Linear([LinearPart("a", OUT)], IN, bias=True, placement=placed(0, 1))
+    return loaded(layer, checkpoint)(X)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_outputs_side_by_side_are_the_whole_layer_s(checkpoint: Checkpoint, size: int) -> None:
+    parts = [
+        loaded(
+            Linear([LinearPart("a", OUT)], IN, bias=True, placement=placed(rank, size), split=Split.OUTPUTS), checkpoint
+        )
+        for rank in range(size)
+    ]
+    torch.testing.assert_close(torch.cat([part(X) for part in parts], dim=1), whole(checkpoint))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_over_inputs_add_up_to_the_whole_layer_s_with_one_bias(checkpoint: Checkpoint, size: int) -> None:
+    total = torch.zeros(len(X), OUT)
+    for rank in range(size):
+        placement = placed(rank, size)
+        part = loaded(
+            Linear([LinearPart("a", OUT)], IN, bias=True, placement=placement, split=Split.INPUTS), checkpoint
+        )
+        total += part(X[:, placement.ranks.shard(IN).slice])
+    torch.testing.assert_close(total, whole(checkpoint))
+
+
+def test_segments_are_split_each_by_itself(checkpoint: Checkpoint) -> None:
+    part = LinearPart("conv", 12, segments=3)
+    full = loaded(Linear([part], IN, bias=True, placement=placed(0, 1), input_major=True), checkpoint)(X)
+    for rank in range(2):
+        layer = Linear([part], IN, bias=True, placement=placed(rank, 2), split=Split.OUTPUTS, input_major=True)
+        expected = full.view(len(X), 3, 2, 2)[:, :, rank].reshape(len(X), 6)
+        torch.testing.assert_close(loaded(layer, checkpoint)(X), expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_vectors_of_an_embedding_come_from_the_rank_that_has_them(checkpoint: Checkpoint, size: int) -> None:
+    ids = torch.arange(OUT)
+    total = torch.zeros(OUT, IN)
+    for rank in range(size):
+        total += loaded(Embedding("a", OUT, IN, placement=placed(rank, size), split=True), checkpoint)(ids)
+    torch.testing.assert_close(total, checkpoint.read(next(Embedding("a", OUT, IN, placement=placed(0, 1)).tensors())))
