@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from quire.common.v1.common_pb2 import SamplingParameters
 from worker_svc.device.decode_graphs import GraphRecorder
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, block_bytes, pool_geometry
 from worker_svc.device.model_runner import LaunchedStep, ModelRunner
@@ -24,7 +25,7 @@ from worker_svc.steps import (
 )
 
 BLOCK_SIZE = 16
-GREEDY = RowSampling(0.0, 0, 1.0, 0.0, seed=0, logprobs=None, num_candidates=None)
+GREEDY = RowSampling(SamplingParameters(top_p=1.0))
 _IN_FLIGHT = 2
 Pairs = Sequence[tuple[int, int]]
 

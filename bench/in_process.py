@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.workload import WorkItem
+from quire.common.v1.common_pb2 import SamplingParameters
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -60,7 +61,7 @@ def _step_of(plan: StepPlan) -> steps.Step:
             row=assigned.row,
             token_ids=np.array(assigned.token_ids, np.int32),
             block_table=np.array(assigned.block_table, np.int32),
-            sampling=steps.RowSampling(0.0, 0, 1.0, 0.0, assigned.sampling.seed, None, None),
+            sampling=steps.RowSampling(SamplingParameters(top_p=1.0), assigned.sampling.seed),
             num_prompt_tokens=assigned.num_prompt_tokens,
         )
         for assigned in plan.assign

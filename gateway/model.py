@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from gateway.requests.request import SamplingOptions
+from gateway.requests.request import RequestOptions, write
 from gateway.requests.validation import check_defaults
 from gateway.requests.violations import Violations
 from gateway.text.chat import Chat, ChatTemplate, special_token_texts
 from gateway.text.tokenizer import Tokenizer
+from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import ModelFingerprint
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
+
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling parameters in generation_config.json, by the names that they have in requests too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class ServedModel:
     architecture: str
     fingerprint: ModelFingerprint
     eos_token_ids: tuple[int, ...]
-    sampling_defaults: SamplingOptions
+    sampling_defaults: SamplingParameters
     tokenizer: Tokenizer
     chat: Chat
     tokenizer_config: Mapping[str, Any]
@@ -56,27 +60,25 @@ class ServedModel:
         )
 
 
-def _sampling_defaults(directory: ModelDirectory) -> SamplingOptions:
+def _sampling_defaults(directory: ModelDirectory) -> SamplingParameters:
     """The sampling parameters of generation_config.json; `do_sample: false` is greedy.
 
     Raises:
         ConfigurationError: a value is not a number, or out of the range of the request field.
     """
     given, file = directory.generation_defaults, directory.path / "generation_config.json"
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+    for name in _DEFAULTS:
         value = given.get(name, 1)
         kind, expected = (int, "an integer") if name == "top_k" else (int | float, "a number")
         if isinstance(value, bool) or not isinstance(value, kind):
             raise ConfigurationError(f"{name} in {file} is {value!r}, not {expected}")
-    defaults = SamplingOptions(
-        temperature=0.0 if given.get("do_sample") is False else given.get("temperature"),
-        top_k=given.get("top_k"),
-        top_p=given.get("top_p"),
-        min_p=given.get("min_p"),
-        repetition_penalty=given.get("repetition_penalty"),
-    )
+    defaults, as_written = SamplingParameters(), {}
+    for name in _DEFAULTS:
+        write(defaults, f"sampling.{name}", given.get(name), as_written)
+    if given.get("do_sample") is False:
+        write(defaults, "sampling.temperature", 0.0, as_written)
     violations = Violations()
-    check_defaults(violations, defaults)
+    check_defaults(violations, RequestOptions(None, sampling=defaults, as_written=as_written))
     for violation in violations.found:
         raise ConfigurationError(f"{violation.field.removeprefix('sampling.')} in {file} {violation.description}")
     return defaults

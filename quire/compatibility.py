@@ -46,9 +46,9 @@ class ProtocolVersions:
         return common_pb2.ProtocolVersions(oldest=self.oldest, newest=self.newest)
 
 
-SCHEDULER_PROTOCOL = ProtocolVersions(1, 1)
+SCHEDULER_PROTOCOL = ProtocolVersions(2, 2)
 """What this release speaks of quire.scheduler.v1, on both sides."""
-WORKER_PROTOCOL = ProtocolVersions(1, 1)
+WORKER_PROTOCOL = ProtocolVersions(2, 2)
 """What this release speaks of quire.worker.v1, on both sides."""
 
 

@@ -3,11 +3,13 @@
 Arrays are int32 numpy arrays; pairs have shape [n, 2], triples [n, 3]. A row is a slot of the persistent batch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.common.v1.common_pb2 import SamplingParameters
 from quire.logprob_columns import LogprobColumns
 
 Int32Array = NDArray[np.int32]
@@ -76,24 +78,23 @@ class LogitRules:
         return not (self.has_penalties or delays_stop or has_lists)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RowSampling:
-    """How a row's tokens are drawn."""
+    """How a row's tokens are drawn: the gateway's message, checked, and what the scheduler adds for this sequence."""
 
-    temperature: float
-    """0 is greedy."""
-    top_k: int
-    """0 keeps all."""
-    top_p: float
-    min_p: float
-    seed: int
-    logprobs: int | None
+    parameters: SamplingParameters
+    """Absent values are filled in; nothing changes it any more."""
+    seed: int = 0
+    logprobs: int | None = None
     """Report the chosen token's log probability and this many of the most likely tokens."""
-    num_candidates: int | None
+    num_candidates: int | None = None
     """Draw nothing; report this many of the most likely tokens."""
     prompt_logprobs: int | None = None
     """As `logprobs`, for each prompt token but the first when the position before it is computed."""
     rules: LogitRules | None = None
+    """None where no logit is ever changed."""
+    refusal: str | None = None
+    """Why nothing can be drawn by what the gateway sent: the row runs, and fails when it samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +240,12 @@ class StepOutput:
     """None where no row asks for them."""
     candidates: tuple[RowCandidates, ...]
     failed_rows: tuple[int, ...]
-    """Rows whose logits were not finite; their token means nothing."""
+    """Rows that drew nothing, their logits not being finite or their sampling refused; their token means nothing."""
     timings: StepTimings
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     num_computed_tokens: int = 0
     """Tokens of the batch."""
     non_finite_chunks: tuple[int, ...] = ()
     """Rows that sample nothing, of whose new tokens one has a hidden state that is not finite."""
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    """Why, for those of `failed_rows` whose sampling was refused."""

@@ -22,16 +22,11 @@ from gateway.requests.limits import MAX_LOGIT_BIAS, MAX_N, Limits
 from gateway.requests.offsets import ClientOffset
 from gateway.requests.prompts import TokenizedText
 from gateway.requests.request import (
-    BeamSearchOptions,
     ChatMessage,
     ChatPrompt,
-    EarlyStopping,
     HeldSequence,
-    OutputOptions,
     Prompt,
     RequestOptions,
-    SamplingOptions,
-    StoppingOptions,
     TextPrompt,
     TokenPrompt,
 )
@@ -57,12 +52,6 @@ _REASONS = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-}
-_EARLY_STOPPING = {
-    common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,
-    common_pb2.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
-    common_pb2.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
-    common_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
 
 
@@ -231,9 +220,9 @@ def _options(message: GenerateMessage | ChatRequestMessage, prompt: Prompt | Non
     return RequestOptions(
         prompt=prompt,
         model=optional(message, "model"),
-        sampling=_sampling_options(message.sampling),
-        stopping=_stopping_options(message.stopping),
-        output=_output_options(message.output),
+        sampling=message.sampling,
+        stopping=message.stopping,
+        output=message.output,
         request_id=optional(message, "request_id"),
         priority=optional(message, "priority"),
         durable=durable and message.durable,
@@ -248,52 +237,6 @@ def _held_sequences(messages: Sequence[generation_pb2.HeldSequence]) -> tuple[He
     return tuple(
         HeldSequence(each.token_ids, optional(each, "num_characters"), optional(each, "cumulative_logprob"))
         for each in messages
-    )
-
-
-def _sampling_options(message: common_pb2.SamplingParameters) -> SamplingOptions:
-    return SamplingOptions(
-        temperature=optional(message, "temperature"),
-        top_k=optional(message, "top_k"),
-        top_p=optional(message, "top_p"),
-        min_p=optional(message, "min_p"),
-        seed=optional(message, "seed"),
-        n=optional(message, "n"),
-        best_of=optional(message, "best_of"),
-        beam_search=_beam_search_options(message.beam_search) if message.HasField("beam_search") else None,
-        presence_penalty=optional(message, "presence_penalty"),
-        frequency_penalty=optional(message, "frequency_penalty"),
-        repetition_penalty=optional(message, "repetition_penalty"),
-        logit_bias=message.logit_bias,
-        allowed_token_ids=message.allowed_token_ids,
-        bad_words=message.bad_words,
-    )
-
-
-def _beam_search_options(message: common_pb2.BeamSearchParameters) -> BeamSearchOptions:
-    return BeamSearchOptions(
-        beam_width=message.beam_width,
-        length_penalty=optional(message, "length_penalty"),
-        early_stopping=_EARLY_STOPPING.get(message.early_stopping, int(message.early_stopping)),
-    )
-
-
-def _stopping_options(message: common_pb2.StoppingParameters) -> StoppingOptions:
-    return StoppingOptions(
-        max_tokens=optional(message, "max_tokens"),
-        min_tokens=optional(message, "min_tokens"),
-        stop=message.stop,
-        stop_token_ids=message.stop_token_ids,
-        ignore_eos=message.ignore_eos,
-        include_stop_string=message.include_stop_string,
-    )
-
-
-def _output_options(message: common_pb2.OutputOptions) -> OutputOptions:
-    return OutputOptions(
-        logprobs=optional(message, "logprobs"),
-        prompt_logprobs=optional(message, "prompt_logprobs"),
-        include_special_tokens=message.include_special_tokens,
     )
 
 

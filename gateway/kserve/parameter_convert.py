@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.kserve.tensor_convert import Tensor
-from gateway.openai.body import parse_body
+from gateway.openai.body import body_of
 from gateway.openai.schemas import CompletionBody
 from gateway.requests.field_names import renamed
 from gateway.requests.violations import Violations, shortened
@@ -69,7 +69,7 @@ class SamplingFields:
     def body(self) -> CompletionBody:
         """Raises InvalidArgument: a parameter is unknown, not supported or of the wrong type."""
         try:
-            return parse_body(CompletionBody, json.dumps(dict(self.values)).encode())
+            return body_of(CompletionBody, self.values)
         except QuireError as error:
             raise renamed(error, self.path) from error
 

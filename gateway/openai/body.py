@@ -94,6 +94,16 @@ def parse_body(kind: type[BodyType], data: bytes) -> BodyType:
     return body
 
 
+def body_of(kind: type[BodyType], fields: Mapping[str, Any]) -> BodyType:
+    """As `parse_body`, of fields that came otherwise than as JSON."""
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error, UNION_TYPES) from error
+    check_supported(body)
+    return body
+
+
 def parse_json(kind: type[Model], data: bytes, union_types: Mapping[str, str]) -> Model:
     """The object in `data`. `union_types` are the types of fields with several, as errors show them.
 

@@ -147,7 +147,7 @@ async def _echo_text(prompt: Prompt | None, live: LiveRequest, tokenizer: Tokeni
         return prompt.text
     request = live.request
     return await tokenizer.decode_any(
-        request.prompt_token_ids.tolist(), include_special_tokens=request.include_special_tokens
+        request.prompt_token_ids.tolist(), include_special_tokens=request.output.include_special_tokens
     )
 
 

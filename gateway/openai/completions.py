@@ -107,8 +107,8 @@ class CompletionShaper:
             )
             # A prompt that came as text is echoed as it came, without the special tokens that are put before it.
             for with_special_tokens, text_offset in (
-                (request.include_special_tokens and not isinstance(prompt, TextPrompt), 0),
-                (request.include_special_tokens, len(echo)),
+                (request.output.include_special_tokens and not isinstance(prompt, TextPrompt), 0),
+                (request.output.include_special_tokens, len(echo)),
             )
         ]
         return _Choice(live, echo, shapers[0] if self._body.echo else None, shapers[1])

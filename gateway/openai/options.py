@@ -1,33 +1,33 @@
-"""Bodies to the options that the generator takes, and the validator's field names back to the bodies'."""
+"""Bodies into the contract's messages, and the names of their fields back into the bodies'."""
 
 import re
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody, Message
 from gateway.requests.request import (
-    BeamSearchOptions,
     ChatMessage,
     ChatPrompt,
-    EarlyStopping,
-    OutputOptions,
     Prompt,
     RequestOptions,
-    SamplingOptions,
-    StoppingOptions,
     TextPrompt,
     TokenPrompt,
+    write,
 )
+from quire.common.v1 import common_pb2
+from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
 
 # As OpenAI has it where a completion does not say how long it may get.
 DEFAULT_MAX_TOKENS = 16
 
 _EARLY_STOPPING = {
-    None: EarlyStopping.FALSE,
-    False: EarlyStopping.FALSE,
-    True: EarlyStopping.TRUE,
-    "never": EarlyStopping.NEVER,
+    None: common_pb2.EARLY_STOPPING_FALSE,
+    False: common_pb2.EARLY_STOPPING_FALSE,
+    True: common_pb2.EARLY_STOPPING_TRUE,
+    "never": common_pb2.EARLY_STOPPING_NEVER,
 }
+# What bodies and the contract call alike, and mean the same by.
+_SAMPLING = [each for each in SamplingParameters.DESCRIPTOR.fields_by_name if each in GenerationBody.model_fields]
 _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
 _RENAMED = {
     "text": "prompt",
@@ -55,22 +55,13 @@ def completion_options(body: CompletionBody, prompt: Prompt | None, request_id: 
     # Nothing but the prompt is wanted back, whose log probabilities are made by generating one token.
     if is_echo_alone(body):
         max_tokens = 1
-    output = OutputOptions(
-        logprobs=body.logprobs,
-        prompt_logprobs=_prompt_logprobs(body),
-        include_special_tokens=body.skip_special_tokens is False,
-    )
-    return _options(body, prompt, request_id, max_tokens, output)
+    return _options(body, prompt, request_id, max_tokens, body.logprobs, _prompt_logprobs(body))
 
 
 def chat_options(body: ChatBody, request_id: str) -> RequestOptions:
-    output = OutputOptions(
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        include_special_tokens=body.skip_special_tokens is False,
-    )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _options(body, chat_prompt(body.messages), request_id, max_tokens, output)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _options(body, chat_prompt(body.messages), request_id, max_tokens, logprobs, body.prompt_logprobs)
 
 
 def chat_prompt(messages: Sequence[Message]) -> ChatPrompt:
@@ -120,22 +111,32 @@ def _prompt(prompt: str | list[int]) -> Prompt:
 
 
 def _options(
-    body: GenerationBody, prompt: Prompt | None, request_id: str, max_tokens: int | None, output: OutputOptions
+    body: GenerationBody,
+    prompt: Prompt | None,
+    request_id: str,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> RequestOptions:
+    as_written: dict[str, Any] = {}
+    stopping = StoppingParameters(
+        ignore_eos=bool(body.ignore_eos), include_stop_string=bool(body.include_stop_str_in_output)
+    )
+    write(stopping, "stopping.max_tokens", max_tokens, as_written)
+    write(stopping, "stopping.min_tokens", body.min_tokens, as_written)
+    write(stopping, "stopping.stop", [body.stop] if isinstance(body.stop, str) else body.stop, as_written)
+    write(stopping, "stopping.stop_token_ids", body.stop_token_ids, as_written)
+    output = OutputOptions(include_special_tokens=body.skip_special_tokens is False)
+    write(output, "output.logprobs", logprobs, as_written)
+    write(output, "output.prompt_logprobs", prompt_logprobs, as_written)
     return RequestOptions(
         prompt=prompt,
         # Some programs that know of no model send an empty name.
         model=body.model or None,
-        sampling=_sampling_options(body),
-        stopping=StoppingOptions(
-            max_tokens=max_tokens,
-            min_tokens=body.min_tokens,
-            stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
-            stop_token_ids=body.stop_token_ids or (),
-            ignore_eos=bool(body.ignore_eos),
-            include_stop_string=bool(body.include_stop_str_in_output),
-        ),
+        sampling=_sampling(body, as_written),
+        stopping=stopping,
         output=output,
+        as_written=as_written,
         request_id=request_id,
         # Lower runs earlier in vLLM's API, higher in Quire's.
         priority=None if body.priority is None else -body.priority,
@@ -143,33 +144,29 @@ def _options(
     )
 
 
-def _sampling_options(body: GenerationBody) -> SamplingOptions:
-    beam_search = _beam_search_options(body) if body.use_beam_search else None
-    return SamplingOptions(
-        temperature=body.temperature,
-        # vLLM's other way to say all tokens, which many of its clients send by default.
-        top_k=0 if body.top_k == -1 else body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        # vLLM's other way to leave the choice to the server.
-        seed=None if body.seed == -1 else body.seed,
-        n=body.n,
-        best_of=body.best_of,
-        beam_search=beam_search,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=body.logit_bias or {},
-        allowed_token_ids=body.allowed_token_ids or (),
-        bad_words=body.bad_words or (),
-    )
+def _meant(name: str, value: Any) -> Any:
+    """vLLM's other ways to say all tokens, which many of its clients send by default, and to leave the seed to the
+    server."""
+    match name, value:
+        case "top_k", -1:
+            return 0
+        case "seed", -1:
+            return None
+    return value
 
 
-def _beam_search_options(body: GenerationBody) -> BeamSearchOptions:
-    """As many beams as `best_of` says, else as many as are returned."""
-    width = body.best_of if body.best_of is not None else body.n
-    return BeamSearchOptions(
-        beam_width=1 if width is None else width,
-        length_penalty=body.length_penalty,
-        early_stopping=_EARLY_STOPPING[body.early_stopping],
-    )
+def _sampling(body: GenerationBody, as_written: dict[str, Any]) -> SamplingParameters:
+    sampling = SamplingParameters()
+    for name in _SAMPLING:
+        write(sampling, f"sampling.{name}", _meant(name, getattr(body, name)), as_written)
+    if body.seed not in (None, -1):
+        # A negative one is the number of 64 bits that has the same bits, as torch has it.
+        sampling.seed = body.seed % 2**64
+    if body.use_beam_search:
+        # As many beams as `best_of` says, else as many as are returned.
+        width = body.best_of if body.best_of is not None else body.n
+        beam_search, path = sampling.beam_search, "sampling.beam_search"
+        beam_search.early_stopping = _EARLY_STOPPING[body.early_stopping]
+        write(beam_search, f"{path}.beam_width", 1 if width is None else width, as_written)
+        write(beam_search, f"{path}.length_penalty", body.length_penalty, as_written)
+    return sampling

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from gateway.openai.schemas import GenerationBody
 from gateway.replicas.events import Chunk, Finished, FinishReason, GeneratedSequence, Usage
 from gateway.replicas.live import LiveRequest
-from gateway.requests.request import Stopping
 from gateway.requests.running import Result
+from quire.common.v1.common_pb2 import StoppingParameters
 from quire.version import VERSION
 
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"
@@ -57,7 +57,7 @@ def as_chunk(sequence: GeneratedSequence) -> Chunk:
     return Chunk(index, 0, sequence.token_ids, sequence.text, sequence.logprobs)
 
 
-def finish_fields(finished: Finished, stopping: Stopping) -> dict[str, Any]:
+def finish_fields(finished: Finished, stopping: StoppingParameters) -> dict[str, Any]:
     """Why a sequence ended. `stop_reason` is the stop string or stop token that was asked for; none for an eos."""
     stop_reason: str | int | None = finished.stop_string
     if finished.stop_token_id in stopping.stop_token_ids:

@@ -93,7 +93,7 @@ class Ledger:
         """An entry that is not in the ledger yet."""
         stopping = request.stopping
         stop_strings = StopStrings(stopping.stop) if stopping.stop else None
-        ending_token_ids = stopping.ending_token_ids
+        ending_token_ids = request.ending_token_ids
         streams = [
             SequenceStream(
                 index,

@@ -33,7 +33,7 @@ async def check_continuation(options: RequestOptions, request: GenerationRequest
                 "continue_from",
                 "has tokens; where sequences are chosen at the end, none is delivered before: send the request anew",
             )
-        elif request.sampling.temperature and options.sampling.seed is None:
+        elif request.sampling.temperature and not options.sampling.HasField("seed"):
             violations.add(
                 "sampling.seed", "is absent; to go on from tokens that were sampled, send the seed that they came by"
             )
@@ -70,12 +70,12 @@ async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None
 def _check_sequence(
     violations: Violations, field: str, sequence: HeldSequence, request: GenerationRequest, limits: Limits
 ) -> None:
-    token_ids, stopping = sequence.token_ids, request.stopping
-    if len(token_ids) > stopping.max_tokens:
-        violations.add(f"{field}.token_ids", f"has {len(token_ids):,} tokens; max_tokens is {stopping.max_tokens:,}")
+    token_ids, max_tokens = sequence.token_ids, request.stopping.max_tokens
+    if len(token_ids) > max_tokens:
+        violations.add(f"{field}.token_ids", f"has {len(token_ids):,} tokens; max_tokens is {max_tokens:,}")
         return
     violations.check_token_ids(f"{field}.token_ids", token_ids, limits.vocab_size)
-    before_the_last, ending = token_ids[:-1], stopping.ending_token_ids
+    before_the_last, ending = token_ids[:-1], request.ending_token_ids
     if not ending.isdisjoint(before_the_last):
         place = next(place for place, token_id in enumerate(before_the_last) if token_id in ending)
         description = f"is {token_ids[place]}, which ends a sequence; tokens follow it"

@@ -1,63 +1,117 @@
 """What holds where a request does not say: the model's own defaults, then the contract's."""
 
-import dataclasses
 import secrets
-from typing import TypeVar
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
 
-from gateway.requests.request import BeamSearch, BeamSearchOptions, EarlyStopping, Sampling, SamplingOptions
+from gateway.requests.limits import NUMBERS
+from gateway.requests.request import RequestOptions
+from quire.common.v1.common_pb2 import (
+    EARLY_STOPPING_FALSE,
+    OutputOptions,
+    RowSampling,
+    SamplingParameters,
+    StoppingParameters,
+    TokenIds,
+)
 
-T = TypeVar("T")
-
-
-def resolve_sampling(
-    asked: SamplingOptions, defaults: SamplingOptions, bad_sequences: tuple[tuple[int, ...], ...] = ()
-) -> Sampling:
-    """Each value as asked, else the model's default, else the contract's; a seed is drawn where none is given.
-
-    `bad_sequences` are the bad words as tokens. Beam search draws nothing, so the model's defaults of how to draw do
-    not apply to it.
-    """
-    if asked.beam_search is not None:
-        defaults = dataclasses.replace(defaults, temperature=0.0, top_k=None, top_p=None, min_p=None)
-    return Sampling(
-        temperature=_first(asked.temperature, defaults.temperature, 1.0),
-        top_k=_first(asked.top_k, defaults.top_k, 0),
-        top_p=_first(asked.top_p, defaults.top_p, 1.0),
-        min_p=_first(asked.min_p, defaults.min_p, 0.0),
-        seed=_seed(asked),
-        presence_penalty=_first(asked.presence_penalty, defaults.presence_penalty, 0.0),
-        frequency_penalty=_first(asked.frequency_penalty, defaults.frequency_penalty, 0.0),
-        repetition_penalty=_first(asked.repetition_penalty, defaults.repetition_penalty, 1.0),
-        logit_bias=dict(asked.logit_bias),
-        allowed_token_ids=tuple(dict.fromkeys(asked.allowed_token_ids)),
-        bad_token_sequences=bad_sequences,
-        beam_search=None if asked.beam_search is None else _resolve_beam_search(asked.beam_search),
-    )
+# What the scheduler decides on, and the gateway alone knows.
+_NOT_FOR_WORKERS = ("seed", "n", "best_of", "beam_search", "bad_words")
 
 
-def sampling_of_another(asked: SamplingOptions, resolved: Sampling) -> Sampling:
-    """The sampling of another request that asks the same; `resolved` is that of the first one."""
-    return resolved if asked.seed is not None else dataclasses.replace(resolved, seed=_seed(asked))
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters with every default set but for what depends on the prompt, as `GenerationRequest` has them. The
+    requests of one call share them."""
+
+    sampling: SamplingParameters
+    stopping: StoppingParameters
+    output: OutputOptions
+    eos_token_ids: tuple[int, ...]
+    row_sampling: bytes
+
+    def stopping_at(self, max_tokens: int) -> StoppingParameters:
+        """When the sequences of a request end that generates so many tokens at most."""
+        if self.stopping.max_tokens == max_tokens:
+            return self.stopping
+        stopping = StoppingParameters(max_tokens=max_tokens)
+        stopping.MergeFrom(self.stopping)
+        return stopping
 
 
-def _seed(asked: SamplingOptions) -> int:
-    """A negative one is the number of 64 bits that has the same bits, as torch has it."""
-    return secrets.randbits(64) if asked.seed is None else asked.seed % 2**64
+def resolve(
+    options: RequestOptions,
+    model_defaults: SamplingParameters,
+    eos_token_ids: tuple[int, ...],
+    bad_sequences: Sequence[Sequence[int]] = (),
+) -> Parameters:
+    """What valid options mean. `bad_sequences` are the bad words as tokens."""
+    sampling = _sampling(options.sampling, model_defaults)
+    stopping, output = StoppingParameters(), OutputOptions()
+    stopping.CopyFrom(options.stopping)
+    output.CopyFrom(options.output)
+    for message, name in (
+        (stopping, "min_tokens"),
+        (stopping, "ignore_eos"),
+        (stopping, "include_stop_string"),
+        (output, "include_special_tokens"),
+    ):
+        # 0 and false are what they are by default.
+        setattr(message, name, getattr(message, name))
+    _keep_each_once(stopping.stop_token_ids)
+    ending = () if stopping.ignore_eos else eos_token_ids
+    return Parameters(sampling, stopping, output, ending, _row_sampling(sampling, stopping, ending, bad_sequences))
 
 
-def _resolve_beam_search(asked: BeamSearchOptions) -> BeamSearch:
-    assert isinstance(asked.early_stopping, EarlyStopping), "the validator lets nothing else pass"
-    return BeamSearch(asked.beam_width, _first(asked.length_penalty, None, 1.0), asked.early_stopping)
+def drawn_seed(sampling: SamplingParameters) -> int:
+    """The seed of a request: the one that it names, or one of its own."""
+    return sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
 
 
-def num_candidates(asked: SamplingOptions) -> int:
+def num_candidates(sampling: SamplingParameters) -> int:
     """The sequences among which those that are returned are chosen."""
-    if asked.beam_search is not None:
-        return asked.beam_search.beam_width
-    return asked.best_of or asked.n or 1
+    if sampling.HasField("beam_search"):
+        return sampling.beam_search.beam_width
+    return sampling.best_of or sampling.n or 1
 
 
-def _first(asked: T | None, model_default: T | None, default: T) -> T:
-    if asked is not None:
-        return asked
-    return default if model_default is None else model_default
+def _sampling(asked: SamplingParameters, model_defaults: SamplingParameters) -> SamplingParameters:
+    sampling = SamplingParameters()
+    sampling.CopyFrom(asked)
+    sampling.ClearField("seed")
+    sampling.n = asked.n or 1
+    sampling.best_of = num_candidates(asked)
+    searches = asked.HasField("beam_search")
+    for name, number in NUMBERS.items():
+        if searches and number.in_beam_search is not None:
+            # The model's defaults of how to draw do not apply where nothing is drawn.
+            setattr(sampling, name, number.in_beam_search)
+        elif not asked.HasField(name):
+            setattr(sampling, name, getattr(model_defaults, name) if model_defaults.HasField(name) else number.default)
+    if searches:
+        beam = sampling.beam_search
+        beam.length_penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
+        beam.early_stopping = beam.early_stopping or EARLY_STOPPING_FALSE
+    _keep_each_once(sampling.allowed_token_ids)
+    return sampling
+
+
+def _keep_each_once(token_ids: MutableSequence[int]) -> None:
+    distinct = dict.fromkeys(token_ids)
+    if len(distinct) < len(token_ids):
+        token_ids[:] = distinct
+
+
+def _row_sampling(
+    sampling: SamplingParameters,
+    stopping: StoppingParameters,
+    eos_token_ids: Sequence[int],
+    bad_sequences: Sequence[Sequence[int]],
+) -> bytes:
+    row = RowSampling(sampling=sampling, bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences])
+    for name in _NOT_FOR_WORKERS:
+        row.sampling.ClearField(name)
+    if stopping.min_tokens:
+        row.stopping.min_tokens = stopping.min_tokens
+        row.stopping.stop_token_ids.extend({*stopping.stop_token_ids, *eos_token_ids})
+    return row.SerializeToString(deterministic=True)

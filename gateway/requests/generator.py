@@ -18,7 +18,7 @@ from gateway.replicas.pool import Replicas
 from gateway.requests.answer_memory import STREAMED, AnswerForm, AnswerLimits, AnswerMemory, CallMemory
 from gateway.requests.answer_size import check_answer_size
 from gateway.requests.continuation import check_continuation, continue_from
-from gateway.requests.defaults import num_candidates, resolve_sampling, sampling_of_another
+from gateway.requests.defaults import Parameters, drawn_seed, num_candidates, resolve
 from gateway.requests.durable_reads import DurableReads
 from gateway.requests.limits import Limits, limits_of
 from gateway.requests.offsets import ClientOffset, check_offsets
@@ -27,9 +27,6 @@ from gateway.requests.request import (
     GenerationRequest,
     Prompt,
     RequestOptions,
-    Sampling,
-    Stopping,
-    StoppingOptions,
     TextPrompt,
     TokenPrompt,
 )
@@ -52,16 +49,16 @@ class CallParameters:
 
     def __init__(self) -> None:
         self._options: RequestOptions | None = None
-        self._sampling: Sampling | None = None
+        self._parameters: Parameters | None = None
 
-    def remember(self, options: RequestOptions, sampling: Sampling) -> None:
-        """The options were let pass, and `sampling` is what is meant by them."""
-        self._options, self._sampling = options, sampling
+    def remember(self, options: RequestOptions, parameters: Parameters) -> None:
+        """The options were let pass, and `parameters` is what is meant by them."""
+        self._options, self._parameters = options, parameters
 
-    def known(self, options: RequestOptions) -> Sampling | None:
-        """The sampling of a request, where its options are those of the one before but for prompt and id."""
+    def known(self, options: RequestOptions) -> Parameters | None:
+        """The parameters of a request, where its options are those of the one before but for prompt and id."""
         before = self._options
-        if before is None or self._sampling is None:
+        if before is None:
             return None
         same = (
             options.model == before.model
@@ -70,7 +67,7 @@ class CallParameters:
             and options.output is before.output
             and options.priority == before.priority
         )
-        return sampling_of_another(options.sampling, self._sampling) if same else None
+        return self._parameters if same else None
 
 
 class Generator:
@@ -155,7 +152,7 @@ class Generator:
             with self.arriving():
                 caller.account.check()
                 request = await self._prepare(options, caller, span.context, call or CallParameters())
-                memory.expect(request, options.stopping.max_tokens)
+                memory.expect(request, options.asked("stopping.max_tokens"))
                 live = self._open(request, memory)
             span.opened(live)
             try:
@@ -248,7 +245,7 @@ class Generator:
 
     def _detokenizers(self, request: GenerationRequest) -> Callable[[], TextPieces]:
         tokenizer = self.model.tokenizer
-        return lambda: tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
+        return lambda: tokenizer.detokenizer(include_special_tokens=request.output.include_special_tokens)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a running request of the caller's tenant; its own call ends with CANCELLED.
@@ -274,8 +271,8 @@ class Generator:
     ) -> GenerationRequest:
         turns = Turns()
         limits = await self.limits()
-        sampling = call.known(options)
-        if sampling is None:
+        parameters = call.known(options)
+        if parameters is None:
             check_request(options, limits, caller.visible(self.model.name))
         else:
             check_another(options, limits)
@@ -285,31 +282,28 @@ class Generator:
             self.durable_reads.drop_completed(caller.tenant, options.request_id)
             self._ledger.check_unused(caller.tenant, options.request_id)
         field, token_ids = await self._encode(options.prompt)
-        best_of = num_candidates(options.sampling)
-        max_tokens = resolve_max_tokens(field, token_ids, options.stopping.max_tokens, best_of, limits)
-        stopping = self._resolve_stopping(options.stopping, max_tokens)
-        if sampling is None:
+        asked_max_tokens = options.asked("stopping.max_tokens")
+        max_tokens = resolve_max_tokens(field, token_ids, asked_max_tokens, num_candidates(options.sampling), limits)
+        if parameters is None:
             words = options.sampling.bad_words
             bad_sequences = await bad_token_sequences(self.model.tokenizer, words, limits.vocab_size)
             await turns.pause()
-            sampling = resolve_sampling(options.sampling, self.model.sampling_defaults, bad_sequences)
+            parameters = resolve(options, self.model.sampling_defaults, self.model.eos_token_ids, bad_sequences)
             await turns.pause()
-            check_choice(sampling, stopping)
-            call.remember(options, sampling)
+            check_choice(parameters, bad_sequences)
+            call.remember(options, parameters)
         await turns.pause()
         request = GenerationRequest(
             request_id=options.request_id or f"{self._settings.request_id_prefix}{secrets.token_hex(16)}",
             tenant=caller.tenant,
             prompt_token_ids=np.asarray(token_ids, dtype=np.int32),
-            sampling=sampling,
-            stopping=stopping,
-            logprobs=options.output.logprobs,
-            prompt_logprobs=options.output.prompt_logprobs,
-            include_special_tokens=options.output.include_special_tokens,
+            sampling=parameters.sampling,
+            stopping=parameters.stopping_at(max_tokens),
+            output=parameters.output,
+            seed=drawn_seed(options.sampling),
+            eos_token_ids=parameters.eos_token_ids,
+            row_sampling=parameters.row_sampling,
             priority=priority,
-            ignore_eos=options.stopping.ignore_eos,
-            num_sequences=options.sampling.n or 1,
-            best_of=best_of,
             durable=options.durable,
             nonce=secrets.randbits(64),
             trace=trace,
@@ -317,16 +311,6 @@ class Generator:
         check_answer_size(request)
         await check_continuation(options, request, limits)
         return request
-
-    def _resolve_stopping(self, asked: StoppingOptions, max_tokens: int) -> Stopping:
-        return Stopping(
-            max_tokens=max_tokens,
-            stop=tuple(asked.stop),
-            stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids)),
-            eos_token_ids=() if asked.ignore_eos else self.model.eos_token_ids,
-            min_tokens=asked.min_tokens or 0,
-            include_stop_string=asked.include_stop_string,
-        )
 
     async def _encode(self, prompt: Prompt | None) -> tuple[str, Sequence[int]]:
         """The name of the field that holds the prompt, and its token ids."""

@@ -1,15 +1,12 @@
 """What a request may ask for, here and now."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.replicas.events import Welcome
 from gateway.settings import GatewaySettings
 
 MAX_N = 128
-# Below it a logit that is divided by it may be more than single precision can hold.
-MIN_REPETITION_PENALTY = 1e-30
-MAX_REPETITION_PENALTY = 10
 MIN_SEED = -(2**63)
 MAX_SEED = 2**64 - 1
 MAX_REQUEST_ID_LENGTH = 128
@@ -29,6 +26,35 @@ MAX_CALL_PARAMETER_ENTRIES = 4 * 1024 * 1024
 MAX_TIME_TO_LIVE_MS = 24 * 60 * 60 * 1000
 # Texts that are no prompts may be counted too, whatever the model takes.
 MIN_TOKENIZE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that says how a token is drawn: the range of it, and what it is where neither caller nor model say so.
+
+    Attributes:
+        is_above_low: Whether `low` itself is out of range.
+        in_beam_search: The one value that a beam search takes, which draws nothing; None where it takes all.
+    """
+
+    low: float
+    high: float
+    default: float
+    is_above_low: bool = False
+    in_beam_search: float | None = None
+
+
+NUMBERS: Mapping[str, Number] = {
+    "temperature": Number(0, 100, default=1, in_beam_search=0),
+    "top_k": Number(0, 2**32 - 1, default=0, in_beam_search=0),
+    "top_p": Number(0, 1, default=1, is_above_low=True, in_beam_search=1),
+    "min_p": Number(0, 1, default=0, in_beam_search=0),
+    "presence_penalty": Number(-2, 2, default=0),
+    "frequency_penalty": Number(-2, 2, default=0),
+    # Below it a logit that is divided by it may be more than single precision can hold.
+    "repetition_penalty": Number(1e-30, 10, default=1),
+}
+"""By their names in quire.common.v1.SamplingParameters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,23 @@
-"""What a caller asks for, as values that both front ends share.
+"""What a caller asks for, in one form for all front ends: the contract's own messages.
 
-`...Options` are requests as they came in: None stands for an absent field. `GenerationRequest` is what they become once
-validated, tokenized and completed with defaults.
+`RequestOptions` are a request as it came in: an absent field is absent in its messages. `GenerationRequest` is what
+becomes of it once it is validated, tokenized and completed with defaults.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
 from quire.tracing import TraceContext
+
+MAX_ENTRIES = 1 << 20
+"""Of a list in a message. No limit is above it; a longer one is refused without being copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,58 +47,6 @@ class ChatPrompt:
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
-class EarlyStopping(Enum):
-    """When a beam search ends; quire.common.v1.EarlyStopping says what each means."""
-
-    FALSE = "false"
-    TRUE = "true"
-    NEVER = "never"
-
-
-@dataclass(frozen=True, slots=True)
-class BeamSearchOptions:
-    """`early_stopping` is a number where the caller sent one that means nothing."""
-
-    beam_width: int
-    length_penalty: float | None = None
-    early_stopping: EarlyStopping | int = EarlyStopping.FALSE
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    beam_search: BeamSearchOptions | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] = ()
-    bad_words: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StoppingOptions:
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    include_stop_string: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    include_special_tokens: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
     """What the caller holds of one sequence: its tokens, characters of their text where it counts these, and the sum of
@@ -113,9 +66,12 @@ class RequestOptions:
 
     prompt: Prompt | None
     model: str | None = None
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    stopping: StoppingOptions = field(default_factory=StoppingOptions)
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    stopping: StoppingParameters = field(default_factory=StoppingParameters)
     output: OutputOptions = field(default_factory=OutputOptions)
+    as_written: Mapping[str, Any] = field(default_factory=dict)
+    """Values that a field of the messages does not hold as the caller wrote them, by the field's path. The validator
+    judges these, and refuses each that its field cannot hold at all."""
     request_id: str | None = None
     priority: int | None = None
     priority_sign: Literal[1, -1] = 1
@@ -123,78 +79,66 @@ class RequestOptions:
     continue_from: Sequence[HeldSequence] = ()
     """What an earlier request gave; one entry a sequence, or none."""
 
-
-@dataclass(frozen=True, slots=True)
-class BeamSearch:
-    """A beam search, every default filled in. The score of a hypothesis is its log probability divided by
-    length ** length_penalty."""
-
-    width: int
-    length_penalty: float
-    early_stopping: EarlyStopping
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen, every default filled in. temperature 0 is greedy; top_k 0 keeps all.
-
-    `allowed_token_ids` allows all when it is empty; `bad_token_sequences` are bad_words as tokens. With `beam_search`
-    nothing is drawn: temperature, top_k, top_p and min_p have the values by which they change nothing.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_token_sequences: tuple[tuple[int, ...], ...] = ()
-    beam_search: BeamSearch | None = None
+    def asked(self, path: str) -> Any:
+        """What the caller wrote in a field of the messages, for example "sampling.top_p"; None where it is absent."""
+        if path in self.as_written:
+            return self.as_written[path]
+        group, *parts, name = path.split(".")
+        message: Message = getattr(self, group)
+        for part in parts:
+            message = getattr(message, part)
+        if message.DESCRIPTOR.fields_by_name[name].has_presence and not message.HasField(name):
+            return None
+        return getattr(message, name)
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """When a sequence ends. `stop` is matched by the gateway; the token ids by the scheduler.
-
-    Nothing of both ends it before `min_tokens` tokens. `include_stop_string` keeps what was matched in the text.
-    """
-
-    max_tokens: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    eos_token_ids: tuple[int, ...]
-    min_tokens: int = 0
-    include_stop_string: bool = False
-
-    @property
-    def ending_token_ids(self) -> frozenset[int]:
-        return frozenset(self.stop_token_ids) | frozenset(self.eos_token_ids)
+def write(message: Message, path: str, value: Any, as_written: dict[str, Any]) -> None:
+    """Writes what a caller wrote into the field that `path` ends with; None leaves it absent. What the field does not
+    hold as it was written goes to `as_written`."""
+    name = path.rpartition(".")[2]
+    try:
+        if isinstance(value, dict):
+            getattr(message, name).update(value)
+            is_held = not any(map(math.isinf, getattr(message, name).values()))
+        elif isinstance(value, list):
+            is_held = len(value) <= MAX_ENTRIES
+            if is_held:
+                getattr(message, name).extend(value)
+        elif value is not None:
+            setattr(message, name, value)
+            is_held = getattr(message, name) == value
+        else:
+            return
+    except ValueError:
+        # Out of the range of the field's type, or no valid Unicode.
+        message.ClearField(name)
+        is_held = False
+    if not is_held:
+        as_written[path] = value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
     """A request that was checked and can be submitted. `prompt_token_ids` is int32, shape [prompt length].
 
-    Its id is unique among the running requests of its tenant. `num_sequences` are returned, out of `best_of` that are
-    sampled, or that a beam search finds.
+    Its id is unique among the running requests of its tenant. The messages have every default set; requests of one call
+    share them, so nobody changes them. `stopping.stop` is matched by the gateway, the token ids by the scheduler;
+    neither ends a sequence before `stopping.min_tokens` tokens.
     """
 
     request_id: str
     tenant: str
     prompt_token_ids: NDArray[np.int32]
-    sampling: Sampling
-    stopping: Stopping
-    logprobs: int | None
-    include_special_tokens: bool
-    priority: int
-    ignore_eos: bool
-    num_sequences: int = 1
-    best_of: int = 1
-    prompt_logprobs: int | None = None
+    sampling: SamplingParameters
+    """Without a seed: requests of one call that names none share all but that."""
+    stopping: StoppingParameters
+    output: OutputOptions
+    seed: int
+    eos_token_ids: Sequence[int] = ()
+    """The model's; none where they are ignored."""
+    row_sampling: bytes = b""
+    """What the worker samples by: a serialized quire.common.v1.RowSampling."""
+    priority: int = 0
     durable: bool = False
     """It runs on without its reader for a while, and can be resumed."""
     nonce: int = 0
@@ -203,6 +147,27 @@ class GenerationRequest:
     """The span that schedulers continue, where the request is traced."""
 
     @property
+    def num_sequences(self) -> int:
+        """How many are returned, out of `best_of` that are sampled, or that a beam search finds."""
+        return self.sampling.n
+
+    @property
+    def best_of(self) -> int:
+        return self.sampling.best_of
+
+    @property
+    def logprobs(self) -> int | None:
+        return self.output.logprobs if self.output.HasField("logprobs") else None
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return self.output.prompt_logprobs if self.output.HasField("prompt_logprobs") else None
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        return frozenset((*self.stopping.stop_token_ids, *self.eos_token_ids))
+
+    @property
     def chooses(self) -> bool:
         """Whether its sequences are chosen among others, and come when all of those have ended."""
-        return self.best_of > self.num_sequences or self.sampling.beam_search is not None
+        return self.best_of > self.num_sequences or self.sampling.HasField("beam_search")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gateway.requests.beam_validation import check_beam_search
+from gateway.requests.defaults import Parameters
 from gateway.requests.limits import (
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORDS,
@@ -15,22 +16,17 @@ from gateway.requests.limits import (
     MAX_CALL_STOP_BYTES,
     MAX_LOGIT_BIAS,
     MAX_NAME_LENGTH,
-    MAX_REPETITION_PENALTY,
     MAX_REQUEST_ID_LENGTH,
     MAX_SEED,
-    MIN_REPETITION_PENALTY,
     MIN_SEED,
+    NUMBERS,
     Limits,
 )
 from gateway.requests.request import (
+    MAX_ENTRIES,
     ChatPrompt,
-    OutputOptions,
     Prompt,
     RequestOptions,
-    Sampling,
-    SamplingOptions,
-    Stopping,
-    StoppingOptions,
     TextPrompt,
     TokenPrompt,
 )
@@ -103,8 +99,7 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
         InvalidArgument: there would be too many sequences, or too many copies of long parameters.
     """
     violations = Violations()
-    sampling, stopping = request.sampling, request.stopping
-    field, per_request = _sequences_of(sampling)
+    field, per_request = _sequences_of(request)
     count = num_requests * per_request
     if count > limits.max_call_sequences and per_request <= limits.max_n:
         violations.add(
@@ -112,35 +107,33 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
             f"is {per_request:,} for each of {num_requests:,} prompts, {count:,} sequences together; a call may have "
             f"at most {limits.max_call_sequences:,}; send fewer prompts at once, or ask for fewer sequences of each",
         )
-    if len(stopping.stop) <= limits.max_stop_strings:
-        num_bytes = sum(map(utf8_size, stopping.stop))
+    stop = request.asked("stopping.stop")
+    if len(stop) <= limits.max_stop_strings:
+        num_bytes = sum(map(utf8_size, stop))
         if num_bytes * count > MAX_CALL_STOP_BYTES:
             violations.add(
                 "stopping.stop",
                 f"has {num_bytes:,} bytes for each of {count:,} sequences, {num_bytes * count:,} together; a call may "
                 f"have at most {MAX_CALL_STOP_BYTES:,}; send fewer prompts at once, or shorter stop strings",
             )
-    for field, values in (
-        ("sampling.allowed_token_ids", sampling.allowed_token_ids),
-        ("sampling.logit_bias", sampling.logit_bias),
-        ("stopping.stop_token_ids", stopping.stop_token_ids),
-    ):
-        if len(values) * num_requests > MAX_CALL_PARAMETER_ENTRIES and len(values) <= limits.vocab_size:
+    for field in ("sampling.allowed_token_ids", "sampling.logit_bias", "stopping.stop_token_ids"):
+        count = len(request.asked(field))
+        if count * num_requests > MAX_CALL_PARAMETER_ENTRIES and count <= limits.vocab_size:
             violations.add(
                 field,
-                f"has {len(values):,} entries for each of {num_requests:,} prompts, {len(values) * num_requests:,} "
-                f"together; a call may have at most {MAX_CALL_PARAMETER_ENTRIES:,}; send fewer prompts at once",
+                f"has {count:,} entries for each of {num_requests:,} prompts, {count * num_requests:,} together; a "
+                f"call may have at most {MAX_CALL_PARAMETER_ENTRIES:,}; send fewer prompts at once",
             )
     violations.raise_if_any()
 
 
-def _sequences_of(sampling: SamplingOptions) -> tuple[str, int]:
+def _sequences_of(request: RequestOptions) -> tuple[str, int]:
     """How many sequences run for a request, and the field that says so."""
-    if sampling.beam_search is not None:
-        return "sampling.beam_search.beam_width", max(sampling.beam_search.beam_width, 1)
-    if sampling.best_of is not None:
-        return "sampling.best_of", max(sampling.best_of, 1)
-    return "sampling.n", max(sampling.n or 1, 1)
+    if request.sampling.HasField("beam_search"):
+        field = "sampling.beam_search.beam_width"
+    else:
+        field = "sampling.n" if request.asked("sampling.best_of") is None else "sampling.best_of"
+    return field, max(request.asked(field) or 1, 1)
 
 
 def _check_request_id(violations: Violations, request_id: str | None) -> None:
@@ -152,13 +145,14 @@ def _check_request_id(violations: Violations, request_id: str | None) -> None:
 
 
 def _check_parameters(violations: Violations, request: RequestOptions, limits: Limits) -> None:
-    if request.sampling.beam_search is None:
-        _check_drawing(violations, request.sampling, request.stopping, limits)
+    if request.sampling.HasField("beam_search"):
+        check_beam_search(violations, request, limits)
     else:
-        check_beam_search(violations, request.sampling.beam_search, request.sampling, request.stopping, limits)
-    _check_sampling(violations, request.sampling, limits)
-    _check_stopping(violations, request.stopping, limits)
-    _check_output(violations, request.output, limits)
+        _check_drawing(violations, request, limits)
+    _check_sampling(violations, request, limits)
+    _check_stopping(violations, request, limits)
+    for field in ("output.logprobs", "output.prompt_logprobs"):
+        violations.check_range(field, request.asked(field), 0, limits.max_logprobs)
     violations.check_range("priority", request.priority, -100, 100)
 
 
@@ -286,74 +280,69 @@ def resolve_max_tokens(
     return max_tokens
 
 
-def check_choice(sampling: Sampling, stopping: Stopping) -> None:
+def check_choice(parameters: Parameters, bad_sequences: Sequence[Sequence[int]]) -> None:
     """Some token can be chosen at every place, as far as that can be known beforehand.
 
     Raises:
         InvalidArgument: all allowed tokens are bad words, or end the sequence before min_tokens.
     """
-    if not sampling.allowed_token_ids:
+    allowed, stopping = parameters.sampling.allowed_token_ids, parameters.stopping
+    if not allowed:
         return
-    excluded = {sequence[0] for sequence in sampling.bad_token_sequences if len(sequence) == 1}
+    excluded = {sequence[0] for sequence in bad_sequences if len(sequence) == 1}
     if stopping.min_tokens:
-        excluded |= stopping.ending_token_ids
-    if excluded.issuperset(sampling.allowed_token_ids):
+        excluded.update(stopping.stop_token_ids, parameters.eos_token_ids)
+    if excluded.issuperset(allowed):
         violations = Violations()
         violations.add(
             "sampling.allowed_token_ids",
-            f"leaves nothing to choose: all of its {len(sampling.allowed_token_ids):,} tokens are bad words or end the "
+            f"leaves nothing to choose: all of its {len(allowed):,} tokens are bad words or end the "
             f"sequence before min_tokens, which is {stopping.min_tokens:,}",
         )
         violations.raise_if_any()
 
 
-def check_defaults(violations: Violations, sampling: SamplingOptions) -> None:
+def check_defaults(violations: Violations, defaults: RequestOptions) -> None:
     """Checks what a model directory may say about sampling, which is bound as what a caller asks."""
-    _check_truncation(violations, sampling)
-    _check_repetition_penalty(violations, sampling)
+    for name in NUMBERS:
+        _check_number(violations, name, defaults)
 
 
-def _check_drawing(
-    violations: Violations, sampling: SamplingOptions, stopping: StoppingOptions, limits: Limits
-) -> None:
-    n = sampling.n or 1
-    best_of = sampling.best_of or n
-    _check_truncation(violations, sampling)
-    violations.check_range("sampling.n", sampling.n, 1, limits.max_n)
-    violations.check_range("sampling.best_of", sampling.best_of, n, limits.max_n)
-    if stopping.stop and best_of > n:
+def _check_number(violations: Violations, name: str, request: RequestOptions) -> None:
+    field, number = f"sampling.{name}", NUMBERS[name]
+    violations.check_range(field, request.asked(field), number.low, number.high, above_low=number.is_above_low)
+
+
+def _check_drawing(violations: Violations, request: RequestOptions, limits: Limits) -> None:
+    """What has another meaning, or none, in a beam search."""
+    for name, number in NUMBERS.items():
+        if number.in_beam_search is not None:
+            _check_number(violations, name, request)
+    n, best_of = request.asked("sampling.n"), request.asked("sampling.best_of")
+    violations.check_range("sampling.n", n, 1, limits.max_n)
+    violations.check_range("sampling.best_of", best_of, n or 1, limits.max_n)
+    if request.asked("stopping.stop") and (best_of or n or 1) > (n or 1):
         # The best have been chosen, as a whole, by the time their text is known.
         violations.add(
             "stopping.stop",
-            f"cannot be used where best_of, which is {shown(best_of)}, is above n, which is {shown(n)}; use "
+            f"cannot be used where best_of, which is {shown(best_of)}, is above n, which is {shown(n or 1)}; use "
             "stop_token_ids",
         )
 
 
-def _check_truncation(violations: Violations, sampling: SamplingOptions) -> None:
-    violations.check_range("sampling.temperature", sampling.temperature, 0, 100)
-    violations.check_range("sampling.top_k", sampling.top_k, 0, 2**32 - 1)
-    violations.check_range("sampling.top_p", sampling.top_p, 0, 1, above_low=True)
-    violations.check_range("sampling.min_p", sampling.min_p, 0, 1)
-
-
-def _check_repetition_penalty(violations: Violations, sampling: SamplingOptions) -> None:
-    violations.check_range(
-        "sampling.repetition_penalty", sampling.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-    )
-
-
-def _check_sampling(violations: Violations, sampling: SamplingOptions, limits: Limits) -> None:
+def _check_sampling(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     """What has the same meaning whether tokens are drawn or searched for."""
-    violations.check_range("sampling.seed", sampling.seed, MIN_SEED, MAX_SEED)
-    violations.check_range("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
-    violations.check_range("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
-    _check_repetition_penalty(violations, sampling)
-    _check_logit_bias(violations, sampling.logit_bias, limits)
-    if violations.check_count("sampling.allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size):
-        violations.check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size)
-    if violations.check_count("sampling.bad_words", sampling.bad_words, MAX_BAD_WORDS):
-        _check_texts(violations, "sampling.bad_words", sampling.bad_words, MAX_BAD_WORD_BYTES)
+    violations.check_range("sampling.seed", request.asked("sampling.seed"), MIN_SEED, MAX_SEED)
+    for name, number in NUMBERS.items():
+        if number.in_beam_search is None:
+            _check_number(violations, name, request)
+    _check_logit_bias(violations, request.asked("sampling.logit_bias"), limits)
+    allowed = request.asked("sampling.allowed_token_ids")
+    if violations.check_count("sampling.allowed_token_ids", allowed, min(limits.vocab_size, MAX_ENTRIES)):
+        violations.check_token_ids("sampling.allowed_token_ids", allowed, limits.vocab_size)
+    bad_words = request.asked("sampling.bad_words")
+    if violations.check_count("sampling.bad_words", bad_words, MAX_BAD_WORDS):
+        _check_texts(violations, "sampling.bad_words", bad_words, MAX_BAD_WORD_BYTES)
 
 
 def _check_logit_bias(violations: Violations, logit_bias: Mapping[int, float], limits: Limits) -> None:
@@ -366,19 +355,16 @@ def _check_logit_bias(violations: Violations, logit_bias: Mapping[int, float], l
             violations.add(field, f"is for token {token_id}; token ids of this model are below {limits.vocab_size:,}")
 
 
-def _check_stopping(violations: Violations, stopping: StoppingOptions, limits: Limits) -> None:
-    violations.check_range("stopping.max_tokens", stopping.max_tokens, 1, limits.max_model_len - 1)
-    highest = limits.max_model_len - 1 if stopping.max_tokens is None else stopping.max_tokens
-    violations.check_range("stopping.min_tokens", stopping.min_tokens, 0, highest)
-    if violations.check_count("stopping.stop", stopping.stop, limits.max_stop_strings):
-        _check_texts(violations, "stopping.stop", stopping.stop, limits.max_stop_string_bytes)
-    if violations.check_count("stopping.stop_token_ids", stopping.stop_token_ids, limits.max_stop_token_ids):
-        violations.check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, limits.vocab_size)
-
-
-def _check_output(violations: Violations, output: OutputOptions, limits: Limits) -> None:
-    violations.check_range("output.logprobs", output.logprobs, 0, limits.max_logprobs)
-    violations.check_range("output.prompt_logprobs", output.prompt_logprobs, 0, limits.max_logprobs)
+def _check_stopping(violations: Violations, request: RequestOptions, limits: Limits) -> None:
+    max_tokens = request.asked("stopping.max_tokens")
+    violations.check_range("stopping.max_tokens", max_tokens, 1, limits.max_model_len - 1)
+    highest = limits.max_model_len - 1 if max_tokens is None else max_tokens
+    violations.check_range("stopping.min_tokens", request.asked("stopping.min_tokens"), 0, highest)
+    stop, stop_token_ids = request.asked("stopping.stop"), request.asked("stopping.stop_token_ids")
+    if violations.check_count("stopping.stop", stop, limits.max_stop_strings):
+        _check_texts(violations, "stopping.stop", stop, limits.max_stop_string_bytes)
+    if violations.check_count("stopping.stop_token_ids", stop_token_ids, min(limits.max_stop_token_ids, MAX_ENTRIES)):
+        violations.check_token_ids("stopping.stop_token_ids", stop_token_ids, limits.vocab_size)
 
 
 def _check_texts(violations: Violations, field: str, texts: Sequence[str], max_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from gateway.replicas.events import (
     EventBatch,
@@ -16,12 +17,12 @@ from gateway.replicas.events import (
     Welcome,
 )
 from gateway.replicas.live import LiveRequest, SequenceStream
-from gateway.requests.request import BeamSearch, EarlyStopping, GenerationRequest
+from gateway.requests.request import GenerationRequest
 from quire import compatibility
 from quire.arrays import decode_int32, decode_logprobs, encode_int32
 from quire.common.v1 import common_pb2
 from quire.compatibility import ModelFingerprint, ProtocolVersions
-from quire.rpc.errors import InvalidArgument, error_for_code
+from quire.rpc.errors import InvalidArgument, error_for_code, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
 from quire.tracing import TraceContext
 
@@ -30,11 +31,6 @@ _REASONS = {
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
     common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
-}
-_EARLY_STOPPING = {
-    EarlyStopping.FALSE: common_pb2.EARLY_STOPPING_FALSE,
-    EarlyStopping.TRUE: common_pb2.EARLY_STOPPING_TRUE,
-    EarlyStopping.NEVER: common_pb2.EARLY_STOPPING_NEVER,
 }
 
 
@@ -68,69 +64,65 @@ def abort_message(handle: int, sequence_index: int | None, *, wants_usage: bool)
 def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
     """The request with every default filled in, and with the tokens that the gateway has of it already."""
     request = live.request
-    return scheduler_pb2.ConnectRequest(
-        submit=scheduler_pb2.Submit(
-            handle=live.handle,
-            request_id=request.request_id,
-            # Part of the prefix cache's keys, as it is for pins.
-            tenant=request.tenant,
-            priority=request.priority,
-            prompt_token_ids=encode_int32(request.prompt_token_ids),
-            sampling=_sampling_message(request),
-            stopping=_stopping_message(request),
-            output=_output_message(request),
-            eos_token_ids=request.stopping.eos_token_ids,
-            durable=_durable_message(live) if request.durable else None,
-            trace_context=None if request.trace is None else _trace_message(request.trace),
-            bad_token_sequences=[
-                common_pb2.TokenIds(ids=sequence) for sequence in request.sampling.bad_token_sequences
-            ],
-            emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
-            nonce=request.nonce,
-            resubmitted=live.submissions > 1,
-            num_prompt_logprobs=len(live.prompt_logprobs),
-        )
+    submit = scheduler_pb2.Submit(
+        handle=live.handle,
+        request_id=request.request_id,
+        # Part of the prefix cache's keys, as it is for pins.
+        tenant=request.tenant,
+        priority=request.priority,
+        prompt_token_ids=encode_int32(request.prompt_token_ids),
+        sampling=_decided_on(request),
+        stopping=request.stopping,
+        output=request.output,
+        eos_token_ids=request.eos_token_ids,
+        row_sampling=request.row_sampling,
+        durable=request.durable,
+        trace_context=None if request.trace is None else _trace_message(request.trace),
+        emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
+        nonce=request.nonce,
+        resubmitted=live.submissions > 1,
+        num_prompt_logprobs=len(live.prompt_logprobs),
+    )
+    if not request.durable:
+        # The scheduler sees no text, unless it keeps the request for another gateway.
+        submit.stopping.ClearField("stop")
+    return scheduler_pb2.ConnectRequest(submit=submit)
+
+
+def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
+    """A durable request as any gateway can go on with it; the inverse of `submit_message`.
+
+    Raises InvalidArgument where it is malformed.
+    """
+    prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0)
+    try:
+        sampling = common_pb2.RowSampling.FromString(submit.row_sampling).sampling
+    except DecodeError as error:
+        raise invalid_field("row_sampling", f"is no RowSampling: {error}") from error
+    sampling.MergeFrom(submit.sampling)
+    sampling.ClearField("seed")
+    return GenerationRequest(
+        request_id=submit.request_id,
+        tenant=submit.tenant,
+        prompt_token_ids=np.asarray(prompt, dtype=np.int32),
+        sampling=sampling,
+        stopping=submit.stopping,
+        output=submit.output,
+        seed=submit.sampling.seed,
+        eos_token_ids=tuple(submit.eos_token_ids),
+        row_sampling=submit.row_sampling,
+        priority=submit.priority,
+        durable=True,
+        nonce=submit.nonce,
+        trace=_trace_from(submit.trace_context) if submit.HasField("trace_context") else None,
     )
 
 
-def _sampling_message(request: GenerationRequest) -> common_pb2.SamplingParameters:
-    sampling = request.sampling
-    return common_pb2.SamplingParameters(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        n=request.num_sequences,
-        best_of=request.best_of,
-        beam_search=None if sampling.beam_search is None else _beam_search_message(sampling.beam_search),
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=sampling.logit_bias,
-        allowed_token_ids=sampling.allowed_token_ids,
-    )
-
-
-def _stopping_message(request: GenerationRequest) -> common_pb2.StoppingParameters:
-    """Stop strings are the gateway's own: the scheduler sees no text."""
-    stopping = request.stopping
-    return common_pb2.StoppingParameters(
-        max_tokens=stopping.max_tokens,
-        min_tokens=stopping.min_tokens,
-        stop_token_ids=stopping.stop_token_ids,
-        ignore_eos=request.ignore_eos,
-        include_stop_string=False,
-    )
-
-
-def _output_message(request: GenerationRequest) -> common_pb2.OutputOptions:
-    output = common_pb2.OutputOptions(include_special_tokens=request.include_special_tokens)
-    if request.logprobs is not None:
-        output.logprobs = request.logprobs
-    if request.prompt_logprobs is not None:
-        output.prompt_logprobs = request.prompt_logprobs
-    return output
+def _decided_on(request: GenerationRequest) -> common_pb2.SamplingParameters:
+    """What the scheduler itself needs of the sampling."""
+    asked = request.sampling
+    beam_search = asked.beam_search if asked.HasField("beam_search") else None
+    return common_pb2.SamplingParameters(seed=request.seed, n=asked.n, best_of=asked.best_of, beam_search=beam_search)
 
 
 def _emitted_message(stream: SequenceStream) -> scheduler_pb2.EmittedSequence:
@@ -151,24 +143,12 @@ def detach_message(handle: int) -> scheduler_pb2.ConnectRequest:
     return scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=handle))
 
 
-def _durable_message(live: LiveRequest) -> scheduler_pb2.Durable:
-    stopping = live.request.stopping
-    return scheduler_pb2.Durable(
-        stop=stopping.stop,
-        include_stop_string=stopping.include_stop_string,
-    )
-
-
 def _trace_message(trace: TraceContext) -> scheduler_pb2.TraceContext:
     return scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate)
 
 
-def _beam_search_message(beam_search: BeamSearch) -> common_pb2.BeamSearchParameters:
-    return common_pb2.BeamSearchParameters(
-        beam_width=beam_search.width,
-        length_penalty=beam_search.length_penalty,
-        early_stopping=_EARLY_STOPPING[beam_search.early_stopping],
-    )
+def _trace_from(trace: scheduler_pb2.TraceContext) -> TraceContext:
+    return TraceContext(trace.traceparent, trace.tracestate if trace.HasField("tracestate") else None)
 
 
 def pin_message(token_ids: Sequence[int], time_to_live_ms: int, tenant: str) -> scheduler_pb2.PinPrefixRequest:

@@ -26,28 +26,16 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How the worker draws a sequence's tokens. The core carries it, and looks only at what it reports."""
+    """How the worker draws a sequence's tokens: `parameters`, which the core carries and never reads, and what the core
+    decides on or sets itself for each sequence."""
 
     seed: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    parameters: bytes = b""
+    """As the gateway wrote them for the worker."""
     logprobs: int | None = None
     """Report the chosen token and this many of the most likely ones; None reports nothing."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: SequenceOf[tuple[int, float]] = ()
-    """Token ids, each once, and what is added to their logits."""
-    allowed_token_ids: SequenceOf[int] = ()
-    """Empty allows all."""
-    bad_token_sequences: SequenceOf[SequenceOf[int]] = ()
-    min_tokens: int = 0
-    """None of `stop_token_ids` is drawn before this many output tokens."""
-    stop_token_ids: SequenceOf[int] = ()
     num_candidates: int | None = None
     """Draw no token, report this many of the most likely ones: the scheduler chooses."""
 

@@ -5,6 +5,7 @@ A result is checked as a whole before anything of it is taken in: nonsense chang
 
 import math
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -155,7 +156,7 @@ class Results:
         # Released rows were sorted out before; a group may only end here by a failure of this very step.
         if sequence is None:
             return
-        failure = result.failures.get(row)
+        failure = _failure_of(row, result)
         if sequence.request.beam is not None:
             # A beam that has no token to go on with is dropped; the search goes on with the others.
             self._collect(sequence, result.candidates[row] if failure is None else Candidates((), ()), failure)
@@ -225,7 +226,7 @@ class Results:
             self.events.request_end(group)
         self.ended += ended
 
-    def _collect(self, sequence: Sequence, candidates: Candidates, failure: str | None) -> None:
+    def _collect(self, sequence: Sequence, candidates: Candidates, failure: "_Failure | None") -> None:
         """One beam's candidates, none where its row failed; with the last of them the search goes on."""
         group = self._state.running.get(sequence.request.key)
         assert group.beams is not None
@@ -236,19 +237,35 @@ class Results:
             try:
                 advance(group.beams, self._state.batch)
             except NoCandidatesError as error:
-                self._fail(sequence, failure or str(error))
+                self._fail(sequence, failure or _Failure(reason="NON_FINITE_LOGITS", detail=str(error)))
                 return
             if not group.beams.beams:
                 self._end(group)
 
-    def _fail(self, sequence: Sequence, detail: str) -> None:
+    def _fail(self, sequence: Sequence, failure: "_Failure") -> None:
         group = self._state.end_group(sequence.request.key)
         assert group is not None
         self.ended.append(group)
-        self.events.request_failure(group, "NON_FINITE_LOGITS", detail)
+        self.events.request_failure(group, failure.reason, failure.detail)
 
     def _end(self, group: SequenceGroup) -> None:
         group.timeline.last_token = self._now
         self._state.end_group(group.request.key)
         self.ended.append(group)
         self.events.request_end(group)
+
+
+class _Failure(NamedTuple):
+    """Why a row got no token."""
+
+    reason: str
+    detail: str
+
+
+def _failure_of(row: int, result: StepResult) -> _Failure | None:
+    detail = result.failures.get(row)
+    if detail is None:
+        return None
+    if row in result.refused:
+        return _Failure(reason="INVALID_SAMPLING", detail=detail)
+    return _Failure(reason="NON_FINITE_LOGITS", detail=detail)

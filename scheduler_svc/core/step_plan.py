@@ -84,7 +84,8 @@ class StepResult:
     """What the workers answered: one token id for each of `StepPlan.samples`, in that order.
 
     `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates, means
-    nothing. `logprobs` is None where no row asks for them. `non_finite_chunks` are rows that computed a chunk, sampled
+    nothing. `refused` are those of `failures` whose row the worker could not sample by the parameters that it was sent.
+    `logprobs` is None where no row asks for them. `non_finite_chunks` are rows that computed a chunk, sampled
     nothing, and got hidden states that hold NaN or infinity.
     """
 
@@ -94,6 +95,7 @@ class StepResult:
     failures: Mapping[int, str] = field(default_factory=dict)
     candidates: Mapping[int, Candidates] = field(default_factory=dict)
     non_finite_chunks: frozenset[int] = frozenset()
+    refused: frozenset[int] = frozenset()
 
 
 class SequenceEnd(NamedTuple):

@@ -10,7 +10,8 @@ from quire.common.v1 import common_pb2
 from quire.logprob_columns import LogprobLog
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
+from scheduler_svc.core.beam import BeamParameters, EarlyStopping
+from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
@@ -18,14 +19,22 @@ from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.requests import GATEWAYS
-from scheduler_svc.service.sampling_convert import beam_from, sampling_from
 
 MODEL_CHANGED = "MODEL_CHANGED"
 """Reason of the failure of requests that began with another model than the one that is attached now."""
 
+_FAILURE_CODES = {MODEL_CHANGED: code_pb2.FAILED_PRECONDITION, "INVALID_SAMPLING": code_pb2.INVALID_ARGUMENT}
+"""Of failures that the request or its model is to blame for; all others are INTERNAL."""
+
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_EARLY_STOPPING = {
+    common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,
+    common_pb2.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
+    common_pb2.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
+    common_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
 
 
@@ -44,8 +53,9 @@ def handle_from(handle: int) -> Handle:
 
 def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_num_seqs: int) -> Request:
     """A gateway's submission, under the gateway's own handle. Raises InvalidArgument."""
+    output = submit.output
     num_returned = submit.sampling.n or 1
-    beam = beam_from(submit.sampling)
+    beam = _beam_from(submit.sampling)
     num_sequences = submit.sampling.best_of or (num_returned if beam is None else beam.width)
     if num_sequences > max_num_seqs:
         # Before anything is made of that size.
@@ -57,7 +67,12 @@ def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_nu
         key=RequestKey(GATEWAYS, handle_from(submit.handle)),
         request_id=submit.request_id,
         prompt=prompt.tolist(),
-        sampling=sampling_from(submit, vocab_size),
+        sampling=RowSampling(
+            seed=submit.sampling.seed,
+            parameters=submit.row_sampling,
+            logprobs=output.logprobs if output.HasField("logprobs") else None,
+            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        ),
         max_tokens=submit.stopping.max_tokens,
         stop_token_ids=frozenset((*submit.stopping.stop_token_ids, *submit.eos_token_ids)),
         emitted=_emitted_from(submit, num_sequences, vocab_size),
@@ -68,6 +83,20 @@ def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_nu
         beam=beam,
         accepted_before=submit.resubmitted,
     )
+
+
+def _beam_from(sampling: common_pb2.SamplingParameters) -> BeamParameters | None:
+    """None where there is no beam search. Raises InvalidArgument."""
+    if not sampling.HasField("beam_search"):
+        return None
+    beam = sampling.beam_search
+    length_penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
+    try:
+        return BeamParameters(beam.beam_width, length_penalty, _EARLY_STOPPING[beam.early_stopping])
+    except ValueError as error:
+        raise InvalidArgument(f"sampling.beam_search: {error}") from error
+    except KeyError as error:
+        raise InvalidArgument(f"sampling.beam_search.early_stopping is {beam.early_stopping}") from error
 
 
 def _emitted_from(submit: scheduler_pb2.Submit, num_sequences: int, vocab_size: int) -> list[EmittedSequence]:
@@ -120,7 +149,7 @@ def _refusal_message(handle: int, error: QuireError) -> scheduler_pb2.RequestFai
 
 def _failure_message(failure: RequestFailure) -> scheduler_pb2.RequestFailure:
     """The failure of a request that was accepted."""
-    code = code_pb2.FAILED_PRECONDITION if failure.reason == MODEL_CHANGED else code_pb2.INTERNAL
+    code = _FAILURE_CODES.get(failure.reason, code_pb2.INTERNAL)
     return scheduler_pb2.RequestFailure(
         handle=failure.key.handle, code=code, reason=failure.reason, message=failure.message
     )

@@ -31,7 +31,6 @@ from scheduler_svc.service.readiness import Readiness
 from scheduler_svc.service.refusals import refusals
 from scheduler_svc.service.request_spans import RequestSpans
 from scheduler_svc.service.requests import Connection, OwnedRequest, Reader, Requests
-from scheduler_svc.service.sampling_convert import check_sampling
 from scheduler_svc.service.state_convert import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.trace_convert import trace_context_of
@@ -273,7 +272,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         replica, scheduler = self._loop.replica, self._loop.scheduler
         assert replica is not None
         assert scheduler is not None
-        check_sampling(submit, replica.max_logprobs)
         request = request_from_submit(submit, vocab_size=replica.vocab_size, max_num_seqs=scheduler.config.max_num_seqs)
         if submit.resubmitted and self._goes_on(request, submit, reader):
             return
@@ -355,4 +353,4 @@ def _can_be_replayed(submit: scheduler_pb2.Submit) -> bool:
     """Whether it is durable and all that was ever said of it will be known here. Log probabilities that an earlier
     scheduler reported are not."""
     has_logprobs = submit.output.HasField("logprobs") or submit.output.HasField("prompt_logprobs")
-    return submit.HasField("durable") and not (has_logprobs and submit.emitted)
+    return submit.durable and not (has_logprobs and submit.emitted)

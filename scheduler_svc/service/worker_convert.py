@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire import compatibility
-from quire.arrays import decode_float32, decode_int32, decode_logprobs, encode_float32, encode_int32
+from quire.arrays import decode_float32, decode_int32, decode_logprobs, encode_int32
 from quire.compatibility import ModelFingerprint, ProtocolVersions, check_protocol
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
@@ -15,7 +15,6 @@ from scheduler_svc.core.beam import Candidates
 from scheduler_svc.core.block import BlockHash, BlockId
 from scheduler_svc.core.logprobs import SampleLogprobs
 from scheduler_svc.core.prefix_cache import HASH_BYTES
-from scheduler_svc.core.request import RowSampling
 from scheduler_svc.core.step_plan import RowAssignment, StepInFlight, StepPlan, StepResult
 from scheduler_svc.service.prompt_logprobs import RowPromptLogprobs
 from scheduler_svc.service.replica import ReplicaInfo
@@ -62,40 +61,20 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
 
 
 def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
-    row_sampling = _sampling_message(assigned.sampling)
-    if assigned.sampling.prompt_logprobs is not None and len(assigned.token_ids) == assigned.num_prompt_tokens:
-        # What has output has had them delivered before its first token.
-        row_sampling.prompt_logprobs = assigned.sampling.prompt_logprobs
-    return worker_pb2.AssignRow(
+    sampling = assigned.sampling
+    message = worker_pb2.AssignRow(
         row=assigned.row,
         token_ids=encode_int32(assigned.token_ids),
         block_table=encode_int32(assigned.block_table),
-        sampling=row_sampling,
+        row_sampling=sampling.parameters,
         num_prompt_tokens=assigned.num_prompt_tokens,
-    )
-
-
-def _sampling_message(sampling: RowSampling) -> worker_pb2.RowSampling:
-    message = worker_pb2.RowSampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
         seed=sampling.seed,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias_token_ids=encode_int32([token_id for token_id, _ in sampling.logit_bias]),
-        logit_bias_values=encode_float32([value for _, value in sampling.logit_bias]),
-        allowed_token_ids=encode_int32(sampling.allowed_token_ids),
-        bad_token_sequences=[encode_int32(sequence) for sequence in sampling.bad_token_sequences],
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=encode_int32(sampling.stop_token_ids),
+        logprobs=sampling.logprobs,
+        num_candidates=sampling.num_candidates,
     )
-    if sampling.logprobs is not None:
-        message.logprobs = sampling.logprobs
-    if sampling.num_candidates is not None:
-        message.num_candidates = sampling.num_candidates
+    if sampling.prompt_logprobs is not None and len(assigned.token_ids) == assigned.num_prompt_tokens:
+        # What has output has had them delivered before its first token.
+        message.prompt_logprobs = sampling.prompt_logprobs
     return message
 
 
@@ -209,6 +188,11 @@ def _step_result(message: worker_pb2.StepResult, rows: np.ndarray, vocab_size: i
         token_ids=token_ids.astype(np.int64),
         logprobs=_logprobs(message, len(rows), vocab_size) if message.HasField("token_logprobs") else None,
         failures={failure.row: failure.detail for failure in message.failures},
+        refused=frozenset(
+            failure.row
+            for failure in message.failures
+            if failure.reason == worker_pb2.ROW_FAILURE_REASON_INVALID_SAMPLING
+        ),
         candidates={entry.row: _candidates(entry, vocab_size) for entry in message.candidates},
         non_finite_chunks=frozenset(decode_int32(message.non_finite_chunks, "non_finite_chunks", minimum=0).tolist()),
     )

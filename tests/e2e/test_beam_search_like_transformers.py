@@ -27,6 +27,7 @@ from tests.support.greedy import generate_greedily
 from tests.support.in_process import InProcessReplica, config_of, load_worker
 from tests.support.metrics import read_metric
 from tests.support.models import VOCAB_SIZE, make_shape
+from tests.support.sampling import make_row_sampling
 from tests.support.serving import serving
 from worker_svc.protocol.worker import Worker
 from worker_svc.settings import WorkerSettings
@@ -60,7 +61,7 @@ def beam_request(handle: int, case: BeamCase) -> Request:
         RequestKey(ClientId(0), Handle(handle)),
         f"beams-{handle}",
         list(case.prompt),
-        RowSampling(seed=0, min_tokens=options.min_new_tokens, stop_token_ids=options.stop_token_ids),
+        RowSampling(0, make_row_sampling(min_tokens=options.min_new_tokens, stop_token_ids=options.stop_token_ids)),
         options.max_new_tokens,
         frozenset(options.stop_token_ids),
         num_sequences=options.num_beams,
@@ -71,12 +72,15 @@ def beam_request(handle: int, case: BeamCase) -> Request:
     )
 
 
+GREEDY = make_row_sampling(temperature=0.0)
+
+
 def plain_request(handle: int, prompt: list[int], temperature: float, num_sequences: int) -> Request:
     return Request(
         RequestKey(ClientId(0), Handle(handle)),
         f"plain-{handle}",
         prompt,
-        RowSampling(seed=handle, temperature=temperature),
+        RowSampling(handle, make_row_sampling(temperature=temperature)),
         20,
         num_sequences=num_sequences,
         num_returned=num_sequences,
@@ -107,7 +111,7 @@ def run_alone(worker: Worker, requests: Sequence[Request]) -> list[list[list[int
 def assert_greedy_ones_equal_transformers(
     model: PreTrainedModel, requests: Sequence[Request], outputs: Sequence[list[list[int]]]
 ) -> None:
-    greedy = [index for index, request in enumerate(requests) if request.sampling.temperature == 0]
+    greedy = [index for index, request in enumerate(requests) if request.sampling.parameters == GREEDY]
     expected = generate_greedily(model, [list(requests[index].prompt) for index in greedy], max_tokens=20)
     assert [outputs[index] for index in greedy] == [[each] for each in expected]
 

@@ -48,7 +48,7 @@ def make_prompts(seed: int) -> list[list[int]]:
 
 def greedy_request(handle: int, prompt: list[int]) -> Request:
     key = RequestKey(ClientId(0), Handle(handle))
-    return Request(key, f"greedy-{handle}", prompt, RowSampling(seed=0, temperature=0.0), MAX_TOKENS)
+    return Request(key, f"greedy-{handle}", prompt, RowSampling(seed=0), MAX_TOKENS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

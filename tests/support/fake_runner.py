@@ -157,9 +157,12 @@ class FakeRunner:
         rows = batch.samples[:, 0]
         token_ids = np.zeros(len(rows), np.int32)
         with_logprobs, logprobs, candidates, failed = [], [], [], []
+        refusals: dict[int, str] = {}
         for place, (row, source) in enumerate(batch.samples.tolist()):
             sampling, prefixes = self._rows[row].sampling, self._rows[row].prefixes
-            has_failed = sampling.seed in self._failing_seeds
+            has_failed = sampling.seed in self._failing_seeds or sampling.refusal is not None
+            if sampling.refusal is not None:
+                refusals[row] = sampling.refusal
             if has_failed:
                 failed.append(row)
             if sampling.num_candidates is None:
@@ -175,7 +178,9 @@ class FakeRunner:
                 candidates.append(RowCandidates(row, *best))
         timings = StepTimings(0, 0, 0, 0)
         reported = TokenLogprobs(np.array(with_logprobs, np.int32), columns_of(logprobs)) if logprobs else None
-        return StepOutput(step_id, rows, token_ids, reported, tuple(candidates), tuple(failed), timings)
+        return StepOutput(
+            step_id, rows, token_ids, reported, tuple(candidates), tuple(failed), timings, refusals=refusals
+        )
 
     def _failing_chunks(self, batch: Batch) -> tuple[int, ...]:
         sampling = set(batch.samples[:, 1].tolist())

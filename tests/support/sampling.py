@@ -3,22 +3,33 @@
 from collections.abc import Sequence
 from typing import Any
 
+from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
+from quire.common.v1.common_pb2 import SamplingParameters, StoppingParameters, TokenIds
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.steps import RowSampling
 
 
 def make_sampling(**changes: Any) -> RowSampling:
     """Plain sampling at temperature 1 with these changes."""
-    plain: dict[str, Any] = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seed": 0,
-        "logprobs": None,
-        "num_candidates": None,
-    }
-    return RowSampling(**{**plain, **changes})
+    parameters = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+    parameters |= {name: changes.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in changes}
+    return RowSampling(SamplingParameters(**parameters), **changes)
+
+
+def make_row_sampling(
+    *,
+    min_tokens: int = 0,
+    stop_token_ids: Sequence[int] = (),
+    bad_token_sequences: Sequence[Sequence[int]] = (),
+    **sampling: Any,
+) -> bytes:
+    """What a gateway sends for the worker: these parameters."""
+    message = RowSamplingMessage(
+        sampling=SamplingParameters(**sampling),
+        stopping=StoppingParameters(min_tokens=min_tokens, stop_token_ids=stop_token_ids),
+        bad_token_sequences=[TokenIds(ids=each) for each in bad_token_sequences],
+    )
+    return message.SerializeToString()
 
 
 def make_columns(rows: Sequence[RowSampling]) -> SamplingColumns:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -12,6 +13,7 @@ from quire.compatibility import WORKER_PROTOCOL
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError, from_rpc_error
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.sampling import make_row_sampling
 
 TIMEOUT_S = 10.0
 
@@ -116,16 +118,21 @@ async def attached_client(address: str, epoch: int) -> AsyncIterator[StepClient]
         client.cancel()
 
 
+_OF_ROWS = ("seed", "logprobs", "prompt_logprobs", "num_candidates")
+
+
 def make_assign(
-    row: int, token_ids: Sequence[int], block_table: Sequence[int], **sampling: object
+    row: int, token_ids: Sequence[int], block_table: Sequence[int], **sampling: Any
 ) -> worker_pb2.AssignRow:
     """A row with a sequence; greedy unless `sampling` says otherwise."""
+    own = {name: sampling.pop(name) for name in _OF_ROWS if name in sampling}
     return worker_pb2.AssignRow(
         row=row,
         token_ids=encode_int32(token_ids),
         block_table=encode_int32(block_table),
-        sampling=worker_pb2.RowSampling(**{"top_p": 1.0, **sampling}),
+        row_sampling=make_row_sampling(**sampling),
         num_prompt_tokens=len(token_ids),
+        **own,
     )
 
 

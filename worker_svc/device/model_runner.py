@@ -35,7 +35,7 @@ from worker_svc.sampling.history import History
 from worker_svc.sampling.logit_rules import apply_logit_rules
 from worker_svc.sampling.logprobs import SampledLogprobs, gather_logprobs, report_logprobs
 from worker_svc.sampling.prompt_logprobs import (
-    PromptFailures,
+    FailingRows,
     PromptResult,
     compute_prompt_logprobs,
     find_failed_rows,
@@ -93,7 +93,7 @@ class LaunchedStep:
         stopwatch: Stopwatch,
         computed: _Computed,
         seals: SealInventory,
-        prompt_failures: PromptFailures,
+        failing_rows: FailingRows,
     ) -> None:
         self._step = admitted.step
         self._number = number
@@ -101,7 +101,7 @@ class LaunchedStep:
         self._stopwatch = stopwatch
         self._computed = computed
         self._seals = seals
-        self._prompt_failures = prompt_failures
+        self._failing_rows = failing_rows
 
     def wait(self) -> StepOutput:
         """The output, when the device has it; then the step's blocks are sealed. To be called once."""
@@ -109,7 +109,8 @@ class LaunchedStep:
         token_ids, is_finite, *rest = computed.copy.arrays()
         chunks = non_finite_chunks(self._step.batch, rest.pop(0)) if computed.has_chunks else ()
         failed_prompts = find_failed_rows(computed.prompts, rest[-4:]) if computed.prompts is not None else ()
-        is_usable = is_finite & ~self._prompt_failures.take(self._step, failed_prompts)
+        fails, refusals = self._failing_rows.take(self._step, failed_prompts)
+        is_usable = is_finite & ~fails
         logprobs, candidates, prompt_logprobs = None, (), ()
         if sampled.logprobs is not None:
             arrays, rest = rest[:4], rest[4:]
@@ -132,6 +133,7 @@ class LaunchedStep:
             prompt_logprobs=prompt_logprobs,
             num_computed_tokens=int(self._step.batch.num_new_tokens.sum()),
             non_finite_chunks=chunks,
+            refusals=refusals,
         )
 
 
@@ -164,7 +166,7 @@ class ModelRunner:
         self._run_model = make_forward(model, pool, geometry.max_model_len, limits)
         self._run_decodes = make_decodes(model, pool, geometry.max_model_len, limits)
         self._seals = SealInventory(pool.geometry.num_gpu_blocks)
-        self._prompt_failures = PromptFailures()
+        self._failing_rows = FailingRows()
         self._num_launched = 0
 
     @property
@@ -210,7 +212,7 @@ class ModelRunner:
         stopwatch.mark()
         computed = self._run(step.batch, stopwatch)
         return LaunchedStep(
-            admitted, self._num_launched, queue_us, stopwatch, computed, self._seals, self._prompt_failures
+            admitted, self._num_launched, queue_us, stopwatch, computed, self._seals, self._failing_rows
         )
 
     def _run(self, batch: Batch, stopwatch: Stopwatch) -> _Computed:

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from quire.common.v1.common_pb2 import SamplingParameters
 from worker_svc.device.kv_pool import allocate_pool
 from worker_svc.device.model_runner import ModelRunner
 from worker_svc.info import ModelGeometry, PoolGeometry, WorkerLimits
@@ -21,13 +22,8 @@ from worker_svc.steps import (
 
 # One parameter of each kind, so that every path of the sampler has been taken.
 _SAMPLING = RowSampling(
-    temperature=1.0,
-    top_k=0,
-    top_p=0.9,
-    min_p=0.01,
-    seed=0,
+    SamplingParameters(temperature=1.0, top_p=0.9, min_p=0.01),
     logprobs=1,
-    num_candidates=None,
     prompt_logprobs=1,
     rules=LogitRules(presence_penalty=0.5, repetition_penalty=1.1, bad_sequences=(np.zeros(2, np.int32),)),
 )

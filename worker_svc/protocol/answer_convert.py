@@ -21,14 +21,7 @@ def result_message(output: StepOutput) -> RunResponse:
         token_logprobs=None if output.logprobs is None else _logprobs_message(output.logprobs),
         prompt_logprobs=[_prompt_logprobs_message(each) for each in output.prompt_logprobs],
         candidates=[_candidates_message(each) for each in output.candidates],
-        failures=[
-            worker_pb2.RowFailure(
-                row=row,
-                reason=worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS,
-                detail="the logits hold NaN or +infinity, or nothing finite",
-            )
-            for row in output.failed_rows
-        ],
+        failures=[_failure_message(row, output.refusals.get(row)) for row in output.failed_rows],
         non_finite_chunks=encode_int32(output.non_finite_chunks),
         timings=worker_pb2.StepTimings(
             queue_us=min(timings.queue_us, _MAX_UINT32),
@@ -38,6 +31,13 @@ def result_message(output: StepOutput) -> RunResponse:
         ),
     )
     return RunResponse(result=result)
+
+
+def _failure_message(row: int, refusal: str | None) -> worker_pb2.RowFailure:
+    if refusal is not None:
+        return worker_pb2.RowFailure(row=row, reason=worker_pb2.ROW_FAILURE_REASON_INVALID_SAMPLING, detail=refusal)
+    detail = "the logits hold NaN or +infinity, or nothing finite"
+    return worker_pb2.RowFailure(row=row, reason=worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS, detail=detail)
 
 
 def acknowledgement(output: StepOutput) -> RunResponse:

@@ -1,8 +1,8 @@
-"""What the scheduler sends, from messages to values. With `sampling_convert`, `answer_convert` and the
-servicer the only place with `_pb2`.
+"""What the scheduler sends, from messages to values.
 
 Whatever a StepRequest can get wrong by itself is refused here: lengths, ranges, contradictions within a list. What
-depends on the rows' present content is `RowLedger`'s to refuse. Neither changes anything before all is checked.
+depends on the rows' present content is `RowLedger`'s to refuse. Neither changes anything before all is checked. Where
+what a row samples by is at fault, the step goes on and that row alone fails (`SamplingReader`).
 """
 
 import numpy as np
@@ -13,8 +13,8 @@ from quire.compatibility import ProtocolVersions, check_protocol
 from quire.rpc.errors import FailedPrecondition, invalid_field
 from quire.worker.v1 import worker_pb2
 from worker_svc.info import WorkerInfo
-from worker_svc.protocol.sampling_convert import SamplingDecoder
 from worker_svc.protocol.step_rules import check_batch, check_cache_operations, check_row_changes
+from worker_svc.sampling.sampling_table import SamplingReader
 from worker_svc.steps import (
     HASH_BYTES,
     AssignRow,
@@ -75,7 +75,7 @@ class StepDecoder:
         self._model = info.model
         self._limits = info.limits
         self._max_blocks = info.pool.blocks_for(info.model.max_model_len)
-        self._sampling = SamplingDecoder(info.model, info.limits)
+        self._sampling = SamplingReader(info.model, info.limits)
 
     def decode(self, message: StepRequest) -> Step:
         """The step as values.
@@ -128,9 +128,10 @@ class StepDecoder:
             raise invalid_field(
                 f"{field}.block_table", f"has {len(block_table)} blocks; a sequence has at most {self._max_blocks}"
             )
+        if message.HasField("num_candidates") and not message.num_candidates:
+            raise invalid_field(f"{field}.num_candidates", "is 0; it must be at least 1 where it is set")
         row = self._row(message.row, f"{field}.row")
-        sampling = self._sampling.decode(message.sampling, f"{field}.sampling")
-        return AssignRow(row, token_ids, block_table, sampling, message.num_prompt_tokens)
+        return AssignRow(row, token_ids, block_table, self._sampling.read(message), message.num_prompt_tokens)
 
     def _set_tokens(self, message: worker_pb2.SetTokens, field: str) -> SetTokens:
         row = self._row(message.row, f"{field}.row")

@@ -127,26 +127,35 @@ def find_failed_rows(result: PromptResult, arrays: list[np.ndarray]) -> tuple[in
     return tuple(np.unique(result.plan.spread(result.plan.rows)[np.isnan(chosen)]).tolist())
 
 
-class PromptFailures:
-    """Rows whose prompt was judged by logits that are not finite, until another sequence has the row.
+class FailingRows:
+    """Rows that fail when they sample, until another sequence has the row: their prompt was judged by logits that are
+    not finite, or their sampling was refused.
 
-    Such a row fails when it samples, since a scheduler hears of failures of rows that sample alone. Until then its
-    prompt's log probabilities are reported as they are: none reaches a client before the request ends.
+    A step reports failures only of rows that sample in it. Until then a prompt's log probabilities are reported as
+    they are: none reaches a client before the request ends.
     """
 
     def __init__(self) -> None:
-        self._rows: set[int] = set()
+        self._refusals: dict[int, str | None] = {}
 
-    def take(self, step: Step, failed: Iterable[int]) -> NDArray[np.bool_]:
-        """Which samples of a step fail, [s] bool. To be told of all steps, in order.
+    def take(self, step: Step, failed: Iterable[int]) -> tuple[NDArray[np.bool_], dict[int, str]]:
+        """Which samples of a step fail, [s] bool, and the reasons of the rows whose sampling was refused. To be called
+        for all steps, in order.
 
         Args:
-            failed: rows that are found in this step.
+            failed: rows whose prompt is found to fail in this step.
         """
         changes, samples = step.row_changes, step.batch.samples
-        if self._rows:
-            self._rows.difference_update((each.row for each in changes.assign), changes.fork[:, 1].tolist())
-        self._rows.update(failed)
-        if not self._rows:
-            return np.zeros(len(samples), np.bool_)
-        return np.isin(samples[:, 1], list(self._rows))
+        if self._refusals:
+            for row in (*(each.row for each in changes.assign), *changes.fork[:, 1].tolist()):
+                self._refusals.pop(row, None)
+        for each in changes.assign:
+            if each.sampling.refusal is not None:
+                self._refusals[each.row] = each.sampling.refusal
+        for row in failed:
+            self._refusals.setdefault(row, None)
+        if not self._refusals:
+            return np.zeros(len(samples), np.bool_), {}
+        reasons = {row: self._refusals.get(source) for row, source in samples.tolist()}
+        refused = {row: reason for row, reason in reasons.items() if reason is not None}
+        return np.isin(samples[:, 1], list(self._refusals)), refused

@@ -1,18 +1,127 @@
-"""Sampling parameters of every row, as columns on the host."""
+"""How each row samples: from what the gateway and the scheduler sent to columns on the host.
 
-from dataclasses import dataclass
+A new parameter is checked in `SamplingReader.read` and gets a column here, or a field of `LogitRules`.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from worker_svc.steps import Int32Array, RowSampling
+from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
+from quire.common.v1.common_pb2 import SamplingParameters
+from quire.rpc.errors import InvalidArgument, invalid_field
+from quire.worker.v1 import worker_pb2
+from worker_svc.info import ModelGeometry, WorkerLimits
+from worker_svc.steps import Int32Array, LogitRules, RowSampling
 
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_NO_TOKENS = np.zeros(0, np.int32)
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+class SamplingReader:
+    """Reads how a row samples, for one worker.
+
+    The gateway has checked it all for its caller. Here is checked what would harm the rows beside it or the worker:
+    each value that is out of range is one row's failure, and never the step's.
+    """
+
+    def __init__(self, model: ModelGeometry, limits: WorkerLimits) -> None:
+        self._vocab_size = model.vocab_size
+        self._max_logprobs = limits.max_logprobs
+
+    def read(self, message: worker_pb2.AssignRow) -> RowSampling:
+        """The row's sampling; with a `refusal` that names field, value and limit where it cannot be drawn by."""
+        try:
+            return self._read(message)
+        except InvalidArgument as error:
+            return RowSampling(_filled(SamplingParameters()), refusal=str(error))
+
+    def _read(self, message: worker_pb2.AssignRow) -> RowSampling:
+        try:
+            asked = RowSamplingMessage.FromString(message.row_sampling)
+        except DecodeError as error:
+            raise invalid_field("row_sampling", f"is no RowSampling: {error}") from error
+        sampling = _filled(asked.sampling)
+        for name in _NUMBERS:
+            if not math.isfinite(getattr(sampling, name)):
+                raise invalid_field(f"sampling.{name}", f"is {getattr(sampling, name)}; it must be finite")
+        if sampling.temperature < 0:
+            raise invalid_field("sampling.temperature", f"is {sampling.temperature:g}; it must be at least 0")
+        if not 0 < sampling.top_p <= 1:
+            raise invalid_field("sampling.top_p", f"is {sampling.top_p:g}; it must be above 0 and at most 1")
+        if not 0 <= sampling.min_p <= 1:
+            raise invalid_field("sampling.min_p", f"is {sampling.min_p:g}; it must be from 0 to 1")
+        if sampling.repetition_penalty <= 0:
+            raise invalid_field(
+                "sampling.repetition_penalty", f"is {sampling.repetition_penalty:g}; it must be above 0"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(message, name) > self._max_logprobs:
+                raise invalid_field(f"output.{name}", f"is {getattr(message, name)}; the limit is {self._max_logprobs}")
+        rules = self._rules(asked)
+        return RowSampling(
+            parameters=sampling,
+            seed=message.seed,
+            logprobs=message.logprobs if message.HasField("logprobs") else None,
+            # More than the vocabulary means all of it: a search with many stop tokens may ask for that.
+            num_candidates=min(message.num_candidates, self._vocab_size) or None,
+            prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+            rules=None if rules.is_neutral else rules,
+        )
+
+    def _rules(self, asked: RowSamplingMessage) -> LogitRules:
+        sampling, stopping = asked.sampling, asked.stopping
+        bias = sampling.logit_bias
+        values = np.fromiter(bias.values(), np.float32, len(bias))
+        if not np.isfinite(values).all():
+            raise invalid_field("sampling.logit_bias", f"holds {values[~np.isfinite(values)][0]}; it must be finite")
+        return LogitRules(
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            bias_token_ids=self._token_ids("sampling.logit_bias", bias),
+            bias_values=values,
+            allowed_token_ids=self._token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids),
+            bad_sequences=tuple(
+                self._bad_sequence(f"bad_token_sequences[{index}]", each.ids)
+                for index, each in enumerate(asked.bad_token_sequences)
+            ),
+            min_tokens=stopping.min_tokens,
+            # An eos id beyond the logits cannot be drawn anyway.
+            stop_token_ids=np.array([each for each in stopping.stop_token_ids if each < self._vocab_size], np.int32),
+        )
+
+    def _bad_sequence(self, field: str, ids: Collection[int]) -> Int32Array:
+        token_ids = self._token_ids(field, ids)
+        if not len(token_ids):
+            raise invalid_field(field, "is empty; a sequence has at least 1 token")
+        return token_ids
+
+    def _token_ids(self, field: str, ids: Collection[int]) -> Int32Array:
+        if not ids:
+            return _NO_TOKENS
+        token_ids = np.fromiter(ids, np.int64, len(ids))
+        if (greatest := int(token_ids.max())) >= self._vocab_size:
+            raise invalid_field(field, f"holds token {greatest}; token ids of this model are below {self._vocab_size}")
+        return token_ids.astype(np.int32)
+
+
+def _filled(sampling: SamplingParameters) -> SamplingParameters:
+    """The message, in which an absent value is one that changes nothing."""
+    for name in ("top_p", "repetition_penalty"):
+        if not sampling.HasField(name):
+            setattr(sampling, name, 1.0)
+    return sampling
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """Parameters of several rows: parallel arrays of shape [n]. `RowSampling` says what each means."""
+    """Parameters of several rows: parallel arrays of shape [n]. The messages say what each means."""
 
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int64]
@@ -45,26 +154,17 @@ class SamplingColumns:
 
     def take(self, indices: NDArray[np.integer]) -> "SamplingColumns":
         """The columns of some rows, copied."""
-        return SamplingColumns(
-            self.temperature[indices],
-            self.top_k[indices],
-            self.top_p[indices],
-            self.min_p[indices],
-            self.seed[indices],
-            self.wants_logprobs[indices],
-            self.num_logprobs[indices],
-            self.num_candidates[indices],
-            self.has_rules[indices],
-            self.rules[indices],
-        )
+        return SamplingColumns(*(getattr(self, name)[indices] for name in _COLUMNS))
 
     def put(self, row: int, sampling: RowSampling) -> None:
         """Sets the parameters of one row."""
+        parameters = sampling.parameters
         # Devices may flush what is smaller to zero, and zero is greedy.
-        self.temperature[row] = max(sampling.temperature, _LEAST_TEMPERATURE) if sampling.temperature > 0 else 0
-        self.top_k[row] = sampling.top_k
-        self.top_p[row] = sampling.top_p
-        self.min_p[row] = sampling.min_p
+        temperature = parameters.temperature
+        self.temperature[row] = max(temperature, _LEAST_TEMPERATURE) if temperature > 0 else 0
+        self.top_k[row] = parameters.top_k
+        self.top_p[row] = parameters.top_p
+        self.min_p[row] = parameters.min_p
         self.seed[row] = sampling.seed
         self.wants_logprobs[row] = sampling.logprobs is not None
         self.num_logprobs[row] = sampling.logprobs or 0
@@ -74,16 +174,9 @@ class SamplingColumns:
 
     def copy_rows(self, parents: Int32Array, children: Int32Array) -> None:
         """The children get the parents' parameters."""
-        for column in (
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.seed,
-            self.wants_logprobs,
-            self.num_logprobs,
-            self.num_candidates,
-            self.has_rules,
-            self.rules,
-        ):
+        for name in _COLUMNS:
+            column = getattr(self, name)
             column[children] = column[parents]
+
+
+_COLUMNS = tuple(column.name for column in fields(SamplingColumns))

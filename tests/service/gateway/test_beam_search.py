@@ -11,6 +11,7 @@ from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.model_directory import resolve_model
 from tests.support.fake_scheduler import Hypothesis
 from tests.support.gateway_process import collect, running_gateway, stream_request
+from tests.support.parameters import row_sampling
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 EOS = TOKENIZER.token_to_id("</s>")
@@ -80,8 +81,8 @@ async def test_the_scheduler_gets_every_default(gateway, quiet):
     assert beam.HasField("length_penalty")
     assert beam.early_stopping == common_pb2.EARLY_STOPPING_FALSE
     assert (submit.sampling.n, submit.sampling.best_of) == (1, 4)
-    assert (submit.sampling.temperature, submit.sampling.top_k) == (0, 0)
-    assert (submit.sampling.top_p, submit.sampling.min_p) == (1, 0)
+    drawn_by = row_sampling(submit).sampling
+    assert (drawn_by.temperature, drawn_by.top_k, drawn_by.top_p, drawn_by.min_p) == (0, 0, 1, 0)
     assert list(submit.eos_token_ids) == [2, 6]
 
 
@@ -106,7 +107,7 @@ async def test_defaults_of_the_model_on_how_to_draw_do_not_apply(scheduler, tmp_
     async with running_gateway(scheduler, model=str(directory)) as gateway:
         request = stream_request(sampling=beam_search(2))
         await delivered(gateway.generation.GenerateStream(request), scheduler, [Hypothesis([65], -1.0)])
-    sampling = scheduler.submits[0].sampling
+    sampling = row_sampling(scheduler.submits[0]).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 0, 1, 0)
     assert sampling.repetition_penalty == 1.5
 

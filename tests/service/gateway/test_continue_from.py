@@ -123,7 +123,7 @@ async def test_log_probabilities_are_those_of_the_tokens_that_follow_and_their_s
 async def test_a_durable_stream_may_go_on(gateway, scheduler):
     scheduler.rule = scripted(SPEECH)
     await collect_rest(gateway, request_of(SPEECH[:5], durable=True))
-    assert scheduler.submits[0].HasField("durable")
+    assert scheduler.submits[0].durable
 
 
 async def test_a_durable_stream_that_is_refused_for_what_is_held_leaves_its_id_free(scheduler):

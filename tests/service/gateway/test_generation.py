@@ -10,6 +10,7 @@ from quire.gateway.v1 import generation_pb2
 from quire.model_directory import resolve_model
 from tests.support.fake_scheduler import counting_rule, scripted
 from tests.support.gateway_process import collect, stream_request
+from tests.support.parameters import row_sampling
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 EOS = TOKENIZER.token_to_id("</s>")
@@ -132,8 +133,8 @@ async def test_defaults_are_resolved_before_the_scheduler_sees_them(gateway, sch
     submit = scheduler.submits[0]
     prompt_length = len(submit.prompt_token_ids) // 4
     # generation_config.json of the embedded model says do_sample: false.
-    assert submit.sampling.temperature == 0
-    assert (submit.sampling.top_k, submit.sampling.top_p, submit.sampling.min_p) == (0, 1, 0)
+    drawn_by = row_sampling(submit).sampling
+    assert (drawn_by.temperature, drawn_by.top_k, drawn_by.top_p, drawn_by.min_p) == (0, 0, 1, 0)
     assert submit.sampling.HasField("seed")
     assert submit.stopping.max_tokens == scheduler.max_model_len - prompt_length
     assert list(submit.eos_token_ids) == [2, 6]
@@ -147,8 +148,9 @@ async def test_given_parameters_reach_the_scheduler(gateway, scheduler):
     request.stopping.stop_token_ids.extend([77, 78])
     await collect(gateway.generation.GenerateStream(request))
     submit = scheduler.submits[0]
-    assert (submit.sampling.temperature, submit.sampling.top_k, submit.sampling.top_p) == (0.5, 9, 0.25)
-    assert (submit.sampling.min_p, submit.sampling.seed, submit.priority) == (0.125, 2**64 - 1, 7)
+    drawn_by = row_sampling(submit).sampling
+    assert (drawn_by.temperature, drawn_by.top_k, drawn_by.top_p, drawn_by.min_p) == (0.5, 9, 0.25, 0.125)
+    assert (submit.sampling.seed, submit.priority) == (2**64 - 1, 7)
     assert list(submit.stopping.stop_token_ids) == [77, 78]
     assert list(submit.stopping.stop) == []
 

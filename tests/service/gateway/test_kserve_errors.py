@@ -10,6 +10,7 @@ from quire.rpc.errors import InvalidArgument, QuireError, from_rpc_error
 from tests.service.gateway.test_kserve import SERVICE, infer, make_request
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import running_gateway
+from tests.support.parameters import row_sampling
 
 JSON = "inputs[2].contents.bytes_contents[0]"
 
@@ -184,7 +185,7 @@ async def test_numbers_and_lists_may_come_as_texts(gateway, scheduler):
     request.parameters["early_stopping"].string_param = "False"
     await infer(gateway, request)
     submit = scheduler.submits[-1]
-    assert submit.sampling.temperature == 0.5
+    assert row_sampling(submit).sampling.temperature == 0.5
     assert list(submit.stopping.stop_token_ids) == [7, 9]
 
 

@@ -8,6 +8,7 @@ from quire.gateway.v1 import generation_pb2
 from quire.model_directory import resolve_model
 from tests.support.fake_scheduler import scripted
 from tests.support.gateway_process import collect, stream_request
+from tests.support.parameters import row_sampling
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 
@@ -29,13 +30,22 @@ async def test_all_parameters_reach_the_scheduler(gateway, scheduler):
     request.stopping.min_tokens = 2
     await collect(gateway.generation.GenerateStream(request))
     (submit,) = scheduler.submits
-    assert submit.sampling.presence_penalty == 0.5
-    assert submit.sampling.frequency_penalty == -0.5
-    assert submit.sampling.repetition_penalty == 1.25
-    assert dict(submit.sampling.logit_bias) == {7: -100.0, 8: 1.5}
-    assert list(submit.sampling.allowed_token_ids) == [9, 8]
-    assert [list(each.ids) for each in submit.bad_token_sequences] == [ids_of("fox"), ids_of(" fox")]
-    assert submit.stopping.min_tokens == 2
+    row = row_sampling(submit)
+    assert row.sampling == common_pb2.SamplingParameters(
+        temperature=0,
+        top_k=0,
+        top_p=1,
+        min_p=0,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        logit_bias={7: -100.0, 8: 1.5},
+        allowed_token_ids=[9, 8],
+    )
+    assert [list(each.ids) for each in row.bad_token_sequences] == [ids_of("fox"), ids_of(" fox")]
+    assert row.stopping == common_pb2.StoppingParameters(min_tokens=2, stop_token_ids=[2, 6])
+    # What the scheduler decides on, and no more.
+    assert submit.sampling == common_pb2.SamplingParameters(seed=submit.sampling.seed, n=1, best_of=1)
     assert submit.output.prompt_logprobs == 3
 
 

@@ -179,7 +179,7 @@ async def test_a_stream_goes_on_from_what_came_where_no_scheduler_knows_it(kind:
     assert len(others) == times
     assert {submit.sampling.seed for submit in others} == {first.sampling.seed}
     assert [submit.request_id for submit in others] == [first.request_id] * times
-    assert all(submit.emitted and submit.HasField("durable") for submit in others)
+    assert all(submit.emitted and submit.durable for submit in others)
     await scheduler.stop()
 
 

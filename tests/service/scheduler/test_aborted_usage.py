@@ -34,7 +34,7 @@ async def started(stream: GatewayStream, submit: scheduler_pb2.Submit) -> None:
 @pytest.mark.parametrize("sequence_index", [None, 0])
 async def test_the_usage_of_what_was_aborted_comes(scheduler, worker, is_durable, sequence_index):
     stream, _ = await GatewayStream.open(scheduler)
-    durable = scheduler_pb2.Durable() if is_durable else None
+    durable = is_durable
     await started(stream, make_submit(1, prompt_len=PROMPT_LEN, max_tokens=900, tenant="a", durable=durable))
     worker.hang.set()
     await abort(stream, 1, sequence_index)
@@ -51,7 +51,7 @@ async def test_the_usage_of_what_was_aborted_comes(scheduler, worker, is_durable
 
 async def test_the_usage_of_a_durable_request_that_was_ended_is_replayed(scheduler):
     stream, _ = await GatewayStream.open(scheduler)
-    submit = make_submit(1, prompt_len=PROMPT_LEN, max_tokens=900, tenant="a", durable=scheduler_pb2.Durable())
+    submit = make_submit(1, prompt_len=PROMPT_LEN, max_tokens=900, tenant="a", durable=True)
     await started(stream, submit)
     await abort(stream, 1)
     await stream.read_until_over(1)

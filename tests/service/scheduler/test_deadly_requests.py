@@ -68,7 +68,7 @@ async def test_a_durable_request_that_nobody_reads_fails_too_and_its_reader_is_t
     async with mortal_worker(address, CONFIG) as worker, running_scheduler(str(tmp_path / "s.sock"), address) as stub:
         await wait_attached(stub)
         first, _ = await GatewayStream.open(stub, "gateway-a")
-        await first.submit(make_submit(DEADLY, tenant="a", durable=scheduler_pb2.Durable()))
+        await first.submit(make_submit(DEADLY, tenant="a", durable=True))
 
         async def has_died() -> bool:
             return worker.num_deaths > 0

@@ -134,9 +134,6 @@ async def test_a_gateway_that_says_hello_as_draining_begins_is_told_after_its_we
     stream.close()
 
 
-DURABLE = scheduler_pb2.Durable()
-
-
 @contextlib.asynccontextmanager
 async def stopping_scheduler(
     socket: str, worker: str
@@ -171,7 +168,7 @@ async def open_with_waiting_request(
     return stream
 
 
-@pytest.mark.parametrize("durable", [None, DURABLE], ids=["plain", "durable"])
+@pytest.mark.parametrize("durable", [False, True], ids=["plain", "durable"])
 async def test_a_scheduler_that_stops_does_not_wait_for_what_nobody_can_read_any_more(socket, worker, durable):
     async with stopping_scheduler(socket, worker.address) as (scheduler, service):
         await worker.stop()
@@ -188,7 +185,7 @@ async def test_a_durable_request_can_be_resumed_for_as_long_as_a_gateway_is_conn
     await worker.start(address)
     async with stopping_scheduler(socket, address) as (scheduler, service):
         await worker.stop()
-        stream = await open_with_waiting_request(scheduler, make_submit(1, durable=DURABLE))
+        stream = await open_with_waiting_request(scheduler, make_submit(1, durable=True))
         await stream.call.write(scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=1)))
         service.cancel()
         resume = scheduler_pb2.Resume(handle=2, request_id="request-1")

@@ -19,7 +19,7 @@ from tests.support.scheduler_process import (
 
 
 def durable_submit(handle: int, **fields) -> scheduler_pb2.Submit:
-    return make_submit(handle, tenant="a", durable=scheduler_pb2.Durable(stop=["x"]), **fields)
+    return make_submit(handle, tenant="a", durable=True, **fields)
 
 
 def resubmission(handle: int, **fields) -> scheduler_pb2.Submit:

@@ -15,6 +15,7 @@ from scheduler_svc.service import servicer, worker_link
 from scheduler_svc.service.worker_convert import StepAnswer, step_answer
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.sampling import make_row_sampling
 from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
@@ -277,19 +278,26 @@ async def test_gateways_are_told_when_the_worker_is_lost_and_when_it_is_back(tmp
         await successor.stop()
 
 
+REFUSED_LEN = 7
+
+
 def make_refused(handle: int) -> scheduler_pb2.Submit:
-    """A submission that the worker refuses, once the scheduler does not check it first."""
-    submit = make_submit(handle)
-    submit.sampling.temperature = -1
-    return submit
+    """A submission whose steps a worker refuses that is picky."""
+    return make_submit(handle, prompt_len=REFUSED_LEN)
 
 
 @pytest.fixture
-def _unchecked(monkeypatch):
-    monkeypatch.setattr("scheduler_svc.service.servicer.check_sampling", lambda submit, max_logprobs: None)
+def _picky(monkeypatch):
+    def admit(self: Worker, step: Step) -> AdmittedStep:
+        if any(each.num_prompt_tokens == REFUSED_LEN for each in step.row_changes.assign):
+            raise invalid_field("assign", "has a prompt that this worker does not like")
+        return admit_any(self, step)
+
+    admit_any = Worker.admit
+    monkeypatch.setattr(Worker, "admit", admit)
 
 
-@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.usefixtures("_picky")
 async def test_a_worker_that_refuses_every_step_is_attached_at_growing_intervals(scheduler):
     stream, _ = await GatewayStream.open(scheduler)
     first_epoch, started = (await state_of(scheduler)).scheduler_epoch, time.monotonic()
@@ -305,7 +313,7 @@ async def test_a_worker_that_refuses_every_step_is_attached_at_growing_intervals
     stream.close()
 
 
-@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.usefixtures("_picky")
 async def test_a_request_whose_steps_the_worker_refuses_fails_alone(scheduler):
     stream, _ = await GatewayStream.open(scheduler)
     for handle in (1, 2, 4, 5):
@@ -314,10 +322,51 @@ async def test_a_request_whose_steps_the_worker_refuses_fails_alone(scheduler):
     await stream.submit(make_refused(3))
     await stream.read_until_over(1, 2, 3, 4, 5)
     assert (stream.failed[3].code, stream.failed[3].reason) == (code_pb2.INTERNAL, "STEP_REFUSED")
-    assert "temperature" in stream.failed[3].message
+    assert "does not like" in stream.failed[3].message
     for handle in (1, 2, 4, 5):
         assert stream.outputs[handle] == expected_tokens(handle, max_tokens=300)
     await wait_nothing_in_use(scheduler)
+    stream.close()
+
+
+HOSTILE: list[tuple[bytes, str]] = [
+    (make_row_sampling(temperature=-1.0), "sampling.temperature is -1; it must be at least 0"),
+    (make_row_sampling(logit_bias={2**32 - 1: 1.0}), "sampling.logit_bias holds token 4294967295; "),
+    (make_row_sampling(bad_token_sequences=[[]]), "bad_token_sequences[0] is empty; "),
+    (b"\xff\xff", "row_sampling is no RowSampling: "),
+]
+
+
+@pytest.mark.parametrize(("row_sampling", "message"), HOSTILE)
+@pytest.mark.parametrize("n", [1, 3])
+async def test_sampling_that_no_gateway_would_send_fails_its_request_alone(scheduler, row_sampling, message, n):
+    epoch = (await state_of(scheduler)).scheduler_epoch
+    stream, _ = await GatewayStream.open(scheduler)
+    for handle in (1, 2):
+        await stream.submit(make_submit(handle, max_tokens=100))
+    await stream.read()
+    await stream.submit(make_submit(3, n=n, prompt_len=40, row_sampling=row_sampling))
+    await stream.read_until_over(1, 2, 3)
+    failure = stream.failed[3]
+    assert (failure.code, failure.reason) == (code_pb2.INVALID_ARGUMENT, "INVALID_SAMPLING")
+    assert failure.message.startswith(message)
+    for handle in (1, 2):
+        assert stream.outputs[handle] == expected_tokens(handle, max_tokens=100)
+    # No step was refused, so the worker was not attached again.
+    assert (await state_of(scheduler)).scheduler_epoch == epoch
+    await wait_nothing_in_use(scheduler)
+    stream.close()
+
+
+async def test_a_beam_search_whose_sampling_cannot_be_read_fails_alone(scheduler):
+    stream, _ = await GatewayStream.open(scheduler)
+    submit = make_submit(1, row_sampling=make_row_sampling(top_p=7.0))
+    submit.sampling.beam_search.beam_width = submit.sampling.best_of = 3
+    await stream.submit(submit)
+    await stream.submit(make_submit(2))
+    await stream.read_until_over(1, 2)
+    assert (stream.failed[1].reason, stream.outputs[2]) == ("INVALID_SAMPLING", expected_tokens(2))
+    assert "sampling.top_p is 7" in stream.failed[1].message
     stream.close()
 
 
@@ -345,7 +394,7 @@ async def test_a_request_that_is_refused_in_the_middle_of_its_output_fails_alone
         stream.close()
 
 
-@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.usefixtures("_picky")
 async def test_a_scheduler_whose_last_request_was_refused_drains(scheduler):
     stream, _ = await GatewayStream.open(scheduler)
     await stream.submit(make_refused(1))

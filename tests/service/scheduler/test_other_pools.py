@@ -43,9 +43,8 @@ async def test_running_requests_go_on_in_another_pool_once_their_gateway_has_con
         await wait_attached(stub)
         first, welcome = await GatewayStream.open(stub, grace_period_ms=GRACE_MS)
         assert (welcome.num_gpu_blocks, welcome.block_size) == (256, 16)
-        durable = {3: scheduler_pb2.Durable()}
         for handle in (1, 2, 3):
-            await first.submit(make_submit(handle, max_tokens=60, durable=durable.get(handle)))
+            await first.submit(make_submit(handle, max_tokens=60, durable=handle == 3))
         while len(first.outputs[3]) < 10:
             await first.read()
         successor = await replace_worker(worker, address, FakeWorkerConfig(num_blocks=40, block_size=8))
@@ -54,7 +53,7 @@ async def test_running_requests_go_on_in_another_pool_once_their_gateway_has_con
         assert (welcome.num_gpu_blocks, welcome.block_size, welcome.max_model_len) == (40, 8, 320)
         for handle in (1, 2):
             await second.submit(resubmit(first, handle, max_tokens=60))
-        await second.submit(resubmit(first, 3, max_tokens=60, durable=durable[3]))
+        await second.submit(resubmit(first, 3, max_tokens=60, durable=True))
         await second.read_until_over(1, 2, 3)
         for handle in (1, 2, 3):
             assert second.outputs[handle] == expected_tokens(handle, max_tokens=60)

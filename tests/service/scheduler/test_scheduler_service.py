@@ -12,6 +12,7 @@ from quire.common.v1 import common_pb2
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_runner import token_at
 from tests.support.fake_worker import FakeWorkerConfig
+from tests.support.sampling import make_row_sampling
 from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
@@ -125,8 +126,6 @@ async def test_abort_frees_blocks_and_nothing_follows(scheduler, worker):
         (make_submit(1, prompt_len=1020, max_tokens=5), code_pb2.INVALID_ARGUMENT, "1025"),
         (make_submit(1, prompt_len=0), code_pb2.INVALID_ARGUMENT, "prompt"),
         (make_submit(1, max_tokens=0), code_pb2.INVALID_ARGUMENT, "max_tokens"),
-        (make_submit(1, bad_token_sequences=[common_pb2.TokenIds(ids=[1000])]), code_pb2.INVALID_ARGUMENT, "1000"),
-        (make_submit(1, bad_token_sequences=[common_pb2.TokenIds()]), code_pb2.INVALID_ARGUMENT, "is empty"),
         # A list of that many would take 32 GB.
         (make_submit(1, n=2**32 - 1, emitted=[1]), code_pb2.INVALID_ARGUMENT, "4294967295 sequences; at most 256 run"),
     ],
@@ -170,27 +169,16 @@ async def test_the_greatest_handle_serves_and_one_more_is_refused_alone(schedule
         ("output.prompt_logprobs", 21),
     ],
 )
-async def test_sampling_that_a_worker_would_refuse_is_refused_alone(scheduler, name, value):
+async def test_sampling_that_no_gateway_sends_is_refused_by_the_worker_and_fails_alone(scheduler, name, value):
     stream, _ = await GatewayStream.open(scheduler)
-    submit = make_submit(1)
     group, field = name.split(".")
-    setattr(getattr(submit, group), field, value)
-    await stream.submit(submit)
+    sent = {"row_sampling": make_row_sampling(**{field: value})} if group == "sampling" else {"output": {field: value}}
+    await stream.submit(make_submit(1, **sent))
     await stream.submit(make_submit(2))
     await stream.read_until_over(1, 2)
-    assert stream.failed[1].code == code_pb2.INVALID_ARGUMENT
+    assert (stream.failed[1].code, stream.failed[1].reason) == (code_pb2.INVALID_ARGUMENT, "INVALID_SAMPLING")
     assert stream.failed[1].message.startswith(f"{name} is {value:g}; ")
     assert stream.outputs[2] == expected_tokens(2)
-    stream.close()
-
-
-async def test_a_bias_that_is_not_finite_is_refused(scheduler):
-    stream, _ = await GatewayStream.open(scheduler)
-    submit = make_submit(1)
-    submit.sampling.logit_bias[7] = math.nan
-    await stream.submit(submit)
-    await stream.read_until_over(1)
-    assert "sampling.logit_bias[7] is nan" in stream.failed[1].message
     stream.close()
 
 

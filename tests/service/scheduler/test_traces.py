@@ -205,7 +205,7 @@ async def test_requests_of_a_gateway_that_leaves_end(scheduler, collector, worke
 
 async def test_a_durable_request_is_one_span_whoever_reads_it(scheduler, collector) -> None:
     first, _ = await GatewayStream.open(scheduler, "gateway-a")
-    submit, trace_id, parent = traced_submit(7, max_tokens=20, durable=scheduler_pb2.Durable())
+    submit, trace_id, parent = traced_submit(7, max_tokens=20, durable=True)
     await first.submit(submit)
     await first.read()
     first.close()

@@ -164,7 +164,7 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         await stub.PinPrefix(pin)
         stream, _ = await GatewayStream.open(stub, "gateway-b", grace_period_ms=60_000, credit=10_000)
         await stream.submit(make_submit(1, max_tokens=500))
-        await stream.submit(make_submit(2, max_tokens=500, durable=scheduler_pb2.Durable()))
+        await stream.submit(make_submit(2, max_tokens=500, durable=True))
         while not stream.outputs[2]:
             await stream.read()
         await worker.stop()
@@ -212,7 +212,7 @@ async def test_the_output_of_a_durable_request_that_is_over_is_kept_where_the_to
     async with running_scheduler(str(tmp_path / "s.sock"), address) as stub:
         await wait_attached(stub)
         stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, durable=scheduler_pb2.Durable()))
+        await stream.submit(make_submit(1, durable=True))
         await stream.read_until_over(1)
         await worker.stop()
         other = FakeWorker(FakeWorkerConfig(fingerprint=after))

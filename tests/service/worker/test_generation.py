@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.arrays import decode_logprobs, encode_float32, encode_int32
+from quire.arrays import decode_logprobs, encode_int32
 from quire.worker.v1 import worker_pb2
 from tests.support.logprobs import lines_by_row
 from tests.support.tiny_causal_lm import TinyCausalLM
@@ -60,11 +60,10 @@ RULES = {
     "presence_penalty": 0.7,
     "frequency_penalty": 0.4,
     "repetition_penalty": 1.2,
-    "logit_bias_token_ids": encode_int32([5]),
-    "logit_bias_values": encode_float32([2.0]),
-    "bad_token_sequences": [encode_int32([35, 8]), encode_int32([9])],
+    "logit_bias": {5: 2.0},
+    "bad_token_sequences": [[35, 8], [9]],
     "min_tokens": 10,
-    "stop_token_ids": encode_int32([14, 15, 26]),
+    "stop_token_ids": [14, 15, 26],
 }
 BLOCKS = [7, 2, 9, 30, 11, 5, 1, 0, 22]
 

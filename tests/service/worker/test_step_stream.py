@@ -272,11 +272,27 @@ async def test_blocks_survive_a_trip_to_the_host(client: StepClient) -> None:
     assert again.token_ids == first.token_ids
 
 
-async def test_a_parameter_that_means_nothing_is_refused_by_name(client: StepClient) -> None:
-    await client.send(client.step(assign=[make_assign(0, PROMPT, BLOCKS, bad_token_sequences=[b""])]))
-    error = await client.error()
-    assert isinstance(error, InvalidArgument)
-    assert error.violations[0].field == "assign[0].sampling.bad_token_sequences[0]"
+async def test_a_parameter_that_means_nothing_fails_its_row_alone(client: StepClient) -> None:
+    expected = await prefill(client)
+    result = await client.run(
+        assign=[
+            make_assign(1, PROMPT, [10, 11], bad_token_sequences=[[]]),
+            make_assign(2, PROMPT, [12, 13]),
+        ],
+        release=encode_int32([0]),
+        batch=make_batch([1, 2], [len(PROMPT)] * 2, [0, 0]),
+    )
+    (failure,) = result.failures
+    assert (failure.row, failure.reason) == (1, worker_pb2.ROW_FAILURE_REASON_INVALID_SAMPLING)
+    assert failure.detail == "bad_token_sequences[0] is empty; a sequence has at least 1 token"
+    assert ints(result.token_ids)[1:] == ints(expected.token_ids)
+    # The row is free for another sequence.
+    again = await client.run(
+        assign=[make_assign(1, PROMPT, [10, 11])],
+        release=encode_int32([1]),
+        batch=make_batch([1], [len(PROMPT)], [0]),
+    )
+    assert (again.token_ids, list(again.failures)) == (expected.token_ids, [])
 
 
 async def test_a_worker_that_loads_its_model_says_so(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import gc
 import tracemalloc
 
-import numpy as np
 import pytest
 
 from gateway.openai.completions import CompletionShaper
@@ -20,7 +19,6 @@ from gateway.requests.answer_memory import (
     AnswerLimits,
     AnswerMemory,
 )
-from gateway.requests.request import GenerationRequest, Sampling, Stopping
 from gateway.requests.running import results_of
 from gateway.schedulers.scheduler_convert import event_batch_from
 from quire.arrays import encode_int32
@@ -28,27 +26,12 @@ from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, ResourceExhausted
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.logprobs import Line, token_logprobs
+from tests.support.parameters import make_request
 from tests.support.tokenizers import byte_level, wrapped
 
 REPLICA = "replica"
 TOKENIZER = wrapped(byte_level())
 NUM_TOP = 20
-
-
-def make_request(request_id="a", *, num_sequences=1, logprobs=None, max_tokens=100):
-    return GenerationRequest(
-        request_id=request_id,
-        tenant="default",
-        prompt_token_ids=np.array([5, 6, 7], np.int32),
-        sampling=Sampling(0.0, 0, 1.0, 0.0, 1),
-        stopping=Stopping(max_tokens, (), (), (1,)),
-        logprobs=logprobs,
-        include_special_tokens=False,
-        priority=0,
-        ignore_eos=False,
-        num_sequences=num_sequences,
-        best_of=num_sequences,
-    )
 
 
 def open_live(ledger, memory, **fields):

@@ -6,39 +6,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.requests.defaults import resolve_sampling
-from gateway.requests.request import (
-    BeamSearch,
-    BeamSearchOptions,
-    EarlyStopping,
-    RequestOptions,
-    SamplingOptions,
-    StoppingOptions,
-    TextPrompt,
-)
+from gateway.requests.defaults import resolve
 from gateway.requests.validation import check_request
+from quire.common.v1.common_pb2 import (
+    EARLY_STOPPING_FALSE,
+    EARLY_STOPPING_NEVER,
+    BeamSearchParameters,
+    SamplingParameters,
+)
 from quire.rpc.errors import InvalidArgument
+from tests.support.parameters import make_options
 from tests.unit.gateway.test_validation import LIMITS
 
-EVERYTHING_ELSE = SamplingOptions(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=1,
-    presence_penalty=1.0,
-    frequency_penalty=-1.0,
-    repetition_penalty=2.0,
-    logit_bias={3: 1.0},
-    allowed_token_ids=[1, 2],
-    bad_words=["x"],
-)
+EVERYTHING_ELSE = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": 1,
+    "presence_penalty": 1.0,
+    "frequency_penalty": -1.0,
+    "repetition_penalty": 2.0,
+    "logit_bias": {3: 1.0},
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["x"],
+}
 
 
 def check(width=4, *, stopping=None, limits=LIMITS, beam=None, **sampling):
-    options = dataclasses.replace(SamplingOptions(), beam_search=BeamSearchOptions(width, **(beam or {})), **sampling)
-    request = RequestOptions(TextPrompt("hello"), sampling=options, stopping=stopping or StoppingOptions())
-    check_request(request, limits, "served")
+    sampling["beam_search"] = {"beam_width": width, **(beam or {})}
+    check_request(make_options(sampling=sampling, stopping=stopping), limits, "served")
 
 
 def fields_refused(*args, **fields):
@@ -48,10 +45,10 @@ def fields_refused(*args, **fields):
 
 
 def test_beam_search_with_all_that_applies_to_it_passes():
-    check(n=4, best_of=4, beam={"length_penalty": -10.0, "early_stopping": EarlyStopping.NEVER})
-    options = dataclasses.replace(EVERYTHING_ELSE, beam_search=BeamSearchOptions(2))
-    stopping = StoppingOptions(max_tokens=5, min_tokens=2, stop_token_ids=[3], ignore_eos=True)
-    check_request(RequestOptions(TextPrompt("x"), sampling=options, stopping=stopping), LIMITS, "served")
+    check(n=4, best_of=4, beam={"length_penalty": -10.0, "early_stopping": EARLY_STOPPING_NEVER})
+    sampling = {**EVERYTHING_ELSE, "beam_search": {"beam_width": 2}}
+    stopping = {"max_tokens": 5, "min_tokens": 2, "stop_token_ids": [3], "ignore_eos": True}
+    check_request(make_options(sampling=sampling, stopping=stopping), LIMITS, "served")
 
 
 def test_the_widest_beam_is_what_a_scheduler_runs_at_once():
@@ -65,9 +62,7 @@ def test_a_width_that_only_json_can_bring_is_refused():
 
 
 def test_each_contradiction_is_named_once():
-    found = fields_refused(
-        2, n=3, best_of=1, temperature=-1.0, top_k=5, top_p=0.0, min_p=2.0, stopping=StoppingOptions(stop=["x"])
-    )
+    found = fields_refused(2, n=3, best_of=1, temperature=-1.0, top_k=5, top_p=0.0, min_p=2.0, stopping={"stop": ["x"]})
     assert found == [
         "sampling.n",
         "sampling.best_of",
@@ -81,7 +76,7 @@ def test_each_contradiction_is_named_once():
 
 def test_a_stop_string_says_what_to_use_instead():
     with pytest.raises(InvalidArgument, match="stop cannot be used with beam search; use stop_token_ids"):
-        check(stopping=StoppingOptions(stop=["x"]))
+        check(stopping={"stop": ["x"]})
 
 
 @settings(deadline=None)
@@ -94,16 +89,18 @@ def test_length_penalty_is_finite_and_bounded(value):
 
 
 def test_the_models_defaults_of_drawing_do_not_apply_and_its_penalty_does():
-    defaults = SamplingOptions(temperature=0.7, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
-    sampling = resolve_sampling(SamplingOptions(beam_search=BeamSearchOptions(2)), defaults)
+    defaults = SamplingParameters(temperature=0.7, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
+    sampling = resolve(make_options(sampling={"beam_search": {"beam_width": 2}}), defaults, ()).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 0, 1, 0)
-    assert sampling.repetition_penalty == 1.5
-    assert sampling.beam_search == BeamSearch(2, 1.0, EarlyStopping.FALSE)
-    assert resolve_sampling(SamplingOptions(), defaults).beam_search is None
+    assert (sampling.repetition_penalty, sampling.n, sampling.best_of) == (1.5, 1, 2)
+    assert sampling.beam_search == BeamSearchParameters(
+        beam_width=2, length_penalty=1.0, early_stopping=EARLY_STOPPING_FALSE
+    )
+    assert not resolve(make_options(), defaults, ()).sampling.HasField("beam_search")
 
 
 def test_many_stop_tokens_in_a_wide_search_are_too_many_candidates():
     limits = dataclasses.replace(LIMITS, max_stop_token_ids=64)
-    check(16, stopping=StoppingOptions(stop_token_ids=list(range(60))), limits=limits)
+    check(16, stopping={"stop_token_ids": list(range(60))}, limits=limits)
     with pytest.raises(InvalidArgument, match=r"stop_token_ids has 60 entries.*64 beams.*3,904 candidates.*2,048"):
-        check(64, stopping=StoppingOptions(stop_token_ids=list(range(60))), limits=limits)
+        check(64, stopping={"stop_token_ids": list(range(60))}, limits=limits)

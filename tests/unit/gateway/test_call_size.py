@@ -3,16 +3,14 @@
 import pytest
 
 from gateway.requests.limits import MAX_CALL_PARAMETER_ENTRIES, MAX_CALL_STOP_BYTES
-from gateway.requests.request import BeamSearchOptions, RequestOptions, SamplingOptions, StoppingOptions, TextPrompt
 from gateway.requests.validation import check_call
 from quire.rpc.errors import InvalidArgument
+from tests.support.parameters import make_options
 from tests.unit.gateway.test_validation import LIMITS
 
 
 def options(sampling=None, stop=()):
-    return RequestOptions(
-        TextPrompt("hello"), sampling=sampling or SamplingOptions(), stopping=StoppingOptions(stop=stop)
-    )
+    return make_options(sampling=sampling, stopping={"stop": list(stop)})
 
 
 def refused(call, num_requests):
@@ -24,10 +22,10 @@ def refused(call, num_requests):
 @pytest.mark.parametrize(
     ("sampling", "num_prompts", "field"),
     [
-        (SamplingOptions(), 257, "sampling.n"),
-        (SamplingOptions(n=2), 129, "sampling.n"),
-        (SamplingOptions(n=1, best_of=128), 3, "sampling.best_of"),
-        (SamplingOptions(beam_search=BeamSearchOptions(8)), 33, "sampling.beam_search.beam_width"),
+        ({}, 257, "sampling.n"),
+        ({"n": 2}, 129, "sampling.n"),
+        ({"n": 1, "best_of": 128}, 3, "sampling.best_of"),
+        ({"beam_search": {"beam_width": 8}}, 33, "sampling.beam_search.beam_width"),
     ],
 )
 def test_sequences_of_all_prompts_are_bounded_together(sampling, num_prompts, field):
@@ -39,14 +37,14 @@ def test_sequences_of_all_prompts_are_bounded_together(sampling, num_prompts, fi
 
 
 def test_what_one_request_may_not_have_is_left_to_its_own_check():
-    check_call(options(SamplingOptions(n=10**9)), 1, LIMITS)
+    check_call(options({"n": 10**9}), 1, LIMITS)
     check_call(options(stop=["x" * 10**6] * 100), 1, LIMITS)
 
 
 def test_stop_strings_of_all_sequences_are_bounded_together():
     stop = ["x" * (MAX_CALL_STOP_BYTES // 256)]
-    check_call(options(SamplingOptions(n=4), stop), 64, LIMITS)
-    (violation,) = refused(options(SamplingOptions(n=4), [stop[0] + "x"]), 64)
+    check_call(options({"n": 4}, stop), 64, LIMITS)
+    (violation,) = refused(options({"n": 4}, [stop[0] + "x"]), 64)
     assert violation.field == "stopping.stop"
     assert "256 sequences" in violation.description
 
@@ -54,6 +52,6 @@ def test_stop_strings_of_all_sequences_are_bounded_together():
 def test_parameters_of_all_prompts_are_bounded_together():
     limits_of_one = LIMITS.vocab_size
     num_prompts = MAX_CALL_PARAMETER_ENTRIES // limits_of_one + 1
-    allowed = options(SamplingOptions(allowed_token_ids=list(range(limits_of_one))))
+    allowed = options({"allowed_token_ids": list(range(limits_of_one))})
     violations = refused(allowed, num_prompts)
     assert "sampling.allowed_token_ids" in [violation.field for violation in violations]

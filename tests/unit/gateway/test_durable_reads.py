@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 
-import numpy as np
 import pytest
 
 from gateway.auth.quota import Account, Limits
@@ -12,8 +11,8 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.requests import durable_reads
 from gateway.requests.durable_reads import DurableReads
-from gateway.requests.request import GenerationRequest, Sampling, Stopping
 from quire.rpc.errors import Aborted, ResourceExhausted
+from tests.support import parameters
 from tests.support.logprobs import Line, columns_of
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, wrapped
@@ -56,20 +55,8 @@ def reads(ledger, replicas):
     return DurableReads(ledger, replicas)
 
 
-def make_request(request_id="story", logprobs=None, num_sequences=1):
-    return GenerationRequest(
-        request_id=request_id,
-        tenant="acme",
-        prompt_token_ids=np.array([5, 6, 7], np.int32),
-        sampling=Sampling(0.0, 0, 1.0, 0.0, 1),
-        stopping=Stopping(500, (), (), (1,)),
-        logprobs=logprobs,
-        include_special_tokens=False,
-        priority=0,
-        ignore_eos=False,
-        num_sequences=num_sequences,
-        durable=True,
-    )
+def make_request(request_id="story", **fields):
+    return parameters.make_request(request_id, "acme", max_tokens=500, durable=True, **fields)
 
 
 def detokenizer():

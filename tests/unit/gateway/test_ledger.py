@@ -21,8 +21,8 @@ from gateway.replicas.events import (
 )
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import TokenGapError
-from gateway.requests.request import GenerationRequest, Sampling, Stopping
 from quire.rpc.errors import AlreadyExists, Cancelled, Internal, ResourceExhausted
+from tests.support import parameters
 from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
 
@@ -44,19 +44,7 @@ def ids_of(text):
 
 
 def make_request(request_id="a", stop=(), num_sequences=1, tenant="default"):
-    return GenerationRequest(
-        request_id=request_id,
-        tenant=tenant,
-        prompt_token_ids=np.array([5, 6, 7], np.int32),
-        sampling=Sampling(0.0, 0, 1.0, 0.0, 1),
-        stopping=Stopping(100, tuple(stop), (), (1,)),
-        logprobs=None,
-        include_special_tokens=False,
-        priority=0,
-        ignore_eos=False,
-        num_sequences=num_sequences,
-        best_of=num_sequences,
-    )
+    return parameters.make_request(request_id, tenant, stop=stop, num_sequences=num_sequences)
 
 
 def open_live(ledger, *args, **kwargs):

@@ -9,12 +9,14 @@ import pytest
 from gateway.model import ServedModel
 from gateway.replicas.events import Welcome
 from gateway.replicas.link import Backoff
-from gateway.requests.defaults import resolve_sampling
+from gateway.requests.defaults import drawn_seed, resolve
 from gateway.requests.limits import limits_of
-from gateway.requests.request import ChatMessage, SamplingOptions
+from gateway.requests.request import ChatMessage
 from gateway.settings import GatewaySettings
+from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
 from quire.settings import ConfigurationError, load_settings
+from tests.support.parameters import make_options
 from tests.support.tokenizers import byte_fallback, byte_level, wrapped, write_model_directory
 
 
@@ -33,13 +35,14 @@ def test_generation_config_gives_the_defaults(tmp_path, executor):
     model = open_model(tmp_path, executor, generation_config__json=config)
     assert model.name == "m"
     assert model.eos_token_ids == (1, 7)
-    assert model.sampling_defaults == SamplingOptions(temperature=0.6, top_k=20, top_p=0.95)
+    assert model.sampling_defaults == SamplingParameters(temperature=0.6, top_k=20, top_p=0.95)
 
 
 def test_the_models_repetition_penalty_is_applied(tmp_path, executor):
     model = open_model(tmp_path, executor, generation_config__json='{"repetition_penalty": 1.25}')
-    assert resolve_sampling(SamplingOptions(), model.sampling_defaults).repetition_penalty == 1.25
-    assert resolve_sampling(SamplingOptions(repetition_penalty=1), model.sampling_defaults).repetition_penalty == 1
+    for asked, expected in (({}, 1.25), ({"repetition_penalty": 1}, 1)):
+        parameters = resolve(make_options(sampling=asked), model.sampling_defaults, ())
+        assert parameters.sampling.repetition_penalty == expected
 
 
 @pytest.mark.parametrize(
@@ -135,12 +138,14 @@ async def test_truncation_of_the_tokenizer_file_is_not_applied():
 
 
 def test_asked_wins_over_the_model_and_the_model_over_the_contract():
-    sampling = resolve_sampling(SamplingOptions(temperature=0.0, seed=0), SamplingOptions(temperature=0.6, top_k=20))
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed) == (0, 20, 1, 0, 0)
+    options = make_options(sampling={"temperature": 0.0, "seed": 0})
+    sampling = resolve(options, SamplingParameters(temperature=0.6, top_k=20), ()).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 20, 1, 0)
+    assert drawn_seed(options.sampling) == 0
 
 
 def test_seeds_are_drawn_where_none_is_given():
-    seeds = {resolve_sampling(SamplingOptions(), SamplingOptions()).seed for _ in range(20)}
+    seeds = {drawn_seed(SamplingParameters()) for _ in range(20)}
     assert len(seeds) == 20
     assert all(0 <= seed < 2**64 for seed in seeds)
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from gateway.replicas.events import (
@@ -21,9 +20,9 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas
-from gateway.requests.request import GenerationRequest, Sampling, Stopping
 from quire.compatibility import UNKNOWN_MODEL
 from quire.rpc.errors import ResourceExhausted
+from tests.support.parameters import make_request
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, wrapped
 
@@ -99,18 +98,7 @@ class Cluster:
             self.replicas.links[scheduler.address] = cast(SchedulerLink, scheduler)
 
     def place(self, request_id: str, *, durable: bool = False) -> LiveRequest:
-        request = GenerationRequest(
-            request_id=request_id,
-            tenant="",
-            prompt_token_ids=np.arange(8, dtype=np.int32),
-            sampling=Sampling(0.0, 0, 1.0, 0.0, 1),
-            stopping=Stopping(100, (), (), ()),
-            logprobs=None,
-            include_special_tokens=False,
-            priority=0,
-            ignore_eos=False,
-            durable=durable,
-        )
+        request = make_request(request_id, prompt=range(8), eos_token_ids=(), durable=durable)
         live = self.ledger.open(request, lambda: TOKENIZER.detokenizer(include_special_tokens=False))
         self.replicas.place(live)
         return live

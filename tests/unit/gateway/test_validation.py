@@ -7,21 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.requests.defaults import resolve
 from gateway.requests.limits import Limits, Pool
 from gateway.requests.request import (
     ChatMessage,
     ChatPrompt,
-    OutputOptions,
-    RequestOptions,
-    Sampling,
-    SamplingOptions,
-    Stopping,
-    StoppingOptions,
     TextPrompt,
     TokenPrompt,
 )
 from gateway.requests.validation import check_choice, check_request, resolve_max_tokens
+from quire.common.v1.common_pb2 import SamplingParameters
 from quire.rpc.errors import InvalidArgument
+from tests.support.parameters import make_options
 
 LIMITS = Limits(
     pools=(Pool(num_blocks=16, block_size=4),),
@@ -44,7 +41,7 @@ PLAIN_PROMPT = TextPrompt("hello")
 
 
 def check(prompt=PLAIN_PROMPT, **fields):
-    check_request(RequestOptions(prompt=prompt, **fields), LIMITS, "served")
+    check_request(make_options(prompt, **fields), LIMITS, "served")
 
 
 def fields_refused(*args, **fields):
@@ -61,25 +58,33 @@ def test_a_plain_request_passes():
 
 def test_values_at_the_limits_pass():
     check(
-        sampling=SamplingOptions(temperature=0, top_p=1, min_p=1, top_k=0, seed=2**64 - 1, n=1, repetition_penalty=1),
-        stopping=StoppingOptions(max_tokens=49, stop=["0123456789", "x"], stop_token_ids=[0, 1, 99]),
-        output=OutputOptions(logprobs=5),
+        sampling={
+            "temperature": 0,
+            "top_p": 1,
+            "min_p": 1,
+            "top_k": 0,
+            "seed": 2**64 - 1,
+            "n": 1,
+            "repetition_penalty": 1,
+        },
+        stopping={"max_tokens": 49, "stop": ["0123456789", "x"], "stop_token_ids": [0, 1, 99]},
+        output={"logprobs": 5},
     )
 
 
 def test_stop_strings_are_refused_where_the_best_are_chosen_before_their_text_is_known():
-    stopping = StoppingOptions(stop=["x"])
-    for sampling in (SamplingOptions(best_of=2), SamplingOptions(n=2, best_of=3)):
+    stopping = {"stop": ["x"]}
+    for sampling in ({"best_of": 2}, {"n": 2, "best_of": 3}):
         assert fields_refused(sampling=sampling, stopping=stopping) == ["stopping.stop"]
-    for sampling in (SamplingOptions(n=3), SamplingOptions(best_of=1), SamplingOptions(n=2, best_of=2)):
+    for sampling in ({"n": 3}, {"best_of": 1}, {"n": 2, "best_of": 2}):
         check(sampling=sampling, stopping=stopping)
-    check(sampling=SamplingOptions(best_of=2), stopping=StoppingOptions(stop_token_ids=[1]))
+    check(sampling={"best_of": 2}, stopping={"stop_token_ids": [1]})
 
 
 def test_lone_surrogates_are_refused_wherever_text_is():
     assert fields_refused(TextPrompt("a\ud800")) == ["text"]
     assert fields_refused(ChatPrompt([ChatMessage("user", "\udfff")])) == ["messages[0].content"]
-    assert fields_refused(stopping=StoppingOptions(stop=["\ud800"])) == ["stopping.stop[0]"]
+    assert fields_refused(stopping={"stop": ["\ud800"]}) == ["stopping.stop[0]"]
 
 
 def test_texts_of_too_many_bytes_are_refused_before_they_are_tokenized():
@@ -92,7 +97,7 @@ def test_texts_of_too_many_bytes_are_refused_before_they_are_tokenized():
 
 
 def test_negative_numbers_that_only_json_can_bring_are_refused():
-    sampling = SamplingOptions(top_k=-1, n=-1)
+    sampling = {"top_k": -1, "n": -1}
     assert fields_refused(sampling=sampling) == ["sampling.top_k", "sampling.n"]
     assert fields_refused(TokenPrompt([1, -5])) == ["token_ids.ids[1]"]
 
@@ -118,7 +123,7 @@ def test_exactly_what_is_in_range_passes(temperature, top_p, min_p, penalty):
         "sampling.presence_penalty": (penalty, lambda value: -2 <= value <= 2),
     }
     wrong = [field for field, (value, is_valid) in ranges.items() if value is not None and not is_valid(value)]
-    sampling = SamplingOptions(temperature=temperature, top_p=top_p, min_p=min_p, presence_penalty=penalty)
+    sampling = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "presence_penalty": penalty}
     if wrong:
         assert fields_refused(sampling=sampling) == wrong
     else:
@@ -127,7 +132,7 @@ def test_exactly_what_is_in_range_passes(temperature, top_p, min_p, penalty):
 
 @pytest.mark.parametrize(("value", "is_refused"), [(1e-300, True), (7e-46, True), (1e-45, False), (1e-30, False)])
 def test_what_single_precision_rounds_to_zero_is_refused(value, is_refused):
-    sampling = SamplingOptions(top_p=value)
+    sampling = {"top_p": value}
     if is_refused:
         assert fields_refused(sampling=sampling) == ["sampling.top_p"]
     else:
@@ -137,21 +142,21 @@ def test_what_single_precision_rounds_to_zero_is_refused(value, is_refused):
 @pytest.mark.parametrize("value", [0, -1, 1e-300, 1e-45, 9e-31, 10.1, float("nan")])
 def test_a_repetition_penalty_that_logits_overflow_by_is_refused_with_its_range(value):
     with pytest.raises(InvalidArgument, match=r"sampling.repetition_penalty is .*; it must be in \[1e-30, 10\]"):
-        check(sampling=SamplingOptions(repetition_penalty=value))
+        check(sampling={"repetition_penalty": value})
     for allowed in (1e-30, float(np.float32(1e-30)), 10):
-        check(sampling=SamplingOptions(repetition_penalty=allowed))
+        check(sampling={"repetition_penalty": allowed})
 
 
 @pytest.mark.parametrize(("seed", "is_refused"), [(-(2**63) - 1, True), (-(2**63), False), (-5, False), (2**64, True)])
 def test_seeds_are_numbers_of_64_bits_with_or_without_a_sign(seed, is_refused):
     expected = pytest.raises(InvalidArgument, match=r"sampling.seed is .* in \[-9,223,372,036,854,775,808, 18,446,744")
     with expected if is_refused else nullcontext():
-        check(sampling=SamplingOptions(seed=seed))
+        check(sampling={"seed": seed})
 
 
 def test_a_number_of_very_many_digits_is_shortened():
     with pytest.raises(InvalidArgument) as caught:
-        check(sampling=SamplingOptions(seed=10**4000))
+        check(sampling={"seed": 10**4000})
     assert len(caught.value.message) < 300
 
 
@@ -173,14 +178,16 @@ def test_names_of_speakers_have_a_length_and_are_text():
     ],
 )
 def test_allowed_tokens_must_leave_a_choice(bad_sequences, min_tokens, is_refused):
-    sampling = Sampling(1.0, 0, 1.0, 0.0, 1, allowed_token_ids=(3, 4), bad_token_sequences=bad_sequences)
-    stopping = Stopping(10, (), (4,), (), min_tokens=min_tokens)
+    options = make_options(
+        sampling={"allowed_token_ids": [3, 4]}, stopping={"stop_token_ids": [4], "min_tokens": min_tokens}
+    )
+    parameters = resolve(options, SamplingParameters(), eos_token_ids=())
     with pytest.raises(InvalidArgument) if is_refused else nullcontext():
-        check_choice(sampling, stopping)
+        check_choice(parameters, bad_sequences)
 
 
 def test_logit_bias_of_a_negative_token_is_refused():
-    assert fields_refused(sampling=SamplingOptions(logit_bias={-1: 1.0, 5: 1.0})) == ["sampling.logit_bias[-1]"]
+    assert fields_refused(sampling={"logit_bias": {-1: 1.0, 5: 1.0}}) == ["sampling.logit_bias[-1]"]
 
 
 def test_max_tokens_is_what_the_context_has_left():

@@ -114,50 +114,7 @@ REFUSED: list[tuple[worker_pb2.StepRequest, str, str]] = [
         "assign",
         "row 0 twice",
     ),
-    (sampling_request(temperature=-0.5), "assign[0].sampling.temperature", "-0.5"),
-    (sampling_request(temperature=float("nan")), "assign[0].sampling.temperature", "nan"),
-    (sampling_request(temperature=float("inf")), "assign[0].sampling.temperature", "inf"),
-    (sampling_request(top_p=0.0), "assign[0].sampling.top_p", "0.0"),
-    (sampling_request(top_p=1.5), "assign[0].sampling.top_p", "1.5"),
-    (sampling_request(top_p=float("nan")), "assign[0].sampling.top_p", "nan"),
-    (sampling_request(min_p=-0.5), "assign[0].sampling.min_p", "-0.5"),
-    (sampling_request(min_p=float("nan")), "assign[0].sampling.min_p", "nan"),
-    (sampling_request(logprobs=9), "assign[0].sampling.logprobs", "limit is 8"),
-    (sampling_request(num_candidates=0), "assign[0].sampling.num_candidates", "at least 1"),
-    (sampling_request(prompt_logprobs=9), "assign[0].sampling.prompt_logprobs", "limit is 8"),
-    (sampling_request(presence_penalty=float("nan")), "assign[0].sampling.presence_penalty", "nan"),
-    (sampling_request(frequency_penalty=float("inf")), "assign[0].sampling.frequency_penalty", "inf"),
-    (sampling_request(repetition_penalty=float("nan")), "assign[0].sampling.repetition_penalty", "nan"),
-    (sampling_request(repetition_penalty=-1.0), "assign[0].sampling.repetition_penalty", "at least 0"),
-    (sampling_request(logit_bias_token_ids=b"\0"), "assign[0].sampling.logit_bias_token_ids", "1 bytes"),
-    (sampling_request(logit_bias_token_ids=encode_int32([3])), "assign[0].sampling.logit_bias_values", "0 entries"),
-    (
-        sampling_request(logit_bias_token_ids=encode_int32([50]), logit_bias_values=b"\0\0\0\0"),
-        "assign[0].sampling.logit_bias_token_ids",
-        "50",
-    ),
-    (
-        sampling_request(logit_bias_token_ids=encode_int32([7, 3, 7]), logit_bias_values=bytes(12)),
-        "assign[0].sampling.logit_bias_token_ids",
-        "token 7 twice",
-    ),
-    (
-        sampling_request(logit_bias_token_ids=encode_int32([3]), logit_bias_values=encode_float32([np.nan])),
-        "assign[0].sampling.logit_bias_values",
-        "nan",
-    ),
-    (sampling_request(allowed_token_ids=encode_int32([50])), "assign[0].sampling.allowed_token_ids", "50"),
-    (sampling_request(stop_token_ids=encode_int32([-1])), "assign[0].sampling.stop_token_ids", "-1"),
-    (
-        sampling_request(bad_token_sequences=[encode_int32([1]), b""]),
-        "assign[0].sampling.bad_token_sequences[1]",
-        "is empty",
-    ),
-    (
-        sampling_request(bad_token_sequences=[encode_int32([50])]),
-        "assign[0].sampling.bad_token_sequences[0]",
-        "50",
-    ),
+    (sampling_request(num_candidates=0), "assign[0].num_candidates", "at least 1"),
     (make_request(batch=raw_batch(rows=encode_int32([0, 6]))), "batch.rows", "6"),
     (make_request(batch=raw_batch(rows=encode_int32([0, 0]))), "batch.rows", "row 0 twice"),
     (make_request(batch=raw_batch(num_new_tokens=encode_int32([1]))), "batch.num_new_tokens", "1 entries"),
@@ -192,11 +149,58 @@ def test_a_wrong_field_is_refused_by_name_with_its_value(
     assert field in raised.value.message
 
 
+NAN, INF = float("nan"), float("inf")
+REFUSED_SAMPLING: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -0.5}, "sampling.temperature is -0.5; it must be at least 0"),
+    ({"temperature": NAN}, "sampling.temperature is nan; it must be finite"),
+    ({"temperature": INF}, "sampling.temperature is inf; it must be finite"),
+    ({"top_p": 0.0}, "sampling.top_p is 0; it must be above 0 and at most 1"),
+    ({"top_p": 1.5}, "sampling.top_p is 1.5; it must be above 0 and at most 1"),
+    ({"top_p": NAN}, "sampling.top_p is nan; it must be finite"),
+    ({"min_p": -0.5}, "sampling.min_p is -0.5; it must be from 0 to 1"),
+    ({"min_p": NAN}, "sampling.min_p is nan; it must be finite"),
+    ({"presence_penalty": NAN}, "sampling.presence_penalty is nan; it must be finite"),
+    ({"frequency_penalty": INF}, "sampling.frequency_penalty is inf; it must be finite"),
+    ({"repetition_penalty": NAN}, "sampling.repetition_penalty is nan; it must be finite"),
+    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty is 0; it must be above 0"),
+    ({"logit_bias": {50: 1.0}}, "sampling.logit_bias holds token 50; token ids of this model are below 50"),
+    ({"logit_bias": {3: NAN}}, "sampling.logit_bias holds nan; it must be finite"),
+    ({"allowed_token_ids": [50]}, "sampling.allowed_token_ids holds token 50; token ids of this model are below 50"),
+    ({"bad_token_sequences": [[1], []]}, "bad_token_sequences[1] is empty; a sequence has at least 1 token"),
+    ({"bad_token_sequences": [[50]]}, "bad_token_sequences[0] holds token 50; token ids of this model are below 50"),
+    ({"logprobs": 9}, "output.logprobs is 9; the limit is 8"),
+    ({"prompt_logprobs": 9}, "output.prompt_logprobs is 9; the limit is 8"),
+]
+
+
+@pytest.mark.parametrize(("sampling", "refusal"), REFUSED_SAMPLING, ids=[each for _, each in REFUSED_SAMPLING])
+def test_sampling_that_is_wrong_is_refused_for_its_row_alone(sampling: dict[str, Any], refusal: str) -> None:
+    request = make_request(assign=[make_assign(0, [1], [0], **sampling), make_assign(1, [1], [1], temperature=0.5)])
+    wrong, right = DECODER.decode(request).row_changes.assign
+    assert wrong.sampling.refusal == refusal
+    assert (wrong.sampling.rules, wrong.sampling.prompt_logprobs, wrong.sampling.num_candidates) == (None, None, None)
+    assert (right.sampling.refusal, right.sampling.parameters.temperature) == (None, 0.5)
+
+
+def test_sampling_that_is_no_message_is_refused_for_its_row_alone() -> None:
+    (assign,) = DECODER.decode(assign_request(row_sampling=b"\xff\xff")).row_changes.assign
+    assert (assign.sampling.refusal or "").startswith("row_sampling is no RowSampling: ")
+
+
+def test_absent_parameters_change_nothing() -> None:
+    (assign,) = DECODER.decode(sampling_request()).row_changes.assign
+    parameters = assign.sampling.parameters
+    assert (parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p) == (0, 0, 1, 0)
+    assert (assign.sampling.rules, assign.sampling.refusal) == (None, None)
+
+
 @pytest.mark.parametrize(
     "neutral",
     [
         {"repetition_penalty": 1.0, "presence_penalty": -0.0},
-        {"repetition_penalty": 0.0, "stop_token_ids": encode_int32([2])},
+        {"repetition_penalty": 1.0, "stop_token_ids": [2]},
+        # An eos id that the model cannot draw.
+        {"min_tokens": 5, "stop_token_ids": [50]},
         {"min_tokens": 5},
     ],
     ids=str,
@@ -218,19 +222,18 @@ def test_logit_rules_arrive_as_they_were_sent() -> None:
         presence_penalty=0.5,
         frequency_penalty=-0.25,
         repetition_penalty=1.5,
-        logit_bias_token_ids=encode_int32([4, 1]),
-        logit_bias_values=encode_float32([-100.0, 0.5]),
-        allowed_token_ids=encode_int32([49, 0]),
-        bad_token_sequences=[encode_int32([1]), encode_int32([2, 3])],
+        logit_bias={4: -100.0, 1: 0.5},
+        allowed_token_ids=[49, 0],
+        bad_token_sequences=[[1], [2, 3]],
         min_tokens=7,
-        stop_token_ids=encode_int32([2]),
+        stop_token_ids=[2],
     )
     (assign,) = DECODER.decode(request).row_changes.assign
     rules = assign.sampling.rules
     assert rules is not None
     assert (assign.sampling.prompt_logprobs, assign.num_prompt_tokens) == (0, 3)
     assert (rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty) == (0.5, -0.25, 1.5)
-    assert (rules.bias_token_ids.tolist(), rules.bias_values.tolist()) == ([4, 1], [-100.0, 0.5])
+    assert dict(zip(rules.bias_token_ids.tolist(), rules.bias_values.tolist(), strict=True)) == {4: -100.0, 1: 0.5}
     assert (rules.allowed_token_ids.tolist(), rules.stop_token_ids.tolist()) == ([49, 0], [2])
     assert [each.tolist() for each in rules.bad_sequences] == [[1], [2, 3]]
     assert rules.min_tokens == 7
@@ -257,7 +260,7 @@ def test_a_step_arrives_as_it_was_sent() -> None:
     assert changes.release.tolist() == [5]
     (assign,) = changes.assign
     assert (assign.row, assign.token_ids.tolist(), assign.block_table.tolist()) == (0, [1, 2, 3], [7])
-    assert (assign.sampling.temperature, assign.sampling.seed) == (0.5, 2**64 - 1)
+    assert (assign.sampling.parameters.temperature, assign.sampling.seed) == (0.5, 2**64 - 1)
     assert (assign.sampling.logprobs, assign.sampling.num_candidates) == (0, None)
     assert changes.fork.tolist() == [[0, 1]]
     assert (changes.reseed[0].row, changes.reseed[0].seed) == (1, 2**63)
@@ -280,7 +283,8 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
         token_ids=np.array([8, 0, 0], np.int32),
         logprobs=TokenLogprobs(np.array([0], np.int32), columns_of([Line(-0.5, 1, [8, 9], [-0.5, -1.5])])),
         candidates=(RowCandidates(5, np.array([7], np.int32), np.array([-0.25], np.float32)),),
-        failed_rows=(3,),
+        failed_rows=(3, 5),
+        refusals={5: "sampling.top_p is 7"},
         non_finite_chunks=(9, 1),
         timings=StepTimings(1, 2, 3, 2**40),
         prompt_logprobs=(
@@ -298,7 +302,10 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
     assert result.non_finite_chunks == encode_int32([9, 1])
     assert lines_by_row(result) == {2: Line(-0.5, 1, [8, 9], [-0.5, -1.5])}
     assert result.candidates[0].token_ids == encode_int32([7])
-    assert [failure.row for failure in result.failures] == [3]
+    non_finite, refused = result.failures
+    assert (non_finite.row, non_finite.reason) == (3, worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS)
+    assert (refused.row, refused.detail) == (5, "sampling.top_p is 7")
+    assert refused.reason == worker_pb2.ROW_FAILURE_REASON_INVALID_SAMPLING
     (prompt,) = result.prompt_logprobs
     assert (prompt.row, prompt.first_position) == (3, 17)
     assert prompt.chosen_logprobs == encode_float32([-2.5, -3.0])

@@ -17,17 +17,18 @@ LOGITS = np.array([2.0, 1.0, 0.0, -0.5, 1.5, -3.0, 0.5, 2.2, -1.0, 0.1], dtype=n
 
 def naive_distribution(logits: np.ndarray, sampling: RowSampling) -> np.ndarray:
     """Temperature, then min-p, then top-k, then top-p, each followed by renormalisation."""
-    scaled = logits.astype(np.float64) / sampling.temperature
+    asked = sampling.parameters
+    scaled = logits.astype(np.float64) / asked.temperature
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
-    p[p < sampling.min_p * p.max()] = 0
+    p[p < asked.min_p * p.max()] = 0
     order = np.argsort(-p, kind="stable")
-    if sampling.top_k:
-        p[order[sampling.top_k :]] = 0
+    if asked.top_k:
+        p[order[asked.top_k :]] = 0
     p /= p.sum()
     before = np.concatenate(([0.0], np.cumsum(p[order])[:-1]))
-    if sampling.top_p < 1:
-        p[order[before >= sampling.top_p]] = 0
+    if asked.top_p < 1:
+        p[order[before >= asked.top_p]] = 0
     return p / p.sum()
 
 

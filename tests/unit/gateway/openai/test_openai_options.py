@@ -8,13 +8,15 @@ from gateway.openai.body import parse_body
 from gateway.openai.calls import MAX_PROMPTS, CompletionCall
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody
-from gateway.requests.request import (
-    BeamSearchOptions,
-    ChatMessage,
-    EarlyStopping,
+from gateway.requests.request import ChatMessage, TextPrompt, TokenPrompt
+from quire.common.v1.common_pb2 import (
+    EARLY_STOPPING_FALSE,
+    EARLY_STOPPING_NEVER,
+    EARLY_STOPPING_TRUE,
+    BeamSearchParameters,
     OutputOptions,
-    TextPrompt,
-    TokenPrompt,
+    SamplingParameters,
+    StoppingParameters,
 )
 from quire.rpc.errors import InvalidArgument
 
@@ -50,9 +52,10 @@ def test_the_four_kinds_of_prompts(prompt, expected):
 def test_what_is_absent_stays_absent():
     asked = options()
     assert asked.stopping.max_tokens == 16
-    assert asked.output == OutputOptions()
-    assert asked.sampling.temperature is asked.sampling.n is asked.sampling.seed is None
-    assert chat_options(chat(), "id").stopping.max_tokens is None
+    assert (asked.sampling, asked.as_written) == (SamplingParameters(), {})
+    assert not asked.output.HasField("logprobs")
+    assert not asked.output.HasField("prompt_logprobs")
+    assert chat_options(chat(), "id").asked("stopping.max_tokens") is None
 
 
 def test_every_field_reaches_its_place():
@@ -62,23 +65,41 @@ def test_every_field_reaches_its_place():
         ignore_eos=True, stop_token_ids=[9], include_stop_str_in_output=True, skip_special_tokens=False,
         allowed_token_ids=[1, 2], bad_words=["bad"], logprobs=3, prompt_logprobs=1, model="m",
     )  # fmt: skip
-    sampling, stopping = asked.sampling, asked.stopping
-    assert (sampling.n, sampling.best_of, sampling.seed, sampling.temperature, sampling.top_p) == (2, 3, 5, 0.5, 0.9)
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.1, 0.2, 1.1)
-    assert (sampling.logit_bias, sampling.top_k, sampling.min_p) == ({5: 1.0}, 4, 0.1)
-    assert (sampling.allowed_token_ids, sampling.bad_words) == ([1, 2], ["bad"])
-    assert (stopping.max_tokens, stopping.min_tokens, stopping.stop, stopping.stop_token_ids) == (7, 2, ["x"], [9])
-    assert stopping.ignore_eos
-    assert stopping.include_stop_string
-    assert asked.output == OutputOptions(3, 1, include_special_tokens=True)
+    assert asked.sampling == SamplingParameters(
+        n=2, best_of=3, seed=5, temperature=0.5, top_p=0.9, presence_penalty=0.1, frequency_penalty=0.2, top_k=4,
+        min_p=0.1, repetition_penalty=1.1, logit_bias={5: 1.0}, allowed_token_ids=[1, 2], bad_words=["bad"],
+    )  # fmt: skip
+    assert asked.stopping == StoppingParameters(
+        max_tokens=7, min_tokens=2, stop=["x"], stop_token_ids=[9], ignore_eos=True, include_stop_string=True
+    )
+    assert asked.output == OutputOptions(logprobs=3, prompt_logprobs=1, include_special_tokens=True)
     assert (asked.model, asked.request_id) == ("m", "id")
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"top_p": 1e-50}, "sampling.top_p"),
+        ({"temperature": 1e300}, "sampling.temperature"),
+        ({"max_tokens": -1}, "stopping.max_tokens"),
+        ({"logprobs": 2**40}, "output.logprobs"),
+        ({"allowed_token_ids": [1, -1]}, "sampling.allowed_token_ids"),
+        ({"stop_token_ids": [2**32]}, "stopping.stop_token_ids"),
+        ({"logit_bias": {"5": 1e300}}, "sampling.logit_bias"),
+        ({"n": 2**32, "use_beam_search": True}, "sampling.beam_search.beam_width"),
+    ],
+)
+def test_what_a_message_cannot_hold_is_kept_as_it_was_written_for_the_validator(fields, path):
+    value = fields.get(path.rpartition(".")[2], fields.get("n"))
+    assert options(**fields).asked(path) == ({5: 1e300} if path == "sampling.logit_bias" else value)
 
 
 def test_a_top_k_of_minus_one_means_all_tokens_as_vllm_has_it():
     assert options(top_k=-1).sampling.top_k == 0
     assert options(top_k=0).sampling.top_k == 0
-    assert options().sampling.top_k is None
-    assert options(top_k=-2).sampling.top_k == -2, "left for the validator to refuse"
+    assert options(top_k=-1).asked("sampling.top_k") == 0
+    assert options().asked("sampling.top_k") is None
+    assert options(top_k=-2).asked("sampling.top_k") == -2, "left for the validator to refuse"
 
 
 def test_a_lower_priority_runs_earlier_as_vllm_has_it():
@@ -88,29 +109,32 @@ def test_a_lower_priority_runs_earlier_as_vllm_has_it():
 def test_an_echo_with_log_probabilities_asks_for_those_of_the_prompt():
     assert options(echo=True, logprobs=2).output.prompt_logprobs == 2
     assert options(echo=True, logprobs=2, prompt_logprobs=1).output.prompt_logprobs == 2
-    assert options(logprobs=2).output.prompt_logprobs is None
-    assert options(echo=True).output.prompt_logprobs is None
+    assert options(logprobs=2).asked("output.prompt_logprobs") is None
+    assert options(echo=True).asked("output.prompt_logprobs") is None
 
 
 def test_an_echo_of_no_tokens_generates_one_that_is_not_shown():
     assert options(echo=True, max_tokens=0).stopping.max_tokens == 1
-    assert options(max_tokens=0).stopping.max_tokens == 0
+    assert options(max_tokens=0).asked("stopping.max_tokens") == 0
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"n": 2}, BeamSearchOptions(2)),
-        ({"n": 2, "best_of": 4}, BeamSearchOptions(4)),
-        ({}, BeamSearchOptions(1)),
-        ({"n": 3, "length_penalty": 0.5, "early_stopping": True}, BeamSearchOptions(3, 0.5, EarlyStopping.TRUE)),
-        ({"n": 3, "early_stopping": "never"}, BeamSearchOptions(3, None, EarlyStopping.NEVER)),
+        ({"n": 2}, (2, None, EARLY_STOPPING_FALSE)),
+        ({"n": 2, "best_of": 4}, (4, None, EARLY_STOPPING_FALSE)),
+        ({}, (1, None, EARLY_STOPPING_FALSE)),
+        ({"n": 3, "length_penalty": 0.5, "early_stopping": True}, (3, 0.5, EARLY_STOPPING_TRUE)),
+        ({"n": 3, "early_stopping": "never"}, (3, None, EARLY_STOPPING_NEVER)),
     ],
 )
 def test_beam_search(fields, expected):
-    assert options(use_beam_search=True, **fields).sampling.beam_search == expected
+    width, length_penalty, early_stopping = expected
+    assert options(use_beam_search=True, **fields).sampling.beam_search == BeamSearchParameters(
+        beam_width=width, length_penalty=length_penalty, early_stopping=early_stopping
+    )
     if not {"length_penalty", "early_stopping"} & fields.keys():
-        assert options(**fields).sampling.beam_search is None
+        assert not options(**fields).sampling.HasField("beam_search")
 
 
 def test_content_in_parts_becomes_one_text():
@@ -125,15 +149,19 @@ def test_names_of_speakers_reach_the_template_and_an_empty_one_is_none():
 
 
 def test_a_seed_of_minus_one_is_none_as_vllm_has_it():
-    assert options(seed=-1).sampling.seed is None
-    assert options(seed=-5).sampling.seed == -5
-    assert options(seed=0).sampling.seed == 0
+    assert not options(seed=-1).sampling.HasField("seed")
+    assert options(seed=0).sampling.HasField("seed")
+
+
+def test_a_negative_seed_is_the_number_that_has_the_same_bits():
+    asked = options(seed=-5)
+    assert (asked.sampling.seed, asked.asked("sampling.seed")) == (2**64 - 5, -5)
 
 
 def test_chat_log_probabilities():
-    assert chat_options(chat(logprobs=True), "id").output.logprobs == 0
+    assert chat_options(chat(logprobs=True), "id").asked("output.logprobs") == 0
     assert chat_options(chat(logprobs=True, top_logprobs=3), "id").output.logprobs == 3
-    assert chat_options(chat(logprobs=False), "id").output.logprobs is None
+    assert chat_options(chat(logprobs=False), "id").asked("output.logprobs") is None
 
 
 def test_either_name_of_the_length_works():
