@@ -22,7 +22,7 @@ STUBS := $(VENV)/.quire-stubs
 TRITON_CLIENT := $(VENV)/triton-client
 TRITON_CLIENT_INSTALLED := $(TRITON_CLIENT)/.quire-installed
 PROTOS := $(shell find protos -name '*.proto')
-CPU_KERNELS := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/CMakeLists.txt)
+CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMakeLists.txt)
 
 CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-compose check-kubernetes
 

@@ -7,7 +7,7 @@ from kernels.checks import dtype_written_to
 
 
 def fill_pool(layers: tuple[torch.Tensor, ...], head_dim: int) -> None:
-    """Writes keys and values of a normal distribution to all blocks, so that they are kept as a model's are in service.
+    """Writes keys and values of a normal distribution to all blocks, as in service.
 
     Args:
         layers: [2, num_blocks, num_kv_heads, block_size, D] each, or what stands for D in a pool of another dtype.

@@ -17,10 +17,9 @@ import torch
 from bench.models import write_model
 from bench.pool import fill_pool
 from bench.report import Series, write_results
-from kernels.cpu.library import OperationKind
-from kernels.cpu.products import ProductShape
+from kernels.cpu.bindings import ProductShape
+from kernels.cpu.library import Operation
 from kernels.cpu.recording import RecordedCall, record
-from kernels.short_cache import SHORT_DTYPE, tile_bytes
 from quire.settings import ConfigurationError
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.recorded_forward import room_for
@@ -129,15 +128,10 @@ class Passes:
         hidden = model.embed(self._room)
         self.recording = record(num_rows, lambda: _ignore(model.run_layers(hidden, self._room)))
         self._block_bytes = geometry.block_bytes
-        full = _BLOCK_SIZE * model.head_dim * dtype.itemsize
-        is_short = pool.gpu[0].dtype == SHORT_DTYPE
-        self._share_of_full = tile_bytes(_BLOCK_SIZE, model.head_dim) / full if is_short else 1.0
 
     def kv_bytes(self, num_rows: int) -> int:
         """What attention of the first rows reads."""
-        lengths = self._lengths[:num_rows]
-        blocks = (lengths // _BLOCK_SIZE * self._share_of_full + lengths % _BLOCK_SIZE / _BLOCK_SIZE).sum()
-        return round(float(blocks) * self._block_bytes)
+        return int(self._lengths[:num_rows].sum()) * self._block_bytes // _BLOCK_SIZE
 
     def _fill(self, num_rows: int, blocks: int) -> None:
         room, attention, last = self._room, self._room.attention, self._lengths - 1
@@ -159,8 +153,8 @@ def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], float]:
         name = _name(call)
         if name not in parts:
             parts[name] = passes.recording.part(lambda each, name=name: _name(each) == name)
-            read_bytes[name] = passes.kv_bytes(batch) if call.kind is OperationKind.PAGED_ATTENTION else 0
-        if call.kind is OperationKind.PRODUCT:
+            read_bytes[name] = passes.kv_bytes(batch) if call.operation is Operation.PAGED_ATTENTION else 0
+        if call.operation is Operation.PRODUCT:
             read_bytes[name] += ProductShape.of(call.arguments).weight_bytes
     read_bytes["all layers"] = sum(read_bytes.values())
     numbers = torch.ones(_SUMMED_BYTES // 4)
@@ -175,8 +169,8 @@ def measure(passes: Passes, batch: int, runs: int) -> tuple[list[Stage], float]:
 
 
 def _name(call: RecordedCall) -> str:
-    if call.kind is not OperationKind.PRODUCT:
-        return call.kind.name.lower()
+    if call.operation is not Operation.PRODUCT:
+        return call.operation.name.lower()
     shape = ProductShape.of(call.arguments)
     return f"product {shape.in_features} x {shape.out_features}"
 

@@ -170,8 +170,8 @@ def _why_triton_does_not_work() -> str | None:
     return None
 
 
-def reads_all_pools(implementation: Implementation) -> bool:
-    """Whether it reads and writes pools of int8 and of short blocks itself."""
+def reads_int8_pools(implementation: Implementation) -> bool:
+    """Whether it reads and writes pools of int8 itself."""
     return isinstance(implementation, CpuKernels)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 
 from kernels import int8
-from kernels.short_cache import SHORT_DTYPE, can_be_short
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,15 +40,10 @@ def check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> Non
 
 
 def check_kv_cache(kv_cache: torch.Tensor) -> None:
-    """A layer's KV pool: contiguous [2, num_blocks, num_kv_heads, block_size, head_dim], or int8 lines, or int16."""
+    """A layer's KV pool: contiguous [2, num_blocks, num_kv_heads, block_size, head_dim], or int8 lines."""
     if kv_cache.dim() != 5 or kv_cache.size(0) != 2:
         check_shape("kv_cache", kv_cache, (2, None, None, None, None))
-    check_dtype("kv_cache", kv_cache, (*FLOATING, torch.int8, SHORT_DTYPE))
-    if kv_cache.dtype == SHORT_DTYPE and not can_be_short(kv_cache.size(3), kv_cache.size(4)):
-        raise ValueError(
-            f"kv_cache is of {SHORT_DTYPE} with tiles of {kv_cache.size(3)} times {kv_cache.size(4)} numbers; expected "
-            "head sizes of at least 16, and a multiple of 128 numbers up to 65536"
-        )
+    check_dtype("kv_cache", kv_cache, (*FLOATING, torch.int8))
     if not kv_cache.is_contiguous():
         raise ValueError("kv_cache is not contiguous")
 
@@ -158,9 +152,7 @@ def check_rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
 
 def dtype_written_to(kv_cache: torch.Tensor) -> torch.dtype | None:
     """The dtype of the keys, values and queries that a pool takes; None where it takes any floating one."""
-    if kv_cache.dtype == torch.int8:
-        return None
-    return torch.bfloat16 if kv_cache.dtype == SHORT_DTYPE else kv_cache.dtype
+    return None if kv_cache.dtype == torch.int8 else kv_cache.dtype
 
 
 def _fits(x: torch.Tensor, kv_cache: torch.Tensor) -> bool:

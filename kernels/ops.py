@@ -3,7 +3,7 @@
 Words: T tokens of one flat batch, R rows (sequences) in it, H heads, D head size, B block size. A slot is
 `block_id * B + offset`. The KV pool of a layer is `[2, num_blocks, Hkv, B, D]`, keys first: the tile of one block and
 head is contiguous. A pool of int8 has lines of `int8.line_bytes(D)` instead of D; keys, values and queries are
-floating, rounded on the way in. One of int16 (`short_cache`) is for those of bfloat16, bit for bit.
+floating, rounded on the way in.
 
 All operations raise ValueError when shapes, dtypes or devices do not fit together. The content of index tensors (block
 ids, slots, positions) is the caller's duty: reading it would stall a GPU. On the CPU one that is out of range raises
@@ -14,14 +14,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels import host_memory, int8, reference, short_cache
+from kernels import host_memory, int8, reference
 from kernels.backends import (
-    Implementation,
     block_moves_for,
     implementation_for,
     largest_head_dim_for,
     packed_products_for,
-    reads_all_pools,
+    reads_int8_pools,
 )
 from kernels.checks import (
     FLOATING,
@@ -47,15 +46,13 @@ def reshape_and_cache(
     """Writes the keys and values of new tokens into their slots of `kv_cache`, in place.
 
     Args:
-        key, value: [T, Hkv, D], of the dtype of `kv_cache`; of one floating dtype where that is int8, of bfloat16 where
-            it is int16.
+        key, value: [T, Hkv, D], of the dtype of `kv_cache`; of one floating dtype where that is int8.
         kv_cache: [2, num_blocks, Hkv, B, D].
-        slot_mapping: [T] int64, all different. In a pool of int16 slots of one block follow each other and rise.
+        slot_mapping: [T] int64, all different.
     """
     check_write(key, value, kv_cache, slot_mapping)
     implementation = implementation_for(kv_cache.device)
-    kv_cache = _as_known(kv_cache, implementation)
-    if kv_cache.dtype == torch.int8 and not reads_all_pools(implementation):
+    if kv_cache.dtype == torch.int8 and not reads_int8_pools(implementation):
         key, value, kv_cache = _as_lines(key, value, kv_cache)
     implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
 
@@ -105,8 +102,7 @@ def paged_attention(
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap is {soft_cap}; expected more than 0")
     implementation = implementation_for(kv_cache.device)
-    kv_cache = _as_known(kv_cache, implementation)
-    if kv_cache.dtype == torch.int8 and not reads_all_pools(implementation):
+    if kv_cache.dtype == torch.int8 and not reads_int8_pools(implementation):
         kv_cache, block_tables = int8.floating_blocks(kv_cache, block_tables, seq_lens, query)
     return implementation.paged_attention(
         query,
@@ -239,8 +235,7 @@ def rotary_and_cache(
     check_write(key, value, kv_cache, slot_mapping)
     check_dtype("query", query, key.dtype)
     implementation = implementation_for(kv_cache.device)
-    kv_cache = _as_known(kv_cache, implementation)
-    if kv_cache.dtype == torch.int8 and not reads_all_pools(implementation):
+    if kv_cache.dtype == torch.int8 and not reads_int8_pools(implementation):
         query, key = implementation.rotary(query, key, positions, cos_sin_cache)
         key, value, kv_cache = _as_lines(key, value, kv_cache)
         implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
@@ -314,20 +309,6 @@ def product(
 def largest_head_dim(device: torch.device) -> int | None:
     """The largest head size that `paged_attention` takes on such a device; None where it takes any."""
     return largest_head_dim_for(device)
-
-
-def stored_dtype(device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int) -> torch.dtype:
-    """What keys and values of this dtype are best kept in on such a device: the dtype, or int16 for bfloat16."""
-    if dtype != torch.bfloat16 or device.type != "cpu" or not short_cache.can_be_short(block_size, head_dim):
-        return dtype
-    return short_cache.SHORT_DTYPE if reads_all_pools(implementation_for(device)) else dtype
-
-
-def _as_known(kv_cache: torch.Tensor, implementation: Implementation) -> torch.Tensor:
-    """The pool as the implementation knows it: what it writes itself is never short."""
-    if kv_cache.dtype != short_cache.SHORT_DTYPE or reads_all_pools(implementation):
-        return kv_cache
-    return short_cache.as_numbers(kv_cache)
 
 
 def _as_lines(

@@ -25,20 +25,19 @@ class PackedWeight:
 
     data: torch.Tensor
     scales: torch.Tensor | None
-    """[out] float32, where `data` are codes of int8 that stand for `codes * scales`."""
+    """[out] float32, where `data` is int8 and stands for `data * scales`."""
     dtype: torch.dtype
-    """Of the weight as it was, and of what it is multiplied with."""
+    """Of the weight before it was packed, and of the tokens that it is multiplied with."""
     out_features: int
     """Of the weight. Where it is gated, the product has half as many."""
     in_features: int
     padded_in: int
-    """Inputs that the product multiplies: zeros are added to a token."""
+    """Inputs that the product multiplies: tokens are padded with zeros."""
     gated: bool
     """The first half of the outputs are gates: the product is `silu(gate) * up`."""
-
     rounding: Rounding
-    short: bool = False
-    """The same numbers are stored in fewer bits."""
+    is_bf12: bool = False
+    """Whether `data` holds the bfloat16 numbers in 12 bits each, bit for bit."""
 
     @property
     def width(self) -> int:

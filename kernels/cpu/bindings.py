@@ -1,28 +1,92 @@
 """Calls the CPU library: the functions of `kernels.reference`, for tensors in host memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from ctypes import Structure
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels import reference
-from kernels.cpu.arguments import (
+from kernels.cpu.library import (
+    BF12_EXCEPTION_BYTES,
+    BF12_GROUP,
+    BF12_GROUP_BYTES,
+    BF12_HEAD_BYTES,
     DTYPES,
-    NO_CACHE,
-    NO_HEADS,
-    Empty,
-    as_lines,
-    cache_slots,
-    check_status,
-    dense,
-    empty,
-    heads_of,
-    storage_of,
+    MULTIPLIED_BF12_WEIGHT,
+    MULTIPLIED_FLOATS,
+    MULTIPLIED_INT8,
+    MULTIPLIED_INT8_WEIGHT,
+    PANEL,
+    SLOT_BYTES,
+    WORDS_OF_BLOCK,
+    AllGatherArgs,
+    AllReduceArgs,
+    AttentionArgs,
+    CacheSlots,
+    CompressArgs,
+    Heads,
+    NormArgs,
+    Operation,
+    Operations,
+    PackArgs,
+    ProductArgs,
+    QuantizeArgs,
+    RotaryArgs,
+    SharedGroup,
+    SiluArgs,
 )
-from kernels.cpu.exchange import CpuExchange
-from kernels.cpu.library import ATTENTION_ARGS, NORM_ARGS, ROTARY_ARGS, SILU_ARGS, Operation, Operations
-from kernels.cpu.products import CpuProducts
-from kernels.packed_weight import PackedWeight, Rounding
+from kernels.packed_weight import ACTIVATIONS, PackedWeight, Rounding
 from kernels.reference import ScoreRule
+
+# The enum Activation of api.h.
+_ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
+_SILU_AND_MUL = len(ACTIVATIONS)
+_MULTIPLIED = {
+    Rounding.NONE: MULTIPLIED_FLOATS,
+    Rounding.WEIGHT: MULTIPLIED_INT8_WEIGHT,
+    Rounding.WEIGHT_AND_INPUT: MULTIPLIED_INT8,
+}
+# Where products with 12-bit weights are the faster ones with few tokens: everywhere but here.
+_ISAS_WITHOUT_BF12 = ("avx2",)
+# A weight stays in 16 bits where more than one number in this many is an exception. Of normally distributed weights
+# about one in 10,000 is.
+_NUMBERS_PER_EXCEPTION = 256
+
+Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+"""Makes a contiguous tensor of this shape with any content."""
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An `Empty` in torch's memory."""
+    return torch.empty(shape, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """What the arguments of a product say about its weight.
+
+    Attributes:
+        in_features: padded to whole blocks.
+        number_bits: of a number in memory.
+    """
+
+    out_features: int
+    in_features: int
+    number_bits: int
+
+    @classmethod
+    def of(cls, arguments: Structure) -> "ProductShape":
+        multiplied = arguments.multiplied
+        if multiplied == MULTIPLIED_FLOATS:
+            number_bits = 32 if arguments.dtype == DTYPES[torch.float32] else 16
+        else:
+            number_bits = 12 if multiplied == MULTIPLIED_BF12_WEIGHT else 8
+        return cls(arguments.out_features, arguments.in_features, number_bits)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.out_features * self.in_features * self.number_bits // 8
 
 
 class CpuKernels:
@@ -32,7 +96,7 @@ class CpuKernels:
     views whose last dimension is contiguous; others are copied first.
 
     Args:
-        make_empty: makes the tensors that operations return.
+        make_empty: makes the tensors that operations return, and those in between.
 
     Raises:
         IndexError: of any operation, where a block id, slot, position or length is out of range. Nothing was written.
@@ -40,10 +104,7 @@ class CpuKernels:
 
     def __init__(self, library: Operations, make_empty: Empty = empty) -> None:
         self._library = library
-        self._context = library.context
         self._empty = make_empty
-        self._products = CpuProducts(library, make_empty)
-        self._exchange = CpuExchange(library, make_empty)
 
     def paged_attention(
         self,
@@ -57,64 +118,62 @@ class CpuKernels:
         max_query_len: int,
         max_seq_len: int,
     ) -> torch.Tensor:
-        query, block_tables = dense(query), dense(block_tables)
+        query, block_tables = _dense(query), _dense(block_tables)
         query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
-        alibi_slopes = None if scores.alibi_slopes is None else scores.alibi_slopes.contiguous()
-        sinks = None if scores.sinks is None else scores.sinks.contiguous()
+        alibi_slopes, sinks = _contiguous(scores.alibi_slopes), _contiguous(scores.sinks)
         num_tokens, num_heads, head_dim = query.shape
         _, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
         token_stride, head_stride, _ = query.stride()
         output = self._empty(query.shape, query.dtype)
-        arguments = ATTENTION_ARGS.pack(
-            output.data_ptr(),
-            query.data_ptr(),
-            kv_cache.data_ptr(),
-            block_tables.data_ptr(),
-            query_start_loc.data_ptr(),
-            seq_lens.data_ptr(),
-            0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(),
-            DTYPES[query.dtype],
-            torch.get_num_threads(),
-            num_tokens,
-            seq_lens.shape[0],
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-            num_blocks,
-            token_stride,
-            head_stride,
-            block_tables.stride(0),
-            block_tables.shape[1],
-            *storage_of(kv_cache),
-            max_seq_len if scores.sliding_window is None else scores.sliding_window,
-            scores.scale,
-            0.0 if scores.soft_cap is None else scores.soft_cap,
+        arguments = AttentionArgs(
+            output=output.data_ptr(),
+            query=query.data_ptr(),
+            kv_cache=kv_cache.data_ptr(),
+            block_tables=block_tables.data_ptr(),
+            query_start_loc=query_start_loc.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            alibi_slopes=_address(alibi_slopes),
+            sinks=_address(sinks),
+            dtype=DTYPES[query.dtype],
+            threads=torch.get_num_threads(),
+            num_tokens=num_tokens,
+            num_rows=seq_lens.shape[0],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            query_token_stride=token_stride,
+            query_head_stride=head_stride,
+            table_stride=block_tables.stride(0),
+            table_width=block_tables.shape[1],
+            int8_line_bytes=_int8_line_bytes(kv_cache),
+            sliding_window=max_seq_len if scores.sliding_window is None else scores.sliding_window,
+            scale=scores.scale,
+            soft_cap=0.0 if scores.soft_cap is None else scores.soft_cap,
         )
-        check_status(self._library.paged_attention(self._context, arguments))
+        self._library.call(Operation.PAGED_ATTENTION, arguments)
         return output
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if not _same_dtype(x, weight):
             return reference.rms_norm(x, weight, eps)
-        return self._norm(self._library.rms_norm, x, None, weight, None, eps)
+        return self._norm(Operation.RMS_NORM, x, None, weight, None, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not _same_dtype(x, weight):
             return reference.add_rms_norm(x, residual, weight, eps)
-        if not residual.is_contiguous():
-            residual = residual.contiguous()
-        return self._norm(self._library.rms_norm, x, residual, weight, None, eps), residual
+        residual = residual.contiguous()
+        return self._norm(Operation.RMS_NORM, x, residual, weight, None, eps), residual
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
         if not _same_dtype(x, weight, bias):
             return reference.layer_norm(x, weight, bias, eps)
-        return self._norm(self._library.layer_norm, x, None, weight, bias, eps)
+        return self._norm(Operation.LAYER_NORM, x, None, weight, bias, eps)
 
     def add_layer_norm(
         self,
@@ -126,49 +185,58 @@ class CpuKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not _same_dtype(x, weight, bias):
             return reference.add_layer_norm(x, residual, weight, bias, eps)
-        if not residual.is_contiguous():
-            residual = residual.contiguous()
-        return self._norm(self._library.layer_norm, x, residual, weight, bias, eps), residual
+        residual = residual.contiguous()
+        return self._norm(Operation.LAYER_NORM, x, residual, weight, bias, eps), residual
+
+    def _norm(
+        self,
+        operation: Operation,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        output = self._empty(x.shape, x.dtype)
+        lines = x if x.dim() == 3 and x.stride(-1) == 1 else _as_lines(x).unsqueeze(1)
+        num_groups, group_size, hidden = lines.shape
+        group_stride, line_stride, _ = lines.stride()
+        weight, bias = _contiguous(weight), _contiguous(bias)
+        arguments = NormArgs(
+            output=output.data_ptr(),
+            x=lines.data_ptr(),
+            residual=_address(residual),
+            weight=_address(weight),
+            bias=_address(bias),
+            dtype=DTYPES[x.dtype],
+            threads=torch.get_num_threads(),
+            rows=num_groups * group_size,
+            hidden=hidden,
+            x_stride=line_stride,
+            x_group=group_size,
+            x_group_stride=group_stride,
+            residual_stride=hidden,
+            eps=eps,
+        )
+        self._library.call(operation, arguments)
+        return output
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         if not _same_dtype(x):
             return reference.silu_and_mul(x)
         *leading, doubled = x.shape
-        output = self._empty((*leading, doubled // 2), x.dtype)
-        lines = as_lines(x)
-        arguments = SILU_ARGS.pack(
-            output.data_ptr(),
-            lines.data_ptr(),
-            DTYPES[x.dtype],
-            torch.get_num_threads(),
-            lines.shape[0],
-            doubled // 2,
-            lines.stride(0),
+        output, lines = self._empty((*leading, doubled // 2), x.dtype), _as_lines(x)
+        arguments = SiluArgs(
+            output=output.data_ptr(),
+            x=lines.data_ptr(),
+            dtype=DTYPES[x.dtype],
+            threads=torch.get_num_threads(),
+            rows=lines.shape[0],
+            n=doubled // 2,
+            x_stride=lines.stride(0),
         )
-        check_status(self._library.silu_and_mul(self._context, arguments))
+        self._library.call(Operation.SILU_AND_MUL, arguments)
         return output
-
-    def has_products(self, dtype: torch.dtype, rounding: Rounding) -> bool:
-        return self._products.has(dtype, rounding)
-
-    def pack_weight(self, weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight:
-        return self._products.pack_weight(weight, gated, rounding)
-
-    def product(
-        self,
-        x: torch.Tensor,
-        weight: PackedWeight,
-        bias: torch.Tensor | None,
-        activation: str,
-        output_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        return self._products.product(x, weight, bias, activation, output_dtype)
-
-    def all_reduce(self, x: torch.Tensor, memory: torch.Tensor, rank: int, size: int) -> None:
-        self._exchange.all_reduce(x, memory, rank, size)
-
-    def all_gather(self, x: torch.Tensor, memory: torch.Tensor, rank: int, size: int, total: int) -> torch.Tensor:
-        return self._exchange.all_gather(x, memory, rank, size, total)
 
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
@@ -176,9 +244,9 @@ class CpuKernels:
         if not _same_dtype(query, key):
             return reference.rotary(query, key, positions, cos_sin_cache)
         outputs = self._empty(query.shape, query.dtype), self._empty(key.shape, key.dtype)
-        query, key = dense(query), dense(key)
-        heads = (*heads_of(query, outputs[0]), *heads_of(key, outputs[1]), *NO_HEADS)
-        self._rotary(heads, NO_CACHE, positions, cos_sin_cache, key)
+        query, key = _dense(query), _dense(key)
+        heads = {"query": _heads(query, outputs[0]), "key": _heads(key, outputs[1])}
+        self._rotary(heads, CacheSlots(), positions, cos_sin_cache, key)
         return outputs
 
     def rotary_and_cache(
@@ -191,78 +259,234 @@ class CpuKernels:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
-        query, key, value = dense(query), dense(key), dense(value)
-        slot_mapping = slot_mapping.contiguous()
-        # Rotated keys on their way to int8 take the place of those that were there.
+        query, key, value, slot_mapping = _dense(query), _dense(key), _dense(value), slot_mapping.contiguous()
+        # Keys are rotated in place before they are rounded to int8.
         rotated = key if kv_cache.dtype == torch.int8 else None
-        heads = (*heads_of(query, query), *heads_of(key, rotated), *heads_of(value, None))
-        self._rotary(heads, cache_slots(kv_cache, slot_mapping), positions, cos_sin_cache, key)
+        heads = {"query": _heads(query, query), "key": _heads(key, rotated), "value": _heads(value, None)}
+        self._rotary(heads, _cache_slots(kv_cache, slot_mapping), positions, cos_sin_cache, key)
         return query
 
     def reshape_and_cache(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        key, value, slot_mapping = dense(key), dense(value), slot_mapping.contiguous()
-        heads = (*NO_HEADS, *heads_of(key, None), *heads_of(value, None))
-        self._rotary(heads, cache_slots(kv_cache, slot_mapping), None, None, key)
+        key, value, slot_mapping = _dense(key), _dense(value), slot_mapping.contiguous()
+        heads = {"key": _heads(key, None), "value": _heads(value, None)}
+        self._rotary(heads, _cache_slots(kv_cache, slot_mapping), None, None, key)
 
     def _rotary(
         self,
-        heads: Sequence[int],
-        cache: tuple[int, int, int, int, int, int],
+        heads: dict[str, Heads],
+        cache: CacheSlots,
         positions: torch.Tensor | None,
         cos_sin_cache: torch.Tensor | None,
         key: torch.Tensor,
     ) -> None:
-        positions = None if positions is None else positions.contiguous()
-        cos_sin_cache = None if cos_sin_cache is None else cos_sin_cache.contiguous()
-        arguments = ROTARY_ARGS.pack(
-            *heads,
-            *cache,
-            0 if positions is None else positions.data_ptr(),
-            0 if cos_sin_cache is None else cos_sin_cache.data_ptr(),
-            0 if cos_sin_cache is None else cos_sin_cache.shape[0],
-            DTYPES[key.dtype],
-            torch.get_num_threads(),
-            key.shape[0],
-            key.shape[2],
+        positions, cos_sin_cache = _contiguous(positions), _contiguous(cos_sin_cache)
+        arguments = RotaryArgs(
+            **heads,
+            cache=cache,
+            positions=_address(positions),
+            cos_sin=_address(cos_sin_cache),
+            max_position=0 if cos_sin_cache is None else cos_sin_cache.shape[0],
+            dtype=DTYPES[key.dtype],
+            threads=torch.get_num_threads(),
+            num_tokens=key.shape[0],
+            head_dim=key.shape[2],
         )
-        check_status(self._library.rotary(self._context, arguments))
+        self._library.call(Operation.ROTARY, arguments)
 
-    def _norm(
-        self,
-        function: Operation,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        output = self._empty(x.shape, x.dtype)
-        lines = x if x.dim() == 3 and x.stride(-1) == 1 else as_lines(x).unsqueeze(1)
-        num_groups, group_size, hidden = lines.shape
-        group_stride, line_stride, _ = lines.stride()
-        weight = None if weight is None else weight.contiguous()
-        bias = None if bias is None else bias.contiguous()
-        arguments = NORM_ARGS.pack(
-            output.data_ptr(),
-            lines.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
-            0 if weight is None else weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            DTYPES[x.dtype],
-            torch.get_num_threads(),
-            num_groups * group_size,
-            hidden,
-            line_stride,
-            group_size,
-            group_stride,
-            hidden,
-            eps,
+    def has_products(self, dtype: torch.dtype, rounding: Rounding) -> bool:
+        """Whether there are products with packed weights of this dtype. Those of float16 are left to oneDNN, which is
+        faster with more than a few tokens."""
+        return dtype in DTYPES and (dtype != torch.float16 or rounding is Rounding.WEIGHT_AND_INPUT)
+
+    def pack_weight(self, weight: torch.Tensor, gated: bool, rounding: Rounding) -> PackedWeight:
+        (out_features, in_features), dtype = weight.shape, weight.dtype
+        weight, scales = _dense(weight), None
+        if rounding is not Rounding.NONE:
+            weight, scales = self._quantize(weight, in_features)
+        elements_of_word = _elements_of_word(dtype, rounding)
+        block = elements_of_word * WORDS_OF_BLOCK
+        panels = -(-(out_features // 2) // (PANEL // 2)) if gated else -(-out_features // PANEL)
+        padded_in = -(-in_features // block) * block
+        data = torch.empty((panels, padded_in, PANEL), dtype=weight.dtype)
+        arguments = PackArgs(
+            packed=data.data_ptr(),
+            weight=weight.data_ptr(),
+            threads=torch.get_num_threads(),
+            out_features=out_features,
+            in_bytes=in_features * weight.element_size(),
+            row_bytes=weight.stride(0) * weight.element_size(),
+            gated=gated,
+            word_bytes=elements_of_word * weight.element_size(),
         )
-        check_status(function(self._context, arguments))
+        self._library.call(Operation.PACK_WEIGHT, arguments)
+        packed = PackedWeight(data, scales, dtype, out_features, in_features, padded_in, gated, rounding)
+        if rounding is not Rounding.NONE or dtype != torch.bfloat16 or self._library.isa in _ISAS_WITHOUT_BF12:
+            return packed
+        compressed = self._compress(data)
+        return packed if compressed is None else replace(packed, data=compressed, is_bf12=True)
+
+    def _compress(self, packed: torch.Tensor) -> torch.Tensor | None:
+        """The same numbers in 12 bits; None where too many of them are exceptions."""
+        panels, numbers = packed.shape[0], packed[0].numel()
+        panel_bytes = BF12_HEAD_BYTES + numbers // BF12_GROUP * BF12_GROUP_BYTES
+        max_exceptions = packed.numel() // _NUMBERS_PER_EXCEPTION
+        compressed = torch.empty(panels * panel_bytes + max_exceptions * BF12_EXCEPTION_BYTES, dtype=torch.uint8)
+        num_exceptions = torch.empty((), dtype=torch.int64)
+        arguments = CompressArgs(
+            compressed=compressed.data_ptr(),
+            packed=packed.data_ptr(),
+            num_exceptions=num_exceptions.data_ptr(),
+            threads=torch.get_num_threads(),
+            panels=panels,
+            numbers=numbers,
+            max_exceptions=max_exceptions,
+        )
+        self._library.call(Operation.COMPRESS_WEIGHT, arguments)
+        return compressed if num_exceptions.item() <= max_exceptions else None
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: PackedWeight,
+        bias: torch.Tensor | None,
+        activation: str,
+        output_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        padded_in = weight.padded_in
+        tokens, x_scales = _as_lines(x), None
+        if weight.rounding is Rounding.WEIGHT_AND_INPUT:
+            tokens, x_scales = self._quantize(tokens, padded_in)
+        elif padded_in != weight.in_features:
+            tokens = torch.nn.functional.pad(tokens, (0, padded_in - weight.in_features))
+        output = self._empty((*x.shape[:-1], weight.width), output_dtype)
+        bias = _contiguous(bias)
+        arguments = ProductArgs(
+            output=output.data_ptr(),
+            x=tokens.data_ptr(),
+            weight=weight.data.data_ptr(),
+            bias=_address(bias),
+            scales=_address(weight.scales),
+            x_scales=_address(x_scales),
+            dtype=DTYPES[weight.dtype],
+            multiplied=MULTIPLIED_BF12_WEIGHT if weight.is_bf12 else _MULTIPLIED[weight.rounding],
+            output_dtype=DTYPES[output_dtype],
+            activation=_SILU_AND_MUL if weight.gated else _ACTIVATIONS[activation],
+            threads=torch.get_num_threads(),
+            num_tokens=tokens.shape[0],
+            out_features=weight.out_features,
+            in_features=padded_in,
+            x_stride=tokens.stride(0),
+            output_stride=weight.width,
+        )
+        self._library.call(Operation.PRODUCT, arguments)
+        return output
+
+    def _quantize(self, tokens: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Int8 values of tokens [T, n], as [T, width] with zeros after the n, and scales, [T]."""
+        num_tokens, n = tokens.shape
+        values, scales = self._empty((num_tokens, width), torch.int8), self._empty((num_tokens,), torch.float32)
+        arguments = QuantizeArgs(
+            values=values.data_ptr(),
+            scales=scales.data_ptr(),
+            x=tokens.data_ptr(),
+            dtype=DTYPES[tokens.dtype],
+            threads=torch.get_num_threads(),
+            rows=num_tokens,
+            n=n,
+            x_stride=tokens.stride(0),
+            value_stride=width,
+        )
+        self._library.call(Operation.QUANTIZE, arguments)
+        return values, scales
+
+    def all_reduce(self, x: torch.Tensor, memory: torch.Tensor, rank: int, size: int) -> None:
+        lines = _as_lines(x)
+        rows, n = lines.shape
+        arguments = AllReduceArgs(
+            x=lines.data_ptr(),
+            group=SharedGroup(memory=memory.data_ptr(), rank=rank, size=size, slot_bytes=SLOT_BYTES),
+            dtype=DTYPES[x.dtype],
+            threads=torch.get_num_threads(),
+            rows=rows,
+            n=n,
+        )
+        self._library.call(Operation.ALL_REDUCE, arguments)
+
+    def all_gather(self, x: torch.Tensor, memory: torch.Tensor, rank: int, size: int, total: int) -> torch.Tensor:
+        x, element = _dense(x), x.element_size()
+        output = self._empty((x.shape[0], total), x.dtype)
+        arguments = AllGatherArgs(
+            output=output.data_ptr(),
+            x=x.data_ptr(),
+            group=SharedGroup(memory=memory.data_ptr(), rank=rank, size=size, slot_bytes=SLOT_BYTES),
+            threads=torch.get_num_threads(),
+            rows=x.shape[0],
+            part=-(-total // size) * element,
+            total=total * element,
+            x_stride=x.stride(0) * element,
+        )
+        self._library.call(Operation.ALL_GATHER, arguments)
         return output
 
 
 def _same_dtype(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return x.dtype in DTYPES and all(other is None or other.dtype == x.dtype for other in others)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x, copied only if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _as_lines(x: torch.Tensor) -> torch.Tensor:
+    """x [..., n] as [lines, n], copied only where no view can be."""
+    if x.dim() != 2:
+        x = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+    return _dense(x)
+
+
+def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _elements_of_word(dtype: torch.dtype, rounding: Rounding) -> int:
+    """How many elements of a token are a word of 32 bits, and are multiplied together."""
+    if rounding is Rounding.WEIGHT_AND_INPUT:
+        return 4
+    return 1 if dtype == torch.float32 else 2
+
+
+def _heads(source: torch.Tensor, target: torch.Tensor | None) -> Heads:
+    """Source and target are [T, H, D], the last dimension contiguous."""
+    token_stride, head_stride, _ = source.stride()
+    heads = Heads(
+        source=source.data_ptr(),
+        count=source.shape[1],
+        source_token_stride=token_stride,
+        source_head_stride=head_stride,
+    )
+    if target is not None:
+        heads.target = target.data_ptr()
+        heads.target_token_stride, heads.target_head_stride, _ = target.stride()
+    return heads
+
+
+def _cache_slots(kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> CacheSlots:
+    _, num_blocks, _, block_size, _ = kv_cache.shape
+    return CacheSlots(
+        kv_cache=kv_cache.data_ptr(),
+        slot_mapping=slot_mapping.data_ptr(),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        int8_line_bytes=_int8_line_bytes(kv_cache),
+    )
+
+
+def _int8_line_bytes(kv_cache: torch.Tensor) -> int:
+    return kv_cache.shape[4] if kv_cache.dtype == torch.int8 else 0

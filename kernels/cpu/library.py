@@ -1,98 +1,218 @@
-"""Finds, loads and opens the library that the build made of the C++ files here."""
+"""Finds, loads and opens the library that the build made of the C++ files here, and holds its interface.
+
+The structs are those of runtime/api.h. The library says where its fields are and what its constants are; one that was
+built from another api.h is refused when it is loaded.
+"""
 
 import ctypes
 import re
-import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-SLOT_BYTES = 2 << 20
-"""Bytes that each process of a shared group puts in at once."""
-MAX_RANKS = 64
-
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 
-# Fields of 8 bytes each: q is an address or a whole number, d a double. The structs of api.h, in the order of
-# `quire_argument_sizes`.
-ATTENTION_ARGS = struct.Struct("24q2d")
-NORM_ARGS = struct.Struct("13qd")
-SILU_ARGS = struct.Struct("7q")
-ROTARY_ARGS = struct.Struct("34q")
-PACK_ARGS = struct.Struct("8q")
-QUANTIZE_ARGS = struct.Struct("9q")
-PRODUCT_ARGS = struct.Struct("16q")
-RECORDED_OPERATION = struct.Struct("3q")
-RUN_ARGS = struct.Struct("5q")
-ALL_REDUCE_ARGS = struct.Struct("9q")
-ALL_GATHER_ARGS = struct.Struct("11q")
-SHORTEN_ARGS = struct.Struct("7q")
-_ARGS = (
-    ATTENTION_ARGS,
-    NORM_ARGS,
-    SILU_ARGS,
-    ROTARY_ARGS,
-    PACK_ARGS,
-    QUANTIZE_ARGS,
-    PRODUCT_ARGS,
-    RECORDED_OPERATION,
-    RUN_ARGS,
-    ALL_REDUCE_ARGS,
-    ALL_GATHER_ARGS,
-    SHORTEN_ARGS,
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The enum Dtype."""
+MULTIPLIED_FLOATS, MULTIPLIED_INT8_WEIGHT, MULTIPLIED_INT8, MULTIPLIED_BF12_WEIGHT = range(4)
+"""The enum Multiplied."""
+PANEL, WORDS_OF_BLOCK = 32, 16
+"""Columns of a panel of a packed weight, and words of a column in a block of it."""
+BF12_GROUP, BF12_GROUP_BYTES, BF12_HEAD_BYTES, BF12_EXCEPTION_BYTES = 128, 192, 64, 8
+"""Numbers of a group of a weight in 12 bits, and sizes of such a group, of a panel's head, and of an exception."""
+MAX_RANKS = 64
+SLOT_BYTES = 2 << 20
+"""Bytes that each process of a shared group puts in at once."""
+
+_CONSTANTS = {
+    "kFloat32": DTYPES[torch.float32],
+    "kBFloat16": DTYPES[torch.bfloat16],
+    "kFloat16": DTYPES[torch.float16],
+    "kFloats": MULTIPLIED_FLOATS,
+    "kInt8Weight": MULTIPLIED_INT8_WEIGHT,
+    "kInt8": MULTIPLIED_INT8,
+    "kBf12Weight": MULTIPLIED_BF12_WEIGHT,
+    "kPanel": PANEL,
+    "kWordsOfBlock": WORDS_OF_BLOCK,
+    "Bf12Group::kNumbers": BF12_GROUP,
+    "sizeof(Bf12Group)": BF12_GROUP_BYTES,
+    "sizeof(Bf12Head)": BF12_HEAD_BYTES,
+    "sizeof(Bf12Exception)": BF12_EXCEPTION_BYTES,
+    "kMaxRanks": MAX_RANKS,
+}
+
+
+def _pointers(names: str) -> list[tuple[str, type[c_void_p]]]:
+    return [(name, c_void_p) for name in names.split()]
+
+
+def _integers(names: str) -> list[tuple[str, type[c_int64]]]:
+    return [(name, c_int64) for name in names.split()]
+
+
+def _doubles(names: str) -> list[tuple[str, type[c_double]]]:
+    return [(name, c_double) for name in names.split()]
+
+
+class AttentionArgs(Structure):
+    _fields_ = (
+        *_pointers("output query kv_cache block_tables query_start_loc seq_lens alibi_slopes sinks"),
+        *_integers("dtype threads num_tokens num_rows num_heads num_kv_heads head_dim block_size num_blocks"),
+        *_integers("query_token_stride query_head_stride table_stride table_width int8_line_bytes"),
+        *_integers("sliding_window"),
+        *_doubles("scale soft_cap"),
+    )
+
+
+class NormArgs(Structure):
+    _fields_ = (
+        *_pointers("output x residual weight bias"),
+        *_integers("dtype threads rows hidden x_stride x_group x_group_stride residual_stride"),
+        *_doubles("eps"),
+    )
+
+
+class SiluArgs(Structure):
+    _fields_ = (*_pointers("output x"), *_integers("dtype threads rows n x_stride"))
+
+
+class PackArgs(Structure):
+    _fields_ = (
+        *_pointers("packed weight"),
+        *_integers("threads out_features in_bytes row_bytes gated word_bytes"),
+    )
+
+
+class CompressArgs(Structure):
+    _fields_ = (
+        *_pointers("compressed packed num_exceptions"),
+        *_integers("threads panels numbers max_exceptions"),
+    )
+
+
+class QuantizeArgs(Structure):
+    _fields_ = (*_pointers("values scales x"), *_integers("dtype threads rows n x_stride value_stride"))
+
+
+class ProductArgs(Structure):
+    _fields_ = (
+        *_pointers("output x weight bias scales x_scales"),
+        *_integers("dtype multiplied output_dtype activation threads num_tokens out_features in_features"),
+        *_integers("x_stride output_stride"),
+    )
+
+
+class Heads(Structure):
+    _fields_ = (
+        *_pointers("source target"),
+        *_integers("count source_token_stride source_head_stride target_token_stride target_head_stride"),
+    )
+
+
+class CacheSlots(Structure):
+    _fields_ = (
+        *_pointers("kv_cache slot_mapping"),
+        *_integers("num_blocks block_size int8_line_bytes"),
+    )
+
+
+class RotaryArgs(Structure):
+    _fields_ = (
+        *(("query", Heads), ("key", Heads), ("value", Heads), ("cache", CacheSlots)),
+        *_pointers("positions cos_sin"),
+        *_integers("max_position dtype threads num_tokens head_dim"),
+    )
+
+
+class SharedGroup(Structure):
+    _fields_ = (*_pointers("memory"), *_integers("rank size slot_bytes"))
+
+
+class AllReduceArgs(Structure):
+    _fields_ = (*_pointers("x"), ("group", SharedGroup), *_integers("dtype threads rows n"))
+
+
+class AllGatherArgs(Structure):
+    _fields_ = (*_pointers("output x"), ("group", SharedGroup), *_integers("threads rows part total x_stride"))
+
+
+class RecordedOperation(Structure):
+    _fields_ = (*_integers("operation"), *_pointers("args"), *_integers("lines_per_token"))
+
+
+class RunArgs(Structure):
+    _fields_ = (*_pointers("operations"), *_integers("num_operations threads num_tokens num_rows"))
+
+
+class _Layout(Structure):
+    _fields_ = (("name", c_char_p), ("value", c_int64), ("kind", c_int64))
+
+
+STRUCTS: tuple[type[Structure], ...] = (
+    AttentionArgs,
+    NormArgs,
+    SiluArgs,
+    PackArgs,
+    CompressArgs,
+    QuantizeArgs,
+    ProductArgs,
+    Heads,
+    CacheSlots,
+    RotaryArgs,
+    SharedGroup,
+    AllReduceArgs,
+    AllGatherArgs,
+    RecordedOperation,
+    RunArgs,
 )
 
-_OPEN_MP = struct.Struct("3q")
 _OPEN_MP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _OPEN_MP_FILE = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
-# Takes a context and packed arguments; returns a status of api.h.
-Operation = Callable[[int, bytes], int]
+# What a status of api.h means.
+_ERRORS: dict[int, tuple[type[Exception], str]] = {
+    1: (IndexError, "block_tables names a block that is not in kv_cache"),
+    2: (IndexError, "query_start_loc and seq_lens contradict each other or the shapes"),
+    3: (IndexError, "slot_mapping names a slot that is not in kv_cache"),
+    4: (IndexError, "positions has one that is not in cos_sin_cache"),
+    5: (MemoryError, "the operation found no memory for its intermediate results"),
+}
 
 
-class OperationKind(Enum):
-    """The enum Operation of api.h, with the arguments of each and which of their fields counts lines."""
+class Operation(Enum):
+    """A function of the library, with the field of its arguments that counts tokens or lines of tokens."""
 
-    PAGED_ATTENTION = (0, ATTENTION_ARGS, 10)
-    RMS_NORM = (1, NORM_ARGS, 7)
-    LAYER_NORM = (2, NORM_ARGS, 7)
-    SILU_AND_MUL = (3, SILU_ARGS, 4)
-    ROTARY = (4, ROTARY_ARGS, 32)
-    PRODUCT = (5, PRODUCT_ARGS, 11)
-    QUANTIZE = (6, QUANTIZE_ARGS, 5)
-    ALL_REDUCE = (7, ALL_REDUCE_ARGS, 7)
-    ALL_GATHER = (8, ALL_GATHER_ARGS, 7)
+    PAGED_ATTENTION = ("paged_attention", 0, "num_tokens")
+    RMS_NORM = ("rms_norm", 1, "rows")
+    LAYER_NORM = ("layer_norm", 2, "rows")
+    SILU_AND_MUL = ("silu_and_mul", 3, "rows")
+    ROTARY = ("rotary", 4, "num_tokens")
+    PRODUCT = ("product", 5, "num_tokens")
+    QUANTIZE = ("quantize", 6, "rows")
+    ALL_REDUCE = ("all_reduce", 7, "rows")
+    ALL_GATHER = ("all_gather", 8, "rows")
+    PACK_WEIGHT = ("pack_weight", None, None)
+    COMPRESS_WEIGHT = ("compress_weight", None, None)
+    RUN = ("run", None, None)
 
-    def __init__(self, number: int, arguments: struct.Struct, lines_field: int) -> None:
+    def __init__(self, function: str, number: int | None, lines_field: str | None) -> None:
+        self.function = f"quire_{function}"
         self.number = number
-        self._arguments = arguments
-        self._lines_field = lines_field
-
-    def lines(self, arguments: bytes) -> int:
-        """Tokens, or lines of tokens, in packed arguments of this kind."""
-        return self._arguments.unpack(arguments)[self._lines_field]
+        """In the enum Operation of api.h; None where it cannot be recorded."""
+        self.lines_field = lines_field
 
 
 class Operations(Protocol):
-    """What `Library` offers, or something that stands for it."""
+    """What `Library` offers, or something that stands in for it."""
 
     isa: str
-    context: int
-    paged_attention: Operation
-    rms_norm: Operation
-    layer_norm: Operation
-    silu_and_mul: Operation
-    rotary: Operation
-    quantize: Operation
-    product: Operation
-    pack_weight: Operation
-    shorten_weight: Operation
-    all_reduce: Operation
-    all_gather: Operation
+
+    def call(self, operation: Operation, arguments: Structure) -> None: ...
 
 
 class LibraryUnavailableError(Exception):
@@ -100,9 +220,7 @@ class LibraryUnavailableError(Exception):
 
 
 class Library:
-    """The loaded library for one instruction set.
-
-    Its operations take its context, and run without the interpreter lock.
+    """The loaded library for one instruction set. Calls run without the interpreter lock.
 
     Args:
         isa: one of `available_isas`; None is the best of them.
@@ -120,27 +238,28 @@ class Library:
         context = library.quire_open(self.isa.encode(), _open_mp())
         if context is None:
             raise LibraryUnavailableError(f"instruction set {isa!r} is not among {', '.join(isas)}")
-        self.context: int = context
-        self.paged_attention = _operation(library, "quire_paged_attention")
-        self.rms_norm = _operation(library, "quire_rms_norm")
-        self.layer_norm = _operation(library, "quire_layer_norm")
-        self.silu_and_mul = _operation(library, "quire_silu_and_mul")
-        self.rotary = _operation(library, "quire_rotary")
-        self.pack_weight = _operation(library, "quire_pack_weight")
-        self.shorten_weight = _operation(library, "quire_shorten_weight")
-        self.quantize = _operation(library, "quire_quantize")
-        self.product = _operation(library, "quire_product")
-        self.all_reduce = _operation(library, "quire_all_reduce")
-        self.all_gather = _operation(library, "quire_all_gather")
-        self.run = _operation(library, "quire_run")
+        self._context: int = context
+        self._functions = {operation: _function(library, operation) for operation in Operation}
         weakref.finalize(self, library.quire_close, context)
+
+    def call(self, operation: Operation, arguments: Structure) -> None:
+        """Runs an operation with the struct that belongs to it.
+
+        Raises:
+            IndexError: an index tensor is out of range. Nothing was written.
+            MemoryError: there is no memory for intermediate results.
+        """
+        status = self._functions[operation](self._context, ctypes.byref(arguments))
+        if status:
+            error, message = _ERRORS[status]
+            raise error(message)
 
 
 def available_isas(path: Path = LIBRARY) -> tuple[str, ...]:
     """The instruction sets that were built and that this processor has, best first.
 
     Raises:
-        LibraryUnavailableError: as above.
+        LibraryUnavailableError: as for `Library`.
     """
     return _available_isas(_load(path))
 
@@ -149,9 +268,20 @@ def group_bytes(size: int, slot_bytes: int, path: Path = LIBRARY) -> int:
     """Bytes of memory that a group of `size` processes takes, with slots of so many bytes.
 
     Raises:
-        LibraryUnavailableError: as above.
+        LibraryUnavailableError: as for `Library`.
     """
     return _load(path).quire_group_bytes(size, slot_bytes)
+
+
+def expected_layout(structs: Iterable[type[Structure]], constants: Mapping[str, int]) -> dict[str, tuple[int, str]]:
+    """What `quire_layout` has to say: sizes of structs, offsets and kinds of fields, and constants, by name."""
+    layout = {name: (value, "") for name, value in constants.items()}
+    kinds = {c_void_p: "p", c_int64: "q", c_double: "d"}
+    for struct in structs:
+        layout[struct.__name__] = (ctypes.sizeof(struct), "")
+        for name, kind, *_ in struct._fields_:
+            layout[f"{struct.__name__}.{name}"] = (getattr(struct, name).offset, kinds.get(kind, "s"))
+    return layout
 
 
 def _available_isas(library: ctypes.CDLL) -> tuple[str, ...]:
@@ -163,38 +293,49 @@ def _load(path: Path) -> ctypes.CDLL:
         raise LibraryUnavailableError(f"{path.name} was not built (it takes a C++20 compiler at installation)")
     try:
         library = ctypes.CDLL(str(path))
-        library.quire_isas.restype = ctypes.c_char_p
-        library.quire_open.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
-        library.quire_open.restype = ctypes.c_void_p
-        library.quire_close.argtypes = (ctypes.c_void_p,)
+        library.quire_isas.restype = c_char_p
+        library.quire_open.argtypes = (c_char_p, c_void_p)
+        library.quire_open.restype = c_void_p
+        library.quire_close.argtypes = (c_void_p,)
         library.quire_close.restype = None
-        library.quire_group_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64)
-        library.quire_group_bytes.restype = ctypes.c_int64
-        sizes = (ctypes.c_int64 * len(_ARGS))()
-        library.quire_argument_sizes(sizes)
+        library.quire_group_bytes.argtypes = (c_int64, c_int64)
+        library.quire_group_bytes.restype = c_int64
+        library.quire_layout.restype = POINTER(_Layout)
+        difference = _layout_difference(library)
     except (OSError, AttributeError) as error:
         raise LibraryUnavailableError(f"{path.name} cannot be loaded: {error}") from error
-    if list(sizes) != [arguments.size for arguments in _ARGS]:
-        raise LibraryUnavailableError(f"{path.name} was built from other sources; install again")
+    if difference is not None:
+        raise LibraryUnavailableError(f"{path.name} was built from other sources ({difference}); install again")
     return library
 
 
-def _operation(library: ctypes.CDLL, name: str) -> Operation:
-    function = library[name]
-    function.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+def _layout_difference(library: ctypes.CDLL) -> str | None:
+    """The first name of which the library and this module say different things."""
+    found: dict[str, tuple[int, str]] = {}
+    for entry in library.quire_layout():
+        if entry.name is None:
+            break
+        found[entry.name.decode()] = (entry.value, chr(entry.kind) if entry.kind else "")
+    expected = expected_layout(STRUCTS, _CONSTANTS)
+    return next((name for name in {**expected, **found} if expected.get(name) != found.get(name)), None)
+
+
+def _function(library: ctypes.CDLL, operation: Operation) -> "ctypes._NamedFuncPointer":
+    function = library[operation.function]
+    function.argtypes = (c_void_p, c_void_p)
     function.restype = ctypes.c_int32
     return function
 
 
-def _open_mp() -> bytes:
-    """The addresses that `quire_open` wants, from the runtime that torch itself runs on."""
+def _open_mp() -> ctypes.Array[c_void_p]:
+    """The struct OpenMp: functions of the runtime that torch itself runs on."""
     path = find_open_mp()
     try:
         runtime = ctypes.CDLL(str(path))
-        addresses = [ctypes.cast(runtime[name], ctypes.c_void_p).value for name in _OPEN_MP_FUNCTIONS]
+        addresses = [ctypes.cast(runtime[name], c_void_p) for name in _OPEN_MP_FUNCTIONS]
     except (OSError, AttributeError) as error:
         raise LibraryUnavailableError(f"{path} is no OpenMP runtime to share: {error}") from error
-    return _OPEN_MP.pack(*addresses)
+    return (c_void_p * len(addresses))(*addresses)
 
 
 def find_open_mp() -> Path:

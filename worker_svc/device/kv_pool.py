@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import ops
 from kernels.host_memory import lazy_zeros, populate
 from kernels.int8 import line_bytes
 from quire.processors import available_memory
@@ -205,13 +204,12 @@ def allocate_pool(
     Memory of the host that is not pinned is given by the system as blocks are first written to; see `KvPool.populate`.
 
     Args:
-        dtype: of keys and values; what they are kept in is for the kernels to say.
+        dtype: of keys and values.
         with_padding: with a block more on the device, for rows that pad a batch.
 
     Raises:
         ConfigurationError: the memory is not there.
     """
-    dtype = ops.stored_dtype(device, dtype, geometry.block_size, geometry.head_dim)
     gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks + with_padding, dtype)
     host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks, dtype))
     try:

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from ctypes import Structure, c_int64
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from kernels import backends, ops, reference
 from kernels.cpu import library
 from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import LIBRARY, Library, LibraryUnavailableError, available_isas, find_open_mp
+from kernels.cpu.library import LIBRARY, STRUCTS, Library, LibraryUnavailableError, available_isas, find_open_mp
 
 SAME_THREADS = """
 import os
@@ -63,8 +64,7 @@ def test_without_a_library_the_reference_runs_and_one_warning_says_so(
         backends.fastest_for.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
         "no CPU kernels, the operations run in plain torch: libquire_cpu.so was not built (it takes a C++20 compiler "
-        "at "
-        "installation)"
+        "at installation)"
     ]
 
 
@@ -80,10 +80,34 @@ def test_a_library_without_our_functions_is_refused() -> None:
         Library(find_open_mp())
 
 
-def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_ARGS", (library.SILU_ARGS, *library._ARGS[1:]))
-    with pytest.raises(LibraryUnavailableError, match="was built from other sources; install again"):
-        Library()
+@pytest.mark.parametrize("struct", library.STRUCTS)
+def test_a_library_whose_structs_have_two_fields_swapped_is_refused(
+    struct: type[Structure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = list(struct._fields_)
+    for index in range(len(fields) - 1):
+        swapped = [*fields[:index], fields[index + 1], fields[index], *fields[index + 2 :]]
+        other = type(struct.__name__, (Structure,), {"_fields_": swapped})
+        monkeypatch.setattr(library, "STRUCTS", [other if each is struct else each for each in STRUCTS])
+        name = f"{struct.__name__}.{swapped[index][0]}"
+        with pytest.raises(LibraryUnavailableError, match=rf"built from other sources \({name}\); install again"):
+            Library()
+
+
+def refuse_here(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(library, name, value)
+        with pytest.raises(LibraryUnavailableError, match="was built from other sources"):
+            Library()
+
+
+def test_a_library_with_a_field_or_constant_more_less_or_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants, (first, *rest) = dict(library._CONSTANTS), list(STRUCTS)
+    for changed in (constants | {"kPanel": 16}, constants | {"kNew": 1}, {"kPanel": 32}):
+        refuse_here(monkeypatch, "_CONSTANTS", changed)
+    for fields in (first._fields_[:-1], [*first._fields_, ("new", c_int64)]):
+        other = type(first.__name__, (Structure,), {"_fields_": fields})
+        refuse_here(monkeypatch, "STRUCTS", [other, *rest])
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:

@@ -67,14 +67,14 @@ def test_numbers_of_every_upper_byte_among_zeros(isa: str) -> None:
     bits = torch.arange(1 << 15, dtype=torch.int32)[256:0x7F80:131]
     weight.view(-1)[: bits.numel()] = bits.to(torch.int16).view(torch.bfloat16)
     packed = pack(kernels, weight)
-    assert packed.short
+    assert packed.is_bf12
     assert torch.equal(numbers_of(kernels, packed, 32), weight)
 
 
 def test_it_takes_three_quarters_of_the_bytes(isa: str) -> None:
     kernels = make_kernels(isa)
     packed = pack(kernels, make_weight(768, 3072))
-    assert packed.short
+    assert packed.is_bf12
     assert packed.data.numel() * packed.data.element_size() < 0.79 * 768 * 3072 * 2
 
 
@@ -83,7 +83,7 @@ def test_every_instruction_set_reads_what_one_has_packed(isa: str, num_tokens: i
     weight = make_weight(70, 400)
     weight[5, 17], weight[69, 399] = 2.0**90, -(2.0**-90)
     packed = pack(make_kernels(isa), weight)
-    assert packed.short
+    assert packed.is_bf12
     for reader in ISAS:
         assert torch.equal(numbers_of(make_kernels(reader), packed, num_tokens), weight), reader
 
@@ -92,7 +92,7 @@ def test_gates_and_ups_too(isa: str) -> None:
     kernels = make_kernels(isa)
     weight, x = make_weight(2 * 96, 640), torch.randn(5, 640).bfloat16()
     packed = pack(kernels, weight, gated=True)
-    assert packed.short
+    assert packed.is_bf12
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
     actual = kernels.product(x, packed, None, "identity", torch.float32)
     torch.testing.assert_close(actual.double(), torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
@@ -103,7 +103,7 @@ def test_weights_of_many_exponents_stay_as_they_are(isa: str) -> None:
     exponents = torch.randint(-60, 60, (96, 256))
     weight = (2.0**exponents).bfloat16()
     packed = pack(kernels, weight)
-    assert not packed.short
+    assert not packed.is_bf12
     assert torch.equal(numbers_of(kernels, packed, 16), weight)
 
 
@@ -112,7 +112,7 @@ def test_a_number_that_is_not_finite_is_seen(isa: str) -> None:
     weight = make_weight(64, 768)
     weight[3, 700], weight[40, 1] = torch.nan, torch.inf
     packed = pack(kernels, weight)
-    assert packed.short
+    assert packed.is_bf12
     for num_tokens in (1, 40, 100):
         product = kernels.product(torch.ones(num_tokens, 768).bfloat16(), packed, None, "identity", torch.float32)
         assert product[:, 3].isnan().all()

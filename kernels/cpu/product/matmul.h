@@ -1,0 +1,168 @@
+// Products of small matrices in scratch memory, for prefill.
+//
+// Elements are words of 32 bits: a float, or two bfloat16 that are multiplied with their like and summed up. So the
+// layouts are the same: A [m, k words] by rows, B [k words, n], C [m, n] float. A pair of B is (2k, n) and (2k + 1, n).
+#pragma once
+
+#include "runtime/isa.h"
+#include "vec/vec.h"
+
+namespace quire::QUIRE_ISA {
+
+// What prefill multiplies in: elements of this type, `kPair` of them to a word.
+template <class T>
+struct Words {
+  using Element = float;
+  static constexpr int kPair = 1;
+  static Vec add(Vec sum, const float* a, Vec b) { return fma(set1(*a), b, sum); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Words<BF16> {
+  using Element = BF16;
+  static constexpr int kPair = 2;
+  static Vec add(Vec sum, const float* a, Vec b) {
+    return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(_mm512_set1_ps(*a)), reinterpret_cast<__m512bh>(b.v))};
+  }
+};
+#endif
+
+struct Matrix {
+  float* at;
+  int64_t stride;  // words from one line to the next
+
+  float* line(int64_t i) const { return at + i * stride; }
+};
+
+template <class T, int kLines, int kVectors>
+inline void multiply_tile(Matrix c, Matrix a, Matrix b, int64_t k, bool add) {
+  Vec sums[kLines][kVectors];
+  for (int m = 0; m < kLines; ++m)
+    for (int i = 0; i < kVectors; ++i) sums[m][i] = add ? load(c.line(m) + i * kWidth) : zero();
+  for (int64_t at = 0; at < k; ++at) {
+    Vec columns[kVectors];
+    for (int i = 0; i < kVectors; ++i) columns[i] = load(b.line(at) + i * kWidth);
+    for (int m = 0; m < kLines; ++m)
+      for (int i = 0; i < kVectors; ++i) sums[m][i] = Words<T>::add(sums[m][i], a.line(m) + at, columns[i]);
+  }
+  for (int m = 0; m < kLines; ++m)
+    for (int i = 0; i < kVectors; ++i) store(c.line(m) + i * kWidth, sums[m][i]);
+}
+
+// C = A B, or C += A B. The numbers of columns and of words are multiples of 16, columns of 32 too; that of lines is
+// one of kLinesAtOnce.
+template <class T>
+inline void multiply(Matrix c, Matrix a, Matrix b, int64_t m, int64_t n, int64_t k, bool add) {
+  constexpr int kLines = 4, kColumns = kTileVectors * kWidth;
+  for (int64_t i = 0; i < m; i += kLines) {
+    const Matrix lines{a.line(i), a.stride};
+    int64_t j = 0;
+    for (; j + kColumns <= n; j += kColumns)
+      multiply_tile<T, kLines, kTileVectors>({c.line(i) + j, c.stride}, lines, {b.at + j, b.stride}, k, add);
+    for (; j < n; j += kWidth)
+      multiply_tile<T, kLines, 1>({c.line(i) + j, c.stride}, lines, {b.at + j, b.stride}, k, add);
+  }
+}
+
+#if defined(__AMX_BF16__)
+inline constexpr int64_t kLinesAtOnce = 16;
+
+// Sets the matrix unit up while it lives. What was set up before, by oneDNN for one, comes back.
+class MatrixUnit {
+ public:
+  MatrixUnit() {
+    _tile_storeconfig(before_);
+    set_lines(16, 16);
+  }
+  ~MatrixUnit() { _tile_loadconfig(before_); }
+  MatrixUnit(const MatrixUnit&) = delete;
+  MatrixUnit& operator=(const MatrixUnit&) = delete;
+
+  // Lines of the two tiles of A, 4 and 5, and of those of C that they lead to, 0 and 1, 2 and 3. All tiles become zero.
+  void set_lines(int first, int second) {
+    const uint8_t lines[8] = {u8(first), u8(first), u8(second), u8(second), u8(first), u8(second), 16, 16};
+    TileConfig config = {};
+    config.palette = 1;
+    for (int i = 0; i < 8; ++i) {
+      config.bytes_of_line[i] = 64;
+      config.lines[i] = lines[i];
+    }
+    _tile_loadconfig(&config);
+  }
+
+ private:
+  static uint8_t u8(int x) { return static_cast<uint8_t>(x); }
+
+  struct alignas(64) TileConfig {
+    uint8_t palette;
+    uint8_t start_line;
+    uint8_t reserved[14];
+    uint16_t bytes_of_line[16];
+    uint8_t lines[16];
+  };
+
+  alignas(64) uint8_t before_[64];
+};
+
+// 16 or, with kTwo, 32 lines and 32 columns of C, in tiles of 16 by 16.
+template <bool kTwo>
+inline void multiply_tiles(Matrix c, Matrix a, Matrix b, int64_t k, bool add) {
+  const int64_t c_bytes = c.stride * 4, a_bytes = a.stride * 4, b_bytes = b.stride * 4;
+  if (add) {
+    _tile_loadd(0, c.at, c_bytes);
+    _tile_loadd(1, c.at + 16, c_bytes);
+    if constexpr (kTwo) {
+      _tile_loadd(2, c.line(16), c_bytes);
+      _tile_loadd(3, c.line(16) + 16, c_bytes);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t at = 0; at < k; at += 16) {
+    _tile_loadd(6, b.line(at), b_bytes);
+    _tile_loadd(7, b.line(at) + 16, b_bytes);
+    _tile_loadd(4, a.at + at, a_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kTwo) {
+      _tile_loadd(5, a.line(16) + at, a_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c.at, c_bytes);
+  _tile_stored(1, c.at + 16, c_bytes);
+  if constexpr (kTwo) {
+    _tile_stored(2, c.line(16), c_bytes);
+    _tile_stored(3, c.line(16) + 16, c_bytes);
+  }
+}
+
+template <>
+inline void multiply<BF16>(Matrix c, Matrix a, Matrix b, int64_t m, int64_t n, int64_t k, bool add) {
+  for (int64_t i = 0; i < m; i += 32) {
+    for (int64_t j = 0; j < n; j += 32) {
+      const Matrix to{c.line(i) + j, c.stride}, lines{a.line(i), a.stride}, columns{b.at + j, b.stride};
+      if (i + 16 < m)
+        multiply_tiles<true>(to, lines, columns, k, add);
+      else
+        multiply_tiles<false>(to, lines, columns, k, add);
+    }
+  }
+}
+
+#else
+
+inline constexpr int64_t kLinesAtOnce = 4;
+
+struct MatrixUnit {
+  MatrixUnit() {}
+};
+
+#endif
+
+}  // namespace quire::QUIRE_ISA

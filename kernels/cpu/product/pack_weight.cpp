@@ -1,0 +1,176 @@
+// Packs weights into the order in which product.cpp reads them, and compresses those of bfloat16 to 12 bits (bf12.h).
+//
+// A panel is kPanel columns of the product. It is a row of blocks: two tiles of 16 columns, each 16 lines of words,
+// which are what a word of a token is multiplied with: a float, two 16-bit numbers, or four int8 values where tokens
+// are int8. Where floating tokens meet int8 weights, a word here has 1 or 2 bytes instead of 4. So a line of a tile is
+// what a vector multiplies by one word of a token, a tile is what a matrix unit loads, and a thread reads its panels
+// from end to end without a jump.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <optional>
+
+#include "product/bf12.h"
+#include "runtime/api.h"
+#include "runtime/isa.h"
+#include "runtime/work.h"
+
+namespace quire {
+namespace {
+
+// Requests pages of 2 MB before any is touched: a product jumps between threads' panels, and small pages cost lookups.
+inline void advise_huge_pages(void* memory, int64_t bytes) {
+  constexpr uintptr_t kHuge = 1 << 21;
+  const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) & ~(kHuge - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(kHuge - 1);
+  // Where the system refuses, small pages do.
+  if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+}
+
+constexpr int64_t kTile = kPanel / 2;
+
+// The row of the weight that column `column` of a panel holds; none where it is filled up.
+std::optional<int64_t> row_of(const PackArgs& args, int64_t panel, int64_t column) {
+  if (!args.gated) {
+    const int64_t row = panel * kPanel + column;
+    return row < args.out_features ? std::optional(row) : std::nullopt;
+  }
+  const int64_t half = args.out_features / 2, row = panel * kTile + column % kTile;
+  if (row >= half) return std::nullopt;
+  return column < kTile ? row : half + row;
+}
+
+// One block of a panel: lines of the weight from byte `begin` of its rows on, `count` bytes of which there are.
+template <class Word>
+void pack_block(const PackArgs& args, Word* block, int64_t panel, int64_t begin, int64_t count) {
+  constexpr int64_t kBytes = kWordsOfBlock * sizeof(Word);
+  const std::byte* weight = static_cast<const std::byte*>(args.weight);
+  for (int64_t column = 0; column < kPanel; ++column) {
+    Word words[kWordsOfBlock] = {};
+    if (const auto row = row_of(args, panel, column))
+      std::memcpy(words, weight + *row * args.row_bytes + begin, count < kBytes ? count : kBytes);
+    Word* tile = block + column / kTile * kTile * kWordsOfBlock + column % kTile;
+    for (int64_t word = 0; word < kWordsOfBlock; ++word) tile[word * kTile] = words[word];
+  }
+}
+
+template <class Word>
+void pack_panels(const OpenMp& openmp, const PackArgs& args) {
+  constexpr int64_t kBytes = kWordsOfBlock * sizeof(Word);
+  const int64_t panels = num_panels(args.out_features, args.gated != 0);
+  const int64_t blocks = padded(args.in_bytes, kBytes) / kBytes;
+  advise_huge_pages(args.packed, panels * blocks * kBytes * kPanel);
+  std::atomic<int64_t> next = 0;
+  run_on_threads(openmp, args.threads, [&] {
+    for (int64_t panel; (panel = next.fetch_add(1, std::memory_order_relaxed)) < panels;) {
+      Word* packed = static_cast<Word*>(args.packed) + panel * blocks * kWordsOfBlock * kPanel;
+      for (int64_t block = 0; block < blocks; ++block, packed += kWordsOfBlock * kPanel)
+        pack_block(args, packed, panel, block * kBytes, args.in_bytes - block * kBytes);
+    }
+  });
+}
+
+constexpr uint8_t kNoPlace = 0xff;
+
+inline uint8_t upper_of(uint16_t bits) { return static_cast<uint8_t>(bits >> 8); }
+
+// A panel before and after.
+class Panel {
+ public:
+  Panel(const CompressArgs& args, int64_t panel)
+      : numbers_(static_cast<const uint16_t*>(args.packed) + panel * args.numbers),
+        count_(args.numbers),
+        head_(reinterpret_cast<Bf12Head*>(static_cast<std::byte*>(args.compressed) +
+                                          panel * bf12_panel_bytes(args.numbers))) {}
+
+  Bf12Head& head() const { return *head_; }
+
+  // Fills in the table, and how many exceptions it leaves.
+  void choose_upper_bytes() const {
+    std::array<int64_t, 256> counts = {};
+    for (int64_t i = 0; i < count_; ++i) ++counts[upper_of(numbers_[i])];
+    std::array<uint8_t, 256> bytes;
+    std::iota(bytes.begin(), bytes.end(), 0);
+    std::partial_sort(bytes.begin(), bytes.begin() + kBf12TableSize, bytes.end(),
+                      [&](int a, int b) { return counts[a] != counts[b] ? counts[a] > counts[b] : a < b; });
+    std::copy_n(bytes.begin(), kBf12TableSize, head_->upper);
+    head_->num_exceptions = count_;
+    for (const uint8_t byte : head_->upper) head_->num_exceptions -= counts[byte];
+  }
+
+  // Writes the groups, and exceptions from the head's first on.
+  void write(Bf12Exception* exceptions) const {
+    std::array<uint8_t, 256> places;
+    places.fill(kNoPlace);
+    for (int i = 0; i < kBf12TableSize; ++i) places[head_->upper[i]] = static_cast<uint8_t>(i);
+    Bf12Exception* exception = exceptions + head_->first_exception;
+    Bf12Group* group = reinterpret_cast<Bf12Group*>(head_ + 1);
+    for (int64_t i = 0; i < count_; i += Bf12Group::kNumbers, ++group) {
+      std::memset(group->places, 0, sizeof(group->places));
+      for (int64_t j = 0; j < Bf12Group::kNumbers; ++j) {
+        const uint16_t bits = numbers_[i + j];
+        const uint8_t place = places[upper_of(bits)];
+        const int64_t half = j / 64, byte = j % 32 / 8 * 16 + j % 64 / 32 * 8 + j % 8;
+        group->lower[half][byte] = static_cast<uint8_t>(bits);
+        if (place == kNoPlace)
+          *exception++ = {static_cast<uint32_t>(i + j), bits, 0};
+        else
+          group->places[byte] |= static_cast<uint8_t>(place << 4 * half);
+      }
+    }
+  }
+
+ private:
+  const uint16_t* numbers_;
+  const int64_t count_;
+  Bf12Head* head_;
+};
+
+template <class Function>
+void for_panels(const OpenMp& openmp, const CompressArgs& args, Function function) {
+  std::atomic<int64_t> next = 0;
+  run_on_threads(openmp, args.threads, [&] {
+    for (int64_t panel; (panel = next.fetch_add(1, std::memory_order_relaxed)) < args.panels;)
+      function(Panel(args, panel));
+  });
+}
+
+}  // namespace
+}  // namespace quire
+
+int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args) {
+  switch (args->word_bytes) {
+    case 1:
+      quire::pack_panels<uint8_t>(context->openmp, *args);
+      break;
+    case 2:
+      quire::pack_panels<uint16_t>(context->openmp, *args);
+      break;
+    default:
+      quire::pack_panels<uint32_t>(context->openmp, *args);
+  }
+  return quire::kOk;
+}
+
+int32_t quire_compress_weight(const quire::Context* context, const quire::CompressArgs* args) {
+  using namespace quire;
+  const int64_t panels_bytes = args->panels * bf12_panel_bytes(args->numbers);
+  advise_huge_pages(args->compressed, panels_bytes);
+  for_panels(context->openmp, *args, [](const Panel& panel) { panel.choose_upper_bytes(); });
+  int64_t exceptions = 0;
+  for (int64_t i = 0; i < args->panels; ++i) {
+    Bf12Head& head = Panel(*args, i).head();
+    head.first_exception = exceptions;
+    exceptions += head.num_exceptions;
+  }
+  *args->num_exceptions = exceptions;
+  if (exceptions > args->max_exceptions) return kOk;
+  std::byte* end = static_cast<std::byte*>(args->compressed) + panels_bytes;
+  for_panels(context->openmp, *args, [&](const Panel& panel) { panel.write(reinterpret_cast<Bf12Exception*>(end)); });
+  return kOk;
+}

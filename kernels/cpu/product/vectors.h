@@ -1,0 +1,290 @@
+// product.cpp by vectors, for all but what matrix units do where the processor has them: each vector of weights is
+// multiplied with some tokens while it is in a register. Included by it alone.
+#pragma once
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int kVectors = kPanel / kWidth;
+
+// A vector of words of a block, what a word of a token is multiplied with them as, and sums of such products.
+template <class Kind>
+struct Lanes;
+
+template <class Stored>
+struct Lanes<Floats<Stored>> {
+  using Words = Vec;
+
+  static Vec load(const Stored* numbers) { return quire::QUIRE_ISA::load(numbers); }
+  static Vec of_token(int32_t word) { return set1(std::bit_cast<float>(word)); }
+  static Vec add(Vec sum, Vec weights, Vec of_token) { return fma(weights, of_token, sum); }
+};
+
+template <>
+struct Lanes<Pairs<BF16>> {
+  using Words = Vec;
+
+  static Vec load(const void* words) { return quire::QUIRE_ISA::load(static_cast<const float*>(words)); }
+  static Vec of_token(int32_t word) { return set1(std::bit_cast<float>(word)); }
+  static Vec add(Vec sum, Vec weights, Vec of_token) {
+#if defined(__AVX512BF16__)
+    const auto pairs = reinterpret_cast<__m512bh>(weights.v), with = reinterpret_cast<__m512bh>(of_token.v);
+    return {_mm512_dpbf16_ps(sum.v, pairs, with)};
+#else
+    sum = fma(first_of_pairs(weights), first_of_pairs(of_token), sum);
+    return fma(second_of_pairs(weights), second_of_pairs(of_token), sum);
+#endif
+  }
+};
+
+template <>
+struct Lanes<PairsByInt8<BF16>> : Lanes<Pairs<BF16>> {};
+template <>
+struct Lanes<PairsOfBf12> : Lanes<Pairs<BF16>> {};
+
+template <>
+struct Lanes<Int8ByInt8> {
+  using Words = IntVec;
+
+  static IntVec load(const void* words) { return load_int(words); }
+  static IntVec of_token(int32_t word) { return set1_int(word); }
+  static IntVec add(IntVec sum, IntVec weights, IntVec of_token) { return add_int8_products(sum, weights, of_token); }
+};
+
+// Where the processor multiplies unsigned values, those of tokens are offset: sums are too large by the product of the
+// weights with the offset alone.
+template <class Kind>
+constexpr int32_t kOffset = std::is_same_v<typename Kind::Sum, int32_t> ? kInt8Offset : 0;
+template <class Kind>
+constexpr bool kIsOff = kOffset<Kind> != 0;
+
+inline int32_t word(const void* words, int64_t at) {
+  int32_t bits;
+  std::memcpy(&bits, static_cast<const char*>(words) + at * sizeof(bits), sizeof(bits));
+  return bits;
+}
+
+// The largest number of tokens whose sums are in registers while a panel passes by. Where it is more than a few, the
+// words of a group of tokens are packed side by side, so that lines of all lengths are read alike.
+constexpr int64_t kMaxGroup = kWidth == 16 ? 12 : kSums / kVectors;
+constexpr bool kPacksTokens = kMaxGroup > 4;
+
+// Tokens begin to end in groups of nearly the same size.
+struct TokenGroups {
+  int64_t begin, end;
+
+  int64_t count() const { return (end - begin + kMaxGroup - 1) / kMaxGroup; }
+  int64_t first_of(int64_t group) const { return begin + (end - begin) * group / count(); }
+};
+
+constexpr int64_t kBytesOfWord = 4;
+
+// Words of a line of x.
+template <class Kind>
+inline int64_t num_words(const ProductArgs& args) {
+  return args.in_features / kLines<Kind> * kWordsOfBlock;
+}
+
+// kWidth words of a token, as they are multiplied.
+template <class Kind>
+inline Vec words_of(const ProductArgs& args, int64_t token, int64_t first) {
+  const Vec words = load(reinterpret_cast<const float*>(x_of<Kind>(args, token)) + first);
+  return kIsOff<Kind> ? exclusive_or(words, kOffset<Kind>) : words;
+}
+
+// Words of a group, of all its tokens one after the other.
+template <int kTokens>
+struct PackedWords {
+  const void* words;
+
+  int32_t operator()(int64_t k, int t) const { return word(words, k * kTokens + t); }
+};
+
+// The same of tokens that are not packed.
+template <class Kind>
+class LinesOfWords {
+ public:
+  LinesOfWords(const ProductArgs& args, int64_t token)
+      : lines_(reinterpret_cast<const char*>(x_of<Kind>(args, token))),
+        bytes_(args.x_stride * static_cast<int64_t>(sizeof(typename Kind::X))) {}
+
+  int32_t operator()(int64_t k, int t) const { return word(lines_ + t * bytes_, k) ^ kOffset<Kind>; }
+
+ private:
+  const char* lines_;
+  int64_t bytes_;  // from one to the next
+};
+
+// One panel, whose `blocks` come next, for kTokens tokens from `token` on; `ahead` is prefetched meanwhile. What sums
+// are off by, in `off`, the first group finds out for all.
+template <class Kind, int kTokens, bool kIsFirst, class AnyBlocks, class AnyWords, class AnyPrefetch>
+void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks& blocks, AnyWords words, AnyPrefetch ahead,
+                    int64_t token, typename Lanes<Kind>::Words (&off)[kVectors]) {
+  using Sum = typename Kind::Sum;
+  using Words = typename Lanes<Kind>::Words;
+  // A word of what is multiplied: an element where that is floating on its way, else 32 bits.
+  using Word = std::conditional_t<std::is_same_v<typename Kind::X, float>, typename Kind::Weight, int32_t>;
+  Words sums[kTokens][kVectors] = {}, found[kVectors] = {};
+  for (int64_t k = 0, end = num_words<Kind>(args); k < end; k += kWordsOfBlock) {
+    const Word* block = static_cast<const Word*>(blocks.next(ahead));
+    ahead.go_on();
+    for (int64_t at = 0; at < kWordsOfBlock; ++at) {
+      Words weights[kVectors];
+      for (int i = 0; i < kVectors; ++i) {
+        const int64_t column = i * kWidth, tile = column / kTile * kTile * kWordsOfBlock;
+        weights[i] = Lanes<Kind>::load(block + tile + at * kTile + column % kTile);
+        if constexpr (kIsOff<Kind> && kIsFirst)
+          found[i] = add_int8_products(found[i], weights[i], set1_int(kInt8Offset));
+      }
+      for (int t = 0; t < kTokens; ++t) {
+        const Words of_token = Lanes<Kind>::of_token(words(k + at, t));
+        for (int i = 0; i < kVectors; ++i) sums[t][i] = Lanes<Kind>::add(sums[t][i], weights[i], of_token);
+      }
+    }
+  }
+  if constexpr (kIsOff<Kind> && kIsFirst) {
+    for (int i = 0; i < kVectors; ++i) off[i] = found[i];
+  }
+  alignas(64) Sum lines[kTokens][kPanel];
+#pragma GCC unroll 16  // all, so that no sum has to have a place in memory
+  for (int t = 0; t < kTokens; ++t) {
+    for (int i = 0; i < kVectors; ++i) {
+      if constexpr (kIsOff<Kind>) sums[t][i] = sums[t][i] - off[i];
+      store(lines[t] + i * kWidth, sums[t][i]);
+    }
+  }
+  finish(args, panel, token, kTokens, lines[0]);
+}
+
+// function.operator()<count>() for a count of 1 to kMax.
+template <int kMax, class Function>
+inline void with_count(int64_t count, Function function) {
+  if constexpr (kMax > 1) {
+    if (count < kMax) return with_count<kMax - 1>(count, function);
+  }
+  function.template operator()<kMax>();
+}
+
+// The groups of tokens that pass by one panel.
+template <class Kind>
+class Passes {
+ public:
+  Passes(const ProductArgs& args, int64_t panel, const TokenGroups& groups, const std::byte* packed)
+      : args_(args), panel_(panel), groups_(groups), packed_(packed), blocks_(args.in_features / kLines<Kind>) {}
+
+  // The first group reads the panel from memory, and where it is to be made numbers leaves them in `scratch` for the
+  // others, which prefetch the next panel meanwhile.
+  void multiply(bool has_next, std::byte* scratch) {
+    const int64_t others = groups_.count() - 1;
+    if (others == 0) {
+      Blocks<Kind> blocks(args_, panel_, blocks_);
+      multiply_first(blocks);
+    } else if constexpr (kIsMade<Kind>) {
+      auto* numbers = reinterpret_cast<typename Kind::X*>(scratch);
+      KeptBlocks<Kind> blocks(args_, panel_, blocks_, numbers);
+      multiply_first(blocks);
+      multiply_others(StoredBlocks<Pairs<typename Kind::X>>(numbers), others, has_next);
+    } else {
+      const StoredBlocks<Kind> all(args_, panel_, blocks_);
+      StoredBlocks<Kind> blocks = all;
+      multiply_first(blocks);
+      multiply_others(all, others, has_next);
+    }
+  }
+
+ private:
+  static constexpr int64_t kLinesOfBlock = block_bytes<Kind>() / kCacheLine;
+
+  template <class AnyBlocks>
+  void multiply_first(AnyBlocks& blocks) {
+    constexpr int64_t kPrefetchDistance = 1 << 13;
+    multiply_group<Kind, true>(0, blocks,
+                               MovingPrefetch<kPrefetchCache, Constant<kLinesOfBlock>>{
+                                   {bytes_of<Kind>(args_, panel_) + kPrefetchDistance, {}}});
+  }
+
+  template <class Multiplied>
+  void multiply_others(const StoredBlocks<Multiplied>& blocks, int64_t others, bool has_next) {
+    const int64_t share = has_next ? (kLinesOfBlock + others - 1) / others : 0;
+    const char* next = bytes_of<Kind>(args_, panel_ + 1);
+    for (int64_t group = 1; group <= others; ++group, next += share * blocks_ * kCacheLine) {
+      StoredBlocks<Multiplied> again = blocks;
+      multiply_group<Multiplied, false>(group, again, MovingPrefetch<kPrefetchCache, int64_t>{{next, share}});
+    }
+  }
+
+  template <class Multiplied, bool kIsFirst, class AnyBlocks, class AnyPrefetch>
+  void multiply_group(int64_t group, AnyBlocks& blocks, const AnyPrefetch& ahead) {
+    const int64_t first = groups_.first_of(group);
+    with_count<kMaxGroup>(groups_.first_of(group + 1) - first, [&]<int kTokens>() {
+      auto multiply = [&](const auto& words) {
+        multiply_panel<Multiplied, kTokens, kIsFirst || !kIsOff<Kind>>(args_, panel_, blocks, words, ahead, first,
+                                                                       off_);
+      };
+      if constexpr (kPacksTokens && kTokens > 1)
+        multiply(PackedWords<kTokens>{packed_ + first * num_words<Kind>(args_) * kBytesOfWord});
+      else
+        multiply(LinesOfWords<Kind>(args_, first));
+    });
+  }
+
+  const ProductArgs& args_;
+  const int64_t panel_;
+  const TokenGroups groups_;
+  const std::byte* packed_;
+  const int64_t blocks_;
+  typename Lanes<Kind>::Words off_[kVectors];
+};
+
+class VectorMultiplier {
+ public:
+  template <class Kind>
+  static int64_t scratch_bytes(const ProductArgs& args) {
+    const bool once = kIsMade<Kind> && args.num_tokens > kMaxGroup;
+    return once ? args.in_features * kPanel * static_cast<int64_t>(sizeof(typename Kind::X)) : 0;
+  }
+
+  template <class Kind>
+  static int64_t packed_bytes(const ProductArgs& args) {
+    return kPacksTokens && args.num_tokens > 1 ? args.num_tokens * num_words<Kind>(args) * kBytesOfWord : 0;
+  }
+
+  // Blocks begin to end of the lines of all tokens.
+  template <class Kind>
+  static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
+    const int64_t step = tokens_at_once<Kind>(args);
+    for (int64_t token = 0; token < args.num_tokens; token += step) {
+      const TokenGroups groups{token, token + step < args.num_tokens ? token + step : args.num_tokens};
+      for (int64_t group = 0; group < groups.count(); ++group)
+        pack_group<Kind>(args, groups.first_of(group), groups.first_of(group + 1), begin, end,
+                         reinterpret_cast<float*>(packed));
+    }
+  }
+
+  // Tokens begin to end by some panels.
+  template <class Kind>
+  void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
+                std::byte* scratch, const std::byte* packed) {
+    const TokenGroups groups{begin, end};
+    for (int64_t panel = first_panel; panel < last_panel; ++panel)
+      Passes<Kind>(args, panel, groups, packed).multiply(panel + 1 < last_panel, scratch);
+  }
+
+ private:
+  // Tokens first to last - 1, which are a group.
+  template <class Kind>
+  static void pack_group(const ProductArgs& args, int64_t first, int64_t last, int64_t begin, int64_t end,
+                         float* packed) {
+    const int count = static_cast<int>(last - first);
+    float* to = packed + first * num_words<Kind>(args) + begin * kWordsOfBlock * count;
+    for (int64_t k = begin * kWordsOfBlock; k < end * kWordsOfBlock; k += kWidth) {
+      Vec lines[kWidth];
+      for (int t = 0; t < kWidth; ++t) lines[t] = t < count ? words_of<Kind>(args, first + t, k) : zero();
+      transpose(lines);
+      for (int i = 0; i < kWidth; ++i, to += count) store(to, lines[i], count);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,290 @@
+// The C interface of the library: what kernels/cpu/library.py loads and checks, and bindings.py calls.
+//
+// Every operation takes a context and one struct. All fields have 8 bytes, so no struct has padding. Words as in
+// kernels/ops.py: T tokens, R rows, H heads, D head size, B block size. Strides count elements, and the last dimension
+// of every tensor is contiguous. Nothing allocated here outlives a call, except the context.
+#pragma once
+
+#include <cstdint>
+
+#define QUIRE_API extern "C" __attribute__((visibility("default")))
+
+namespace quire {
+
+enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// The result of a call. Index tensors are checked before anything is written.
+enum Status : int32_t {
+  kOk = 0,
+  kBadBlock = 1,     // a block id is not in the pool
+  kBadLengths = 2,   // query_start_loc and seq_lens contradict each other or the shapes
+  kBadSlot = 3,      // a slot is not in the pool
+  kBadPosition = 4,  // a position is not in the table of cosines and sines
+  kNoMemory = 5,
+};
+
+// The OpenMP runtime that torch has loaded, as the addresses of three of its functions.
+struct OpenMp {
+  void (*parallel)(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);  // GOMP_parallel
+  int (*thread_num)();                                                                          // omp_get_thread_num
+  int (*num_threads)();                                                                         // omp_get_num_threads
+};
+
+struct AttentionArgs {
+  void* output;                    // [T, Hq, D] contiguous
+  const void* query;               // [T, Hq, D]
+  const void* kv_cache;            // [2, num_blocks, Hkv, B, D] contiguous, or int8 lines instead of D
+  const int32_t* block_tables;     // [R, table_width]
+  const int32_t* query_start_loc;  // [R + 1]
+  const int32_t* seq_lens;         // [R]
+  const float* alibi_slopes;       // [Hq] or null
+  const float* sinks;              // [Hq] or null
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t num_rows;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t block_size;
+  int64_t num_blocks;
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  int64_t table_stride;
+  int64_t table_width;
+  int64_t int8_line_bytes;  // bytes of a line of int8 values and their scale in a pool of int8; else 0
+  int64_t sliding_window;   // tokens that one sees, itself included; the longest context where there is no window
+  double scale;
+  double soft_cap;  // 0 where scores are not capped
+};
+
+struct NormArgs {
+  void* output;        // [rows, hidden] contiguous
+  const void* x;       // [rows / x_group, x_group, hidden]
+  void* residual;      // [rows, hidden] to add x to, in place; null for a plain norm
+  const void* weight;  // [hidden]; null for 1
+  const void* bias;    // [hidden]; null for 0
+  int64_t dtype;
+  int64_t threads;
+  int64_t rows;
+  int64_t hidden;
+  int64_t x_stride;
+  int64_t x_group;         // rows of x that lie x_stride apart: the heads of a token
+  int64_t x_group_stride;  // from the first of them to the first of the next
+  int64_t residual_stride;
+  double eps;
+};
+
+struct SiluArgs {
+  void* output;   // [rows, n] contiguous
+  const void* x;  // [rows, 2n]
+  int64_t dtype;
+  int64_t threads;
+  int64_t rows;
+  int64_t n;
+  int64_t x_stride;
+};
+
+// What a product does to its sums before it rounds them.
+enum Activation : int64_t {
+  kIdentity = 0,
+  kRelu = 1,
+  kSilu = 2,
+  kGeluTanh = 3,
+  kSiluAndMul = 4,  // silu(gate) * up, of weights that were packed as gated
+};
+
+// Packs the rows of a weight into panels of kPanel columns (pack_weight.cpp).
+struct PackArgs {
+  void* packed;        // [panels, in_features padded to whole blocks, kPanel]
+  const void* weight;  // [out_features, in_features]; gated: the gates' rows, then as many rows of ups
+  int64_t threads;
+  int64_t out_features;
+  int64_t in_bytes;   // of a row
+  int64_t row_bytes;  // from one row to the next
+  int64_t gated;
+  int64_t word_bytes;  // of what a word of a token is multiplied with: 4, 2 or 1
+};
+
+// Compresses packed weights of bfloat16 to 12 bits a number (bf12.h).
+struct CompressArgs {
+  void* compressed;         // [panels] compressed ones, then room for max_exceptions
+  const void* packed;       // [panels, numbers]
+  int64_t* num_exceptions;  // of the weight; where it exceeds max_exceptions, `compressed` is of no use
+  int64_t threads;
+  int64_t panels;
+  int64_t numbers;  // of a panel
+  int64_t max_exceptions;
+};
+
+// What a product multiplies. Together with the dtype it says how the weight is packed.
+enum Multiplied : int64_t {
+  kFloats = 0,      // floating x, floating weight
+  kInt8Weight = 1,  // floating x, int8 weight
+  kInt8 = 2,        // int8 x, int8 weight: sums are whole numbers
+  kBf12Weight = 3,  // bfloat16 x, bfloat16 weight in 12 bits
+};
+
+// Rounds lines of numbers to int8 values, each line with its scale, as kernels/int8.py does.
+struct QuantizeArgs {
+  int8_t* values;  // [rows, value_stride], zeros after the values of a line
+  float* scales;   // [rows]; NaN for a line that is not finite
+  const void* x;   // [rows, n]
+  int64_t dtype;
+  int64_t threads;
+  int64_t rows;
+  int64_t n;
+  int64_t x_stride;
+  int64_t value_stride;
+};
+
+// output = activation(x W^T + bias), summed in float or exactly. Int8 values stand for themselves times their scale.
+struct ProductArgs {
+  void* output;           // [T, out_features], half as many where it is gated
+  const void* x;          // [T, in_features]
+  const void* weight;     // packed
+  const void* bias;       // [out_features] numbers, or null
+  const float* scales;    // [out_features] of the weight, or null
+  const float* x_scales;  // [T], or null
+  int64_t dtype;          // of the numbers
+  int64_t multiplied;     // a Multiplied
+  int64_t output_dtype;
+  int64_t activation;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t out_features;
+  int64_t in_features;  // whole blocks of lines: the caller pads x with zeros
+  int64_t x_stride;
+  int64_t output_stride;
+};
+
+// Heads of T tokens, read from one place and written to another, which may be the same.
+struct Heads {
+  const void* source;
+  void* target;
+  int64_t count;
+  int64_t source_token_stride;
+  int64_t source_head_stride;
+  int64_t target_token_stride;
+  int64_t target_head_stride;
+};
+
+// Where the keys and values of new tokens go.
+struct CacheSlots {
+  void* kv_cache;               // [2, num_blocks, Hkv, B, D] contiguous, or int8 lines instead of D
+  const int64_t* slot_mapping;  // [T]
+  int64_t num_blocks;
+  int64_t block_size;
+  int64_t int8_line_bytes;  // as in AttentionArgs
+};
+
+struct RotaryArgs {
+  Heads query;
+  Heads key;         // its target is used where there is no cache, and for rotated keys that are rounded to int8
+  Heads value;       // only its source is used, and only where there is a cache
+  CacheSlots cache;  // kv_cache null: none
+  const int64_t* positions;  // [T]; null: nothing is rotated, keys and values only go to the cache
+  const float* cos_sin;      // [max_position, D]: cosines, then sines
+  int64_t max_position;
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t head_dim;
+};
+
+// A process among those of one machine that have mapped the same memory (exchange.h).
+struct SharedGroup {
+  void* memory;  // quire_group_bytes, on a cache line, all zeros at first
+  int64_t rank;
+  int64_t size;        // at most kMaxRanks
+  int64_t slot_bytes;  // whole cache lines; the same for all
+};
+
+inline constexpr int64_t kMaxRanks = 64;
+
+// x becomes the sum over all processes, in float and in the order of ranks, so it is bitwise the same for all.
+struct AllReduceArgs {
+  void* x;  // [rows, n] contiguous
+  SharedGroup group;
+  int64_t dtype;
+  int64_t threads;
+  int64_t rows;
+  int64_t n;
+};
+
+// The parts of all processes side by side, in the order of ranks. Widths are bytes: elements of any type are copied.
+struct AllGatherArgs {
+  void* output;   // [rows, total] contiguous
+  const void* x;  // [rows, width of this process's part]
+  SharedGroup group;
+  int64_t threads;
+  int64_t rows;
+  int64_t part;  // width of each part; the last one ends at total, and there may be ranks that have none
+  int64_t total;
+  int64_t x_stride;
+};
+
+enum Operation : int64_t {
+  kPagedAttention = 0,
+  kRmsNorm = 1,
+  kLayerNorm = 2,
+  kGate = 3,
+  kRotary = 4,
+  kProduct = 5,
+  kQuantize = 6,
+  kAllReduce = 7,
+  kAllGather = 8,
+};
+
+// One operation of a recording. Its tensors have room for the largest number of tokens that it will run with.
+struct RecordedOperation {
+  int64_t operation;        // an Operation
+  const void* args;         // as for the operation by itself; its numbers of tokens, lines and rows are not read
+  int64_t lines_per_token;  // 1, or the heads of a norm of each head
+};
+
+// Operations one after the other, in one parallel region.
+struct RunArgs {
+  const RecordedOperation* operations;
+  int64_t num_operations;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t num_rows;
+};
+
+// What library.py has to know of this file: a field of a struct, or a struct as a whole, or a constant.
+struct Layout {
+  const char* name;  // "Struct.field", "Struct" or "kConstant"; null after the last
+  int64_t value;     // offset of a field, size of a struct, value of a constant
+  int64_t kind;      // of a field: 'p' pointer, 'q' whole number, 'd' double, 's' struct; else 0
+};
+
+struct Context;
+
+}  // namespace quire
+
+// The instruction sets that were built and that this processor has, best first, separated by spaces.
+QUIRE_API const char* quire_isas();
+// A context for one of them, or null where it is not among them. quire_close frees it.
+QUIRE_API quire::Context* quire_open(const char* isa, const quire::OpenMp* openmp);
+QUIRE_API void quire_close(quire::Context* context);
+// All structs, fields and constants that callers use: a library that was built from another api.h is recognized by
+// them.
+QUIRE_API const quire::Layout* quire_layout();
+// Bytes of memory that a group of so many processes takes.
+QUIRE_API int64_t quire_group_bytes(int64_t size, int64_t slot_bytes);
+
+QUIRE_API int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args);
+QUIRE_API int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args);
+QUIRE_API int32_t quire_layer_norm(const quire::Context* context, const quire::NormArgs* args);
+QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire::SiluArgs* args);
+// rotary, reshape_and_cache, or both at once.
+QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args);
+QUIRE_API int32_t quire_pack_weight(const quire::Context* context, const quire::PackArgs* args);
+QUIRE_API int32_t quire_compress_weight(const quire::Context* context, const quire::CompressArgs* args);
+QUIRE_API int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args);
+QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);
+// Return when all processes of the group have called them.
+QUIRE_API int32_t quire_all_reduce(const quire::Context* context, const quire::AllReduceArgs* args);
+QUIRE_API int32_t quire_all_gather(const quire::Context* context, const quire::AllGatherArgs* args);
+QUIRE_API int32_t quire_run(const quire::Context* context, const quire::RunArgs* args);

@@ -1,0 +1,117 @@
+// What every instruction set provides. decode.cpp, prefill.cpp, pointwise.cpp, product.cpp and rotary.cpp are compiled
+// once for each, in a namespace of its name, QUIRE_ISA. They use nothing of the standard library that the linker could
+// share between them: a processor without AVX-512 must never run what was compiled for it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "runtime/api.h"
+
+namespace quire {
+
+// Tokens of a context that one unit of decoding reads. A row's result is put together from units of this length
+// whatever else is in the batch, so it depends neither on its neighbours nor on the number of threads.
+inline constexpr int64_t kChunk = 256;
+// Query rows (tokens times heads that share keys) that prefill computes at once, and keys that it reads at once.
+inline constexpr int64_t kQueryRows = 128;
+inline constexpr int64_t kKeyTile = 64;
+// Rows of scratch memory are padded to this many elements, enough for any vector and matrix tile.
+inline constexpr int64_t kPad = 32;
+
+// Columns of a packed weight that lie together. Its lines do so in blocks of 16 words of 32 bits of what they are
+// multiplied with: a float, two 16-bit numbers, or four int8 values a word.
+inline constexpr int64_t kPanel = 32;
+inline constexpr int64_t kWordsOfBlock = 16;
+
+// A piece of attention that one thread computes.
+struct Unit {
+  int32_t row;
+  int32_t head_begin;  // of the key/value heads
+  int32_t head_end;
+  int32_t begin;  // decode: first and last token of the context; prefill: first and last new token of the row
+  int32_t end;
+  // Where a decode over several chunks leaves what it has found, one state for each query head: [m, l, D sums]. Null
+  // where the unit is all of its row and writes the output.
+  float* states;
+};
+
+// Unnamed, so that each file has its own copy: see above.
+namespace {
+
+inline int64_t padded(int64_t size, int64_t multiple = kPad) { return (size + multiple - 1) / multiple * multiple; }
+
+inline bool is_gated(const ProductArgs& args) { return args.activation == kSiluAndMul; }
+
+// Panels of a product: a gated one has 16 gates and 16 of what they are multiplied with.
+inline int64_t num_panels(int64_t out_features, bool gated) {
+  return gated ? padded(out_features / 2, kPanel / 2) / (kPanel / 2) : padded(out_features, kPanel) / kPanel;
+}
+
+inline int64_t num_panels(const ProductArgs& args) { return num_panels(args.out_features, is_gated(args)); }
+
+inline int64_t state_size(const AttentionArgs& args) { return args.head_dim + 2; }
+
+// New tokens of a row that prefill computes at once.
+inline int64_t query_tokens(const AttentionArgs& args) {
+  const int64_t tokens = kQueryRows * args.num_kv_heads / args.num_heads;
+  return tokens < 1 ? 1 : tokens;
+}
+
+// Hands out pieces of one block of memory, each on cache lines of its own. Over null it only counts bytes.
+class Arena {
+ public:
+  explicit Arena(std::byte* memory) : memory_(memory) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    std::byte* piece = memory_ == nullptr ? nullptr : memory_ + used_;
+    used_ += padded(count * static_cast<int64_t>(sizeof(T)), 64);
+    return reinterpret_cast<T*>(piece);
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  std::byte* memory_;
+  int64_t used_ = 0;
+};
+
+}  // namespace
+
+// The element types in the order of Dtype.
+template <class Function>
+struct ByDtype {
+  Function of[3];
+};
+
+struct IsaKernels {
+  ByDtype<int64_t (*)(const AttentionArgs&)> decode_scratch;  // bytes
+  ByDtype<int64_t (*)(const AttentionArgs&)> prefill_scratch;
+  ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> decode;
+  ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> prefill;
+  // Output of the unit's row and heads, from the states of all its chunks, which lie as [chunks, Hq]. Overwrites the
+  // first.
+  ByDtype<void (*)(const AttentionArgs&, const Unit&, float* states, int64_t chunks)> merge;
+  // Lines begin to end of the operation.
+  ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> rms_norm;
+  ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> layer_norm;
+  ByDtype<void (*)(const SiluArgs&, int64_t begin, int64_t end)> silu_and_mul;
+  ByDtype<void (*)(const RotaryArgs&, int64_t begin, int64_t end)> rotary;
+  ByDtype<void (*)(const QuantizeArgs&, int64_t begin, int64_t end)> quantize;
+  // n elements of `count` parts, at most kMaxRanks, summed to `to`, which may be one of the parts.
+  ByDtype<void (*)(void* to, const void* const* parts, int64_t count, int64_t n)> sum;
+  // Panels begin to end, for all tokens, packed where they are to be.
+  void (*product)(const ProductArgs&, int64_t begin, int64_t end, std::byte* scratch, const std::byte* packed);
+  int64_t (*product_scratch)(const ProductArgs&);  // bytes
+  // Blocks begin to end of all tokens, in the order in which they are multiplied.
+  void (*pack_tokens)(const ProductArgs&, int64_t begin, int64_t end, std::byte* packed);
+  int64_t (*packed_bytes)(const ProductArgs&);  // 0: they are multiplied as they are
+};
+
+struct Context {
+  IsaKernels kernels;
+  OpenMp openmp;
+};
+
+}  // namespace quire

@@ -1,0 +1,28 @@
+// The kernels of the instruction set that this file is compiled for, in one table.
+#include "runtime/isa.h"
+
+namespace quire::QUIRE_ISA {
+
+extern const decltype(IsaKernels::decode_scratch) decode_scratch;
+extern const decltype(IsaKernels::prefill_scratch) prefill_scratch;
+extern const decltype(IsaKernels::decode) decode_kernels;
+extern const decltype(IsaKernels::prefill) prefill_kernels;
+extern const decltype(IsaKernels::merge) merge_kernels;
+extern const decltype(IsaKernels::rms_norm) rms_norm_kernels;
+extern const decltype(IsaKernels::layer_norm) layer_norm_kernels;
+extern const decltype(IsaKernels::silu_and_mul) silu_and_mul_kernels;
+extern const decltype(IsaKernels::rotary) rotary_kernels;
+extern const decltype(IsaKernels::quantize) quantize_kernels;
+extern const decltype(IsaKernels::sum) sum_kernels;
+void product(const ProductArgs& args, int64_t begin, int64_t end, std::byte* scratch, const std::byte* packed);
+int64_t product_scratch(const ProductArgs& args);
+void pack_tokens(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed);
+int64_t packed_bytes(const ProductArgs& args);
+
+IsaKernels kernels() {
+  return {decode_scratch,     prefill_scratch,      decode_kernels, prefill_kernels,  merge_kernels, rms_norm_kernels,
+          layer_norm_kernels, silu_and_mul_kernels, rotary_kernels, quantize_kernels, sum_kernels,   product,
+          product_scratch,    pack_tokens,          packed_bytes};
+}
+
+}  // namespace quire::QUIRE_ISA

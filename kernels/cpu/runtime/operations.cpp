@@ -1,0 +1,362 @@
+// The operations of api.h: checks of their arguments, their units of work, and the functions that callers see.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "attention/attention.h"
+#include "runtime/api.h"
+#include "runtime/exchange.h"
+#include "runtime/isa.h"
+#include "runtime/work.h"
+
+namespace quire {
+namespace {
+
+// Elements below which waking a second thread takes longer than it saves.
+constexpr int64_t kWorthThreads = 1 << 15;
+// Elements of weights below which the same holds for the reading of them.
+constexpr int64_t kWorthReading = 1 << 17;
+
+// Bytes of a round through a group's slots below which the same holds.
+constexpr int64_t kWorthStripe = 1 << 14;
+// Elements that a thread sums at least: whole cache lines of any type.
+constexpr int64_t kSumAtOnce = 64;
+
+int64_t size_of(int64_t dtype) { return dtype == kFloat32 ? 4 : 2; }
+
+int64_t grain(int64_t worth, int64_t elements_of_unit) { return 1 + worth / std::max<int64_t>(elements_of_unit, 1); }
+
+template <class Function>
+class FunctionWork : public Work {
+ public:
+  FunctionWork(int64_t units, int64_t grain, int64_t own_bytes, int64_t shared_bytes, Function function)
+      : Work(units, grain, std::numeric_limits<int64_t>::max(), own_bytes, shared_bytes),
+        function_(std::move(function)) {}
+
+ private:
+  void run(int64_t begin, int64_t end, const Scratch& scratch) const override { function_(begin, end, scratch); }
+
+  const Function function_;
+};
+
+// A round through the group's slots, in stripes that threads share: first they put this process's part in its slot,
+// then they take what is in all slots.
+template <class Give, class Take>
+class RoundWork : public Work {
+ public:
+  RoundWork(const SharedGroup& group, int64_t units, int64_t stripes, Give give, Take take)
+      : Work(2 * stripes, 2, std::numeric_limits<int64_t>::max(), 0, 0),
+        group_(group),
+        units_(units),
+        stripes_(stripes),
+        give_(std::move(give)),
+        take_(std::move(take)) {}
+
+  void begin() override { round_.emplace(group_); }
+
+ private:
+  // Threads take these in order, so a thread waits for a stripe of others only when all of this process's are signalled
+  // or being copied: no two processes wait for each other.
+  void run(int64_t begin, int64_t end, const Scratch&) const override {
+    const int64_t width = (units_ + stripes_ - 1) / stripes_;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t stripe = i % stripes_, first = std::min(stripe * width, units_),
+                    last = std::min(first + width, units_);
+      if (i < stripes_) {
+        give_(first, last, round_->slot(group_.rank));
+        round_->signal(stripe);
+        continue;
+      }
+      // This process's own too: another thread may still be copying it.
+      for (int64_t rank = 0; rank < group_.size; ++rank) round_->wait(rank, stripe);
+      take_(first, last, *round_);
+    }
+  }
+
+  const SharedGroup group_;
+  const int64_t units_, stripes_;
+  const Give give_;
+  const Take take_;
+  std::optional<Round> round_;
+};
+
+Status check_tokens(const RotaryArgs& args) {
+  const int64_t num_slots = args.cache.num_blocks * args.cache.block_size;
+  for (int64_t token = 0; token < args.num_tokens; ++token) {
+    if (args.positions != nullptr && (args.positions[token] < 0 || args.positions[token] >= args.max_position))
+      return kBadPosition;
+    if (args.cache.kv_cache == nullptr) continue;
+    if (args.cache.slot_mapping[token] < 0 || args.cache.slot_mapping[token] >= num_slots) return kBadSlot;
+  }
+  return kOk;
+}
+
+// Operations that are to run one after the other.
+class Operations {
+ public:
+  explicit Operations(const Context& context) : context_(context) {}
+
+  // Checks the arguments, and copies them; where they are wrong nothing is added. Throws std::bad_alloc.
+  Status add_paged_attention(const AttentionArgs& args);
+  Status add_rms_norm(const NormArgs& args);
+  Status add_layer_norm(const NormArgs& args);
+  Status add_silu_and_mul(const SiluArgs& args);
+  Status add_rotary(const RotaryArgs& args);
+  Status add_quantize(const QuantizeArgs& args);
+  Status add_product(const ProductArgs& args);
+  Status add_all_reduce(const AllReduceArgs& args);
+  Status add_all_gather(const AllGatherArgs& args);
+
+  // Throws std::bad_alloc.
+  void run(int64_t threads) const { run_in_turn(context_.openmp, works_, threads); }
+
+ private:
+  // Function(begin, end, scratch) does these units.
+  template <class Function>
+  Status add(int64_t units, int64_t grain, Function function, int64_t own_bytes = 0, int64_t shared_bytes = 0);
+
+  // A round through the group's slots: give(begin, end, to) copies these units of this process's part to its slot, and
+  // take(begin, end, round) reads them from the slots of all.
+  template <class Give, class Take>
+  void add_round(const SharedGroup& group, int64_t units, int64_t bytes, Give give, Take take);
+
+  const Context& context_;
+  Works works_;
+  std::shared_ptr<const SharedPlan> plan_;
+};
+
+template <class Function>
+Status Operations::add(int64_t units, int64_t grain, Function function, int64_t own_bytes, int64_t shared_bytes) {
+  works_.push_back(
+      std::make_unique<FunctionWork<Function>>(units, grain, own_bytes, shared_bytes, std::move(function)));
+  return kOk;
+}
+
+template <class Give, class Take>
+void Operations::add_round(const SharedGroup& group, int64_t units, int64_t bytes, Give give, Take take) {
+  const int64_t stripes = std::clamp<int64_t>(std::min(bytes / kWorthStripe, units), 1, kMaxStripes);
+  works_.push_back(std::make_unique<RoundWork<Give, Take>>(group, units, stripes, std::move(give), std::move(take)));
+}
+
+Status Operations::add_paged_attention(const AttentionArgs& args) {
+  if (plan_ == nullptr || !plan_->fits(args)) {
+    if (const Status status = check_rows(args); status != kOk) return status;
+    plan_ = std::make_shared<const SharedPlan>(args);
+  }
+  works_.push_back(attention_work(context_.kernels, args, plan_));
+  return kOk;
+}
+
+Status Operations::add_rms_norm(const NormArgs& args) {
+  const auto kernel = context_.kernels.rms_norm.of[args.dtype];
+  return add(args.rows, grain(kWorthThreads, args.hidden),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
+Status Operations::add_layer_norm(const NormArgs& args) {
+  const auto kernel = context_.kernels.layer_norm.of[args.dtype];
+  return add(args.rows, grain(kWorthThreads, args.hidden),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
+Status Operations::add_silu_and_mul(const SiluArgs& args) {
+  const auto kernel = context_.kernels.silu_and_mul.of[args.dtype];
+  return add(args.rows, grain(kWorthThreads, args.n),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
+Status Operations::add_rotary(const RotaryArgs& args) {
+  if (const Status status = check_tokens(args); status != kOk) return status;
+  const auto kernel = context_.kernels.rotary.of[args.dtype];
+  const int64_t elements = (args.query.count + 2 * args.key.count) * args.head_dim;
+  return add(args.num_tokens, grain(kWorthThreads, elements),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
+Status Operations::add_quantize(const QuantizeArgs& args) {
+  const auto kernel = context_.kernels.quantize.of[args.dtype];
+  return add(args.rows, grain(kWorthThreads, args.n),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
+Status Operations::add_product(const ProductArgs& args) {
+  const auto kernel = context_.kernels.product;
+  const int64_t elements = args.in_features * kPanel * (1 + args.num_tokens / 16);
+  const int64_t packed_bytes = context_.kernels.packed_bytes(args);
+  if (packed_bytes > 0) {
+    const auto pack = context_.kernels.pack_tokens;
+    const int64_t words_of_block = args.num_tokens * kWordsOfBlock;
+    add(
+        packed_bytes / words_of_block / sizeof(int32_t), grain(kWorthThreads, words_of_block),
+        [=](int64_t begin, int64_t end, const Scratch& scratch) { pack(args, begin, end, scratch.shared); }, 0,
+        packed_bytes);
+  }
+  return add(
+      args.num_tokens > 0 ? num_panels(args) : 0, grain(kWorthReading, elements),
+      [=](int64_t begin, int64_t end, const Scratch& scratch) {
+        kernel(args, begin, end, scratch.own, scratch.shared);
+      },
+      context_.kernels.product_scratch(args), packed_bytes);
+}
+
+Status Operations::add_all_reduce(const AllReduceArgs& args) {
+  const auto kernel = context_.kernels.sum.of[args.dtype];
+  const int64_t element = size_of(args.dtype), total = args.rows * args.n, at_once = args.group.slot_bytes / element;
+  for (int64_t start = 0; start < total; start += at_once) {
+    const int64_t count = std::min(at_once, total - start);
+    std::byte* x = static_cast<std::byte*>(args.x) + start * element;
+    auto bytes = [=](int64_t unit) { return std::min(unit * kSumAtOnce, count) * element; };
+    auto give = [=](int64_t begin, int64_t end, std::byte* to) {
+      std::memcpy(to + bytes(begin), x + bytes(begin), bytes(end) - bytes(begin));
+    };
+    auto take = [=, size = args.group.size](int64_t begin, int64_t end, const Round& round) {
+      const void* parts[kMaxRanks];
+      for (int64_t rank = 0; rank < size; ++rank) parts[rank] = round.slot(rank) + bytes(begin);
+      kernel(x + bytes(begin), parts, size, (bytes(end) - bytes(begin)) / element);
+    };
+    add_round(args.group, (count + kSumAtOnce - 1) / kSumAtOnce, count * element, give, take);
+  }
+  return kOk;
+}
+
+Status Operations::add_all_gather(const AllGatherArgs& args) {
+  const int64_t width = std::min(args.part, args.group.slot_bytes);
+  const int64_t at_once = width > 0 ? args.group.slot_bytes / width : 0;
+  for (int64_t column = 0; column < args.part; column += width) {
+    // Of a rank's part, what lies in these columns.
+    auto bytes = [=](int64_t rank) {
+      const int64_t begin = rank * args.part + column, end = std::min(begin - column + args.part, args.total);
+      return std::clamp<int64_t>(end - begin, 0, width);
+    };
+    for (int64_t row = 0; row < args.rows; row += at_once) {
+      auto give = [=](int64_t begin, int64_t end, std::byte* to) {
+        const std::byte* x = static_cast<const std::byte*>(args.x) + column;
+        for (int64_t i = begin; i < end; ++i)
+          std::memcpy(to + i * width, x + (row + i) * args.x_stride, bytes(args.group.rank));
+      };
+      auto take = [=](int64_t begin, int64_t end, const Round& round) {
+        std::byte* output = static_cast<std::byte*>(args.output) + column;
+        for (int64_t i = begin; i < end; ++i)
+          for (int64_t rank = 0; rank < args.group.size; ++rank)
+            if (const int64_t count = bytes(rank); count > 0)
+              std::memcpy(output + (row + i) * args.total + rank * args.part, round.slot(rank) + i * width, count);
+      };
+      const int64_t rows = std::min(at_once, args.rows - row);
+      add_round(args.group, rows, rows * width, give, take);
+    }
+  }
+  return kOk;
+}
+
+// Runs what add(operations) adds.
+template <class Add>
+int32_t run_added(const Context& context, int64_t threads, const Add& add) {
+  try {
+    Operations operations(context);
+    const Status status = add(operations);
+    if (status == kOk) operations.run(threads);
+    return status;
+  } catch (...) {  // Only allocations throw.
+    return kNoMemory;
+  }
+}
+
+// A part of a recording, for as many tokens and rows as there are now.
+Status add(Operations& operations, const RecordedOperation& recorded, const RunArgs& run) {
+  const int64_t lines = run.num_tokens * recorded.lines_per_token;
+  switch (recorded.operation) {
+    case kPagedAttention: {
+      AttentionArgs args = *static_cast<const AttentionArgs*>(recorded.args);
+      args.num_tokens = lines;
+      args.num_rows = run.num_rows;
+      return operations.add_paged_attention(args);
+    }
+    case kRmsNorm:
+    case kLayerNorm: {
+      NormArgs args = *static_cast<const NormArgs*>(recorded.args);
+      args.rows = lines;
+      return recorded.operation == kRmsNorm ? operations.add_rms_norm(args) : operations.add_layer_norm(args);
+    }
+    case kGate: {
+      SiluArgs args = *static_cast<const SiluArgs*>(recorded.args);
+      args.rows = lines;
+      return operations.add_silu_and_mul(args);
+    }
+    case kRotary: {
+      RotaryArgs args = *static_cast<const RotaryArgs*>(recorded.args);
+      args.num_tokens = lines;
+      return operations.add_rotary(args);
+    }
+    case kQuantize: {
+      QuantizeArgs args = *static_cast<const QuantizeArgs*>(recorded.args);
+      args.rows = lines;
+      return operations.add_quantize(args);
+    }
+    case kAllReduce: {
+      AllReduceArgs args = *static_cast<const AllReduceArgs*>(recorded.args);
+      args.rows = lines;
+      return operations.add_all_reduce(args);
+    }
+    case kAllGather: {
+      AllGatherArgs args = *static_cast<const AllGatherArgs*>(recorded.args);
+      args.rows = lines;
+      return operations.add_all_gather(args);
+    }
+    default: {
+      ProductArgs args = *static_cast<const ProductArgs*>(recorded.args);
+      args.num_tokens = lines;
+      return operations.add_product(args);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quire
+
+int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args) {
+  return quire::run_added(*context, args->threads,
+                          [&](quire::Operations& all) { return all.add_paged_attention(*args); });
+}
+
+int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_rms_norm(*args); });
+}
+
+int32_t quire_layer_norm(const quire::Context* context, const quire::NormArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_layer_norm(*args); });
+}
+
+int32_t quire_silu_and_mul(const quire::Context* context, const quire::SiluArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_silu_and_mul(*args); });
+}
+
+int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_rotary(*args); });
+}
+
+int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_quantize(*args); });
+}
+
+int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_product(*args); });
+}
+
+int32_t quire_all_reduce(const quire::Context* context, const quire::AllReduceArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_all_reduce(*args); });
+}
+
+int32_t quire_all_gather(const quire::Context* context, const quire::AllGatherArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_all_gather(*args); });
+}
+
+int32_t quire_run(const quire::Context* context, const quire::RunArgs* args) {
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) {
+    for (int64_t i = 0; i < args->num_operations; ++i)
+      if (const quire::Status status = quire::add(all, args->operations[i], *args); status != quire::kOk) return status;
+    return quire::kOk;
+  });
+}

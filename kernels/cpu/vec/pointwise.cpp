@@ -1,0 +1,161 @@
+// Norms, the gated activation, rounding to int8 and sums, line by line. All is computed in float and rounded once.
+#include "runtime/isa.h"
+#include "vec/quantize.h"
+#include "vec/vec.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// Calls function(index, lanes...) for all vectors of a line; the last one may have fewer lanes than kWidth.
+template <class Function>
+inline void for_vectors(int64_t n, Function function) {
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) function(i);
+  if (i < n) function(i, static_cast<int>(n - i));
+}
+
+template <class T>
+inline T* line_of(void* start, int64_t line, int64_t stride) {
+  return static_cast<T*>(start) + line * stride;
+}
+
+template <class T>
+inline const T* line_of(const void* start, int64_t line, int64_t stride) {
+  return static_cast<const T*>(start) + line * stride;
+}
+
+template <class T>
+inline const T* x_line(const NormArgs& args, int64_t line) {
+  const int64_t group = line / args.x_group;
+  return static_cast<const T*>(args.x) + group * args.x_group_stride + (line - group * args.x_group) * args.x_stride;
+}
+
+// x + residual to residual; returns the sum of squares of what was written, after rounding.
+template <class T>
+inline float add_to(T* residual, const T* x, int64_t n) {
+  Vec squares = zero();
+  for_vectors(n, [&](int64_t i, auto... lanes) {
+    store(residual + i, load(x + i, lanes...) + load(residual + i, lanes...), lanes...);
+    const Vec total = load(residual + i, lanes...);
+    squares = fma(total, total, squares);
+  });
+  return reduce_add(squares);
+}
+
+template <class T>
+inline float sum_of_squares(const T* x, int64_t n) {
+  Vec squares = zero();
+  for_vectors(n, [&](int64_t i, auto... lanes) {
+    const Vec value = load(x + i, lanes...);
+    squares = fma(value, value, squares);
+  });
+  return reduce_add(squares);
+}
+
+template <class T>
+void rms_norm(const NormArgs& args, int64_t begin, int64_t end) {
+  const T* weight = static_cast<const T*>(args.weight);
+  for (int64_t line = begin; line < end; ++line) {
+    const T* x = x_line<T>(args, line);
+    float squares;
+    if (args.residual == nullptr) {
+      squares = sum_of_squares(x, args.hidden);
+    } else {
+      T* residual = line_of<T>(args.residual, line, args.residual_stride);
+      squares = add_to(residual, x, args.hidden);
+      x = residual;
+    }
+    const float mean = squares / static_cast<float>(args.hidden);
+    const Vec factor = set1(1.0f / __builtin_sqrtf(mean + static_cast<float>(args.eps)));
+    T* output = line_of<T>(args.output, line, args.hidden);
+    for_vectors(args.hidden, [&](int64_t i, auto... lanes) {
+      store(output + i, load(x + i, lanes...) * factor * load(weight + i, lanes...), lanes...);
+    });
+  }
+}
+
+template <class T>
+inline float mean_of(const T* x, int64_t n) {
+  Vec sum = zero();
+  for_vectors(n, [&](int64_t i, auto... lanes) { sum = sum + load(x + i, lanes...); });
+  return reduce_add(sum) / static_cast<float>(n);
+}
+
+// The mean of (x - mean)^2. A second pass over the line, since the difference of two large means is not exact.
+template <class T>
+inline float variance_of(const T* x, int64_t n, float mean) {
+  Vec squares = zero();
+  for_vectors(n, [&](int64_t i, auto... lanes) {
+    Vec difference = load(x + i, lanes...) - set1(mean);
+    if constexpr (sizeof...(lanes) > 0) difference = keep(difference, 0, lanes..., zero());
+    squares = fma(difference, difference, squares);
+  });
+  return reduce_add(squares) / static_cast<float>(n);
+}
+
+template <class T>
+void layer_norm(const NormArgs& args, int64_t begin, int64_t end) {
+  const T* weight = static_cast<const T*>(args.weight);
+  const T* bias = static_cast<const T*>(args.bias);
+  for (int64_t line = begin; line < end; ++line) {
+    const T* x = x_line<T>(args, line);
+    if (args.residual != nullptr) {
+      T* residual = line_of<T>(args.residual, line, args.residual_stride);
+      add_to(residual, x, args.hidden);
+      x = residual;
+    }
+    const float mean = mean_of(x, args.hidden);
+    const float variance = variance_of(x, args.hidden, mean);
+    const Vec factor = set1(1.0f / __builtin_sqrtf(variance + static_cast<float>(args.eps)));
+    T* output = line_of<T>(args.output, line, args.hidden);
+    for_vectors(args.hidden, [&](int64_t i, auto... lanes) {
+      Vec value = (load(x + i, lanes...) - set1(mean)) * factor;
+      if (weight != nullptr) value = value * load(weight + i, lanes...);
+      if (bias != nullptr) value = value + load(bias + i, lanes...);
+      store(output + i, value, lanes...);
+    });
+  }
+}
+
+template <class T>
+void silu_and_mul(const SiluArgs& args, int64_t begin, int64_t end) {
+  for (int64_t line = begin; line < end; ++line) {
+    const T* gate = line_of<T>(args.x, line, args.x_stride);
+    const T* up = gate + args.n;
+    T* output = line_of<T>(args.output, line, args.n);
+    for_vectors(args.n, [&](int64_t i, auto... lanes) {
+      const Vec x = load(gate + i, lanes...);
+      store(output + i, silu(x) * load(up + i, lanes...), lanes...);
+    });
+  }
+}
+
+template <class T>
+void quantize(const QuantizeArgs& args, int64_t begin, int64_t end) {
+  for (int64_t line = begin; line < end; ++line) {
+    int8_t* values = args.values + line * args.value_stride;
+    std::memset(values, 0, args.value_stride);
+    args.scales[line] = round_to_int8(values, line_of<T>(args.x, line, args.x_stride), args.n);
+  }
+}
+
+template <class T>
+void sum(void* to, const void* const* parts, int64_t count, int64_t n) {
+  for_vectors(n, [&](int64_t i, auto... lanes) {
+    Vec total = load(static_cast<const T*>(parts[0]) + i, lanes...);
+    for (int64_t part = 1; part < count; ++part) total = total + load(static_cast<const T*>(parts[part]) + i, lanes...);
+    store(static_cast<T*>(to) + i, total, lanes...);
+  });
+}
+
+}  // namespace
+
+extern const decltype(IsaKernels::sum) sum_kernels = {{sum<float>, sum<BF16>, sum<F16>}};
+extern const decltype(IsaKernels::quantize) quantize_kernels = {{quantize<float>, quantize<BF16>, quantize<F16>}};
+extern const decltype(IsaKernels::rms_norm) rms_norm_kernels = {{rms_norm<float>, rms_norm<BF16>, rms_norm<F16>}};
+extern const decltype(IsaKernels::layer_norm) layer_norm_kernels = {
+    {layer_norm<float>, layer_norm<BF16>, layer_norm<F16>}};
+extern const decltype(IsaKernels::silu_and_mul) silu_and_mul_kernels = {
+    {silu_and_mul<float>, silu_and_mul<BF16>, silu_and_mul<F16>}};
+
+}  // namespace quire::QUIRE_ISA
