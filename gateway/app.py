@@ -1,4 +1,4 @@
-"""The gateway as a whole: starts, says when it is ready, drains."""
+"""The gateway as a whole: what it is made of, when it is ready, how it stops."""
 
 import asyncio
 import contextlib
@@ -8,19 +8,15 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Self
 
 import grpc.aio
 
-from gateway.auth.interceptor import AuthInterceptor
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator
-from gateway.body_memory import BodyMemory
 from gateway.grpc_api.generation_servicer import GenerationServicer
 from gateway.grpc_api.model_servicer import ModelServicer
 from gateway.grpc_api.prefix_servicer import PrefixServicer
-from gateway.grpc_api.wire import add_service
-from gateway.http.server import HttpServer, make_http_app
-from gateway.idle_calls import IdleCalls
 from gateway.kserve.servicer import KServeServicer
 from gateway.kserve.unserved import UnservedMethods
 from gateway.metrics import GatewayMetrics
@@ -29,10 +25,10 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.pool import Replicas
 from gateway.requests.generator import Generator
 from gateway.requests.prompts import Prefixes, TextService
+from gateway.server.bodies import BodyMemory
+from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
+from gateway.server.http import HttpServer, make_http_app
 from gateway.settings import GatewaySettings
-from gateway.slow_clients import SlowClientInterceptor
-from gateway.tls import GatewayTls
-from gateway.trace_headers import TraceInterceptor, TraceMiddleware
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
 from quire.metrics import MetricsServer
@@ -40,7 +36,7 @@ from quire.model_directory import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
 from quire.rpc.server import ConnectionLimits, RpcServer
-from quire.rpc.tls import TlsIdentity
+from quire.rpc.tls import AUTHORITY_FILE, Role, ServerTls, TlsIdentity
 from quire.tracing import Tracer, open_tracer
 
 _SERVICES = {
@@ -50,9 +46,9 @@ _SERVICES = {
     "kserve": open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
 }
 _SERVICE_NAMES = [service.full_name for service in _SERVICES.values()]
-# For calls that are over but whose last message is still on its way.
+# For calls that are over, and whose last message has not been sent yet.
 _STOP_GRACE_S = 1.0
-# How long clients have to hear, with the next answer, that they are to connect anew.
+# For clients to learn, from the headers of their next answer, that they must open another connection.
 _HAND_OVER_S = 1.0
 _logger = logging.getLogger(__name__)
 
@@ -64,7 +60,7 @@ class Gateway:
         grpc_address: Where it serves gRPC, as HOST:PORT.
         http_address: Where it serves HTTP, as HOST:PORT.
         admin_address: Where it shows its connections, as HOST:PORT; None where it does not.
-        authenticator: What says who calls.
+        authenticator: Authenticates callers.
     """
 
     def __init__(
@@ -101,10 +97,10 @@ class Gateway:
 
     @classmethod
     async def start(cls, settings: GatewaySettings, metrics: GatewayMetrics | None = None) -> Self:
-        """Listens on both ports; schedulers are connected to in the background. Counts in `metrics`, where given.
+        """Listens on both ports, and connects to schedulers in the background.
 
         Raises:
-            ConfigurationError: the model directory, a file of keys or an address cannot be used, in one line.
+            ConfigurationError: the model directory, a file or an address cannot be used, in one line.
         """
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="text")
@@ -112,20 +108,35 @@ class Gateway:
         ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         metrics = metrics or GatewayMetrics()
         authenticator = _authenticator(settings, metrics)
-        tls = GatewayTls.of(settings)
-        replicas = _replicas(settings, ledger, model, gateway_id, tls.inner)
+        tls = _Tls.of(settings)
+        replicas = Replicas(
+            settings.schedulers,
+            ledger,
+            gateway_id=gateway_id,
+            architecture=model.architecture,
+            model=model.fingerprint,
+            connect_timeout_s=settings.connect_timeout,
+            failover_delay_s=settings.failover_delay,
+            reconnect_grace_s=settings.reconnect_grace,
+            tls=tls.inner,
+        )
         metrics.watch_schedulers(lambda: replicas.num_connected)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
         generator = Generator(model, replicas, ledger, settings, metrics, tracer)
         kserve = KServeServicer(generator)
         app = make_http_app(generator, kserve, metrics, authenticator, settings, started_at_s=int(time.time()))
-        if tracer is not None:
-            app.add_middleware(TraceMiddleware)
         bodies = BodyMemory(settings.max_total_body_bytes)
         http = HttpServer.bind(app, settings, bodies, metrics.count_refused_connection, tls.public)
-        auth = AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller)
         idle_calls = IdleCalls()
-        interceptors = [idle_calls, *_interceptors(settings, auth, bodies)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [
+            # The first one is the first to see a call.
+            idle_calls,
+            AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller),
+            SlowClientInterceptor(
+                bodies, sender_timeout_s=settings.slow_sender_timeout, reader_timeout_s=settings.slow_reader_timeout
+            ),
+            *([] if tracer is None else [TraceInterceptor()]),
+        ]
         try:
             rpc = await _start_rpc(settings, generator, kserve, gateway_id, interceptors, tls)
         except BaseException:
@@ -145,8 +156,8 @@ class Gateway:
         raise RuntimeError(f"{', '.join(task.get_name() for task in done)} ended")
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Refuses new requests, or hands its ports over, lets live ones finish for that long, then aborts the rest and
-        closes everything."""
+        """Refuses new requests, or hands its ports over; waits that long for live requests to finish, then aborts the
+        rest and closes everything."""
         self._is_stopping = True
         self._generator.is_draining = True
         self._rpc.set_serving(False)
@@ -162,7 +173,7 @@ class Gateway:
             _logger.warning("aborting %d requests that did not finish in time", len(self._ledger))
             for live in self._ledger:
                 live.fail(Unavailable("this gateway stopped before the request was finished", reason="DRAINING"))
-        # Whatever comes from here on is refused, and only then are the schedulers left.
+        # From here on all calls are refused. The connections to schedulers close after that.
         self._generator.take_nothing_more()
         self._idle_calls.end()
         self._http.stop()
@@ -176,13 +187,13 @@ class Gateway:
             await asyncio.to_thread(self._tracer.close)
 
     async def _hand_over(self, drain_timeout_s: float) -> None:
-        """Closes both ports, and serves the last requests that come by the connections from before."""
+        """Closes both ports, and serves the last requests of open connections."""
         self._http.hand_over()
         self._background.append(asyncio.create_task(self._rpc.hand_over(drain_timeout_s), name="hand over"))
         await asyncio.sleep(_HAND_OVER_S)
 
     async def _report_readiness(self) -> None:
-        """Keeps health in step with whether a replica is ready."""
+        """Reports in gRPC health whether a replica is ready."""
         replicas = self._generator.replicas
         while True:
             await replicas.wait_until_ready()
@@ -200,10 +211,10 @@ async def serve(settings: GatewaySettings) -> None:
     metrics = GatewayMetrics()
     with _metrics_server(settings, metrics):
         gateway = await Gateway.start(settings, metrics)
-        # What is there now stays, and a collection that looks at all of it takes some 50 ms of the event loop.
+        # What is loaded now stays. A collection that visits all of it takes some 50 ms of the event loop.
         gc.collect()
         gc.freeze()
-        # The one line on stdout: whoever starts a gateway with port 0 learns here what it got.
+        # The one line on stdout. Whoever starts a gateway with port 0 reads the port here.
         print(f"quire-gateway: listening grpc={gateway.grpc_address} http={gateway.http_address}", flush=True)
         try:
             await gateway.run()
@@ -213,11 +224,11 @@ async def serve(settings: GatewaySettings) -> None:
 
 @contextlib.contextmanager
 def _metrics_server(settings: GatewaySettings, metrics: GatewayMetrics) -> Iterator[None]:
-    """The port of this gateway's own metrics, if it is to have one."""
+    """Serves this gateway's own metrics, where it has a port for them."""
     if settings.metrics_port is None:
         yield
         return
-    tls = GatewayTls.of(settings).operators
+    tls = _Tls.of(settings).operators
     server = MetricsServer.start(settings.metrics_host, settings.metrics_port, metrics.registry, tls)
     _logger.info("metrics on port %d", server.port)
     try:
@@ -226,20 +237,35 @@ def _metrics_server(settings: GatewaySettings, metrics: GatewayMetrics) -> Itera
         server.stop()
 
 
-def _replicas(
-    settings: GatewaySettings, ledger: Ledger, model: ServedModel, gateway_id: str, tls: TlsIdentity | None
-) -> Replicas:
-    return Replicas(
-        settings.schedulers,
-        ledger,
-        gateway_id=gateway_id,
-        architecture=model.architecture,
-        model=model.fingerprint,
-        connect_timeout_s=settings.connect_timeout,
-        failover_delay_s=settings.failover_delay,
-        reconnect_grace_s=settings.reconnect_grace,
-        tls=tls,
-    )
+@dataclass(frozen=True, slots=True)
+class _Tls:
+    """The certificates of a gateway; None encrypts nothing.
+
+    Attributes:
+        public: Of the ports for clients.
+        inner: By which the gateway calls schedulers.
+        operators: Of the ports of metrics and channelz.
+    """
+
+    public: ServerTls | None
+    inner: TlsIdentity | None
+    operators: ServerTls | None
+
+    @classmethod
+    def of(cls, settings: GatewaySettings) -> Self:
+        """Raises ConfigurationError where a file cannot be used."""
+        inner = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.GATEWAY)
+        public = inner
+        if settings.public_cert is not None and settings.public_key is not None:
+            # Certificates of clients are still verified by the authority of --tls-dir.
+            authority = settings.tls_dir / AUTHORITY_FILE if settings.tls_client_auth and settings.tls_dir else None
+            public = TlsIdentity(settings.public_cert, settings.public_key, authority)
+            public.read()
+        return cls(
+            None if public is None else ServerTls(public, asks_for_certificates=settings.tls_client_auth),
+            inner,
+            None if inner is None else ServerTls.for_operators(inner),
+        )
 
 
 def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:
@@ -258,7 +284,7 @@ def _warn_if_open(settings: GatewaySettings, *addresses: str, is_encrypted: bool
     if all(map(is_local, addresses)):
         return
     if not settings.keys_files:
-        _logger.warning("everyone who reaches this gateway from other machines may use it; --keys-file asks for keys")
+        _logger.warning("everyone who reaches this gateway from other machines may use it; --keys-file requires keys")
     if not is_encrypted:
         _logger.warning(
             "what other machines send to this gateway can be read on the way; --tls-dir or --public-cert encrypts it"
@@ -271,7 +297,7 @@ async def _start_rpc(
     kserve: KServeServicer,
     gateway_id: str,
     interceptors: Sequence[grpc.aio.ServerInterceptor],
-    tls: GatewayTls,
+    tls: _Tls,
 ) -> RpcServer:
     servicers = {
         "generation": GenerationServicer(generator, TextService(generator)),
@@ -300,15 +326,3 @@ async def _start_rpc(
         ),
         interceptors=interceptors,
     )
-
-
-def _interceptors(
-    settings: GatewaySettings, auth: AuthInterceptor, bodies: BodyMemory
-) -> list[grpc.aio.ServerInterceptor]:
-    """What sees gRPC calls before their handlers do, the first one first."""
-    slow_clients = SlowClientInterceptor(
-        bodies, sender_timeout_s=settings.slow_sender_timeout, reader_timeout_s=settings.slow_reader_timeout
-    )
-    if settings.otlp_traces_endpoint is None:
-        return [auth, slow_clients]
-    return [auth, slow_clients, TraceInterceptor()]

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.api.body import body_of
 from gateway.kserve.tensor_convert import Tensor
-from gateway.openai.body import body_of
 from gateway.openai.schemas import CompletionBody
 from gateway.requests.field_names import renamed
 from gateway.requests.violations import Violations, shortened

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
+from gateway.api.answers import as_json
 from gateway.kserve.inference_convert import OUTPUTS, Inference
 from gateway.kserve.tensor_convert import Element, add_output
-from gateway.openai.json_writer import as_json
 from gateway.openai.logprobs import logprobs_by_token_id
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Chunk, Finished, GeneratedSequence, PositionLogprobs, Usage

@@ -11,14 +11,13 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.http.api_route import ApiRoute
+from gateway.api.answers import WholeResponse, as_json
+from gateway.api.body import BodyLimits, read_model
+from gateway.api.errors import ErrorAnswer, HttpError, error_answer
+from gateway.api.openapi import ApiRoute
 from gateway.kserve.parameter_convert import MAX_PARAMETERS
 from gateway.kserve.servicer import KServeServicer
 from gateway.kserve.tensor_convert import MAX_ELEMENTS
-from gateway.openai.body import BodyLimits, read_model
-from gateway.openai.errors import ErrorAnswer, HttpError, error_answer
-from gateway.openai.json_writer import as_json
-from gateway.openai.responses import WholeResponse
 from gateway.requests.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError

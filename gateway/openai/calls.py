@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from gateway.api.errors import HttpError, error_answer
 from gateway.auth.caller import current_caller
 from gateway.openai.chat import ChatShaper
 from gateway.openai.completions import CompletionShaper
-from gateway.openai.errors import HttpError, error_answer
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.openai.shapes import Head, Shaper

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from gateway.openai.json_writer import LazyList
+from gateway.api.answers import LazyList
 from gateway.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from gateway.openai.options import is_echo_alone
 from gateway.openai.schemas import CompletionBody

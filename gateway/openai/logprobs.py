@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from gateway.openai.json_writer import LazyList
+from gateway.api.answers import LazyList
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Logprob, PositionLogprobs, TokenIds
 from gateway.text.detokenizer import TextPieces

@@ -3,15 +3,14 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.api.body import BodyLimits, read_parsed
+from gateway.api.errors import ParamNames, error_answer, error_response
+from gateway.api.openapi import ApiRoute
 from gateway.auth.caller import current_caller
-from gateway.http.api_route import ApiRoute
-from gateway.openai.body import BodyLimits, read_parsed
 from gateway.openai.calls import ChatCall, CompletionCall
-from gateway.openai.errors import ErrorAnswer, HttpError, ParamNames, error_answer
 from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.openai.service import OpenAiService
 from gateway.openai.texts import TextEndpoints, text_param_name, tokenizer_info
@@ -19,9 +18,6 @@ from gateway.requests.generator import Generator
 from gateway.requests.prompts import TextService
 from gateway.requests.validation import find_model
 from quire.rpc.errors import QuireError
-
-_CODES = {404: "path_not_found", 405: "method_not_allowed"}
-_CLIENT_LEFT = 499
 
 
 def openai_routes(
@@ -34,20 +30,6 @@ def openai_routes(
         *_model_routes(generator, started_at_s),
         *_text_routes(generator, body_limits),
     ]
-
-
-def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
-    """By kind of error, a wrong path or method included: each is answered in OpenAI's shape."""
-
-    async def answer(request: Request, error: Exception) -> Response:
-        match error:
-            case ClientDisconnect():
-                return Response(status_code=_CLIENT_LEFT)
-            case HTTPException():
-                return _response(_of_http_exception(request, error))
-        return _response(error_answer(error, _as_it_is))
-
-    return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect), answer)
 
 
 def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive_s: float) -> list[ApiRoute]:
@@ -127,19 +109,4 @@ async def _answered(make: Callable[[], Awaitable[bytes]], names: ParamNames) -> 
     try:
         return Response(await make(), media_type="application/json")
     except QuireError as error:
-        return _response(error_answer(error, names))
-
-
-def _of_http_exception(request: Request, error: HTTPException) -> ErrorAnswer:
-    shown = f"{request.method} {request.url.path[:200]}"
-    message = {404: f"{shown} is not known here", 405: f"{shown} is not allowed"}.get(error.status_code, error.detail)
-    code = _CODES.get(error.status_code, "http_error")
-    return ErrorAnswer(error.status_code, message, code, headers=error.headers or {})
-
-
-def _response(answer: ErrorAnswer) -> Response:
-    return Response(answer.body, answer.status, dict(answer.headers), media_type="application/json")
-
-
-def _as_it_is(field: str) -> str:
-    return field
+        return error_response(error_answer(error, names))

@@ -8,10 +8,9 @@ from functools import partial
 
 from starlette.responses import Response
 
+from gateway.api.answers import StreamedResponse, WholeResponse, as_json, json_pieces
+from gateway.api.errors import HttpError, error_answer
 from gateway.openai.calls import Call
-from gateway.openai.errors import HttpError, error_answer
-from gateway.openai.json_writer import as_json, json_pieces
-from gateway.openai.responses import StreamedResponse, WholeResponse
 from gateway.openai.shapes import Shaper
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Chunk, Completed, Finished, Usage

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.api.answers import as_json
 from gateway.auth.caller import current_caller
 from gateway.model import ServedModel
-from gateway.openai.json_writer import as_json
 from gateway.openai.options import chat_prompt
 from gateway.openai.schemas import DetokenizeBody, TokenizeBody
 from gateway.requests.prompts import TextService

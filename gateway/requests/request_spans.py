@@ -6,6 +6,8 @@ output is told, and of errors only their codes, since their texts may quote what
 
 import asyncio
 import time
+from collections.abc import Iterable
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
 
@@ -13,10 +15,10 @@ import grpc
 
 from gateway.replicas.live import LiveRequest
 from gateway.requests.request import ChatPrompt, GenerationRequest, RequestOptions
-from gateway.trace_headers import incoming_context
 from quire.rpc.errors import QuireError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
 
+_incoming: ContextVar[TraceContext | None] = ContextVar("trace context", default=None)
 # The codes by which a gRPC server says that it is itself at fault, by OpenTelemetry's conventions.
 _OUR_FAULTS = frozenset(
     {
@@ -28,6 +30,11 @@ _OUR_FAULTS = frozenset(
         grpc.StatusCode.DATA_LOSS,
     }
 )
+
+
+def set_incoming_context(headers: Iterable[tuple[str, str]]) -> None:
+    """Reads the trace context of the current call from its headers. It belongs to the task of the call."""
+    _incoming.set(TraceContext.from_headers(headers))
 
 
 class NoSpan:
@@ -109,7 +116,7 @@ class RequestSpans:
             "gen_ai.provider.name": "quire",
             "gen_ai.request.model": self._model_name,
         }
-        return RequestSpan(tracer.start(f"{operation} {self._model_name}", incoming_context(), attributes))
+        return RequestSpan(tracer.start(f"{operation} {self._model_name}", _incoming.get(), attributes))
 
 
 def _asked(request: GenerationRequest) -> dict[str, AttributeValue]:

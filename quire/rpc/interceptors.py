@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 Behavior = Callable[[Any, grpc.aio.ServicerContext], Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
-_DAMAGED = "cannot be parsed: the bytes are damaged, cut off or of another message"
+_DAMAGED = "cannot be parsed: the bytes are damaged, cut off or of another message, or a text is not UTF-8"
 _PAUSE_CHECK_S = 0.001
 _NUM_PAUSE_CHECKS = 3
 
@@ -38,7 +38,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         # Requests are decoded inside the guard: a message that gRPC itself fails to decode ends as UNKNOWN.
-        decode_one = _decoder(handler.request_deserializer)
+        decode_one = decoder(handler.request_deserializer)
         decode = functools.partial(_decode_each, decode_one) if handler.request_streaming else decode_one
         guard = functools.partial(_guarded, method=handler_call_details.method, decode=decode)
         return remake(handler, guard, request_deserializer=None)
@@ -134,7 +134,7 @@ def _guarded(behavior: Behavior, *, method: str, decode: Callable[[Any], Any]) -
     return coroutine
 
 
-def _decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[Any], Any]:
+def decoder(deserialize: Callable[[bytes], Any] | None) -> Callable[[Any], Any]:
     """A deserializer that raises InvalidArgument; the identity where a method has none."""
     if deserialize is None:
         return lambda request: request

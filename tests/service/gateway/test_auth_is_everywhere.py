@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from gateway.auth import keys as key_ring
 from gateway.auth.caller import Access
-from gateway.auth.interceptor import AuthInterceptor
 from gateway.auth.quota import Limits
+from gateway.server.grpc import AuthInterceptor
 from quire.cli.main import main
 from quire.client import AsyncClient, Client
 from quire.client.connection import KeyedChannel

@@ -7,8 +7,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from gateway.api.openapi import OPEN_PATHS
 from gateway.auth.caller import Access
-from gateway.auth.http_middleware import OPEN_PATHS
 from gateway.openai.schemas import ChatBody
 from quire.model_directory import resolve_model
 from tests.support.fake_scheduler import FakeScheduler

@@ -23,7 +23,7 @@ SHORT_S = 0.1
 
 @pytest.fixture(autouse=True)
 def short_wait_for_a_refusal(monkeypatch):
-    monkeypatch.setattr("gateway.openai.responses.REFUSAL_S", SHORT_S)
+    monkeypatch.setattr("gateway.api.answers.REFUSAL_S", SHORT_S)
     monkeypatch.setattr("gateway.grpc_api.generation_servicer.REFUSAL_S", SHORT_S)
 
 

@@ -5,8 +5,8 @@ import tracemalloc
 
 import pytest
 
+from gateway.api.answers import json_pieces
 from gateway.openai.completions import CompletionShaper
-from gateway.openai.json_writer import json_pieces
 from gateway.openai.schemas import CompletionBody
 from gateway.openai.shapes import Head
 from gateway.openai.token_text import TokenTexts

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai.body import BodyLimits, load_json, parse_body, parse_long_body
-from gateway.openai.errors import error_answer
+from gateway.api.body import BodyLimits, load_json, parse_body, parse_long_body
+from gateway.api.errors import error_answer
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody
 from gateway.requests.limits import Limits, Pool

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.openai.body import _invalid, parse_body
+from gateway.api.body import _invalid, parse_body
 from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.requests.violations import shown
 from quire.rpc.errors import InvalidArgument
@@ -264,7 +264,7 @@ def test_of_all_that_is_wrong_in_a_large_body_only_the_first_is_looked_at(monkey
         found.append(error.error_count())
         return _invalid(error, union_types)
 
-    monkeypatch.setattr("gateway.openai.body._invalid", count)
+    monkeypatch.setattr("gateway.api.body._invalid", count)
     with pytest.raises(InvalidArgument, match=message):
         parse_body(kind, json.dumps(body).encode())
     assert found < [8]

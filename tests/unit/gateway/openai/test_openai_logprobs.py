@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from gateway.openai.json_writer import as_json
+from gateway.api.answers import as_json
 from gateway.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Logprob, PositionLogprobs

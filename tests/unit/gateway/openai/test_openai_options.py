@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.openai.body import parse_body
+from gateway.api.body import parse_body
 from gateway.openai.calls import MAX_PROMPTS, CompletionCall
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody

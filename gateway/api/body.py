@@ -10,7 +10,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from gateway.openai.errors import ErrorAnswer, HttpError
+from gateway.api.errors import ErrorAnswer, HttpError
 from gateway.openai.schemas import UNION_TYPES, Body, Message
 from gateway.openai.unsupported import check_supported
 from gateway.requests.limits import MAX_PROMPTS
@@ -49,7 +49,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How large a body may be. How long it may take is the server's business (gateway/http/bodies.py).
+    """How large a body may be. `IncomingBody` limits how long it may take.
 
     Attributes:
         max_bytes: Of all of it.

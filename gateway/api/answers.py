@@ -1,32 +1,113 @@
-"""Responses that are made while the client waits, and end when it leaves."""
+"""Answers over HTTP: JSON that is made and written in pieces, and responses that end when the client leaves.
+
+Long lists are made a few entries at a time, and never held whole. All characters beyond ASCII are escaped: some readers
+split lines at more of them than JSON does.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+import json
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
+from itertools import islice
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.openai.errors import ErrorAnswer, ParamNames, error_answer
+from gateway.api.errors import ErrorAnswer, ParamNames, error_answer
 from gateway.requests.running import REFUSAL_S
 
 _EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    # Proxies would hold back what they take for an ordinary body.
+    # Proxies would buffer it as an ordinary body.
     "x-accel-buffering": "no",
 }
 _JSON = {"content-type": "application/json"}
 _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 _PIECE_BYTES = 1 << 16
+_PIECE_CHARACTERS = 1 << 15
+# Entries of a list that are written at once.
+_FEW = 64
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class LazyList(Iterable[Any]):
+    """A list whose entries are made when they are written."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+def json_pieces(answer: Mapping[str, Any]) -> Iterator[bytes]:
+    """An object as JSON, in pieces of about 32 KiB, which take a few milliseconds each."""
+    parts: list[str] = []
+    size = 0
+    for part in _parts(answer):
+        parts.append(part)
+        size += len(part)
+        if size >= _PIECE_CHARACTERS:
+            yield "".join(parts).encode()
+            parts, size = [], 0
+    yield "".join(parts).encode()
+
+
+def as_json(answer: Mapping[str, Any] | LazyList) -> bytes:
+    """An object or a list as JSON. In a thread, other threads run between the pieces of long lists."""
+    return "".join(_parts(answer)).encode()
+
+
+def _parts(value: Any) -> Iterator[str]:
+    match value:
+        case LazyList():
+            yield from _list_parts(iter(value))
+        case list() if len(value) > _FEW or any(map(_is_long, value)):
+            yield from _list_parts(iter(value))
+        case dict() if any(map(_is_long, value.values())):
+            for place, (name, each) in enumerate(value.items()):
+                yield f"{',' if place else '{'}{_dumps(name)}:"
+                yield from _parts(each)
+            yield "}"
+        case _:
+            yield _dumps(value)
+
+
+def _list_parts(entries: Iterator[Any]) -> Iterator[str]:
+    separator = "["
+    while few := list(islice(entries, _FEW)):
+        if any(map(_is_long, few)):
+            for entry in few:
+                yield separator
+                yield from _parts(entry)
+                separator = ","
+        else:
+            yield separator + _dumps(few)[1:-1]
+            separator = ","
+    yield "[]" if separator == "[" else "]"
+
+
+def _is_long(value: Any) -> bool:
+    """Whether it is or contains a list that is made or written in pieces."""
+    match value:
+        case LazyList():
+            return True
+        case list():
+            return len(value) > _FEW or any(map(_is_long, value))
+        case dict():
+            return any(map(_is_long, value.values()))
+        case _:
+            return False
 
 
 class WatchedResponse(Response):
-    """A response whose making is given up, and what it runs aborted, as soon as the client has left."""
+    """A response that is given up, with the requests that it runs, as soon as the client has left."""
 
     def __init__(self, names: ParamNames, headers: Mapping[str, str]) -> None:
-        """`names` are the fields' names in errors."""
+        """`names` are the names of fields in errors."""
         self.background = None
         self._names = names
         self._headers = headers
@@ -58,12 +139,12 @@ class WatchedResponse(Response):
 
 
 class WholeResponse(WatchedResponse):
-    """One JSON object, once it is known. Where it is long it is sent in pieces as they are made."""
+    """One JSON object. A long one is sent in pieces, as they are made."""
 
     def __init__(
         self, make: Callable[[], AsyncGenerator[bytes, None]], names: ParamNames, headers: Mapping[str, str]
     ) -> None:
-        """`make` makes the body's pieces."""
+        """`make` yields the pieces of the body."""
         super().__init__(names, headers)
         self._make_pieces = make
         self._has_started = False
@@ -87,17 +168,17 @@ class WholeResponse(WatchedResponse):
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
-        # A body that has begun cannot be taken back; the connection ends in the middle of it.
+        # A body that has begun cannot be taken back: the connection ends in the middle of it.
         if not self._has_started:
             await super()._send_error(send, answer)
 
 
 class StreamedResponse(WatchedResponse):
-    """Server-sent events, one a JSON object, and [DONE] at the end.
+    """Server-sent events, each a JSON object, and [DONE] at the end.
 
-    The headers go out with the first event, or as soon as the request has been with a scheduler for a while: one that
-    refuses does so at once, and a refusal is to be an ordinary error answer. Later errors are the stream's last event.
-    While nothing else comes, comments keep proxies from cutting the connection.
+    The headers are sent with the first event, or when the request has been with a scheduler for a while: a scheduler
+    that refuses does so at once, and a refusal shall be an ordinary error answer. Later errors are the last event of
+    the stream. Between events, comments keep proxies from cutting the connection.
     """
 
     def __init__(
@@ -108,8 +189,8 @@ class StreamedResponse(WatchedResponse):
         names: ParamNames,
         headers: Mapping[str, str],
     ) -> None:
-        """`make` makes the objects, as JSON without line breaks, and `is_submitted` says whether a scheduler works at
-        them. After `keep_alive_s` without an event a comment is sent; 0 sends none."""
+        """`make` yields the objects, as JSON without line breaks. `is_submitted` returns whether a scheduler has the
+        request. After `keep_alive_s` without an event a comment is sent; 0 sends none."""
         super().__init__(names, headers)
         self._make_objects = make
         self._is_submitted = is_submitted
@@ -143,7 +224,7 @@ class StreamedResponse(WatchedResponse):
                 await asyncio.sleep(self._keep_alive_s - silent_s)
 
     async def _write(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
-        """Sends the headers, if they are not sent, and `data`."""
+        """Sends the headers, unless they are sent, and `data`."""
         async with self._lock:
             if not self._has_started:
                 await _start(send, 200, _EVENT_STREAM | dict(self._headers))
@@ -170,8 +251,8 @@ async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
 
 
 async def _send_piece(send: Send, body: bytes) -> None:
-    """More of a body. Each message waits for the ones before to leave: over TLS what is written at once counts as sent,
-    and is cut off some time after that."""
+    """More of a body. Each message waits until those before it have left: over TLS, what is written at once counts as
+    sent, and is cut off some time later."""
     for begin in range(0, len(body), _PIECE_BYTES):
         await send({"type": "http.response.body", "body": body[begin : begin + _PIECE_BYTES], "more_body": True})
 

@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from gateway.api.answers import LazyList, WholeResponse, as_json, json_pieces
 from gateway.openai import service
 from gateway.openai.calls import Call
-from gateway.openai.json_writer import LazyList, as_json, json_pieces
-from gateway.openai.responses import WholeResponse
 from gateway.openai.service import OpenAiService
 from gateway.requests.answer_memory import AnswerLimits, AnswerMemory
 from gateway.requests.generator import Generator

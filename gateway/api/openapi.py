@@ -1,4 +1,4 @@
-"""Routes that describe themselves, and /openapi.json, which is made of the table by which requests are served."""
+"""Routes that describe themselves, and /openapi.json, which is made from them."""
 
 import http.client
 import inspect
@@ -12,23 +12,25 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from gateway.auth.http_middleware import OPEN_PATHS
-from gateway.openai.errors import HTTP_STATUSES, ErrorBody
+from gateway.api.errors import HTTP_STATUSES, ErrorBody
 from quire.version import VERSION
 
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+"""Load balancers and supervisors request these, and they have no keys."""
+METRICS_PATH = "/metrics"
 _SCHEMAS = "#/components/schemas/"
 _EVENT_STREAM = "text/event-stream"
-# Of every path that is not open to all: no such path or model, no key or one that does not allow it, a fault.
+# Of every path that needs a key: no such path or model, no key or one that does not allow it, a fault.
 _STATUSES = frozenset({401, 403, 404, 500})
 
 
 class ApiRoute(Route):
-    """A route with what its callers need to know.
+    """A route with its description for callers.
 
     Attributes:
         body: The type of its request's body; None where it has none.
         media_types: Those of a successful answer.
-        is_open: Whether no API key is asked for.
+        is_open: Whether it needs no API key.
         statuses: Of its answers, errors included.
     """
 
@@ -48,7 +50,7 @@ class ApiRoute(Route):
 
         Args:
             streams: A successful answer may be a stream of server-sent events instead.
-            statuses: Those besides 200, and besides those that any path with or without a body may answer.
+            statuses: Besides 200, and besides those of any path with or without a body.
             error: The type of the body of errors.
         """
         super().__init__(path, endpoint, methods=[method])
@@ -61,7 +63,7 @@ class ApiRoute(Route):
 
 
 def openapi_route(routes: Sequence[BaseRoute]) -> ApiRoute:
-    """GET /openapi.json: the document on `routes` and on itself."""
+    """GET /openapi.json: the document of `routes` and of itself."""
 
     async def openapi(request: Request) -> Response:
         """This document."""
@@ -73,7 +75,7 @@ def openapi_route(routes: Sequence[BaseRoute]) -> ApiRoute:
 
 
 def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document on these routes, with the schemas of their bodies."""
+    """The OpenAPI 3.1 document of these routes, with the schemas of their bodies."""
     types = list(dict.fromkeys([*(route.body for route in routes if route.body), *(route.error for route in routes)]))
     references, definitions = TypeAdapter.json_schemas(
         [(each, "validation", TypeAdapter(each)) for each in types], ref_template=_SCHEMAS + "{model}"
@@ -90,7 +92,7 @@ def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
             "schemas": definitions.get("$defs", {}),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        # A gateway without a file of keys asks for none.
+        # A gateway without a file of keys needs none.
         "security": [{}, {"key": []}],
     }
 
@@ -119,7 +121,7 @@ def _response(route: ApiRoute, status: int, schemas: Mapping[Any, Any]) -> dict[
     description = http.client.responses.get(status, "Client Closed Request")
     if status == HTTPStatus.OK:
         return {"description": description, "content": {each: {} for each in route.media_types}}
-    # What is refused before a route was found, or without a key, is told in the shape that most paths have.
+    # Before a route is found, and without a key, errors have the shape that most paths have.
     shapes = [schemas[each] for each in dict.fromkeys((route.error, ErrorBody))]
     schema = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
     return {"description": description, "content": {"application/json": {"schema": schema}}}

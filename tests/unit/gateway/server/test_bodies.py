@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.body_memory import BodyMemory, HeldBody
+from gateway.server.bodies import BodyMemory, HeldBody
 from quire.rpc.errors import ResourceExhausted
 
 

@@ -1,0 +1,1 @@
+"""What callers speak: OpenAI's API, gRPC and KServe, over the same requests."""

@@ -1,0 +1,290 @@
+"""The gRPC server: how services are registered, and what stands before every method.
+
+Interceptors authenticate callers, bound how long a client may take, end idle calls when the gateway stops, and read
+trace headers. `quire.rpc` has the rest: limits of connections, error mapping, health and reflection.
+"""
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
+
+from gateway.auth.caller import set_caller
+from gateway.auth.keys import Authenticator
+from gateway.requests.request_spans import set_incoming_context
+from gateway.server.bodies import BodyMemory
+from quire.rpc.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, QuireError, Unavailable
+from quire.rpc.health import REFLECTION_SERVICES
+from quire.rpc.interceptors import Behavior, Continuation, decoder, is_generator, remake
+
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+OPEN_METHODS = frozenset(f"/{_HEALTH.full_name}/{method.name}" for method in _HEALTH.methods)
+"""Load balancers and supervisors call these, and they have no keys."""
+_HANDLERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+_logger = logging.getLogger(__name__)
+
+
+def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
+    """Registers the methods of a servicer, which have the names of the service's methods."""
+
+    def handler(method: MethodDescriptor) -> grpc.RpcMethodHandler:
+        return _HANDLERS[method.client_streaming, method.server_streaming](
+            getattr(servicer, method.name),
+            request_deserializer=GetMessageClass(method.input_type).FromString,
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        )
+
+    handlers = {method.name: handler(method) for method in service.methods}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without a valid key before any of their messages is read, and sets the caller of all others.
+
+    Methods of services that are not named are refused with a valid key, too: whoever adds a service has to name it.
+    """
+
+    def __init__(
+        self, authenticator: Authenticator, service_names: Collection[str], on_refusal: Callable[[str], None]
+    ) -> None:
+        """Keys are good for `service_names` and reflection. `on_refusal` is called with the reason of each refusal."""
+        self._authenticator = authenticator
+        self._service_names = {*service_names, *REFLECTION_SERVICES}
+        self._on_refusal = on_refusal
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        method: str = handler_call_details.method
+        if method in OPEN_METHODS:
+            return await continuation(handler_call_details)
+        shown = [value for name, value in handler_call_details.invocation_metadata or () if name == "authorization"]
+        try:
+            caller = self._authenticator.authenticate(shown)
+            handler = await continuation(handler_call_details)
+            # gRPC answers unknown methods; some clients try several.
+            if handler is not None and method.rpartition("/")[0].removeprefix("/") not in self._service_names:
+                raise PermissionDenied(f"no API key is good for {method}", reason="METHOD_NOT_ALLOWED")
+        except QuireError as error:
+            self._on_refusal(error.reason)
+            # A handler of streams answers calls of any kind, and reads no message before.
+            return grpc.stream_stream_rpc_method_handler(functools.partial(_refuse, error))
+        # A call has a task of its own, in which its interceptors and its handler run.
+        set_caller(caller)
+        return handler
+
+
+async def _refuse(error: QuireError, messages: object, context: grpc.aio.ServicerContext) -> NoReturn:
+    raise error
+
+
+class TraceInterceptor(grpc.aio.ServerInterceptor):
+    """Reads the trace context in the metadata of calls."""
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        metadata = handler_call_details.invocation_metadata or ()
+        set_incoming_context((name, value) for name, value in metadata if isinstance(value, str))
+        return await continuation(handler_call_details)
+
+
+class IdleCalls(grpc.aio.ServerInterceptor):
+    """Tracks the calls that wait for the next message of their client. Nothing is lost when they end, but a server that
+    stops would wait for them."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Task[Any]] = set()
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Ends the calls that wait with UNAVAILABLE, and all others as soon as they wait."""
+        self._has_ended = True
+        for task in self._waiting:
+            task.cancel()
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler.request_streaming:
+            return handler
+        return remake(handler, self._watched, request_deserializer=handler.request_deserializer)
+
+    def _watched(self, behavior: Behavior) -> Behavior:
+        if is_generator(behavior):
+
+            async def generator(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+                async with aclosing(behavior(self._read(requests), context)) as responses:
+                    async for response in responses:
+                        yield response
+
+            return generator
+
+        async def coroutine(requests: Any, context: grpc.aio.ServicerContext) -> Any:
+            return await behavior(self._read(requests), context)
+
+        return coroutine
+
+    async def _read(self, requests: Any) -> AsyncIterator[Any]:
+        """The requests. Raises Unavailable once waiting calls are ended."""
+        task = asyncio.current_task()
+        assert task is not None, "a call is read in a task"
+        iterator = aiter(requests)
+        while True:
+            if self._has_ended:
+                raise _stopping()
+            self._waiting.add(task)
+            try:
+                request = await anext(iterator)
+            except StopAsyncIteration:
+                return
+            except asyncio.CancelledError:
+                # By `end`, unless somebody else cancelled the task as well.
+                if self._has_ended and task.uncancel() == 0:
+                    raise _stopping() from None
+                raise
+            finally:
+                self._waiting.discard(task)
+            yield request
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("this gateway stops; call another one", reason="DRAINING")
+
+
+class SlowClientInterceptor(grpc.aio.ServerInterceptor):
+    """Ends calls whose only request does not arrive, or whose next response is not taken, within a time.
+
+    Where a client does not read, gRPC and the connection buffer some tens of kilobytes; then a write blocks, and tokens
+    that come meanwhile are kept once, as ids. `HttpConnection` does the same over HTTP.
+
+    Clients of methods that take a stream of requests may send them at any time. Handlers that answer a stream are async
+    generator functions, or write by themselves, without a limit.
+    """
+
+    def __init__(self, bodies: BodyMemory, *, sender_timeout_s: float, reader_timeout_s: float) -> None:
+        """The request of a call counts in `bodies` until the call is over."""
+        self._bodies = bodies
+        self._sender_timeout_s = sender_timeout_s
+        self._reader_timeout_s = reader_timeout_s
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """Gives gRPC handlers that read and write by themselves, since gRPC limits neither."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        deserialize, serializer = handler.request_deserializer, handler.response_serializer
+        if not handler.response_streaming:
+            if handler.request_streaming:
+                return handler
+            behavior = self._reading(handler.unary_unary, deserialize)
+            return grpc.stream_unary_rpc_method_handler(behavior, response_serializer=serializer)
+        behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        if inspect.isasyncgenfunction(behavior):
+            behavior = self._writing(behavior)
+        if not handler.request_streaming:
+            behavior, deserialize = self._reading(behavior, deserialize), None
+        return grpc.stream_stream_rpc_method_handler(behavior, deserialize, serializer)
+
+    def _reading(self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None) -> Behavior:
+        """Takes the one request out of a stream of them, and decodes it."""
+        decode = decoder(deserialize)
+
+        async def handle(requests: Any, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                async with asyncio.timeout(self._sender_timeout_s):
+                    data: bytes | None = await anext(aiter(requests), None)
+            except TimeoutError:
+                message = f"the request did not come within {self._sender_timeout_s:g} s"
+                raise DeadlineExceeded(message, reason="SLOW_SENDER") from None
+            if data is None:
+                raise InvalidArgument("the call has no request", reason="MALFORMED_MESSAGE")
+            # A message arrives whole, so it is never given up for another one.
+            held = self._bodies.begin(lambda: None)
+            try:
+                held.add(len(data))
+                held.complete()
+                return await behavior(decode(data), context)
+            finally:
+                held.release()
+
+        return handle
+
+    def _writing(self, behavior: Behavior) -> Behavior:
+        """Writes what a generator yields."""
+
+        async def handle(request: Any, context: grpc.aio.ServicerContext) -> None:
+            watch = _WriteWatch(self._reader_timeout_s)
+            try:
+                async with aclosing(behavior(request, context)) as responses:
+                    async for response in responses:
+                        watch.begin()
+                        await context.write(response)
+                        watch.end()
+                return
+            except asyncio.CancelledError:
+                if not watch.has_expired:
+                    raise
+            finally:
+                watch.stop()
+            # The request is aborted by now. The status waits behind what the client does not read.
+            _logger.info("a client took nothing for %g s; its call is over", self._reader_timeout_s)
+            if watch.num_written == 0:
+                # gRPC would send the headers again, which it still tries to send.
+                raise asyncio.CancelledError
+            message = f"nothing was read for {self._reader_timeout_s:g} s while output waited"
+            raise DeadlineExceeded(message, reason="SLOW_READER")
+
+        return handle
+
+
+class _WriteWatch:
+    """Cancels the task that made it once one write takes too long. It has one timer, which looks when the current write
+    began; a timer for each write would cost far more.
+
+    Attributes:
+        has_expired: Whether it has cancelled the task.
+        num_written: Writes that have ended.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a call runs in a task"
+        self.has_expired = False
+        self.num_written = 0
+        self._timeout_s = timeout_s
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._began_at: float | None = None
+        self._timer = self._loop.call_later(timeout_s, self._look)
+
+    def begin(self) -> None:
+        self._began_at = self._loop.time()
+
+    def end(self) -> None:
+        self._began_at = None
+        self.num_written += 1
+
+    def stop(self) -> None:
+        """Cancels nothing any more, and undoes the cancellation of the task."""
+        self._timer.cancel()
+        if self.has_expired:
+            self._task.uncancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        due_at = (now if self._began_at is None else self._began_at) + self._timeout_s
+        if now < due_at:
+            self._timer = self._loop.call_at(due_at, self._look)
+        else:
+            self.has_expired = True
+            self._task.cancel()

@@ -1,0 +1,220 @@
+"""What stands before all paths of the HTTP port, and the paths of load balancers, supervisors and Prometheus.
+
+The order of the middleware is that of `make_http_app`.
+"""
+
+import ipaddress
+from collections.abc import Callable, Collection, Sequence
+from http import HTTPStatus
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.api.errors import ErrorAnswer, error_answer, send_answer, set_client_request_id
+from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute
+from gateway.auth.caller import Caller, set_caller
+from gateway.auth.keys import Authenticator
+from gateway.metrics import GatewayMetrics
+from gateway.requests.generator import Generator
+from gateway.requests.request_spans import set_incoming_context
+from gateway.requests.violations import shortened
+from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
+from quire.version import VERSION
+
+ANY_HOST = "*"
+_REQUEST_ID = b"x-request-id"
+
+
+class TraceMiddleware:
+    """Reads the trace context in the headers of requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+            set_incoming_context(headers)
+        await self._app(scope, receive, send)
+
+
+class DrainMiddleware:
+    """While the gateway drains, each connection closes behind its next answer, whose headers say so. A client that
+    keeps connections then opens a new one before the old one closes under a request."""
+
+    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
+        self._app = app
+        self._is_draining = is_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._is_draining():
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await self._app(scope, receive, send_and_close)
+
+
+class RequestIdMiddleware:
+    """Returns the X-Request-Id of the client with the answer, whatever the answer is, in place of the gateway's own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sent = next((value for name, value in scope.get("headers", ()) if name == _REQUEST_ID), None)
+        if sent is None:
+            return await self._app(scope, receive, send)
+        set_client_request_id(sent.decode("latin-1"))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                others = [header for header in message.get("headers", ()) if header[0] != _REQUEST_ID]
+                message = {**message, "headers": [*others, (_REQUEST_ID, sent)]}
+            await send(message)
+
+        return await self._app(scope, receive, send_with_id)
+
+
+class UnexpectedErrorMiddleware:
+    """Answers 500 where the application fails. Unlike Starlette's own handler of such errors it runs behind the other
+    middleware, so the answer has their headers, and the error is logged once, with the request's id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception as error:
+            answer = error_answer(error, str)
+            if not has_started:
+                await send_answer(send, answer)
+
+
+class HostMiddleware:
+    """Refuses requests that name another host than this server's.
+
+    A page of any site can point its own name at 127.0.0.1 when it has been loaded (DNS rebinding). The browser then
+    takes this server for a part of that site: the page may call it, and read the answers. Only the `Host` header shows
+    that. Load balancers and supervisors are always answered.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str]) -> None:
+        """Names of loopback are allowed besides `allowed_hosts`."""
+        self._app = app
+        self._allowed = frozenset(name.lower() for name in allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            return await self._app(scope, receive, send)
+        # Browsers always send one.
+        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+        name = _host_name(host)
+        if not name or name in self._allowed or _is_loopback(name):
+            return await self._app(scope, receive, send)
+        shown = shortened(name)
+        message = (
+            f'host is "{shown}"; this gateway answers to names of loopback, and to those that --allowed-hosts names, '
+            f"so that pages of other sites cannot call it; --allowed-hosts {shown} allows it"
+        )
+        return await send_answer(send, ErrorAnswer(403, message, "host_not_allowed"))
+
+
+def _host_name(host: str) -> str:
+    """The host of a `Host` header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].strip().rstrip(".").lower()
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class AuthMiddleware:
+    """Refuses requests without a valid key before their body is read, and sets the caller of all others.
+
+    Metrics are of all tenants together: only operators see them, or everyone where `open_metrics` is set.
+    """
+
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, on_refusal: Callable[[str], None], *, open_metrics: bool
+    ) -> None:
+        self._app = app
+        self._authenticator = authenticator
+        self._on_refusal = on_refusal
+        self._open_paths: Collection[str] = OPEN_PATHS | ({METRICS_PATH} if open_metrics else set())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
+            try:
+                set_caller(self._caller_of(scope))
+            except QuireError as error:
+                self._on_refusal(error.reason)
+                extra = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
+                return await send_answer(send, error_answer(error, str), extra)
+        return await self._app(scope, receive, send)
+
+    def _caller_of(self, scope: Scope) -> Caller:
+        shown = [value for name, value in scope["headers"] if name == b"authorization"]
+        caller = self._authenticator.authenticate(shown)
+        if scope["path"] == METRICS_PATH and not caller.access.is_operator:
+            raise PermissionDenied("metrics are for the API keys of operators", reason="OPERATORS_ONLY")
+        return caller
+
+
+def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute]:
+    """GET and HEAD, which some load balancers send; uvicorn then sends the headers of the answer alone."""
+
+    async def health(request: Request) -> Response:
+        """The process is up."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        """A request would run at once."""
+        if generator.is_ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse(
+            {"status": "not ready", "reason": _reason_not_ready(generator)}, HTTPStatus.SERVICE_UNAVAILABLE
+        )
+
+    async def version(request: Request) -> Response:
+        """The version of the gateway."""
+        return JSONResponse({"version": VERSION})
+
+    async def prometheus_metrics(request: Request) -> Response:
+        """Metrics of this gateway, as Prometheus reads them."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return [
+        ApiRoute("/health", health),
+        ApiRoute("/ready", ready, statuses=[HTTPStatus.SERVICE_UNAVAILABLE]),
+        ApiRoute("/version", version),
+        ApiRoute(METRICS_PATH, prometheus_metrics, media_type="text/plain"),
+    ]
+
+
+def _reason_not_ready(generator: Generator) -> str:
+    if generator.is_draining:
+        return "draining"
+    if generator.replicas.num_connected:
+        return "no scheduler has its worker"
+    problems = [
+        f"{address}: {link.problem}" for address, link in generator.replicas.links.items() if link.problem is not None
+    ]
+    return "; ".join(["no scheduler is connected", *problems])
