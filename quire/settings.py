@@ -19,18 +19,28 @@ import argparse
 import dataclasses
 import inspect
 import itertools
+import math
+import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
-
-from quire.parsing import parse_bytes, parser_of, without_none
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 __all__ = ["ConfigurationError", "load_settings", "parse_bytes", "setting", "to_argv"]
 
 T = TypeVar("T")
 
 _METADATA_KEY = "quire.setting"
+_TRUE = frozenset({"true", "1", "yes", "on"})
+_FALSE = frozenset({"false", "0", "no", "off"})
+_BYTES_PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]iB|[KMGT]B|B|)")
+_BYTES_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("KMGT", start=1)
+}
 
 
 class ConfigurationError(Exception):
@@ -187,7 +197,7 @@ def _options_of(cls: type) -> list[_Option]:
 
 def _option(declared_by: type, field: dataclasses.Field, hint: Any) -> _Option:
     described: _Setting = field.metadata[_METADATA_KEY]
-    kind = without_none(hint)
+    kind = _without_none(hint)
     flag = field.name if described.positional else described.flag or "--" + field.name.replace("_", "-")
     variable = described.variable or "QUIRE_" + flag.removeprefix("--").replace("-", "_").upper()
     return _Option(
@@ -198,7 +208,7 @@ def _option(declared_by: type, field: dataclasses.Field, hint: Any) -> _Option:
         is_bool=kind is bool,
         is_tuple=get_origin(kind) is tuple,
         default=field.default,
-        parse=described.parse or parser_of(kind),
+        parse=described.parse or _parser_of(kind),
         setting=described,
     )
 
@@ -255,3 +265,68 @@ def _shown(default: Any) -> str:
     if isinstance(default, tuple):
         return ",".join(map(str, default))
     return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+# Text to values. Every function raises ValueError that says what was expected.
+
+
+def _parser_of(hint: Any) -> Callable[[str], Any]:
+    """The parser for a type: int, float, str, bool, Path, each of them `| None`, and tuple[X, ...] with commas."""
+    kind = _without_none(hint)
+    if get_origin(kind) is tuple:
+        parse_item = _PARSERS[get_args(kind)[0]]
+        return lambda text: tuple(parse_item(item.strip()) for item in text.split(",") if item.strip())
+    return _PARSERS[kind]
+
+
+def _without_none(hint: Any) -> Any:
+    """`X` of `X | None`; any other type as it is."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (kind,) = (member for member in get_args(hint) if member is not type(None))
+        return kind
+    return hint
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "512MiB", "1.5GiB", "2GB" or "1000000". Raises ValueError."""
+    match = _BYTES_PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("expected a size such as 512MiB, 4GiB or 1000000")
+    number, unit = match["number"], _BYTES_UNITS[match["unit"]]
+    return int(float(number) * unit) if "." in number else int(number) * unit
+
+
+def _parse_int(text: str) -> int:
+    """A whole number. Raises ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("expected a whole number") from None
+
+
+def _parse_float(text: str) -> float:
+    """A finite number. Raises ValueError."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("expected a number") from None
+    if not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    return value
+
+
+def _parse_bool(text: str) -> bool:
+    """True or false, as flags and variables say it. Raises ValueError."""
+    lowered = text.strip().lower()
+    if lowered not in _TRUE | _FALSE:
+        raise ValueError("expected true or false")
+    return lowered in _TRUE
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    int: _parse_int,
+    float: _parse_float,
+    bool: _parse_bool,
+    str: str,
+    Path: Path,
+}

@@ -88,7 +88,7 @@ def try_in_empty_environment(archive: Path) -> None:
         _run(sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet", *constraint, str(archive))
         _run(str(python), "-c", TRIAL, "with library", cwd=directory)
         _run(str(python.with_name("quire")), "--version", cwd=directory)
-        for command in ("generate", "certs", "scheduler"):
+        for command in ("generate", "status", "scheduler"):
             _run(str(python.with_name("quire")), command, "--help", cwd=directory)
 
 

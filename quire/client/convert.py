@@ -1,5 +1,8 @@
 """Between the client's values and the messages of quire.gateway.v1."""
 
+# Callers may not be type-checked: values of wrong types are refused by name.
+# pyright: reportUnnecessaryIsInstance=false
+
 import dataclasses
 from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, cast
@@ -282,7 +285,8 @@ def from_stream_response(
                 usage=_read(Usage, message.completed.usage),
                 prompt_logprobs=_positions(message.completed.prompt_logprobs),
             )
-    raise Internal("the server sent an event that this client does not know", reason="UNKNOWN_EVENT")
+        case _:
+            raise Internal("the server sent an event that this client does not know", reason="UNKNOWN_EVENT")
 
 
 def from_tokenize_response(message: generation_pb2.TokenizeResponse) -> Tokenization:
@@ -374,13 +378,14 @@ def _put(message: Message, name: str, value: Any, path: str | None = None) -> No
 
 def _set(message: Message, name: str, value: Any) -> None:
     """ValueError, TypeError or OverflowError where the value does not fit."""
-    held = getattr(message, name)
-    is_map = isinstance(held, MutableMapping)
+    held: Any = getattr(message, name)
+    kind = cast(type[object], type(held))
+    is_map = issubclass(kind, MutableMapping)
     if is_map != isinstance(value, Mapping):
         raise TypeError("only a mapping fits a map")
     if is_map:
         held.update(value)
-    elif isinstance(held, MutableSequence):
+    elif issubclass(kind, MutableSequence):
         held.extend([value] if isinstance(value, str | bytes) else value)
     else:
         setattr(message, name, value)

@@ -190,7 +190,7 @@ class Restart:
 
 @dataclass(slots=True)
 class _Progress:
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list[int])
     num_characters: int = 0
     cumulative_logprob: float | None = None
     is_finished: bool = False
@@ -216,7 +216,7 @@ class Resumption:
     go_on: Continue | None
     num_sequences: int
     attempts: Attempts
-    _sequences: dict[int, _Progress] = field(default_factory=dict, init=False)
+    _sequences: dict[int, _Progress] = field(default_factory=dict[int, _Progress], init=False)
     _lost_at: float | None = field(default=None, init=False)
     _delay_s: float = field(default=_FIRST_RESUME_DELAY_S, init=False)
     # Whether a scheduler may know the request.

@@ -51,7 +51,7 @@ class GenerationOptions:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
     allowed_token_ids: Sequence[int] = ()
     bad_words: str | Sequence[str] = ()
 

@@ -20,8 +20,6 @@ from quire.rpc.health import HEALTH_SERVICE, HealthServicer, add_reflection
 from quire.rpc.interceptors import Arrivals, ErrorInterceptor
 from quire.rpc.tls import ServerTls, role_interceptors
 
-__all__ = ["DEFAULT_MAX_MESSAGE_BYTES", "UNLIMITED_MESSAGE_BYTES", "AddressInUse", "ConnectionLimits", "RpcServer"]
-
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 UNLIMITED_MESSAGE_BYTES = -1
 """Up to what protobuf can hold, 2 GiB."""

@@ -12,7 +12,7 @@ import pytest
 
 from quire.cli.main import main
 from quire.rpc.tls import Role
-from tests.unit.quire.test_certs_command import names_of
+from tests.unit.quire.cli.test_certs import names_of
 from tools.check_kubernetes import DIRECTORY, problems
 from tools.kubernetes_manifests import Manifests
 

@@ -14,7 +14,7 @@ from quire.client import AsyncClient
 from quire.gateway.v1 import model_pb2, model_pb2_grpc
 from quire.local import LocalServer, ServeSettings
 from quire.local.commands import Programs
-from quire.rpc.server import AddressInUse
+from quire.rpc.address import AddressInUse
 from tests.support.processes import is_alive, until_true
 
 WAITS = (sys.executable, "-S", "-c", "import signal; signal.pause()")

@@ -67,7 +67,7 @@ def test_keys_are_added_to_those_that_are_there(run, path):
 
 def test_processes_that_add_at_once_lose_nothing(path):
     command = [sys.executable, "-m", "quire.cli.main", "keys", "add", str(path), "--tenant=acme"]
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     adding = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root) for _ in range(4)]
     keys = [process.communicate(timeout=60)[0].decode().strip() for process in adding]
     assert {entry.hash for entry in read_keys(path)} == {hash_of(key) for key in keys}

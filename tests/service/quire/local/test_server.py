@@ -14,7 +14,7 @@ import pytest
 from quire.client import AsyncClient
 from quire.local import LocalServer, ServeSettings, ServiceRefused, server
 from quire.local.commands import Programs
-from quire.rpc.server import AddressInUse
+from quire.rpc.address import AddressInUse
 from quire.settings import ConfigurationError
 from tests.support.processes import is_alive, until_true
 
