@@ -1,4 +1,4 @@
-"""A model directory's tokenizer gives what transformers' AutoTokenizer gives for the same directory."""
+"""A model directory's tokenizer returns what transformers' AutoTokenizer returns; long work runs in a thread."""
 
 import json
 import string
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from gateway.model import ServedModel
 from gateway.requests.request import ChatMessage
 from quire.settings import ConfigurationError
-from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, write_model_directory
+from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, wrapped, write_model_directory
 
 TEXTS = [
     "hello world",
@@ -98,9 +98,19 @@ LEGACY = {
 }
 
 
+class CountingExecutor(ThreadPoolExecutor):
+    """Counts what it is given."""
+
+    num_submitted = 0
+
+    def submit(self, *args, **kwargs):
+        self.num_submitted += 1
+        return super().submit(*args, **kwargs)
+
+
 @pytest.fixture
 def executor():
-    with ThreadPoolExecutor(1) as pool:
+    with CountingExecutor(1) as pool:
         yield pool
 
 
@@ -173,3 +183,18 @@ async def test_chats_are_those_of_transformers(tmp_path, executor, place):
 def test_what_is_no_token_is_a_configuration_error(tmp_path, executor, config, says):
     with pytest.raises(ConfigurationError, match=says):
         ServedModel.open(written(tmp_path, byte_level(), tokenizer_config=config), None, executor)
+
+
+TEXT = "the cat sat on the mat, hello world 😀 "
+
+
+@pytest.mark.parametrize(("repeats", "num_threaded"), [(0, 0), (1, 0), (2000, 2)])
+@pytest.mark.parametrize("include_special_tokens", [False, True])
+async def test_long_texts_and_many_tokens_go_to_a_thread(executor, repeats, num_threaded, include_special_tokens):
+    tokenizer = wrapped(byte_level(), executor)
+    text = TEXT * repeats
+    token_ids = await tokenizer.encode(text, add_special_tokens=True)
+    assert token_ids == byte_level().encode(text).ids
+    decoded = await tokenizer.decode_any(token_ids, include_special_tokens=include_special_tokens)
+    assert decoded == ("<s>" if include_special_tokens else "") + text
+    assert executor.num_submitted == num_threaded
