@@ -3,15 +3,55 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.replicas.events import Usage
 from gateway.replicas.live import LiveRequest
-from gateway.requests.request_statistics import RequestStatistics
 from quire.rpc.errors import QuireError
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+@dataclass(slots=True)
+class Durations:
+    """A number of durations and their sum."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+
+
+class RequestStatistics:
+    """Sums over all accepted requests that are over, of any front end.
+
+    Attributes:
+        completed: Requests that completed, from their arrival to the end of their call.
+        failed: Requests that failed or were abandoned, likewise.
+        queued: Of the completed ones, the time until the first step that ran them.
+        computed: Of the completed ones, the time from there to their last token.
+        last_completed_at_s: When the last one completed, in seconds since the Unix epoch; None before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.completed = Durations()
+        self.failed = Durations()
+        self.queued = Durations()
+        self.computed = Durations()
+        self.last_completed_at_s: float | None = None
+
+    def add_completed(self, seconds: float, *, queue_seconds: float, compute_seconds: float) -> None:
+        self.completed.add(seconds)
+        self.queued.add(queue_seconds)
+        self.computed.add(compute_seconds)
+        self.last_completed_at_s = time.time()
+
+    def add_failed(self, seconds: float) -> None:
+        self.failed.add(seconds)
 
 
 class GatewayMetrics:

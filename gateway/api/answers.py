@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.errors import ErrorAnswer, ParamNames, error_answer
-from gateway.requests.running import REFUSAL_S
+from gateway.request.running import REFUSAL_S
 
 _EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",

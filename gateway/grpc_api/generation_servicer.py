@@ -11,11 +11,11 @@ import grpc.aio
 from gateway.grpc_api import convert
 from gateway.replicas.events import Event
 from gateway.replicas.live import LiveRequest
-from gateway.requests.answer_memory import AS_MESSAGE, STREAMED
+from gateway.request.answer_memory import AS_MESSAGE, STREAMED
+from gateway.request.prompts import TextService
+from gateway.request.running import REFUSAL_S, Result, answer, answer_event
 from gateway.requests.generator import Generator
-from gateway.requests.prompts import TextService
 from gateway.requests.request import RequestOptions
-from gateway.requests.running import REFUSAL_S, Result, answer, answer_event
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,
     CancelResponse,

@@ -3,7 +3,7 @@
 import grpc.aio
 
 from gateway.grpc_api import convert
-from gateway.requests.prompts import Prefixes
+from gateway.request.prompts import Prefixes
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, PinPrefixResponse, UnpinPrefixRequest, UnpinPrefixResponse
 
 Context = grpc.aio.ServicerContext

@@ -2,7 +2,7 @@
 
 from gateway.kserve.inference_convert import INPUTS, OUTPUTS
 from gateway.kserve.response_convert import MODEL_VERSION
-from gateway.requests.request_statistics import Durations, RequestStatistics
+from gateway.metrics import Durations, RequestStatistics
 from quire.inference import open_inference_pb2 as pb
 
 PLATFORM = "quire"

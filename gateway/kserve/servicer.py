@@ -14,10 +14,10 @@ from gateway.kserve.response_convert import MODEL_VERSION, Responder, error_resp
 from gateway.kserve.stream import answer_all
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Chunk, Completed, Finished
-from gateway.requests.answer_memory import AS_TENSORS, STREAMED
+from gateway.request.answer_memory import AS_TENSORS, STREAMED
+from gateway.request.running import answer, running
 from gateway.requests.field_names import renamed
 from gateway.requests.generator import Generator
-from gateway.requests.running import answer, running
 from gateway.requests.validation import wrong_model
 from gateway.requests.violations import shortened
 from quire.inference import open_inference_pb2 as pb

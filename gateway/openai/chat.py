@@ -9,7 +9,7 @@ from gateway.openai.shapes import NOT_FINISHED, ChunkUsage, Head, finish_fields,
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
 from gateway.replicas.live import LiveRequest
-from gateway.requests.running import Result
+from gateway.request.running import Result
 
 _ROLE = {"role": "assistant"}
 

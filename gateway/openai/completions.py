@@ -13,8 +13,8 @@ from gateway.openai.shapes import CUT, NOT_FINISHED, ChunkUsage, Head, as_chunk,
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Chunk, Finished, Usage
 from gateway.replicas.live import LiveRequest
+from gateway.request.running import Result
 from gateway.requests.request import Prompt, TextPrompt
-from gateway.requests.running import Result
 from gateway.text.tokenizer import Tokenizer
 
 

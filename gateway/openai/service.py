@@ -15,10 +15,10 @@ from gateway.openai.shapes import Shaper
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
-from gateway.requests.answer_memory import IN_PIECES, STREAMED, CallMemory
+from gateway.request.answer_memory import IN_PIECES, STREAMED, CallMemory
+from gateway.request.running import answer_event, events, results_of, running
 from gateway.requests.generator import Generator
 from gateway.requests.request import RequestOptions
-from gateway.requests.running import answer_event, events, results_of, running
 from quire.rpc.errors import QuireError
 
 _HEADER_VALUE = re.compile(r"[!-~]{1,256}")

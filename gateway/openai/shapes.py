@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from gateway.openai.schemas import GenerationBody
 from gateway.replicas.events import Chunk, Finished, FinishReason, GeneratedSequence, Usage
 from gateway.replicas.live import LiveRequest
-from gateway.requests.running import Result
+from gateway.request.running import Result
 from quire.common.v1.common_pb2 import StoppingParameters
 from quire.version import VERSION
 

@@ -9,7 +9,7 @@ from gateway.auth.caller import current_caller
 from gateway.model import ServedModel
 from gateway.openai.options import chat_prompt
 from gateway.openai.schemas import DetokenizeBody, TokenizeBody
-from gateway.requests.prompts import TextService
+from gateway.request.prompts import TextService
 from gateway.requests.request import ChatPrompt, TextPrompt
 from gateway.requests.validation import find_model
 from quire.rpc.errors import invalid_field

@@ -9,17 +9,24 @@ import numpy as np
 
 from gateway.auth.caller import Caller, current_caller
 from gateway.auth.quota import Use
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import GatewayMetrics, RequestStatistics
 from gateway.model import ServedModel
 from gateway.replicas.calls import FoundRequest, no_such_request
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas
-from gateway.requests.answer_memory import STREAMED, AnswerForm, AnswerLimits, AnswerMemory, CallMemory
-from gateway.requests.answer_size import check_answer_size
+from gateway.request.answer_memory import (
+    STREAMED,
+    AnswerForm,
+    AnswerLimits,
+    AnswerMemory,
+    CallMemory,
+    check_answer_size,
+)
+from gateway.request.durable_reads import DurableReads
+from gateway.request.spans import RequestSpans
 from gateway.requests.continuation import check_continuation, continue_from
 from gateway.requests.defaults import Parameters, drawn_seed, num_candidates, resolve
-from gateway.requests.durable_reads import DurableReads
 from gateway.requests.limits import Limits, limits_of
 from gateway.requests.offsets import ClientOffset, check_offsets
 from gateway.requests.request import (
@@ -30,8 +37,6 @@ from gateway.requests.request import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.requests.request_spans import RequestSpans
-from gateway.requests.request_statistics import RequestStatistics
 from gateway.requests.validation import check_another, check_choice, check_request, resolve_max_tokens
 from gateway.settings import GatewaySettings
 from gateway.text.bad_words import bad_token_sequences

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2
 
 from gateway.auth.caller import set_caller
 from gateway.auth.keys import Authenticator
-from gateway.requests.request_spans import set_incoming_context
+from gateway.request.spans import set_incoming_context
 from gateway.server.bodies import BodyMemory
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, QuireError, Unavailable
 from quire.rpc.health import REFLECTION_SERVICES

@@ -12,7 +12,7 @@ from gateway.api.answers import LazyList, WholeResponse, as_json, json_pieces
 from gateway.openai import service
 from gateway.openai.calls import Call
 from gateway.openai.service import OpenAiService
-from gateway.requests.answer_memory import AnswerLimits, AnswerMemory
+from gateway.request.answer_memory import AnswerLimits, AnswerMemory
 from gateway.requests.generator import Generator
 from quire.rpc.errors import ResourceExhausted
 

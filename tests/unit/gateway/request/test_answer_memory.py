@@ -11,7 +11,7 @@ from gateway.openai.schemas import CompletionBody
 from gateway.openai.shapes import Head
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.ledger import Ledger
-from gateway.requests.answer_memory import (
+from gateway.request.answer_memory import (
     AS_MESSAGE,
     AS_TENSORS,
     IN_PIECES,
@@ -19,7 +19,7 @@ from gateway.requests.answer_memory import (
     AnswerLimits,
     AnswerMemory,
 )
-from gateway.requests.running import results_of
+from gateway.request.running import results_of
 from gateway.schedulers.scheduler_convert import event_batch_from
 from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2

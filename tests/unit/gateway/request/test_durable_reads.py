@@ -9,8 +9,8 @@ from gateway.auth.quota import Account, Limits
 from gateway.replicas.events import FinishReason, RequestEnded, SequenceEnded, TokenRun, Usage
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
-from gateway.requests import durable_reads
-from gateway.requests.durable_reads import DurableReads
+from gateway.request import durable_reads
+from gateway.request.durable_reads import DurableReads
 from quire.rpc.errors import Aborted, ResourceExhausted
 from tests.support import parameters
 from tests.support.logprobs import Line, columns_of

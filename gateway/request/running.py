@@ -1,4 +1,4 @@
-"""Several requests that are one to the caller: started together, read together, ended together."""
+"""The requests of one call: started together, read together, ended together."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
@@ -9,8 +9,7 @@ from typing import TypeVar
 from gateway.auth.caller import current_caller
 from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, PositionLogprobs, Usage
 from gateway.replicas.live import LiveRequest
-from gateway.requests.answer_memory import CallMemory
-from gateway.requests.answer_size import check_prompt_logprobs, num_prompt_logprobs
+from gateway.request.answer_memory import CallMemory, check_prompt_logprobs, num_prompt_logprobs
 from gateway.requests.generator import CallParameters, Generator
 from gateway.requests.request import RequestOptions
 from gateway.requests.validation import check_call
@@ -22,13 +21,14 @@ REFUSAL_S = 0.5
 
 Result = tuple[list[GeneratedSequence], Usage]
 Answer = TypeVar("Answer")
-# So many log probabilities take longer to be made into an answer than other calls should wait for.
+# Making an answer of this many log probabilities would delay other calls too much.
 _LARGE = 10_000
-# What else takes time in an answer, as log probabilities that take as long.
+# A sequence takes as long as this many log probabilities, and this many tokens as long as one.
 _SIZE_OF_A_SEQUENCE = 10
 _TOKENS_OF_A_LOGPROB = 16
+# After the ends of this many requests other calls run.
 _ENDED_AT_ONCE = 16
-# Events of requests by position, and the error that ends one of them.
+# Events of requests by position, or the error that ends one of them.
 _Queue = asyncio.Queue[tuple[int, Event | Exception]]
 
 
@@ -41,9 +41,9 @@ async def running(
     *,
     shows_prompt_by_sequence: bool = False,
 ) -> AsyncIterator[list[LiveRequest]]:
-    """The running requests, in order. Leaving the context aborts what runs. `memory` is the call's.
+    """The running requests, in order. Leaving the context aborts those that run. `memory` is the call's.
 
-    Where one of them is refused, none runs, and what is raised is what `refusal` makes of its position and its error.
+    If one of them is refused, none runs, and the context raises what `refusal` makes of its position and its error.
     Log probabilities of prompts count as often as the answer has them: once, or with each sequence.
     """
     try:
@@ -58,7 +58,6 @@ async def running(
         for position, options in enumerate(requests):
             try:
                 if position % _ENDED_AT_ONCE == 0:
-                    # Between the ends of those before and of those after it, others run.
                     stack.push_async_callback(asyncio.sleep, 0)
                 live.append(await stack.enter_async_context(generator.run(options, parameters, memory=memory)))
                 await turns.pause()
@@ -67,14 +66,14 @@ async def running(
                 num_logprobs += num_prompt_logprobs(request) * copies
                 check_prompt_logprobs(num_logprobs)
             except QuireError as error:
-                # Those before it end for the reason that this one is refused, and not for what a front end makes of it.
+                # The requests before it end by the original error, not by the one that a front end makes of it.
                 await stack.__aexit__(type(error), error, error.__traceback__)
                 raise refusal(position, error) from error
         yield live
 
 
 async def answer(live: Sequence[LiveRequest], make: Callable[[Sequence[Result]], Answer]) -> Answer:
-    """What `make` returns of the results of all. One that is large it makes in a thread, so that other calls go on.
+    """The value of `make` for the results of all; a large answer is made in a thread, so that other calls go on.
 
     Raises:
         QuireError: one of them failed; the others are not waited for.
@@ -88,9 +87,9 @@ async def answer(live: Sequence[LiveRequest], make: Callable[[Sequence[Result]],
 
 
 async def answer_event(live: LiveRequest, event: Event, make: Callable[[], Answer]) -> Answer:
-    """What `make` returns of an event of a stream. One that is large it makes in a thread, so that other calls go on.
+    """The value of `make`, which makes an answer of an event of a stream; in a thread if it is large.
 
-    Log probabilities of the prompt come with the first piece of a sequence, or at the end.
+    Log probabilities of the prompt are part of the first chunk of a sequence, or of the end.
     """
     num_logprobs = 0 if isinstance(event, Finished) else _num_prompt_logprobs(live)
     if isinstance(event, Chunk):
@@ -111,7 +110,7 @@ def _num_logprobs(live: LiveRequest, logprobs: Collection[PositionLogprobs]) -> 
 
 
 def _size(live: LiveRequest, sequence: GeneratedSequence) -> int:
-    """Of a sequence in an answer; a token takes as long as a small part of a log probability."""
+    """The time that a sequence takes in an answer, in log probabilities that take as long."""
     return (
         _num_logprobs(live, sequence.logprobs) + _SIZE_OF_A_SEQUENCE + len(sequence.token_ids) // _TOKENS_OF_A_LOGPROB
     )
@@ -134,7 +133,7 @@ async def results_of(live: Sequence[LiveRequest]) -> list[Result]:
 async def events(live: Sequence[LiveRequest]) -> AsyncGenerator[tuple[int, Event], None]:
     """The events of all requests, each with the position of its request, until all are completed.
 
-    While the reader is busy, no more than one event waits here; what comes meanwhile joins the requests' next chunks.
+    While the reader is busy, at most one event waits here; later tokens join the requests' next chunks.
 
     Raises:
         QuireError: one of them failed.

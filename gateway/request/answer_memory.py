@@ -1,8 +1,12 @@
-"""How much of answers is held in memory: by one call, by the calls of one API key, by all.
+"""Bounds of answers: the memory that they hold, and the log probabilities that may come at once.
 
-What a call may need at most says little of what it will need: a default of 32,000 tokens is rarely used up. So memory
-is counted as tokens come, and where it is too much the call that holds most is ended. A call is refused before it runs
-only where the `max_tokens` that it names itself are too many.
+Memory is bounded for one call, for the calls of one API key, and for all. What a call may need at most says little of
+what it will need: a default of 32,000 tokens is rarely used up. So memory is counted as tokens come, and the call that
+holds most is ended if it is too much. A call is refused before it runs only if the `max_tokens` that it names itself
+are too many.
+
+A log probability costs every process on its way a microsecond or two. Those of a stream come a few at a time. Those of
+a prompt, and of sequences that are chosen when all candidates have ended, come at once, so their number is bounded.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,14 +15,46 @@ from dataclasses import dataclass, field
 
 from gateway.replicas.live import LiveRequest, TokenBytes
 from gateway.requests.request import GenerationRequest
-from gateway.requests.violations import Violations
 from quire.logprob_columns import POSITION_BYTES, TOP_BYTES
-from quire.rpc.errors import QuireError, ResourceExhausted
+from quire.rpc.errors import QuireError, ResourceExhausted, invalid_field
 
 # Measured: an id in a list, and a piece of text in another.
 _ID_BYTES = 40
 _TEXT_BYTES = 70
 _FEWER = "ask for fewer sequences, tokens or log probabilities"
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Of all prompts of a call."""
+MAX_CHOSEN_LOGPROBS = 1 << 18
+"""Of the sequences of one request that are chosen among others."""
+
+
+def check_answer_size(request: GenerationRequest) -> None:
+    """Raises InvalidArgument if a request asks for more log probabilities than may come at once."""
+    check_prompt_logprobs(num_prompt_logprobs(request))
+    if request.logprobs is None or not request.chooses:
+        return
+    num_sequences, max_tokens = request.num_sequences, request.stopping.max_tokens
+    count = num_sequences * max_tokens * (1 + request.logprobs)
+    if count > MAX_CHOSEN_LOGPROBS:
+        raise invalid_field(
+            "output.logprobs",
+            f"is {request.logprobs}; {num_sequences:,} chosen sequences of up to {max_tokens:,} tokens would have "
+            f"{count:,} log probabilities, which come at once, and at most {MAX_CHOSEN_LOGPROBS:,} may",
+        )
+
+
+def num_prompt_logprobs(request: GenerationRequest) -> int:
+    """How many log probabilities of its prompt a request asks for."""
+    return 0 if request.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + request.prompt_logprobs)
+
+
+def check_prompt_logprobs(count: int) -> None:
+    """Raises InvalidArgument if a call asks for too many log probabilities of its prompts."""
+    if count > MAX_PROMPT_LOGPROBS:
+        raise invalid_field(
+            "output.prompt_logprobs",
+            f"asks for {count:,} log probabilities of prompts; a call may ask for at most {MAX_PROMPT_LOGPROBS:,}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +63,7 @@ class AnswerForm:
 
     Attributes:
         is_whole: All of it is held until the end.
-        bytes_per_logprob: What a log probability takes more while a message is made of all of them at once.
+        bytes_per_logprob: The further bytes of a log probability while one message is made of all of them.
     """
 
     is_whole: bool
@@ -35,7 +71,7 @@ class AnswerForm:
 
     @property
     def way_out(self) -> str:
-        """What a caller can do whose answer holds too much."""
+        """What the caller can do if the answer holds too much."""
         return f"stream the answer, or {_FEWER}" if self.is_whole else f"read the stream faster, or {_FEWER}"
 
 
@@ -43,12 +79,12 @@ STREAMED = AnswerForm(is_whole=False)
 IN_PIECES = AnswerForm(is_whole=True)
 AS_MESSAGE = AnswerForm(is_whole=True, bytes_per_logprob=64)
 AS_TENSORS = AnswerForm(is_whole=True, bytes_per_logprob=160)
-"""JSON inside of a message."""
+"""JSON inside a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimits:
-    """The most bytes of the answer to one call, of those to one key, and of all."""
+    """Maximum bytes of the answer to one call, of those to one key, and of all."""
 
     per_call: int
     per_key: int
@@ -56,7 +92,7 @@ class AnswerLimits:
 
 
 class CallMemory:
-    """What the answer to one call holds. It is ended, with all its requests, where it or others hold too much."""
+    """The memory of the answer to one call, which is ended, with all its requests, if it or others hold too much."""
 
     def __init__(self, memory: "AnswerMemory", key: object, form: AnswerForm) -> None:
         self.key = key
@@ -69,10 +105,10 @@ class CallMemory:
         self._ends: list[Callable[[QuireError], object]] = []
 
     def expect(self, request: GenerationRequest, asked_max_tokens: int | None) -> None:
-        """A request of the call is about to run.
+        """Adds a request that is about to run.
 
         Raises:
-            InvalidArgument: with those before it, it asks for more than the answer may hold.
+            InvalidArgument: the requests of the call together ask for more than the answer may hold.
         """
         if asked_max_tokens is None or not self.form.is_whole:
             return
@@ -81,16 +117,15 @@ class CallMemory:
         limit = self._memory.limits.per_call
         if self._num_expected <= limit:
             return
-        of_logprobs = ("output.logprobs", request.logprobs)
-        name, value = ("stopping.max_tokens", asked_max_tokens) if request.logprobs is None else of_logprobs
-        violations = Violations()
-        violations.add(
+        name, value = "output.logprobs", request.logprobs
+        if value is None:
+            name, value = "stopping.max_tokens", asked_max_tokens
+        raise invalid_field(
             name,
             f"is {value:,}; with {request.num_sequences:,} sequences of up to {asked_max_tokens:,} tokens the answer "
             f"to the call takes at least {self._num_expected:,} bytes; one that is not streamed may take at most "
             f"{limit:,} (--max-answer-bytes); {self.form.way_out}",
         )
-        violations.raise_if_any()
 
     def count(self, live: LiveRequest) -> None:
         """From now on counts what a request of the call holds, and fails the request if the call is ended."""
@@ -116,21 +151,21 @@ class CallMemory:
         return POSITION_BYTES + TOP_BYTES * num_top + self.form.bytes_per_logprob * (1 + num_top)
 
     def add(self, num_bytes: int) -> None:
-        """The answer holds so much more, or less where it is negative. May end this call, or others."""
+        """Counts bytes that the answer holds more, or less if negative. May end this call, or others."""
         if not self.is_closed:
             self._memory.add(self, num_bytes)
 
     def when_ended(self, end: Callable[[QuireError], object]) -> None:
-        """`end` is called where the call is ended for what it holds."""
+        """Calls `end` if the call is ended for the memory of answers."""
         self._ends.append(end)
 
     def raise_if_ended(self) -> None:
-        """Raises ResourceExhausted where the call was ended for what it holds."""
+        """Raises ResourceExhausted if the call was ended for the memory of answers."""
         if self._error is not None:
             raise self._error
 
     def end(self, error: QuireError) -> None:
-        """Tells all who registered by `when_ended`."""
+        """Ends the call by an error."""
         self._error = error
         for end in self._ends:
             end(error)
@@ -143,10 +178,10 @@ class _KeyUse:
 
 
 class AnswerMemory:
-    """What all answers of a gateway hold.
+    """The memory of all answers of a gateway.
 
-    Where all hold too much, the key that holds most gives way, and of a key's calls the one that holds most: who holds
-    little is never ended for what others hold.
+    If all together hold too much, the largest call of the key that holds most is ended: a call that holds little is
+    never ended because of others.
     """
 
     def __init__(self, limits: AnswerLimits) -> None:
@@ -156,7 +191,7 @@ class AnswerMemory:
 
     @contextmanager
     def call(self, key: object, form: AnswerForm) -> Iterator[CallMemory]:
-        """A call of a key, until its answer is written."""
+        """A call of a key, which lasts until its answer is written."""
         call = CallMemory(self, key, form)
         self._keys.setdefault(key, _KeyUse()).calls[call] = None
         try:
@@ -165,7 +200,7 @@ class AnswerMemory:
             self._close(call)
 
     def add(self, call: CallMemory, num_bytes: int) -> None:
-        """Counts what an open call holds more; ends calls where that is too much."""
+        """Counts bytes of an open call; ends calls if there are too many."""
         use = self._keys[call.key]
         call.num_bytes += num_bytes
         use.num_bytes += num_bytes

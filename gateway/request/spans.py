@@ -1,7 +1,7 @@
 """The gateway's span of each request: from its arrival in the generator to its last event.
 
-Names are those of OpenTelemetry's conventions for generative AI, and vLLM's where these have none. Neither prompt nor
-output is told, and of errors only their codes, since their texts may quote what the client sent.
+Names are those of OpenTelemetry's conventions for generative AI, or vLLM's if these have none. A span has neither
+prompt nor output, and only the codes of errors, since their texts may quote what the client sent.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from quire.rpc.errors import QuireError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
 
 _incoming: ContextVar[TraceContext | None] = ContextVar("trace context", default=None)
-# The codes by which a gRPC server says that it is itself at fault, by OpenTelemetry's conventions.
+# The codes of a gRPC server's own faults, by OpenTelemetry's conventions.
 _OUR_FAULTS = frozenset(
     {
         grpc.StatusCode.UNKNOWN,
@@ -38,7 +38,7 @@ def set_incoming_context(headers: Iterable[tuple[str, str]]) -> None:
 
 
 class NoSpan:
-    """Stands for the span where nothing is traced, and does nothing."""
+    """The span of a request that is not traced; does nothing."""
 
     context: TraceContext | None = None
 
@@ -54,7 +54,7 @@ class NoSpan:
 
 
 class RequestSpan(NoSpan):
-    """Ends when the context is left, by what leaves it."""
+    """Ends with its context, and records its result."""
 
     def __init__(self, span: Span) -> None:
         self.context = span.context
@@ -65,9 +65,9 @@ class RequestSpan(NoSpan):
     def opened(self, live: LiveRequest) -> None:
         self._live = live
         if self._span.is_recording:
-            self._span.set(_asked(live.request))
+            self._span.set(_request_attributes(live.request))
         if live.request.trace is not None and live.request.trace != self.context:
-            # A durable request goes on in the trace that it began in; this call belongs to its own.
+            # A durable request continues the trace in which it began; this call belongs to its own.
             self._span.link(live.request.trace)
 
     def __exit__(
@@ -75,14 +75,14 @@ class RequestSpan(NoSpan):
     ) -> None:
         if self._span.is_recording:
             if self._live is not None:
-                self._span.set(_came_of(self._live))
+                self._span.set(_result_attributes(self._live))
             self._span.set(
                 {"quire.outcome": _outcome(error), "gen_ai.latency.e2e": time.monotonic() - self._started_at}
             )
-            self._tell_error(error)
+            self._record_error(error)
         self._span.end()
 
-    def _tell_error(self, error: BaseException | None) -> None:
+    def _record_error(self, error: BaseException | None) -> None:
         if isinstance(error, QuireError):
             self._span.set({"error.type": error.reason, "rpc.grpc.status_code": error.code.value[0]})
             if error.code in _OUR_FAULTS:
@@ -93,7 +93,7 @@ class RequestSpan(NoSpan):
 
 
 class RequestSpans:
-    """Starts the spans; without a tracer it makes nothing."""
+    """Starts the spans; without a tracer, none."""
 
     def __init__(self, tracer: Tracer | None, model_name: str) -> None:
         self._tracer = tracer
@@ -101,13 +101,13 @@ class RequestSpans:
         self._none = NoSpan()
 
     def generation(self, options: RequestOptions) -> NoSpan:
-        """The span of a request that arrives now, in the trace of the call that runs."""
+        """The span of a request that arrives now, in the trace of the current call."""
         if self._tracer is None:
             return self._none
         return self._start(self._tracer, "chat" if isinstance(options.prompt, ChatPrompt) else "text_completion")
 
     def resumption(self) -> NoSpan:
-        """The span of a call that goes on with a durable request."""
+        """The span of a call that resumes a durable request."""
         return self._none if self._tracer is None else self._start(self._tracer, "resume")
 
     def _start(self, tracer: Tracer, operation: str) -> RequestSpan:
@@ -119,8 +119,8 @@ class RequestSpans:
         return RequestSpan(tracer.start(f"{operation} {self._model_name}", _incoming.get(), attributes))
 
 
-def _asked(request: GenerationRequest) -> dict[str, AttributeValue]:
-    """The request with every default filled in, as far as it is nobody's secret."""
+def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]:
+    """The request with all defaults, without its content."""
     sampling, stopping = request.sampling, request.stopping
     return {
         "gen_ai.request.id": request.request_id,
@@ -139,7 +139,7 @@ def _asked(request: GenerationRequest) -> dict[str, AttributeValue]:
     }
 
 
-def _came_of(live: LiveRequest) -> dict[str, AttributeValue]:
+def _result_attributes(live: LiveRequest) -> dict[str, AttributeValue]:
     reasons = [stream.finished.reason.value for stream in live.sequences if stream.finished is not None]
     attributes: dict[str, AttributeValue] = {
         "gen_ai.usage.output_tokens": live.num_generated_tokens,
@@ -153,7 +153,7 @@ def _came_of(live: LiveRequest) -> dict[str, AttributeValue]:
 
 
 def _outcome(error: BaseException | None) -> str:
-    """As the metrics call it: completed, abandoned by its client, or the status that it ended with."""
+    """The outcome as in the metrics: completed, abandoned by the client, or the status of the error."""
     if error is None:
         return "completed"
     if isinstance(error, QuireError):
