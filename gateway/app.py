@@ -23,8 +23,8 @@ from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.pool import Replicas
+from gateway.request.generator import Generator
 from gateway.request.prompts import Prefixes, TextService
-from gateway.requests.generator import Generator
 from gateway.server.bodies import BodyMemory
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
 from gateway.server.http import HttpServer, make_http_app

@@ -18,9 +18,9 @@ from gateway.replicas.events import (
     Usage,
     Welcome,
 )
+from gateway.request.durable import ClientOffset
 from gateway.request.prompts import TokenizedText
 from gateway.requests.limits import MAX_LOGIT_BIAS, MAX_N, Limits
-from gateway.requests.offsets import ClientOffset
 from gateway.requests.request import (
     ChatMessage,
     ChatPrompt,

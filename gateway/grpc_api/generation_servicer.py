@@ -12,9 +12,9 @@ from gateway.grpc_api import convert
 from gateway.replicas.events import Event
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import AS_MESSAGE, STREAMED
+from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
 from gateway.request.running import REFUSAL_S, Result, answer, answer_event
-from gateway.requests.generator import Generator
 from gateway.requests.request import RequestOptions
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,

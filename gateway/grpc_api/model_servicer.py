@@ -4,7 +4,7 @@ import grpc.aio
 
 from gateway.auth.caller import current_caller
 from gateway.grpc_api import convert
-from gateway.requests.generator import Generator
+from gateway.request.generator import Generator
 from gateway.requests.validation import find_model
 from quire.gateway.v1.model_pb2 import (
     GetModelRequest,

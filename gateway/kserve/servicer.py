@@ -15,9 +15,9 @@ from gateway.kserve.stream import answer_all
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.request.answer_memory import AS_TENSORS, STREAMED
+from gateway.request.generator import Generator
 from gateway.request.running import answer, running
 from gateway.requests.field_names import renamed
-from gateway.requests.generator import Generator
 from gateway.requests.validation import wrong_model
 from gateway.requests.violations import shortened
 from quire.inference import open_inference_pb2 as pb

@@ -16,7 +16,7 @@ from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.openai.shapes import Head, Shaper
 from gateway.openai.token_text import TokenTexts
 from gateway.replicas.live import LiveRequest
-from gateway.requests.generator import Generator
+from gateway.request.generator import Generator
 from gateway.requests.limits import MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
 from gateway.requests.request import Prompt, RequestOptions, TextPrompt, TokenPrompt
 from gateway.requests.validation import check_model, check_prompt

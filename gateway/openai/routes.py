@@ -14,8 +14,8 @@ from gateway.openai.calls import ChatCall, CompletionCall
 from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.openai.service import OpenAiService
 from gateway.openai.texts import TextEndpoints, text_param_name, tokenizer_info
+from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
-from gateway.requests.generator import Generator
 from gateway.requests.validation import find_model
 from quire.rpc.errors import QuireError
 

@@ -16,8 +16,8 @@ from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, STREAMED, CallMemory
+from gateway.request.generator import Generator
 from gateway.request.running import answer_event, events, results_of, running
-from gateway.requests.generator import Generator
 from gateway.requests.request import RequestOptions
 from quire.rpc.errors import QuireError
 

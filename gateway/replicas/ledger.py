@@ -17,8 +17,8 @@ from gateway.replicas.events import (
 )
 from gateway.replicas.live import LiveRequest, SequenceStream, TokenGapError
 from gateway.requests.request import GenerationRequest
-from gateway.text.detokenizer import TextPieces
 from gateway.text.stop import StopStrings
+from gateway.text.tokenizer import Tokenizer
 from quire.rpc.errors import AlreadyExists, FieldViolation, QuireError
 
 # Handles travel as int32.
@@ -82,14 +82,14 @@ class Ledger:
             violation = FieldViolation("request_id", description)
             raise AlreadyExists(f"request_id {description}", reason="REQUEST_ID_IN_USE", violations=[violation])
 
-    def open(self, request: GenerationRequest, make_detokenizer: Callable[[], TextPieces]) -> LiveRequest:
+    def open(self, request: GenerationRequest, tokenizer: Tokenizer) -> LiveRequest:
         """Adds a request. Raises AlreadyExists if a live request of its tenant has its id."""
         self.check_unused(request.tenant, request.request_id)
-        live = self.prepare(request, make_detokenizer)
+        live = self.prepare(request, tokenizer)
         self.enter(live)
         return live
 
-    def prepare(self, request: GenerationRequest, make_detokenizer: Callable[[], TextPieces]) -> LiveRequest:
+    def prepare(self, request: GenerationRequest, tokenizer: Tokenizer) -> LiveRequest:
         """An entry that is not in the ledger yet."""
         stopping = request.stopping
         stop_strings = StopStrings(stopping.stop) if stopping.stop else None
@@ -97,7 +97,7 @@ class Ledger:
         streams = [
             SequenceStream(
                 index,
-                make_detokenizer(),
+                tokenizer.detokenizer(include_special_tokens=request.output.include_special_tokens),
                 stop_strings,
                 ending_token_ids,
                 min_tokens=stopping.min_tokens,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gateway.auth.caller import Caller, current_caller
 from gateway.replicas.calls import Pin
-from gateway.requests.generator import Generator
+from gateway.request.generator import Generator
 from gateway.requests.limits import MAX_TIME_TO_LIVE_MS, Limits
 from gateway.requests.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from gateway.requests.validation import check_messages, check_model, check_prompt, check_prompt_tokens, texts_of

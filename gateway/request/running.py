@@ -10,7 +10,7 @@ from gateway.auth.caller import current_caller
 from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, PositionLogprobs, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import CallMemory, check_prompt_logprobs, num_prompt_logprobs
-from gateway.requests.generator import CallParameters, Generator
+from gateway.request.generator import CallParameters, Generator
 from gateway.requests.request import RequestOptions
 from gateway.requests.validation import check_call
 from gateway.turns import Turns

@@ -30,7 +30,7 @@ from gateway.kserve.rest_servicer import kserve_routes
 from gateway.kserve.servicer import KServeServicer
 from gateway.metrics import GatewayMetrics
 from gateway.openai.routes import openai_routes
-from gateway.requests.generator import Generator
+from gateway.request.generator import Generator
 from gateway.server.bodies import BodyMemory, IncomingBody
 from gateway.server.middleware import (
     ANY_HOST,

@@ -17,8 +17,8 @@ from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute
 from gateway.auth.caller import Caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.metrics import GatewayMetrics
+from gateway.request.generator import Generator
 from gateway.request.spans import set_incoming_context
-from gateway.requests.generator import Generator
 from gateway.requests.violations import shortened
 from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
 from quire.version import VERSION

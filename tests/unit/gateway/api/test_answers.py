@@ -13,7 +13,7 @@ from gateway.openai import service
 from gateway.openai.calls import Call
 from gateway.openai.service import OpenAiService
 from gateway.request.answer_memory import AnswerLimits, AnswerMemory
-from gateway.requests.generator import Generator
+from gateway.request.generator import Generator
 from quire.rpc.errors import ResourceExhausted
 
 

@@ -48,7 +48,7 @@ def make_request(request_id="a", stop=(), num_sequences=1, tenant="default"):
 
 
 def open_live(ledger, *args, **kwargs):
-    live = ledger.open(make_request(*args, **kwargs), lambda: TOKENIZER.detokenizer(include_special_tokens=False))
+    live = ledger.open(make_request(*args, **kwargs), TOKENIZER)
     live.replica = REPLICA
     return live
 

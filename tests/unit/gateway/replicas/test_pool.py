@@ -103,7 +103,7 @@ class Cluster:
 
     def place(self, request_id: str, *, durable: bool = False) -> LiveRequest:
         request = make_request(request_id, prompt=range(8), eos_token_ids=(), durable=durable)
-        live = self.ledger.open(request, lambda: TOKENIZER.detokenizer(include_special_tokens=False))
+        live = self.ledger.open(request, TOKENIZER)
         self.replicas.place(live)
         return live
 
@@ -197,7 +197,7 @@ async def test_an_entry_that_takes_over_leaves_a_replica_without_a_worker_as_the
     earlier = cluster.place("story")
     left, ready = sorted(cluster.schedulers, key=lambda each: not each.submitted)
     left.lose_worker(until_back_s=60)
-    live = cluster.ledger.prepare(earlier.request, lambda: TOKENIZER.detokenizer(include_special_tokens=False))
+    live = cluster.ledger.prepare(earlier.request, TOKENIZER)
     cluster.ledger.close(earlier)
     cluster.ledger.enter(live)
     cluster.replicas.hand_over(earlier, live)

@@ -35,7 +35,7 @@ NUM_TOP = 20
 
 
 def open_live(ledger, memory, **fields):
-    live = ledger.open(make_request(**fields), lambda: TOKENIZER.detokenizer(include_special_tokens=False))
+    live = ledger.open(make_request(**fields), TOKENIZER)
     live.replica = REPLICA
     memory.count(live)
     return live

@@ -1,9 +1,8 @@
-"""What both front ends call: a request from its options to its live entry."""
+"""The entry of all front ends: runs, resumes and cancels requests."""
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from gateway.auth.caller import Caller, current_caller
 from gateway.auth.quota import Use
 from gateway.metrics import GatewayMetrics, RequestStatistics
 from gateway.model import ServedModel
-from gateway.replicas.calls import FoundRequest, no_such_request
+from gateway.replicas.calls import no_such_request
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas
@@ -23,12 +22,11 @@ from gateway.request.answer_memory import (
     CallMemory,
     check_answer_size,
 )
-from gateway.request.durable_reads import DurableReads
+from gateway.request.durable import ClientOffset, DurableReads
 from gateway.request.spans import RequestSpans
 from gateway.requests.continuation import check_continuation, continue_from
 from gateway.requests.defaults import Parameters, drawn_seed, num_candidates, resolve
 from gateway.requests.limits import Limits, limits_of
-from gateway.requests.offsets import ClientOffset, check_offsets
 from gateway.requests.request import (
     ChatPrompt,
     GenerationRequest,
@@ -40,16 +38,15 @@ from gateway.requests.request import (
 from gateway.requests.validation import check_another, check_choice, check_request, resolve_max_tokens
 from gateway.settings import GatewaySettings
 from gateway.text.bad_words import bad_token_sequences
-from gateway.text.detokenizer import TextPieces
-from gateway.turns import TOKENS_PER_TURN, Turns
-from quire.rpc.errors import Aborted, Cancelled, Unavailable
+from gateway.turns import Turns
+from quire.rpc.errors import Cancelled, Unavailable
 from quire.tracing import TraceContext, Tracer
 
 
 class CallParameters:
-    """What the requests of one call have in common besides their prompts: checked and completed for the first of them.
+    """The common parameters of the requests of one call, checked and completed for the first of them.
 
-    The parameters may be long, and a call may stand for a thousand requests.
+    The parameters may be long, and a call may make a thousand requests.
     """
 
     def __init__(self) -> None:
@@ -57,11 +54,11 @@ class CallParameters:
         self._parameters: Parameters | None = None
 
     def remember(self, options: RequestOptions, parameters: Parameters) -> None:
-        """The options were let pass, and `parameters` is what is meant by them."""
+        """The options are valid, and mean `parameters`."""
         self._options, self._parameters = options, parameters
 
     def known(self, options: RequestOptions) -> Parameters | None:
-        """The parameters of a request, where its options are those of the one before but for prompt and id."""
+        """The parameters of a request whose options equal those of the one before, except prompt and id."""
         before = self._options
         if before is None:
             return None
@@ -92,18 +89,17 @@ class Generator:
         self.is_draining = False
         self._takes_nothing = False
         self._ledger = ledger
-
         self._settings = settings
         self._metrics = metrics
         self._spans = RequestSpans(tracer, model.name)
         self._answer_memory = AnswerMemory(
             AnswerLimits(settings.max_answer_bytes, settings.max_key_answer_bytes, settings.max_total_answer_bytes)
         )
-        self.durable_reads = DurableReads(ledger, replicas)
+        self.durable_reads = DurableReads(ledger, replicas, model.tokenizer)
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would run at once, as far as the gateway can know."""
+        """Whether a request would run at once, as far as the gateway knows."""
         return self.replicas.is_ready and not self.is_draining
 
     @property
@@ -112,7 +108,7 @@ class Generator:
         return self._metrics.statistics
 
     def take_nothing_more(self) -> None:
-        """From here on no call is let in, by whatever way it comes."""
+        """From now on every call is refused."""
         self._takes_nothing = True
 
     @contextmanager
@@ -120,8 +116,8 @@ class Generator:
         """Lets a call in; a drain waits while the context runs.
 
         Raises:
-            Unavailable: this gateway drains. Where it hands over, not before `take_nothing_more`: what comes then, came
-                by a connection from before its ports were closed, and is the last to do so.
+            Unavailable: this gateway drains. If it hands over, not before `take_nothing_more`: until then the last
+                calls come over connections from before its ports were closed.
         """
         if self._takes_nothing or (self.is_draining and not self._settings.hand_over):
             raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
@@ -129,11 +125,11 @@ class Generator:
             yield
 
     def call_memory(self, form: AnswerForm) -> AbstractContextManager[CallMemory]:
-        """What the answer to the current call holds, until the context is left."""
+        """The memory of the answer to the current call, until the context ends."""
         return self._answer_memory.call(current_caller().account, form)
 
     async def limits(self, patience_s: float | None = None) -> Limits:
-        """Where no scheduler was ever reached, waits for the first one, for `--connect-timeout` or for less.
+        """The current limits. If no scheduler was ever reached, waits for the first one, at most `--connect-timeout`.
 
         Raises:
             Unavailable: no scheduler was reached in that time.
@@ -146,8 +142,8 @@ class Generator:
     async def run(
         self, options: RequestOptions, call: CallParameters | None = None, *, memory: CallMemory
     ) -> AsyncIterator[LiveRequest]:
-        """A running request. Leaving the context before its end, by whatever way, aborts it, unless it is durable.
-        Requests of one call share `call` and `memory`.
+        """A running request. Leaving the context before its end aborts it, unless it is durable. Requests of one call
+        share `call` and `memory`.
 
         Raises:
             QuireError: it is refused; nothing was submitted.
@@ -158,7 +154,8 @@ class Generator:
                 caller.account.check()
                 request = await self._prepare(options, caller, span.context, call or CallParameters())
                 memory.expect(request, options.asked("stopping.max_tokens"))
-                live = self._open(request, memory)
+                live = self._ledger.open(request, self.model.tokenizer)
+                memory.count(live)
             span.opened(live)
             try:
                 admitted = caller.account.admitted(len(live.request.prompt_token_ids), lambda: live.num_computed_tokens)
@@ -173,7 +170,7 @@ class Generator:
 
     @asynccontextmanager
     async def resume(self, request_id: str, offsets: Sequence[ClientOffset]) -> AsyncIterator[LiveRequest]:
-        """A durable request, whoever submitted it, without what its client has. Leaving does not end it.
+        """A durable request from any gateway, without what its client has. Leaving the context does not end it.
 
         Raises:
             NotFound: the caller's tenant has none of that id.
@@ -185,55 +182,20 @@ class Generator:
             with self.arriving():
                 self.durable_reads.check_resumption(caller.account, caller.tenant, request_id)
                 await self.limits()
-                found = await self._find(caller, request_id, offsets, memory)
-                # Once more: whoever reads it now is to lose it to nobody who is refused.
+                found = await self.durable_reads.find(caller.tenant, request_id, offsets, memory)
+                # Again: its present reader must not lose it to a call that is refused.
                 self.durable_reads.check_resumption(caller.account, caller.tenant, request_id)
-                live = self._take(found, memory)
+                live = self.durable_reads.take(found, memory)
             span.opened(live)
             for offset in offsets:
                 live.sequences[offset.sequence_index].skip(offset.num_tokens, offset.num_characters)
             try:
                 counted = self._metrics.track_resumed(live, found.num_generated_tokens)
-                with self.durable_reads.resumed(caller.account, live, found.num_had(offsets)), counted:
-                    found.go_on(self.replicas, live)
+                with self.durable_reads.resumed(caller.account, live, found.num_had), counted:
+                    found.go_on(live)
                     yield live
             finally:
                 self._leave(live)
-
-    async def _find(
-        self, caller: Caller, request_id: str, offsets: Sequence[ClientOffset], memory: CallMemory
-    ) -> "_FoundHere | _FoundThere":
-        """A durable request, here or at a scheduler. Nothing of it is changed."""
-        while True:
-            earlier = self._ledger.get(caller.tenant, request_id)
-            if earlier is None or not earlier.is_resumable:
-                found = await self.replicas.calls.find_durable(caller.tenant, request_id)
-                check_offsets(offsets, found.request)
-                return _FoundThere(found)
-            check_offsets(offsets, earlier.request)
-            live = self._ledger.prepare(earlier.request, self._detokenizers(earlier.request))
-            memory.count(live)
-            turns = Turns()
-            while not live.catch_up(earlier, TOKENS_PER_TURN):
-                await turns.pause()
-            if self._ledger.get(caller.tenant, request_id) is earlier and earlier.is_resumable:
-                return _FoundHere(earlier, live)
-            # Meanwhile another call has taken it.
-            memory.drop_all()
-
-    def _take(self, found: "_FoundHere | _FoundThere", memory: CallMemory) -> LiveRequest:
-        """Takes a request from the call of this gateway that reads it; the scheduler tells those of other gateways.
-        Another request that has its id stays."""
-        request = found.request
-        earlier = self._ledger.get(request.tenant, request.request_id)
-        if earlier is not None and earlier.request.durable:
-            self._ledger.close(earlier)
-            description = f'request "{request.request_id}" is read by another call now'
-            earlier.fail(Aborted(description, reason="REQUEST_TAKEN_OVER"))
-        if isinstance(found, _FoundThere):
-            return self._open(request, memory)
-        self._ledger.enter(found.live)
-        return found.live
 
     def _leave(self, live: LiveRequest) -> None:
         if not self.durable_reads.keeps(live):
@@ -242,15 +204,6 @@ class Generator:
 
     def _durable_read(self, caller: Caller, use: Use, live: LiveRequest) -> AbstractContextManager[None]:
         return self.durable_reads.read(caller.account, use, live) if live.request.durable else nullcontext()
-
-    def _open(self, request: GenerationRequest, memory: CallMemory) -> LiveRequest:
-        live = self._ledger.open(request, self._detokenizers(request))
-        memory.count(live)
-        return live
-
-    def _detokenizers(self, request: GenerationRequest) -> Callable[[], TextPieces]:
-        tokenizer = self.model.tokenizer
-        return lambda: tokenizer.detokenizer(include_special_tokens=request.output.include_special_tokens)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a running request of the caller's tenant; its own call ends with CANCELLED.
@@ -326,51 +279,4 @@ class Generator:
                 return "token_ids.ids", token_ids
             case ChatPrompt(messages=messages):
                 return "messages", await self.model.chat.encode(messages)
-        raise AssertionError("the validator lets no request without a prompt pass")
-
-
-@dataclass(frozen=True, slots=True)
-class _FoundHere:
-    """A durable request that is read at this gateway, and an entry of it for another client, which is as far."""
-
-    earlier: LiveRequest
-    live: LiveRequest
-
-    @property
-    def request(self) -> GenerationRequest:
-        return self.earlier.request
-
-    @property
-    def num_generated_tokens(self) -> int:
-        return self.live.num_generated_tokens
-
-    def num_had(self, offsets: Sequence[ClientOffset]) -> float:
-        """Tokens that are not generated for whoever resumes it."""
-        return self.live.num_computed_tokens
-
-    def go_on(self, replicas: Replicas, live: LiveRequest) -> None:
-        replicas.hand_over(self.earlier, live)
-
-
-@dataclass(frozen=True, slots=True)
-class _FoundThere:
-    """A durable request that a scheduler has."""
-
-    found: FoundRequest
-
-    @property
-    def request(self) -> GenerationRequest:
-        return self.found.request
-
-    @property
-    def num_generated_tokens(self) -> int:
-        return self.found.num_generated_tokens
-
-    def num_had(self, offsets: Sequence[ClientOffset]) -> float:
-        """Tokens that are not generated for whoever resumes it: all of one that is over, else what it has."""
-        found = self.found
-        num_had = found.num_generated_tokens if found.is_over else sum(each.num_tokens for each in offsets)
-        return num_had * self.request.best_of / self.request.num_sequences
-
-    def go_on(self, replicas: Replicas, live: LiveRequest) -> None:
-        replicas.resume(live, self.found.address)
+        raise AssertionError("the validator refuses a request without a prompt")

@@ -1,22 +1,57 @@
-"""Durable requests that this gateway reads: for their clients, and for a while after these have left.
+"""Durable requests: read for their clients, for a while after these have left, and resumed for those that come back.
 
 A gateway has all that a request needs to go on: prompt, parameters, seed and tokens. So a request that is read here
 outlives its scheduler, and a client that comes back finds it here whatever happened to the scheduler.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from gateway.auth.quota import Account, Use
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas
+from gateway.request.answer_memory import CallMemory
+from gateway.requests.request import GenerationRequest
+from gateway.requests.violations import Violations
+from gateway.text.tokenizer import Tokenizer
+from gateway.turns import TOKENS_PER_TURN, Turns
+from quire.rpc.errors import Aborted
 
 MAX_KEPT_TOKENS = 2_000_000
 """Upper bound of the tokens of all requests that are read without clients, those that they may still generate included.
 A log probability counts as a token. Requests beyond it are left to the scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOffset:
+    """What the client of a resumed stream has of one sequence: tokens, and characters of their text if it counts
+    them."""
+
+    sequence_index: int
+    num_tokens: int
+    num_characters: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A durable request that a client resumes.
+
+    Attributes:
+        num_generated_tokens: Its tokens so far, of all sequences that are returned.
+        num_had: Tokens, those of candidates included, that are not generated for this client.
+        here: An entry with all that this gateway has of it, if it is read here.
+        go_on: Continues it by an entry.
+    """
+
+    request: GenerationRequest
+    num_generated_tokens: int
+    num_had: float
+    here: LiveRequest | None
+    go_on: Callable[[LiveRequest], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,9 +81,10 @@ class DurableReads:
     here with the same key takes over both.
     """
 
-    def __init__(self, ledger: Ledger, replicas: Replicas) -> None:
+    def __init__(self, ledger: Ledger, replicas: Replicas, tokenizer: Tokenizer) -> None:
         self._ledger = ledger
         self._replicas = replicas
+        self._tokenizer = tokenizer
         self._reads: dict[tuple[str, str], _Read] = {}
         self._num_kept = self._kept_tokens = 0
         # Those without a client that are over, oldest first: they make room for others.
@@ -95,6 +131,54 @@ class DurableReads:
         admitted = account.admitted(0, generated) if before is None else account.resumed(before.use, generated)
         with admitted as use, self.read(account, use, live, base=base):
             yield
+
+    async def find(self, tenant: str, request_id: str, offsets: Sequence[ClientOffset], memory: CallMemory) -> Found:
+        """A durable request, here or at a scheduler. Nothing of it is changed.
+
+        Raises:
+            NotFound: the tenant has none of that id.
+            InvalidArgument: an offset names what the request does not have.
+        """
+        while True:
+            earlier = self._ledger.get(tenant, request_id)
+            if earlier is None or not earlier.is_resumable:
+                return await self._find_at_scheduler(tenant, request_id, offsets)
+            _check_offsets(offsets, earlier.request)
+            live = self._ledger.prepare(earlier.request, self._tokenizer)
+            memory.count(live)
+            turns = Turns()
+            while not live.catch_up(earlier, TOKENS_PER_TURN):
+                await turns.pause()
+            if self._ledger.get(tenant, request_id) is earlier and earlier.is_resumable:
+                num_had = live.num_computed_tokens
+                go_on = partial(self._replicas.hand_over, earlier)
+                return Found(earlier.request, live.num_generated_tokens, num_had, live, go_on)
+            # Meanwhile another call has taken it.
+            memory.drop_all()
+
+    async def _find_at_scheduler(self, tenant: str, request_id: str, offsets: Sequence[ClientOffset]) -> Found:
+        found = await self._replicas.calls.find_durable(tenant, request_id)
+        _check_offsets(offsets, found.request)
+        num_had = found.num_generated_tokens if found.is_over else sum(each.num_tokens for each in offsets)
+        num_had *= found.request.best_of / found.request.num_sequences
+        go_on = partial(self._replicas.resume, address=found.address)
+        return Found(found.request, found.num_generated_tokens, num_had, None, go_on)
+
+    def take(self, found: Found, memory: CallMemory) -> LiveRequest:
+        """The entry of a request for the client that resumes it. The call of this gateway that read it before ends; the
+        scheduler ends those of other gateways. Raises AlreadyExists if another request has its id."""
+        request = found.request
+        earlier = self._ledger.get(request.tenant, request.request_id)
+        if earlier is not None and earlier.request.durable:
+            self._ledger.close(earlier)
+            description = f'request "{request.request_id}" is read by another call now'
+            earlier.fail(Aborted(description, reason="REQUEST_TAKEN_OVER"))
+        if found.here is not None:
+            self._ledger.enter(found.here)
+            return found.here
+        live = self._ledger.open(request, self._tokenizer)
+        memory.count(live)
+        return live
 
     def keeps(self, live: LiveRequest) -> bool:
         """Whether it is read without a client."""
@@ -190,3 +274,20 @@ def _num_tokens(live: LiveRequest) -> int:
     per_prompt = 1 if request.prompt_logprobs is None else 2 + request.prompt_logprobs
     per_output = 1 if request.logprobs is None else 2 + request.logprobs
     return len(request.prompt_token_ids) * per_prompt + live.max_generated_tokens * per_output
+
+
+def _check_offsets(offsets: Sequence[ClientOffset], request: GenerationRequest) -> None:
+    """Raises InvalidArgument if one names a sequence twice, or what the request cannot have."""
+    violations = Violations()
+    seen: set[int] = set()
+    for position, offset in enumerate(offsets[: request.num_sequences + 1]):
+        field, index = f"offsets[{position}]", offset.sequence_index
+        if index >= request.num_sequences:
+            violations.add(f"{field}.sequence_index", f"is {index}; the request has {request.num_sequences} sequences")
+        elif index in seen:
+            violations.add(f"{field}.sequence_index", f"is {index}, as of another entry; name each sequence once")
+        elif offset.num_tokens > request.stopping.max_tokens:
+            limit = request.stopping.max_tokens
+            violations.add(f"{field}.offset", f"is {offset.num_tokens}; a sequence has at most {limit} tokens")
+        seen.add(index)
+    violations.raise_if_any()

@@ -9,8 +9,8 @@ from gateway.auth.quota import Account, Limits
 from gateway.replicas.events import FinishReason, RequestEnded, SequenceEnded, TokenRun, Usage
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
-from gateway.request import durable_reads
-from gateway.request.durable_reads import DurableReads
+from gateway.request import durable
+from gateway.request.durable import DurableReads
 from quire.rpc.errors import Aborted, ResourceExhausted
 from tests.support import parameters
 from tests.support.logprobs import Line, columns_of
@@ -52,19 +52,15 @@ def ledger():
 
 @pytest.fixture
 def reads(ledger, replicas):
-    return DurableReads(ledger, replicas)
+    return DurableReads(ledger, replicas, TOKENIZER)
 
 
 def make_request(request_id="story", **fields):
     return parameters.make_request(request_id, "acme", max_tokens=500, durable=True, **fields)
 
 
-def detokenizer():
-    return TOKENIZER.detokenizer(include_special_tokens=False)
-
-
 def make_live(ledger, num_tokens=0, request_id="story"):
-    live = ledger.open(make_request(request_id), detokenizer)
+    live = ledger.open(make_request(request_id), TOKENIZER)
     add_tokens(live, num_tokens)
     return live
 
@@ -214,7 +210,7 @@ async def test_a_gateway_that_stops_leaves_them_to_the_scheduler(reads, account,
 
 
 async def test_only_so_many_tokens_are_kept_and_what_is_over_makes_way(reads, account, ledger, replicas, monkeypatch):
-    monkeypatch.setattr(durable_reads, "MAX_KEPT_TOKENS", 1010)
+    monkeypatch.setattr(durable, "MAX_KEPT_TOKENS", 1010)
     account.change_limits(Limits())
     over = read_and_leave(reads, account, ledger, request_id="over")
     complete(over)
@@ -260,8 +256,8 @@ def taken(live):
 @pytest.mark.parametrize("logprobs", [None, 0])
 @pytest.mark.parametrize("is_over", [False, True])
 async def test_another_entry_catches_up_whatever_the_client_of_the_first_was_given(ledger, logprobs, is_over):
-    earlier = ledger.prepare(make_request(logprobs=logprobs), detokenizer)
-    whole = ledger.prepare(make_request(logprobs=logprobs), detokenizer)
+    earlier = ledger.prepare(make_request(logprobs=logprobs), TOKENIZER)
+    whole = ledger.prepare(make_request(logprobs=logprobs), TOKENIZER)
     for live in (earlier, whole):
         add_tokens(live, 90)
     await anext(earlier.events())
@@ -269,7 +265,7 @@ async def test_another_entry_catches_up_whatever_the_client_of_the_first_was_giv
         add_tokens(live, 10)
         if is_over:
             complete(live)
-    again = ledger.prepare(make_request(logprobs=logprobs), detokenizer)
+    again = ledger.prepare(make_request(logprobs=logprobs), TOKENIZER)
     num_turns = 1
     while not again.catch_up(earlier, 32):
         num_turns += 1
@@ -280,11 +276,11 @@ async def test_another_entry_catches_up_whatever_the_client_of_the_first_was_giv
 
 
 async def test_of_several_sequences_each_is_as_far(ledger):
-    earlier = ledger.prepare(make_request(logprobs=0, num_sequences=2), detokenizer)
+    earlier = ledger.prepare(make_request(logprobs=0, num_sequences=2), TOKENIZER)
     add_tokens(earlier, 10, 0)
     add_tokens(earlier, 30, 1)
     earlier.end_sequence(SequenceEnded(earlier.handle, 1, 30, FinishReason.LENGTH, None, -3.0))
-    again = ledger.prepare(make_request(logprobs=0, num_sequences=2), detokenizer)
+    again = ledger.prepare(make_request(logprobs=0, num_sequences=2), TOKENIZER)
     assert [again.catch_up(earlier, 10) for _ in range(5)] == [False] * 4 + [True]
     assert [stream.token_ids for stream in again.sequences] == [stream.token_ids for stream in earlier.sequences]
     assert again.sequences[0].finished is None
