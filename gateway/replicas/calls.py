@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from gateway.replicas.convert import request_from_submit
 from gateway.replicas.link import SchedulerLink
 from gateway.requests.request import GenerationRequest
-from gateway.schedulers.scheduler_convert import request_from_submit
 from quire.arrays import encode_int32
 from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc

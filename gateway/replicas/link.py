@@ -11,19 +11,15 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from gateway.replicas.events import EventBatch, Welcome
-from gateway.replicas.live import LiveRequest, TokenGapError
-from gateway.schedulers.scheduler_convert import (
+from gateway.replicas.convert import (
     abort_message,
-    credit_message,
-    detach_message,
-    end_unread_message,
     event_batch_from,
     hello_message,
-    resume_message,
     submit_message,
     welcome_from,
 )
+from gateway.replicas.events import EventBatch, Welcome
+from gateway.replicas.live import LiveRequest, TokenGapError
 from gateway.turns import Turns
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.rpc.channel import open_channel
@@ -156,12 +152,14 @@ class SchedulerLink:
 
     def resume(self, live: LiveRequest) -> None:
         """Queues the takeover of a durable request. The stream must be open."""
-        self._send(resume_message(live))
+        request = live.request
+        resume = scheduler_pb2.Resume(handle=live.handle, tenant=request.tenant, request_id=request.request_id)
+        self._send(scheduler_pb2.ConnectRequest(resume=resume))
 
     def detach(self, handle: int) -> None:
         """Queues that nobody reads a durable request any more. No effect without a stream: the scheduler knows."""
         if self.is_connected:
-            self._send(detach_message(handle))
+            self._send(scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=handle)))
 
     async def ask(self, call: Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Answer]]) -> Answer:
         """The answer to a unary call.
@@ -270,9 +268,9 @@ class SchedulerLink:
         self.is_ready = True
         self.problem = None
         self.welcome = welcome
-        self._send(credit_message(_MESSAGES_AHEAD, 0))
+        self._grant(_MESSAGES_AHEAD, num_taken=0)
         self._listener.on_connected(self)
-        self._send(end_unread_message())
+        self._send(scheduler_pb2.ConnectRequest(end_unread=scheduler_pb2.EndUnread()))
 
     def _disconnect(self) -> None:
         self.is_connected = False
@@ -313,7 +311,7 @@ class SchedulerLink:
                         await _let_readers_run()
                     num_taken += 1
                     if num_taken % _MESSAGES_OF_CREDIT == 0:
-                        self._send(credit_message(_MESSAGES_OF_CREDIT, num_taken))
+                        self._grant(_MESSAGES_OF_CREDIT, num_taken)
                 case "state":
                     self._change_readiness(message.state.ready)
 
@@ -346,6 +344,11 @@ class SchedulerLink:
         except Exception as error:
             self._listener.on_not_sent(mail, error)
             return None
+
+    def _grant(self, num_messages: int, num_taken: int) -> None:
+        """Allows so many more messages of events, besides those that were taken in."""
+        credit = scheduler_pb2.Credit(messages=num_messages, taken=num_taken)
+        self._send(scheduler_pb2.ConnectRequest(credit=credit))
 
     def _send(self, message: scheduler_pb2.ConnectRequest | LiveRequest) -> None:
         self._outbox.append(message)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from gateway.replicas.convert import event_batch_from
 from gateway.replicas.events import FinishReason, Logprob, PositionLogprobs, TokenLogprobs
-from gateway.schedulers.scheduler_convert import event_batch_from
 from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, ResourceExhausted

@@ -10,6 +10,7 @@ from gateway.openai.completions import CompletionShaper
 from gateway.openai.schemas import CompletionBody
 from gateway.openai.shapes import Head
 from gateway.openai.token_text import TokenTexts
+from gateway.replicas.convert import event_batch_from
 from gateway.replicas.ledger import Ledger
 from gateway.request.answer_memory import (
     AS_MESSAGE,
@@ -20,7 +21,6 @@ from gateway.request.answer_memory import (
     AnswerMemory,
 )
 from gateway.request.running import results_of
-from gateway.schedulers.scheduler_convert import event_batch_from
 from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, ResourceExhausted

@@ -1,6 +1,7 @@
 """Messages of quire.scheduler.v1 to values and back."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -32,6 +33,11 @@ _REASONS = {
     common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
     common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
 }
+_USAGE_FIELDS = tuple(field.name for field in fields(Usage))
+# Fields of a welcome that the message has under the same name, as the same type.
+_WELCOME_FIELDS = tuple(
+    field.name for field in fields(Welcome) if field.name not in ("durable_grace_s", "protocol", "model")
+)
 
 
 def hello_message(gateway_id: str, grace_period_ms: int, model: ModelFingerprint) -> scheduler_pb2.ConnectRequest:
@@ -45,16 +51,6 @@ def hello_message(gateway_id: str, grace_period_ms: int, model: ModelFingerprint
     )
 
 
-def credit_message(num_messages: int, num_taken: int) -> scheduler_pb2.ConnectRequest:
-    """So many messages of events more can be taken, besides those that were taken in."""
-    return scheduler_pb2.ConnectRequest(credit=scheduler_pb2.Credit(messages=num_messages, taken=num_taken))
-
-
-def end_unread_message() -> scheduler_pb2.ConnectRequest:
-    """Whatever of this gateway was not submitted again is to end."""
-    return scheduler_pb2.ConnectRequest(end_unread=scheduler_pb2.EndUnread())
-
-
 def abort_message(handle: int, sequence_index: int | None, *, wants_usage: bool) -> scheduler_pb2.ConnectRequest:
     """Without an index it ends the whole request."""
     abort = scheduler_pb2.Abort(handle=handle, sequence_index=sequence_index, wants_usage=wants_usage)
@@ -62,7 +58,7 @@ def abort_message(handle: int, sequence_index: int | None, *, wants_usage: bool)
 
 
 def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
-    """The request with every default filled in, and with the tokens that the gateway has of it already."""
+    """The request with all defaults, and the tokens that the gateway has of it already."""
     request = live.request
     submit = scheduler_pb2.Submit(
         handle=live.handle,
@@ -90,9 +86,9 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
 
 
 def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
-    """A durable request as any gateway can go on with it; the inverse of `submit_message`.
+    """A durable request that any gateway can go on with; the inverse of `submit_message`.
 
-    Raises InvalidArgument where it is malformed.
+    Raises InvalidArgument if it is malformed.
     """
     prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0)
     try:
@@ -131,18 +127,6 @@ def _emitted_message(stream: SequenceStream) -> scheduler_pb2.EmittedSequence:
     )
 
 
-def resume_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
-    """Takes a durable request over, from its first token on."""
-    request = live.request
-    resume = scheduler_pb2.Resume(handle=live.handle, tenant=request.tenant, request_id=request.request_id)
-    return scheduler_pb2.ConnectRequest(resume=resume)
-
-
-def detach_message(handle: int) -> scheduler_pb2.ConnectRequest:
-    """Nobody reads the durable request any more."""
-    return scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=handle))
-
-
 def _trace_message(trace: TraceContext) -> scheduler_pb2.TraceContext:
     return scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate)
 
@@ -151,37 +135,17 @@ def _trace_from(trace: scheduler_pb2.TraceContext) -> TraceContext:
     return TraceContext(trace.traceparent, trace.tracestate if trace.HasField("tracestate") else None)
 
 
-def pin_message(token_ids: Sequence[int], time_to_live_ms: int, tenant: str) -> scheduler_pb2.PinPrefixRequest:
-    return scheduler_pb2.PinPrefixRequest(
-        tenant=tenant, token_ids=encode_int32(token_ids), time_to_live_ms=time_to_live_ms
-    )
-
-
-def unpin_message(pin_id: str, tenant: str) -> scheduler_pb2.UnpinPrefixRequest:
-    return scheduler_pb2.UnpinPrefixRequest(tenant=tenant, pin_id=pin_id)
-
-
 def welcome_from(message: scheduler_pb2.Welcome) -> Welcome:
     return Welcome(
-        scheduler_epoch=message.scheduler_epoch,
-        vocab_size=message.vocab_size,
-        max_model_len=message.max_model_len,
-        block_size=message.block_size,
-        num_gpu_blocks=message.num_gpu_blocks,
-        num_host_blocks=message.num_host_blocks,
-        max_num_seqs=message.max_num_seqs,
-        max_num_batched_tokens=message.max_num_batched_tokens,
+        **{name: getattr(message, name) for name in _WELCOME_FIELDS},
         durable_grace_s=message.durable_grace_ms / 1e3,
-        architecture=message.architecture,
-        dtype=message.dtype,
-        max_logprobs=message.max_logprobs,
         protocol=ProtocolVersions.of(message.protocol),
         model=ModelFingerprint.of(message.model),
     )
 
 
 def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:
-    """Raises InvalidArgument when the message is malformed."""
+    """Raises InvalidArgument if the message is malformed."""
     return EventBatch(
         runs=_token_runs(message),
         ended=[_sequence_ended(end) for end in message.finished],
@@ -219,12 +183,12 @@ def _token_runs(message: scheduler_pb2.TokenEvents) -> list[TokenRun]:
 
 
 def _add_logprobs(runs: Sequence[TokenRun], message: scheduler_pb2.TokenLogprobs, num_events: int) -> None:
-    """Cuts the columns into those of each run, all of whose tokens have log probabilities, or none."""
+    """Splits the columns into those of the runs. Either all tokens of a run have log probabilities, or none."""
     events = decode_int32(message.events, "token_logprobs.events", minimum=0, below=num_events)
     columns = decode_logprobs(message)
     if len(events) != len(columns) or not (events[1:] > events[:-1]).all():
         raise InvalidArgument(
-            f"token_logprobs has {len(columns)} positions for {len(events)} events; they must be as many, and rising"
+            f"token_logprobs has {len(columns)} positions for {len(events)} events; they must be equally many, in ascending order"
         )
     ends = np.cumsum([len(run.token_ids) for run in runs])
     counts = np.diff(np.searchsorted(events, ends), prepend=0).tolist()
@@ -236,7 +200,7 @@ def _add_logprobs(runs: Sequence[TokenRun], message: scheduler_pb2.TokenLogprobs
 
 def _prompt_run(message: scheduler_pb2.PromptLogprobs) -> PromptRun:
     if not message.first_position:
-        raise InvalidArgument(f"prompt_logprobs.first_position is 0 for handle {message.handle}; it is 1 at least")
+        raise InvalidArgument(f"prompt_logprobs.first_position is 0 for handle {message.handle}; it must be at least 1")
     token_ids = decode_int32(message.token_ids, "prompt_logprobs.token_ids", minimum=0)
     columns = decode_logprobs(message)
     if len(token_ids) != len(columns):
@@ -270,12 +234,4 @@ def _request_failed(message: scheduler_pb2.RequestFailure) -> RequestFailed:
 
 
 def _usage(message: common_pb2.Usage) -> Usage:
-    return Usage(
-        prompt_tokens=message.prompt_tokens,
-        cached_tokens=message.cached_tokens,
-        generated_tokens=message.generated_tokens,
-        queue_ms=message.queue_ms,
-        prefill_ms=message.prefill_ms,
-        decode_ms=message.decode_ms,
-        preemptions=message.preemptions,
-    )
+    return Usage(**{name: getattr(message, name) for name in _USAGE_FIELDS})

@@ -1,1 +1,0 @@
-"""Messages of quire.scheduler.v1 to values and back."""
