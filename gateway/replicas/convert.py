@@ -188,7 +188,8 @@ def _add_logprobs(runs: Sequence[TokenRun], message: scheduler_pb2.TokenLogprobs
     columns = decode_logprobs(message)
     if len(events) != len(columns) or not (events[1:] > events[:-1]).all():
         raise InvalidArgument(
-            f"token_logprobs has {len(columns)} positions for {len(events)} events; they must be equally many, in ascending order"
+            f"token_logprobs has {len(columns)} positions for {len(events)} events; "
+            "they must be equally many, in rising order"
         )
     ends = np.cumsum([len(run.token_ids) for run in runs])
     counts = np.diff(np.searchsorted(events, ends), prepend=0).tolist()
