@@ -86,7 +86,10 @@ def ledger(clock):
 
 
 class Raising:
-    """A detokenizer that raises at one token."""
+    """A tokenizer whose detokenizer raises at one token."""
+
+    def detokenizer(self, *, include_special_tokens):
+        return self
 
     def push(self, token_id):
         if token_id == 66:
@@ -98,7 +101,7 @@ class Raising:
 
 
 async def test_an_event_that_cannot_be_applied_fails_its_own_request_and_no_other(ledger, caplog):
-    broken = ledger.open(make_request("broken"), Raising)
+    broken = ledger.open(make_request("broken"), Raising())
     broken.replica = REPLICA
     other = open_live(ledger, "other")
     runs = [
