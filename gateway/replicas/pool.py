@@ -104,7 +104,8 @@ class Replicas:
         self._some_ready = asyncio.Event()
         self._none_ready = asyncio.Event()
         self._none_ready.set()
-        self._timers = _RequestTimers(self._fail_unexpectedly)
+        # At most one timer a request, by handle.
+        self._timers: dict[int, asyncio.TimerHandle] = {}
         # The handles of the requests on each replica.
         self._placed: dict[str, set[int]] = {address: set() for address in self.links}
         # Durable requests that were released while their scheduler was away, by handle, with that scheduler's epoch.
@@ -173,7 +174,7 @@ class Replicas:
 
     def release(self, live: LiveRequest) -> None:
         """Ends a request at its scheduler; if its stream is broken, when it is back. Idempotent."""
-        self._timers.cancel(live)
+        self._cancel_timer(live)
         if live.replica is None:
             return
         link = self.links[live.replica]
@@ -191,7 +192,7 @@ class Replicas:
         if not live.request.durable or live.is_completed or live.replica is None:
             self.release(live)
             return
-        self._timers.cancel(live)
+        self._cancel_timer(live)
         self.links[live.replica].detach(live.handle)
         self._assign(live, None)
 
@@ -221,7 +222,7 @@ class Replicas:
                 self._wait_for_worker(live)
         else:
             self._assign(live, replica)
-            self._timers.set(live, self._failover_delay_s, self._fail_over)
+            self._set_timer(live, self._failover_delay_s, self._fail_over)
 
     async def flush(self) -> None:
         """Waits until aborts are on their way."""
@@ -267,14 +268,14 @@ class Replicas:
         self._update_readiness()
         if link.is_ready:
             for live in self._ledger.of_replica(link.address):
-                self._timers.cancel(live)
+                self._cancel_timer(live)
         self._watch_unready()
 
     def on_events(self, link: SchedulerLink, batch: EventBatch) -> None:
         outcome = self._ledger.apply(link.address, batch)
         for live in outcome.ended_here:
             link.abort(live.handle, wants_usage=True)
-            self._timers.set(live, _USAGE_TIMEOUT_S, self._end_if_complete)
+            self._set_timer(live, _USAGE_TIMEOUT_S, self._end_if_complete)
         for live, index in outcome.sequences_ended_here:
             link.abort(live.handle, index, wants_usage=True)
         for live, error in outcome.failed:
@@ -305,7 +306,7 @@ class Replicas:
         return {address: link for address, link in fitting.items() if link.is_ready} or fitting
 
     def _submit(self, live: LiveRequest, link: SchedulerLink) -> None:
-        self._timers.cancel(live)
+        self._cancel_timer(live)
         if not live.fits(link.model):
             # The scheduler came back with another model.
             self._assign(live, None)
@@ -329,7 +330,7 @@ class Replicas:
 
     def _forget(self, live: LiveRequest) -> None:
         """No scheduler runs the request any more, though its client may still read it."""
-        self._timers.cancel(live)
+        self._cancel_timer(live)
         self._assign(live, None)
 
     def _end_released(self, link: SchedulerLink) -> None:
@@ -352,7 +353,7 @@ class Replicas:
         """Ends a request whose end its lost scheduler had yet to report; another one waits for it for a while."""
         self._end_if_complete(live)
         if not live.is_over:
-            self._timers.set(live, self._failover_delay_s, self._fail_over)
+            self._set_timer(live, self._failover_delay_s, self._fail_over)
 
     def _refused(self, link: SchedulerLink, error: QuireError, live: LiveRequest) -> None:
         """A new request fails; one that ran before comes back later, since it was accepted once. A refusal because the
@@ -370,7 +371,7 @@ class Replicas:
             else:
                 live.fail(error)
         elif live.submissions > 1 and isinstance(error, ResourceExhausted | Unavailable):
-            self._timers.set(live, self._retry_delay_s(error), self.place)
+            self._set_timer(live, self._retry_delay_s(error), self.place)
         else:
             live.fail(error)
 
@@ -390,12 +391,12 @@ class Replicas:
         for link in self.links.values():
             if link.is_connected and not link.is_ready:
                 for live in self._ledger.of_replica(link.address):
-                    if live not in self._timers:
+                    if live.handle not in self._timers:
                         self._wait_for_worker(live)
 
     def _wait_for_worker(self, live: LiveRequest) -> None:
         patience_s = self._failover_delay_s * 4 ** min(live.moves, _MAX_COUNTED_MOVES)
-        self._timers.set(live, patience_s, self._move_from_unready)
+        self._set_timer(live, patience_s, self._move_from_unready)
 
     def _move_from_unready(self, live: LiveRequest) -> None:
         """Moves a request to a replica that runs steps, if there is one, unless tokens come from where it is."""
@@ -403,7 +404,7 @@ class Replicas:
             return
         left_s = self._failover_delay_s - live.seconds_since_news
         if left_s > 0:
-            self._timers.set(live, left_s, self._move_from_unready)
+            self._set_timer(live, left_s, self._move_from_unready)
         else:
             live.moves += 1
             # A durable one, too: a copy that ran on there might draw other tokens than the one that is read.
@@ -412,11 +413,24 @@ class Replicas:
 
     def _wait_for_scheduler(self, live: LiveRequest) -> None:
         if not self.num_connected:
-            self._timers.set(live, self._connect_timeout_s, self._give_up)
+            self._set_timer(live, self._connect_timeout_s, self._give_up)
 
     def _give_up(self, live: LiveRequest) -> None:
         message = f"no scheduler could be reached for {self._connect_timeout_s:g} s"
         live.fail(Unavailable(message, reason="NO_SCHEDULER"))
+
+    def _set_timer(self, live: LiveRequest, delay_s: float, action: Callable[[LiveRequest], None]) -> None:
+        """Calls `action` with the request after that time, in place of an earlier timer."""
+        self._cancel_timer(live)
+        self._timers[live.handle] = asyncio.get_running_loop().call_later(delay_s, self._fire, live, action)
+
+    def _cancel_timer(self, live: LiveRequest) -> None:
+        if (timer := self._timers.pop(live.handle, None)) is not None:
+            timer.cancel()
+
+    def _fire(self, live: LiveRequest, action: Callable[[LiveRequest], None]) -> None:
+        del self._timers[live.handle]
+        self._for_each([live], action)
 
     def _for_each(self, requests: Iterable[LiveRequest], action: Callable[[LiveRequest], None]) -> None:
         """An error in one request does not affect the others."""
@@ -445,37 +459,3 @@ def _model_changed(live: LiveRequest, model: ModelFingerprint) -> FailedPrecondi
         "cannot go on: send it again",
         reason="MODEL_CHANGED",
     )
-
-
-class _RequestTimers:
-    """At most one timer per request: setting one replaces the earlier one."""
-
-    def __init__(self, on_error: Callable[[LiveRequest, Exception], None]) -> None:
-        """`on_error` gets the request whose action raised, and the error."""
-        self._on_error = on_error
-        self._timers: dict[int, asyncio.TimerHandle] = {}
-
-    def __len__(self) -> int:
-        return len(self._timers)
-
-    def __contains__(self, live: LiveRequest) -> bool:
-        return live.handle in self._timers
-
-    def set(self, live: LiveRequest, delay_s: float, action: Callable[[LiveRequest], None]) -> None:
-        """Calls `action` with the request after that time, in the running loop."""
-        self.cancel(live)
-        loop = asyncio.get_running_loop()
-        self._timers[live.handle] = loop.call_later(delay_s, self._fire, live, action)
-
-    def cancel(self, live: LiveRequest) -> None:
-        """Idempotent."""
-        timer = self._timers.pop(live.handle, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _fire(self, live: LiveRequest, action: Callable[[LiveRequest], None]) -> None:
-        del self._timers[live.handle]
-        try:
-            action(live)
-        except Exception as error:
-            self._on_error(live, error)
