@@ -1,6 +1,5 @@
 """What the gateway reads from a model directory."""
 
-import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +7,6 @@ import pytest
 
 from gateway.model import ServedModel
 from gateway.replicas.events import Welcome
-from gateway.replicas.link import Backoff
 from gateway.requests.defaults import drawn_seed, resolve
 from gateway.requests.limits import limits_of
 from gateway.requests.request import ChatMessage
@@ -17,7 +15,7 @@ from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
 from quire.settings import ConfigurationError, load_settings
 from tests.support.parameters import make_options
-from tests.support.tokenizers import byte_fallback, byte_level, wrapped, write_model_directory
+from tests.support.tokenizers import byte_level, write_model_directory
 
 
 @pytest.fixture
@@ -120,23 +118,6 @@ async def test_a_long_conversation_is_rendered_in_a_thread(tmp_path, executor):
     assert await model.chat.encode(messages) == expected
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
-async def test_long_and_short_texts_are_tokenized_alike(tokenizer):
-    gateway_tokenizer = wrapped(tokenizer)
-    for text in ("the cat", "the cat " * 2000):
-        for special in (True, False):
-            expected = tokenizer.encode(text, add_special_tokens=special).ids
-            assert await gateway_tokenizer.encode(text, add_special_tokens=special) == expected
-
-
-async def test_truncation_of_the_tokenizer_file_is_not_applied():
-    tokenizer = type(byte_level()).from_str(byte_level().to_str())
-    whole = tokenizer.encode("a b c d e f g h", add_special_tokens=False).ids
-    tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=50)
-    assert await wrapped(tokenizer).encode("a b c d e f g h", add_special_tokens=False) == whole
-
-
 def test_asked_wins_over_the_model_and_the_model_over_the_contract():
     options = make_options(sampling={"temperature": 0.0, "seed": 0})
     sampling = resolve(options, SamplingParameters(temperature=0.6, top_k=20), ()).sampling
@@ -160,14 +141,6 @@ def test_limits_are_those_that_hold_on_every_replica():
     assert limits_of(GatewaySettings(max_prompt_tokens=600), [other], 7).max_prompt_tokens == 600
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
-async def test_no_text_has_more_bytes_than_its_tokens_may_spell(tokenizer):
-    gateway_tokenizer = wrapped(tokenizer)
-    for text in ("the cat " * 50, "hello there" * 20, "你好世界😀" * 30, "</s>" * 40, "    " * 40):
-        num_tokens = len(await gateway_tokenizer.encode(text, add_special_tokens=False))
-        assert len(text.encode()) <= num_tokens * gateway_tokenizer.longest_token_bytes
-
-
 def test_settings_come_from_flags_and_environment():
     settings = load_settings(
         GatewaySettings,
@@ -187,12 +160,3 @@ def test_settings_come_from_flags_and_environment():
 def test_schedulers_must_be_addresses(schedulers, says):
     with pytest.raises(ConfigurationError, match=says):
         load_settings(GatewaySettings, ["--schedulers", schedulers], {}, program="quire gateway")
-
-
-def test_backoff_doubles_up_to_a_second_and_starts_over():
-    backoff = Backoff(random.Random(1))
-    delays = [backoff.next_delay_s() for _ in range(12)]
-    assert 0.005 <= delays[0] <= 0.01
-    assert all(0.125 <= delay <= 0.25 for delay in delays[5:])
-    backoff.reset()
-    assert backoff.next_delay_s() <= 0.01

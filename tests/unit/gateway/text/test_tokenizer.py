@@ -198,3 +198,28 @@ async def test_long_texts_and_many_tokens_go_to_a_thread(executor, repeats, num_
     decoded = await tokenizer.decode_any(token_ids, include_special_tokens=include_special_tokens)
     assert decoded == ("<s>" if include_special_tokens else "") + text
     assert executor.num_submitted == num_threaded
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
+async def test_long_and_short_texts_are_tokenized_alike(tokenizer):
+    gateway_tokenizer = wrapped(tokenizer)
+    for text in ("the cat", "the cat " * 2000):
+        for special in (True, False):
+            expected = tokenizer.encode(text, add_special_tokens=special).ids
+            assert await gateway_tokenizer.encode(text, add_special_tokens=special) == expected
+
+
+async def test_truncation_of_the_tokenizer_file_is_not_applied():
+    tokenizer = type(byte_level()).from_str(byte_level().to_str())
+    whole = tokenizer.encode("a b c d e f g h", add_special_tokens=False).ids
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=50)
+    assert await wrapped(tokenizer).encode("a b c d e f g h", add_special_tokens=False) == whole
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
+async def test_no_text_has_more_bytes_than_its_tokens_may_spell(tokenizer):
+    gateway_tokenizer = wrapped(tokenizer)
+    for text in ("the cat " * 50, "hello there" * 20, "你好世界😀" * 30, "</s>" * 40, "    " * 40):
+        num_tokens = len(await gateway_tokenizer.encode(text, add_special_tokens=False))
+        assert len(text.encode()) <= num_tokens * gateway_tokenizer.longest_token_bytes
