@@ -1,4 +1,4 @@
-"""How long tasks keep the event loop, which all requests share."""
+"""Fair use of the event loop, which all requests share."""
 
 import asyncio
 import time
@@ -9,13 +9,13 @@ TOKENS_PER_TURN = 50
 
 
 class Turns:
-    """For a task that has much to do and nothing to wait for, such as to look at a thousand prompts."""
+    """For a task with much work and nothing to wait for, such as a check of a thousand prompts."""
 
     def __init__(self) -> None:
         self._began_at = time.perf_counter()
 
     async def pause(self) -> None:
-        """Lets other tasks run, if this one has had its turn. To be called at least every few milliseconds."""
+        """Lets other tasks run if this one has had its turn. Call it at least every few milliseconds."""
         if time.perf_counter() - self._began_at >= _TURN_S:
             await asyncio.sleep(0)
             self._began_at = time.perf_counter()
