@@ -27,7 +27,7 @@ _EARLY_STOPPING = {
     "never": common_pb2.EARLY_STOPPING_NEVER,
 }
 # What bodies and the contract call alike, and mean the same by.
-_SAMPLING = [each for each in SamplingParameters.DESCRIPTOR.fields_by_name if each in GenerationBody.model_fields]
+_SAMPLING = SamplingParameters.DESCRIPTOR.fields_by_name.keys() & GenerationBody.model_fields.keys()
 _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
 _RENAMED = {
     "text": "prompt",
@@ -157,7 +157,7 @@ def _meant(name: str, value: Any) -> Any:
 
 def _sampling(body: GenerationBody, as_written: dict[str, Any]) -> SamplingParameters:
     sampling = SamplingParameters()
-    for name in _SAMPLING:
+    for name in _SAMPLING & body.model_fields_set:
         write(sampling, f"sampling.{name}", _meant(name, getattr(body, name)), as_written)
     if body.seed not in (None, -1):
         # A negative one is the number of 64 bits that has the same bits, as torch has it.

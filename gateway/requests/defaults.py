@@ -15,6 +15,10 @@ from quire.common.v1.common_pb2 import (
     TokenIds,
 )
 
+# The contract's own defaults.
+_SAMPLING = SamplingParameters()
+for _name, _number in NUMBERS.items():
+    setattr(_SAMPLING, _name, _number.default)
 # What the scheduler decides on, and the gateway alone knows.
 _NOT_FOR_WORKERS = ("seed", "n", "best_of", "beam_search", "bad_words")
 
@@ -47,17 +51,10 @@ def resolve(
 ) -> Parameters:
     """What valid options mean. `bad_sequences` are the bad words as tokens."""
     sampling = _sampling(options.sampling, model_defaults)
-    stopping, output = StoppingParameters(), OutputOptions()
-    stopping.CopyFrom(options.stopping)
-    output.CopyFrom(options.output)
-    for message, name in (
-        (stopping, "min_tokens"),
-        (stopping, "ignore_eos"),
-        (stopping, "include_stop_string"),
-        (output, "include_special_tokens"),
-    ):
-        # 0 and false are what they are by default.
-        setattr(message, name, getattr(message, name))
+    stopping = StoppingParameters(min_tokens=0, ignore_eos=False, include_stop_string=False)
+    stopping.MergeFrom(options.stopping)
+    output = OutputOptions(include_special_tokens=False)
+    output.MergeFrom(options.output)
     _keep_each_once(stopping.stop_token_ids)
     ending = () if stopping.ignore_eos else eos_token_ids
     return Parameters(sampling, stopping, output, ending, _row_sampling(sampling, stopping, ending, bad_sequences))
@@ -77,18 +74,16 @@ def num_candidates(sampling: SamplingParameters) -> int:
 
 def _sampling(asked: SamplingParameters, model_defaults: SamplingParameters) -> SamplingParameters:
     sampling = SamplingParameters()
-    sampling.CopyFrom(asked)
+    for message in (_SAMPLING, model_defaults, asked):
+        sampling.MergeFrom(message)
     sampling.ClearField("seed")
     sampling.n = asked.n or 1
     sampling.best_of = num_candidates(asked)
-    searches = asked.HasField("beam_search")
-    for name, number in NUMBERS.items():
-        if searches and number.in_beam_search is not None:
+    if asked.HasField("beam_search"):
+        for name, number in NUMBERS.items():
             # The model's defaults of how to draw do not apply where nothing is drawn.
-            setattr(sampling, name, number.in_beam_search)
-        elif not asked.HasField(name):
-            setattr(sampling, name, getattr(model_defaults, name) if model_defaults.HasField(name) else number.default)
-    if searches:
+            if number.in_beam_search is not None:
+                setattr(sampling, name, number.in_beam_search)
         beam = sampling.beam_search
         beam.length_penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
         beam.early_stopping = beam.early_stopping or EARLY_STOPPING_FALSE
@@ -97,7 +92,7 @@ def _sampling(asked: SamplingParameters, model_defaults: SamplingParameters) -> 
 
 
 def _keep_each_once(token_ids: MutableSequence[int]) -> None:
-    distinct = dict.fromkeys(token_ids)
+    distinct = dict.fromkeys(token_ids[:])
     if len(distinct) < len(token_ids):
         token_ids[:] = distinct
 

@@ -5,8 +5,10 @@ becomes of it once it is validated, tokenized and completed with defaults.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -83,18 +85,29 @@ class RequestOptions:
         """What the caller wrote in a field of the messages, for example "sampling.top_p"; None where it is absent."""
         if path in self.as_written:
             return self.as_written[path]
-        group, *parts, name = path.split(".")
-        message: Message = getattr(self, group)
-        for part in parts:
-            message = getattr(message, part)
-        if message.DESCRIPTOR.fields_by_name[name].has_presence and not message.HasField(name):
-            return None
-        return getattr(message, name)
+        parent_of, name, has_presence = _place_of(path)
+        message: Message = parent_of(self)
+        return None if has_presence and not message.HasField(name) else getattr(message, name)
+
+
+_GROUPS = {"sampling": SamplingParameters, "stopping": StoppingParameters, "output": OutputOptions}
+
+
+@cache
+def _place_of(path: str) -> tuple[Callable[[RequestOptions], Message], str, bool]:
+    """Where a path leads: to the message that has the field, the field's name, and whether that can be absent."""
+    group, *parts, name = path.split(".")
+    descriptor = _GROUPS[group].DESCRIPTOR
+    for part in parts:
+        descriptor = descriptor.fields_by_name[part].message_type
+    return attrgetter(path.rpartition(".")[0]), name, descriptor.fields_by_name[name].has_presence
 
 
 def write(message: Message, path: str, value: Any, as_written: dict[str, Any]) -> None:
     """Writes what a caller wrote into the field that `path` ends with; None leaves it absent. What the field does not
     hold as it was written goes to `as_written`."""
+    if value is None:
+        return
     name = path.rpartition(".")[2]
     try:
         if isinstance(value, dict):
@@ -104,11 +117,9 @@ def write(message: Message, path: str, value: Any, as_written: dict[str, Any]) -
             is_held = len(value) <= MAX_ENTRIES
             if is_held:
                 getattr(message, name).extend(value)
-        elif value is not None:
+        else:
             setattr(message, name, value)
             is_held = getattr(message, name) == value
-        else:
-            return
     except ValueError:
         # Out of the range of the field's type, or no valid Unicode.
         message.ClearField(name)

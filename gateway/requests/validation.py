@@ -292,7 +292,7 @@ def check_choice(parameters: Parameters, bad_sequences: Sequence[Sequence[int]])
     excluded = {sequence[0] for sequence in bad_sequences if len(sequence) == 1}
     if stopping.min_tokens:
         excluded.update(stopping.stop_token_ids, parameters.eos_token_ids)
-    if excluded.issuperset(allowed):
+    if excluded.issuperset(allowed[:]):
         violations = Violations()
         violations.add(
             "sampling.allowed_token_ids",
@@ -309,8 +309,10 @@ def check_defaults(violations: Violations, defaults: RequestOptions) -> None:
 
 
 def _check_number(violations: Violations, name: str, request: RequestOptions) -> None:
-    field, number = f"sampling.{name}", NUMBERS[name]
-    violations.check_range(field, request.asked(field), number.low, number.high, above_low=number.is_above_low)
+    field = f"sampling.{name}"
+    if (value := request.asked(field)) is not None:
+        number = NUMBERS[name]
+        violations.check_range(field, value, number.low, number.high, above_low=number.is_above_low)
 
 
 def _check_drawing(violations: Violations, request: RequestOptions, limits: Limits) -> None:
@@ -338,10 +340,10 @@ def _check_sampling(violations: Violations, request: RequestOptions, limits: Lim
             _check_number(violations, name, request)
     _check_logit_bias(violations, request.asked("sampling.logit_bias"), limits)
     allowed = request.asked("sampling.allowed_token_ids")
-    if violations.check_count("sampling.allowed_token_ids", allowed, min(limits.vocab_size, MAX_ENTRIES)):
+    if allowed and violations.check_count("sampling.allowed_token_ids", allowed, min(limits.vocab_size, MAX_ENTRIES)):
         violations.check_token_ids("sampling.allowed_token_ids", allowed, limits.vocab_size)
     bad_words = request.asked("sampling.bad_words")
-    if violations.check_count("sampling.bad_words", bad_words, MAX_BAD_WORDS):
+    if bad_words and violations.check_count("sampling.bad_words", bad_words, MAX_BAD_WORDS):
         _check_texts(violations, "sampling.bad_words", bad_words, MAX_BAD_WORD_BYTES)
 
 
@@ -361,7 +363,7 @@ def _check_stopping(violations: Violations, request: RequestOptions, limits: Lim
     highest = limits.max_model_len - 1 if max_tokens is None else max_tokens
     violations.check_range("stopping.min_tokens", request.asked("stopping.min_tokens"), 0, highest)
     stop, stop_token_ids = request.asked("stopping.stop"), request.asked("stopping.stop_token_ids")
-    if violations.check_count("stopping.stop", stop, limits.max_stop_strings):
+    if stop and violations.check_count("stopping.stop", stop, limits.max_stop_strings):
         _check_texts(violations, "stopping.stop", stop, limits.max_stop_string_bytes)
     if violations.check_count("stopping.stop_token_ids", stop_token_ids, min(limits.max_stop_token_ids, MAX_ENTRIES)):
         violations.check_token_ids("stopping.stop_token_ids", stop_token_ids, limits.vocab_size)

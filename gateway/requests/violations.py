@@ -48,8 +48,8 @@ class Violations:
 
     def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
         """Names the first id that is out of range."""
-        # A message's own list takes longer for each look at it.
-        token_ids = list(token_ids)
+        # The list of a message takes four times as long for each look at it.
+        token_ids = token_ids[:]
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             return
         for position, token_id in enumerate(token_ids):

@@ -4,7 +4,8 @@ A new parameter is checked in `SamplingReader.read` and gets a column here, or a
 """
 
 import math
-from collections.abc import Collection
+from array import array as packed_array
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -84,9 +85,9 @@ class SamplingReader:
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,
-            bias_token_ids=self._token_ids("sampling.logit_bias", bias),
+            bias_token_ids=self._token_ids("sampling.logit_bias", list(bias)),
             bias_values=values,
-            allowed_token_ids=self._token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids),
+            allowed_token_ids=self._token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids[:]),
             bad_sequences=tuple(
                 self._bad_sequence(f"bad_token_sequences[{index}]", each.ids)
                 for index, each in enumerate(asked.bad_token_sequences)
@@ -96,19 +97,18 @@ class SamplingReader:
             stop_token_ids=np.array([each for each in stopping.stop_token_ids if each < self._vocab_size], np.int32),
         )
 
-    def _bad_sequence(self, field: str, ids: Collection[int]) -> Int32Array:
-        token_ids = self._token_ids(field, ids)
+    def _bad_sequence(self, field: str, ids: Sequence[int]) -> Int32Array:
+        token_ids = self._token_ids(field, list(ids))
         if not len(token_ids):
             raise invalid_field(field, "is empty; a sequence has at least 1 token")
         return token_ids
 
-    def _token_ids(self, field: str, ids: Collection[int]) -> Int32Array:
+    def _token_ids(self, field: str, ids: list[int]) -> Int32Array:
         if not ids:
             return _NO_TOKENS
-        token_ids = np.fromiter(ids, np.int64, len(ids))
-        if (greatest := int(token_ids.max())) >= self._vocab_size:
+        if (greatest := max(ids)) >= self._vocab_size:
             raise invalid_field(field, f"holds token {greatest}; token ids of this model are below {self._vocab_size}")
-        return token_ids.astype(np.int32)
+        return np.frombuffer(packed_array("i", ids), np.int32)
 
 
 def _filled(sampling: SamplingParameters) -> SamplingParameters:
