@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
@@ -21,7 +22,7 @@ from worker_svc.steps import Int32Array, LogitRules, RowSampling
 
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 _NO_TOKENS = np.zeros(0, np.int32)
-_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_NUMBERS = [each.name for each in SamplingParameters.DESCRIPTOR.fields if each.type == FieldDescriptor.TYPE_FLOAT]
 
 
 class SamplingReader:
