@@ -223,13 +223,14 @@ class Library:
     """The loaded library for one instruction set. Calls run without the interpreter lock.
 
     Args:
+        path: None is `LIBRARY`.
         isa: one of `available_isas`; None is the best of them.
 
     Raises:
         LibraryUnavailableError: it was not built, is of another version, or lacks the instruction set.
     """
 
-    def __init__(self, path: Path = LIBRARY, isa: str | None = None) -> None:
+    def __init__(self, path: Path | None = None, isa: str | None = None) -> None:
         library = _load(path)
         isas = _available_isas(library)
         if not isas:
@@ -255,7 +256,7 @@ class Library:
             raise error(message)
 
 
-def available_isas(path: Path = LIBRARY) -> tuple[str, ...]:
+def available_isas(path: Path | None = None) -> tuple[str, ...]:
     """The instruction sets that were built and that this processor has, best first.
 
     Raises:
@@ -264,7 +265,7 @@ def available_isas(path: Path = LIBRARY) -> tuple[str, ...]:
     return _available_isas(_load(path))
 
 
-def group_bytes(size: int, slot_bytes: int, path: Path = LIBRARY) -> int:
+def group_bytes(size: int, slot_bytes: int, path: Path | None = None) -> int:
     """Bytes of memory that a group of `size` processes takes, with slots of so many bytes.
 
     Raises:
@@ -288,7 +289,8 @@ def _available_isas(library: ctypes.CDLL) -> tuple[str, ...]:
     return tuple(library.quire_isas().decode().split())
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(path: Path | None) -> ctypes.CDLL:
+    path = path or LIBRARY
     if not path.exists():
         raise LibraryUnavailableError(f"{path.name} was not built (it takes a C++20 compiler at installation)")
     try:

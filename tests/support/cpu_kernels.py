@@ -1,16 +1,27 @@
 """The implementations that this machine has for tensors on the CPU."""
 
 import functools
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernels import ops, reference
 from kernels.backends import Implementation
+from kernels.cpu import library
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library, LibraryUnavailableError, available_isas
+from tests.support.pairwise import pairwise
+
+# A build with sanitizers, and the runtime for its threads (tests/sanitizers/run.sh).
+if "QUIRE_TEST_CPU_LIBRARY" in os.environ:
+    library.LIBRARY = Path(os.environ["QUIRE_TEST_CPU_LIBRARY"])
+if "QUIRE_TEST_OPEN_MP" in os.environ:
+    library.find_open_mp = lambda: Path(os.environ["QUIRE_TEST_OPEN_MP"])
 
 
 def _isas() -> tuple[str, ...]:
@@ -22,6 +33,23 @@ def _isas() -> tuple[str, ...]:
 
 ISAS = _isas()
 IMPLEMENTATIONS = ("reference", *ISAS)
+
+
+def _marks(value: object) -> tuple[pytest.MarkDecorator, ...]:
+    """`make test` leaves out what is run on any but the best instruction set."""
+    return (pytest.mark.all_isas,) if value in ISAS[1:] else ()
+
+
+ISA_PARAMS = [pytest.param(isa, marks=_marks(isa)) for isa in ISAS]
+IMPLEMENTATION_PARAMS = [pytest.param(name, marks=_marks(name)) for name in IMPLEMENTATIONS]
+
+
+def parametrize_pairwise(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test with pairwise combinations of the axes, the first of which is of instruction sets or
+    implementations. A first name that is not `isa` is that of a fixture."""
+    cases = [pytest.param(*case, marks=_marks(case[0])) for case in pairwise(*axes)]
+    first = names.split(",")[0]
+    return pytest.mark.parametrize(names, cases, indirect=[] if first == "isa" else [first])
 
 
 @functools.cache

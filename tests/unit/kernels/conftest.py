@@ -3,10 +3,10 @@ import torch
 
 from kernels import ops
 from kernels.backends import Implementation
-from tests.support.cpu_kernels import IMPLEMENTATIONS, make_implementation
+from tests.support.cpu_kernels import IMPLEMENTATION_PARAMS, make_implementation
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=IMPLEMENTATION_PARAMS)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Implementation:
     """Each implementation in turn that this machine has for the CPU; `kernels.ops` uses it."""
     chosen = make_implementation(request.param)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kernels import host_memory, ops, reference
+from tests.support.cpu_kernels import IMPLEMENTATIONS, parametrize_pairwise
+from tests.support.pairwise import pairwise
 
-pytestmark = pytest.mark.usefixtures("implementation")
-
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SWAPS = [host_memory.swap_blocks, reference.swap_blocks]
 
 
@@ -17,8 +18,8 @@ def make_pool(num_blocks: int = 6, *, seed: int = 0, dtype: torch.dtype = torch.
     return torch.randn(2, num_blocks, 3, 4, 8, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("slots", [[0], [23, 5, 4, 6, 0], []])
+@pytest.mark.usefixtures("implementation")
+@parametrize_pairwise("implementation,slots,dtype", IMPLEMENTATIONS, [[0], [23, 5, 4, 6, 0], []], DTYPES)
 def test_tokens_land_in_their_slots_and_nowhere_else(slots: list[int], dtype: torch.dtype) -> None:
     pool = make_pool(dtype=dtype)
     expected = pool.clone()
@@ -30,6 +31,7 @@ def test_tokens_land_in_their_slots_and_nowhere_else(slots: list[int], dtype: to
     assert torch.equal(pool, expected)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_strided_keys_are_written() -> None:
     pool = make_pool()
     qkv = torch.randn(2, 9, 8)
@@ -39,6 +41,7 @@ def test_strided_keys_are_written() -> None:
     assert torch.equal(pool[1, 0, :, 1], value[0])
 
 
+@pytest.mark.usefixtures("implementation")
 def test_copies_read_all_sources_before_they_write() -> None:
     pools = [make_pool(seed=layer) for layer in range(2)]
     before = [pool.clone() for pool in pools]
@@ -57,21 +60,18 @@ def test_swap_moves_blocks_between_pools_of_different_size() -> None:
         assert not host[layer][:, 1].any()
 
 
-@pytest.mark.parametrize("swap", SWAPS, ids=["host_memory", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        [(0, 0)],
-        [(2, 7), (3, 8), (4, 9), (5, 10)],
-        [(5, 1), (4, 2), (3, 3), (0, 0)],
-        [(1, 4), (3, 5), (2, 3), (6, 8), (7, 9)],
-        [(8, 0), (8, 1), (8, 2), (9, 3)],
-    ],
-    ids=str,
-)
+PAIRS = [
+    [(0, 0)],
+    [(2, 7), (3, 8), (4, 9), (5, 10)],
+    [(5, 1), (4, 2), (3, 3), (0, 0)],
+    [(1, 4), (3, 5), (2, 3), (6, 8), (7, 9)],
+    [(8, 0), (8, 1), (8, 2), (9, 3)],
+]
+
+
+@pytest.mark.parametrize(("pairs", "swap", "dtype"), pairwise(PAIRS, SWAPS, DTYPES))
 def test_every_swap_moves_the_same_bits(
-    swap: Callable[..., None], dtype: torch.dtype, pairs: list[tuple[int, int]]
+    pairs: list[tuple[int, int]], swap: Callable[..., None], dtype: torch.dtype
 ) -> None:
     source = [make_pool(10, seed=layer, dtype=dtype) for layer in range(3)]
     source[1][0, 8, 0, 0, 0] = torch.nan

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import ops
+from tests.support.cpu_kernels import IMPLEMENTATIONS, parametrize_pairwise
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
@@ -16,8 +17,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 8), (7, 80), (3, 5, 33)])
+@parametrize_pairwise("implementation,shape,dtype", IMPLEMENTATIONS, [(1, 8), (7, 80), (3, 5, 33)], DTYPES)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
 
@@ -32,8 +32,7 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_close(normed, expected(total), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("affine", [True, False])
+@parametrize_pairwise("implementation,affine,dtype", IMPLEMENTATIONS, [True, False], DTYPES)
 def test_layer_norm(affine: bool, dtype: torch.dtype) -> None:
     x = (torch.randn(5, 48) + 1).to(dtype)
     weight, bias = torch.rand(2, 48).to(dtype) if affine else (None, None)
@@ -50,8 +49,7 @@ def test_layer_norm(affine: bool, dtype: torch.dtype) -> None:
     assert_close(normed, ops.layer_norm(total, weight, bias, 1e-5).double(), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [2, 32, 80])
+@parametrize_pairwise("implementation,head_dim,dtype", IMPLEMENTATIONS, [2, 32, 80], DTYPES)
 def test_rotary_turns_pairs_of_halves(head_dim: int, dtype: torch.dtype) -> None:
     angles = torch.rand(50, head_dim // 2) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from kernels.backends import Implementation
 from kernels.reference import ScoreRule
-from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
+from tests.support.cpu_kernels import ISAS, make_implementation, parametrize_pairwise, torch_threads
 from tests.unit.kernels.test_paged_attention import TOLERANCE, Batch, make_batch
-
-pytestmark = pytest.mark.parametrize("isa", ISAS)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -108,8 +106,7 @@ def test_any_batch_matches_dense_attention(
         assert_exact(isa, batch, ScoreRule(head_dim**-0.5, window, soft_cap, slopes, sinks))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [255, 256, 257, 511, 513, 3000])
+@parametrize_pairwise("isa,length,dtype", ISAS, [255, 256, 257, 511, 513, 3000], DTYPES)
 def test_contexts_about_as_long_as_a_chunk(length: int, dtype: torch.dtype, isa: str) -> None:
     batch = make_batch([(1, length), (1, 3)], heads=(8, 2), head_dim=64, block_size=16, dtype=dtype)
     assert_exact(isa, batch, ScoreRule(0.125))
@@ -120,8 +117,7 @@ def test_contexts_about_as_long_as_a_chunk(length: int, dtype: torch.dtype, isa:
         assert_exact(isa, batch, ScoreRule(0.125, sliding_window=window, sinks=sinks))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200])
+@parametrize_pairwise("isa,tokens,dtype", ISAS, [15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200], DTYPES)
 def test_chunks_about_as_long_as_a_tile(tokens: int, dtype: torch.dtype, isa: str) -> None:
     batch = make_batch([(tokens, tokens), (tokens, tokens + 37)], dtype=dtype)
     assert_exact(isa, batch, ScoreRule(0.2))
@@ -240,10 +236,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD)
-def test_indexes_out_of_range_are_refused(changes: dict[str, Any], message: str, isa: str) -> None:
+def test_indexes_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
     batch = replace(GOOD, **changes)
     with pytest.raises(IndexError, match=message):
-        make_implementation(isa).paged_attention(
+        make_implementation(ISAS[0]).paged_attention(
             batch.query,
             batch.kv_cache,
             batch.block_tables,

@@ -10,9 +10,7 @@ from kernels.backends import Products
 from kernels.cpu.bindings import CpuKernels
 from kernels.int8 import quantize
 from kernels.packed_weight import ACTIVATIONS, Rounding
-from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
-
-pytestmark = pytest.mark.parametrize("isa", ISAS)
+from tests.support.cpu_kernels import ISAS, make_implementation, parametrize_pairwise, torch_threads
 
 
 def make_kernels(isa: str) -> CpuKernels:
@@ -98,8 +96,7 @@ def test_threads_that_share_the_panels_give_the_same_bits(isa: str) -> None:
         assert torch.equal(kernels.product(x, packed, None, "silu", torch.bfloat16), alone)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rounding", [Rounding.NONE, Rounding.WEIGHT])
+@parametrize_pairwise("isa,rounding,dtype", ISAS, [Rounding.NONE, Rounding.WEIGHT], DTYPES)
 def test_tokens_beyond_what_the_second_cache_holds(rounding: Rounding, dtype: torch.dtype, isa: str) -> None:
     kernels, x, weight = (
         products_of(isa, dtype, rounding),
@@ -139,10 +136,7 @@ def test_every_activation_equals_torchs(activation: str, isa: str) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rounding", Rounding)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@parametrize_pairwise("isa,activation,gated,rounding,dtype", ISAS, ACTIVATIONS, [False, True], list(Rounding), DTYPES)
 def test_nan_is_not_hidden_and_stays_with_its_token(
     activation: str, gated: bool, rounding: Rounding, dtype: torch.dtype, isa: str
 ) -> None:
@@ -156,29 +150,29 @@ def test_nan_is_not_hidden_and_stays_with_its_token(
 
 
 @pytest.mark.parametrize("shape", [(0, 24), (2, 0, 24), (24,), (2, 3, 24)])
-def test_any_number_of_dimensions(shape: tuple[int, ...], isa: str) -> None:
-    kernels, weight, x = make_kernels(isa), make_weight(10, 24), torch.randn(shape).bfloat16()
+def test_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    kernels, weight, x = make_kernels(ISAS[0]), make_weight(10, 24), torch.randn(shape).bfloat16()
     actual = kernels.product(x, kernels.pack_weight(weight, False, Rounding.NONE), None, "identity", torch.float32)
     assert actual.shape == (*shape[:-1], 10)
     torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
 
 
-def test_a_weight_that_is_transposed_is_packed_as_it_reads(isa: str) -> None:
-    kernels, weight, x = make_kernels(isa), make_weight(40, 50).t(), torch.randn(3, 40).bfloat16()
+def test_a_weight_that_is_transposed_is_packed_as_it_reads() -> None:
+    kernels, weight, x = make_kernels(ISAS[0]), make_weight(40, 50).t(), torch.randn(3, 40).bfloat16()
     actual = kernels.product(x, kernels.pack_weight(weight, False, Rounding.NONE), None, "identity", torch.float32)
     torch.testing.assert_close(actual.double(), exact(x, weight, None), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rounding", Rounding)
-def test_a_bias_may_be_a_view(rounding: Rounding, dtype: torch.dtype, isa: str) -> None:
-    kernels, x = products_of(isa, dtype, rounding), torch.randn(3, 24).to(dtype)
+def test_a_bias_may_be_a_view(rounding: Rounding) -> None:
+    dtype = torch.bfloat16
+    kernels, x = products_of(ISAS[0], dtype, rounding), torch.randn(3, 24).to(dtype)
     packed, bias = kernels.pack_weight(make_weight(40, 24, dtype), False, rounding), torch.randn(80).to(dtype)[::2]
     actual = kernels.product(x, packed, bias, "identity", dtype)
     assert torch.equal(actual, kernels.product(x, packed, bias.contiguous(), "identity", dtype))
 
 
-def test_what_does_not_fit_is_refused_by_name(isa: str) -> None:
+def test_what_does_not_fit_is_refused_by_name() -> None:
     weight, x = make_weight(6, 8), torch.randn(2, 8).bfloat16()
     packed = ops.pack_weight(weight, gated=True)
     with pytest.raises(ValueError, match="weight has 3 rows; expected an even number"):
@@ -197,7 +191,7 @@ def test_what_does_not_fit_is_refused_by_name(isa: str) -> None:
         ops.product(x, packed, output_dtype=torch.float16)
 
 
-def test_other_dtypes_are_multiplied_by_torch(isa: str) -> None:
+def test_other_dtypes_are_multiplied_by_torch() -> None:
     weight, x = torch.randn(6, 8).double(), torch.randn(2, 8).double()
     assert not ops.has_packed_products(x.device, x.dtype)
     plain = reference.pack_weight(weight, False, Rounding.NONE)
@@ -205,9 +199,9 @@ def test_other_dtypes_are_multiplied_by_torch(isa: str) -> None:
     assert torch.equal(product, torch.nn.functional.linear(x, weight))
 
 
-def test_only_matrix_units_take_float16(isa: str) -> None:
-    kernels = make_kernels(isa)
+def test_float16_is_left_to_torch_unless_tokens_are_rounded() -> None:
+    kernels = make_kernels(ISAS[0])
     for rounding in (Rounding.NONE, Rounding.WEIGHT):
-        assert kernels.has_products(torch.float16, rounding) is (False)
+        assert kernels.has_products(torch.float16, rounding) is False
     assert kernels.has_products(torch.float16, Rounding.WEIGHT_AND_INPUT)
     assert not kernels.has_products(torch.float64, Rounding.WEIGHT_AND_INPUT)

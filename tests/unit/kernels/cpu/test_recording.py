@@ -1,6 +1,8 @@
 """Operations recorded once and run as one call: equal to the same operations one by one, bit for bit."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -13,7 +15,7 @@ from kernels.cpu.library import Library
 from kernels.cpu.recording import NotRecordableError, Recorder, Recording
 from kernels.cpu.recording import record as make_recording
 from kernels.packed_weight import Rounding
-from tests.support.cpu_kernels import ISAS, torch_threads
+from tests.support.cpu_kernels import ISA_PARAMS, ISAS, parametrize_pairwise, torch_threads
 
 MOST_TOKENS, MOST_ROWS, BLOCK = 40, 8, 4
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 96, 160, 6, 2, 16
@@ -73,7 +75,7 @@ class Layer:
         return ops.silu_and_mul(ops.product(ops.product(normed, self.gate_up), self.down))
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=ISA_PARAMS)
 def library(request: pytest.FixtureRequest) -> Library:
     return Library(isa=request.param)
 
@@ -85,8 +87,7 @@ def record(library: Library, layer: Layer) -> tuple[Recording, torch.Tensor]:
     return recorder.recording(layer), output
 
 
-@pytest.mark.parametrize("rounding", Rounding)
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@parametrize_pairwise("library,threads,rounding", ISAS, [1, 2, 3], list(Rounding))
 def test_every_run_gives_what_the_operations_give_one_by_one(
     library: Library, threads: int, rounding: Rounding
 ) -> None:
@@ -187,3 +188,20 @@ def test_weights_are_not_packed_in_a_recording(library: Library) -> None:
     recorder = Recorder(library, MOST_TOKENS)
     with pytest.raises(NotRecordableError), recorder, recording_with(recorder.kernels):
         ops.pack_weight(torch.ones(32, 32, dtype=torch.bfloat16))
+
+
+RECORD = """
+import sys
+import torch
+from kernels import ops
+from kernels.cpu.recording import record
+
+x, weight = torch.ones(2, 8), torch.ones(8)
+record(2, lambda: ops.rms_norm(x, weight, 1e-6))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_torch_s_compiler_is_not_imported() -> None:
+    said = subprocess.run([sys.executable, "-c", RECORD], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout == "False\n"

@@ -9,6 +9,7 @@ import torch
 from kernels.cuda.attention import DecodeTiling, PrefillTiling, decode_attention, paged_attention, prefill_attention
 from kernels.cuda.tiles import PagedBatch
 from kernels.reference import ScoreRule
+from tests.support.pairwise import pairwise
 from tests.support.triton_devices import KernelDevice
 from tests.unit.kernels.test_paged_attention import SINKS, TOLERANCE, Batch, make_batch, naive_attention
 
@@ -34,23 +35,24 @@ def assert_matches_naive(device: KernelDevice, batch: Batch, **options: Any) -> 
     assert_close(attend(device, batch, **options), naive_attention(batch, **options), batch.query.dtype)
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 16, 32, 64])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2), (20, 1)], ids=["mha", "mqa", "gqa", "group20"])
+@pytest.mark.parametrize(
+    ("heads", "block_size"), [((2, 2), 1), ((4, 1), 5), ((6, 2), 16), ((20, 1), 5), ((6, 2), 64), ((2, 2), 32)]
+)
 def test_mixed_batch_matches_naive(device: KernelDevice, heads: tuple[int, int], block_size: int) -> None:
     assert_matches_naive(device, make_batch(MIXED, heads=heads, block_size=block_size))
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 80, 128, 192, 256])
 def test_head_sizes_match_naive(device: KernelDevice, head_dim: int) -> None:
     for seed, dtype in enumerate(device.dot_dtypes):
         batch = make_batch(MIXED, heads=(4, 2), head_dim=head_dim, block_size=16, dtype=dtype, seed=seed)
         assert_matches_naive(device, batch, scale=head_dim**-0.5)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 33, 1000])
-@pytest.mark.parametrize("soft_cap", [None, 1.5])
-@pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+@pytest.mark.parametrize(
+    ("sliding_window", "soft_cap", "alibi", "sinks"),
+    pairwise([None, 1, 33, 1000], [None, 1.5], [False, True], [None, SINKS]),
+)
 def test_score_options_match_naive(
     device: KernelDevice,
     sliding_window: int | None,
@@ -182,7 +184,7 @@ def test_no_rows_give_an_empty_result(device: KernelDevice) -> None:
     assert outcome.result.shape == (0, 4, 32)
 
 
-@pytest.mark.parametrize("sliding_window", [1, 15, 16, 17, 31, 48, 63, 90, 150, 500])
+@pytest.mark.parametrize("sliding_window", [1, 15, 16, 17, 63, 150])
 def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: KernelDevice, sliding_window: int) -> None:
     """Between the keys that some queries of a tile no longer see and those that some do not see yet lie whole tiles."""
     batch = make_batch([(40, 150), (2, 97), (33, 33), (5, 64)], heads=(6, 2))

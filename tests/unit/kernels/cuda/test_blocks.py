@@ -7,6 +7,7 @@ import torch
 
 from kernels.cuda.blocks import WORDS, copy_blocks, reshape_and_cache, rotary_and_cache, swap_blocks
 from kernels.cuda.pointwise import rotary
+from tests.support.pairwise import pairwise
 from tests.support.triton_devices import KernelDevice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -22,9 +23,9 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 4, 8), (1, 16, 64), (2, 5, 20)])
-@pytest.mark.parametrize("slots", [[0], [19, 5, 4, 6, 0], []], ids=str)
+@pytest.mark.parametrize(
+    ("slots", "shape", "dtype"), pairwise([[0], [19, 5, 4, 6, 0], []], [(3, 4, 8), (1, 16, 64), (2, 5, 20)], DTYPES)
+)
 def test_tokens_land_in_their_slots_and_nowhere_else(
     device: KernelDevice, slots: list[int], shape: Shape, dtype: torch.dtype
 ) -> None:
@@ -76,12 +77,13 @@ COPIES = {
 }
 
 
-# The last one: blocks that take several programs, the last of which is not full.
-@pytest.mark.parametrize("shape", [(3, 4, 8), (1, 3, 5), (3, 32, WORDS // 64)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pairs", COPIES.values(), ids=COPIES.keys())
+# The last shape: blocks that take several programs, the last of which is not full.
+@pytest.mark.parametrize(
+    ("pairs", "shape", "dtype"),
+    pairwise(list(COPIES.values()), [(3, 4, 8), (1, 3, 5), (3, 32, WORDS // 64)], [torch.float32, torch.bfloat16]),
+)
 def test_copies_read_all_sources_before_they_write(
-    device: KernelDevice, pairs: list[tuple[int, int]], dtype: torch.dtype, shape: Shape
+    device: KernelDevice, pairs: list[tuple[int, int]], shape: Shape, dtype: torch.dtype
 ) -> None:
     pools = [make_pool(6, shape, seed=layer, dtype=dtype) for layer in range(3)]
     pools[1][0, 5, 0, 0, 0] = torch.nan
@@ -93,12 +95,12 @@ def test_copies_read_all_sources_before_they_write(
         assert_same_bits(actual, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(10, 4), (4, 10)], ids=str)
-# The last one: more pieces than there are programs.
-@pytest.mark.parametrize("shape", [(3, 4, 8), (3, 32, WORDS // 64)], ids=str)
+# The last shape: more pieces than there are programs.
+@pytest.mark.parametrize(
+    ("sizes", "shape", "dtype"), pairwise([(10, 4), (4, 10)], [(3, 4, 8), (3, 32, WORDS // 64)], DTYPES)
+)
 def test_swap_moves_blocks_between_pools_of_different_size(
-    device: KernelDevice, sizes: tuple[int, int], dtype: torch.dtype, shape: Shape
+    device: KernelDevice, sizes: tuple[int, int], shape: Shape, dtype: torch.dtype
 ) -> None:
     pairs = [(sizes[0] - 1, 0), (2, 3), (2, 1)]
     source = [make_pool(sizes[0], shape, seed=layer, dtype=dtype) for layer in range(3)]

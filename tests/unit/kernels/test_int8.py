@@ -5,14 +5,13 @@ import torch
 
 from kernels import ops
 from kernels.int8 import dequantized, line_bytes, quantize, quantized_lines
-
-pytestmark = pytest.mark.usefixtures("implementation")
+from tests.support.cpu_kernels import IMPLEMENTATIONS, parametrize_pairwise
 
 BLOCK_SIZE = 5
 
 
 def make_pool(num_blocks: int, num_kv_heads: int, head_dim: int) -> torch.Tensor:
-    """Codes and scales that nobody wrote: scales of NaN."""
+    """Values and scales that nobody wrote: scales of NaN."""
     shape = (2, num_blocks, num_kv_heads, BLOCK_SIZE, line_bytes(head_dim))
     return torch.full(shape, -1, dtype=torch.int8)
 
@@ -54,11 +53,16 @@ def test_a_line_that_is_not_finite_stays_so_and_its_neighbours_finite(bad: float
     assert finite.tolist() == [[True, True], [False, True], [True, True]]
 
 
-@pytest.mark.parametrize("head_dim", [1, 6, 16, 33, 80])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [[(1, 1)], [(1, 9), (7, 7), (1, 23), (4, 12)], [(1, 600), (150, 270)]])
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.usefixtures("implementation")
+@parametrize_pairwise(
+    "implementation,head_dim,heads,dtype,rows,has_sinks",
+    IMPLEMENTATIONS,
+    [1, 6, 16, 33, 80],
+    [(4, 4), (6, 2), (3, 1)],
+    [torch.float32, torch.bfloat16],
+    [[(1, 1)], [(1, 9), (7, 7), (1, 23), (4, 12)], [(1, 600), (150, 270)]],
+    [False, True],
+)
 def test_attention_is_that_over_the_rounded_keys_and_values(
     head_dim: int, heads: tuple[int, int], dtype: torch.dtype, rows: list[tuple[int, int]], has_sinks: bool
 ) -> None:
@@ -100,6 +104,7 @@ def test_attention_is_that_over_the_rounded_keys_and_values(
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_rotated_keys_are_rounded_after_the_rotation() -> None:
     query, key, value = noise(7, 4, 16), noise(7, 2, 16, seed=1), noise(7, 2, 16, seed=2)
     positions, angles = torch.arange(7), torch.arange(7)[:, None] * torch.rand(8)
@@ -113,9 +118,14 @@ def test_rotated_keys_are_rounded_after_the_rotation() -> None:
     torch.testing.assert_close(pools[0], pools[1], rtol=0, atol=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [1, 6, 16, 33, 80])
-def test_every_implementation_writes_the_same_codes(head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("implementation")
+@parametrize_pairwise(
+    "implementation,head_dim,dtype",
+    IMPLEMENTATIONS,
+    [1, 6, 16, 33, 80],
+    [torch.float32, torch.bfloat16, torch.float16],
+)
+def test_every_implementation_writes_the_same_values(head_dim: int, dtype: torch.dtype) -> None:
     key, value = noise(9, 3, head_dim, dtype=dtype), noise(9, 3, head_dim, seed=1, dtype=dtype) * 40
     value[2, 1], key[4, 0, 0] = 0.0, float("nan")
     value[5, 2, -1], key[6, 0] = float("inf"), -1e-7
@@ -129,6 +139,7 @@ def test_every_implementation_writes_the_same_codes(head_dim: int, dtype: torch.
     assert torch.equal(pool[0, 0, :, 4], untouched), "a slot beside them"
 
 
+@pytest.mark.usefixtures("implementation")
 def test_blocks_move_with_their_scales() -> None:
     key, value = noise(5, 2, 8) * 100, noise(5, 2, 8, seed=1)
     gpu, host = [make_pool(4, 2, 8)], [make_pool(3, 2, 8)]
@@ -152,6 +163,7 @@ def test_values_of_another_dtype_than_the_keys_are_refused(key_dtype: torch.dtyp
         ops.rotary_and_cache(key, key, value, slots, torch.ones(1, 8), pool, slots)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_lines_of_another_length_and_blocks_that_are_not_there_are_refused() -> None:
     pool, slots = make_pool(2, 1, 8), torch.arange(1)
     with pytest.raises(ValueError, match=r"key has shape \[1, 1, 16\]; expected \[1, 1, 8\]"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.cuda.pointwise import TILE, add_layer_norm, add_rms_norm, layer_norm, rms_norm, rotary, silu_and_mul
+from tests.support.pairwise import pairwise
 from tests.support.triton_devices import KernelDevice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -48,9 +49,7 @@ def test_norms_of_strided_lines(device: KernelDevice) -> None:
         assert_close(normed, naive_rms_norm(x + residual, weight), x.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "affine", "dtype"), pairwise(SHAPES, [True, False], DTYPES))
 def test_layer_norm(device: KernelDevice, shape: tuple[int, ...], affine: bool, dtype: torch.dtype) -> None:
     x = (torch.randn(shape) + 1).to(dtype)
     weight, bias = torch.rand(2, shape[-1]).to(dtype) if affine else (None, None)

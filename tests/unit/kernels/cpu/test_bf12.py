@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 
 from kernels.cpu.bindings import CpuKernels
 from kernels.packed_weight import PackedWeight, Rounding
-from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
+from tests.support.cpu_kernels import ISA_PARAMS, ISAS, make_implementation, torch_threads
 
-WITH_SHORT_WEIGHTS = tuple(isa for isa in ISAS if isa != "avx2")
+WITH_BF12 = tuple(isa for isa in ISAS if isa != "avx2")
 
-pytestmark = pytest.mark.parametrize("isa", WITH_SHORT_WEIGHTS)
+
+@pytest.fixture(scope="module", params=[each for each in ISA_PARAMS if each.values[0] in WITH_BF12])
+def isa(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def make_kernels(isa: str) -> CpuKernels:
