@@ -44,6 +44,7 @@ class Pin:
     pin_id: str
     num_tokens: int
     num_blocks: int
+    time_to_live_ms: int
 
 
 class SchedulerCalls:
@@ -105,7 +106,7 @@ class SchedulerCalls:
         answers, errors = await self._ask_connected(lambda stub: stub.PinPrefix(request, timeout=timeout_s))
         if errors:
             raise errors[0]
-        pins = [Pin(answer.pin_id, answer.pinned_tokens, answer.pinned_blocks) for answer in answers]
+        pins = [Pin(each.pin_id, each.pinned_tokens, each.pinned_blocks, time_to_live_ms) for each in answers]
         return min(pins, key=lambda pin: pin.num_tokens)
 
     async def unpin(self, tenant: str, pin_id: str, *, timeout_s: float | None) -> None:

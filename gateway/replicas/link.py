@@ -64,32 +64,20 @@ class Backoff:
 
 
 class LinkListener(Protocol):
-    """Learns what happens on a stream. Synchronous: the stream is not read while a method runs."""
+    """Learns what happens on a stream. Synchronous: the stream is not read while a method runs.
 
-    def check_welcome(self, welcome: Welcome) -> None:
-        """Raises SchedulerRefusedError if this scheduler cannot be used."""
-        ...
+    `check_welcome` raises SchedulerRefusedError if this scheduler cannot be used. `on_readiness` says that the
+    scheduler of an open stream lost its worker, or has one again, or drains. `on_events` takes a limited number of
+    tokens at a time; if it raises TokenGapError, since events are missing, the stream is opened anew. `on_not_sent`
+    gets a request that could not be serialized.
+    """
 
-    def on_connected(self, link: "SchedulerLink") -> None:
-        """The stream is open."""
-        ...
-
-    def on_readiness(self, link: "SchedulerLink") -> None:
-        """The scheduler of an open stream lost its worker, or has one again, or drains."""
-        ...
-
-    def on_events(self, link: "SchedulerLink", batch: EventBatch) -> None:
-        """Takes events, a limited number of tokens at a time. Raises TokenGapError if events are missing; the stream is
-        opened anew."""
-        ...
-
-    def on_not_sent(self, live: LiveRequest, error: Exception) -> None:
-        """A request could not be serialized."""
-        ...
-
-    def on_disconnected(self, link: "SchedulerLink") -> None:
-        """An open stream broke."""
-        ...
+    def check_welcome(self, welcome: Welcome) -> None: ...
+    def on_connected(self, link: "SchedulerLink") -> None: ...
+    def on_readiness(self, link: "SchedulerLink") -> None: ...
+    def on_events(self, link: "SchedulerLink", batch: EventBatch) -> None: ...
+    def on_not_sent(self, live: LiveRequest, error: Exception) -> None: ...
+    def on_disconnected(self, link: "SchedulerLink") -> None: ...
 
 
 class SchedulerRefusedError(Exception):

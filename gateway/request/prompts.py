@@ -25,14 +25,6 @@ class TokenizedText:
     max_model_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedPrefix:
-    """A pin, and how long it is kept."""
-
-    pin: Pin
-    time_to_live_ms: int
-
-
 class TextService:
     """Tokenizes and detokenizes for callers, within the limits of generation."""
 
@@ -92,7 +84,7 @@ class Prefixes:
 
     async def pin(
         self, model: str | None, prefix: Prompt | None, time_to_live_ms: int | None, *, timeout_s: float | None
-    ) -> PinnedPrefix:
+    ) -> Pin:
         """Pins the start of later requests with this prefix; if replicas differ, returns the shortest pin.
 
         Raises:
@@ -107,8 +99,7 @@ class Prefixes:
             lifetime_ms = _DEFAULT_TIME_TO_LIVE_MS if time_to_live_ms is None else time_to_live_ms
             with caller.account.admitted(len(token_ids)):
                 calls = self._generator.replicas.calls
-                pin = await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s)
-        return PinnedPrefix(pin, lifetime_ms)
+                return await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s)
 
     async def unpin(self, pin_id: str, *, timeout_s: float | None) -> None:
         """Ends a pin on every connected replica.

@@ -10,6 +10,7 @@ from gateway.replicas.events import FinishReason, RequestEnded, SequenceEnded, T
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.request import durable
+from gateway.request.answer_memory import STREAMED, AnswerLimits, AnswerMemory
 from gateway.request.durable import DurableReads
 from quire.rpc.errors import Aborted, ResourceExhausted
 from tests.support import parameters
@@ -30,6 +31,9 @@ class FakeReplicas:
 
     def detach(self, live: LiveRequest) -> None:
         self.detached.append(live)
+
+    def hand_over(self, earlier: LiveRequest, live: LiveRequest) -> None:
+        raise NotImplementedError
 
     def release(self, live: LiveRequest) -> None:
         self.released.append(live)
@@ -115,6 +119,31 @@ async def test_it_ends_when_nobody_has_come_back_in_time(reads, account, ledger,
     assert replicas.released == [live]
     assert not account._running
     assert not len(reads)
+
+
+async def test_a_copy_of_what_another_call_has_taken_counts_no_more(reads, ledger, monkeypatch):
+    has_copied, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def pause(self):
+        has_copied.set()
+        await goes_on.wait()
+
+    monkeypatch.setattr(durable, "TOKENS_PER_TURN", 1)
+    monkeypatch.setattr(durable.Turns, "pause", pause)
+    earlier = make_live(ledger, 50)
+    with AnswerMemory(AnswerLimits(1 << 20, 1 << 20, 1 << 20)).call("key", STREAMED) as memory:
+        finding = asyncio.create_task(reads.find("acme", "story", [], memory))
+        await has_copied.wait()
+        ledger.close(earlier)
+        another = make_live(ledger, 10)
+        goes_on.set()
+        found = await finding
+        assert found.here.num_generated_tokens == 10
+        num_bytes = memory.num_bytes
+        memory.drop_all()
+        memory.count(another)
+        add_tokens(another, 10)
+        assert memory.num_bytes == num_bytes
 
 
 async def test_what_is_over_is_kept_for_as_long_and_then_forgotten(reads, account, ledger, replicas):
