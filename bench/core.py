@@ -22,7 +22,7 @@ from bench.core_parts import CORE_PARTS
 from bench.parts import PartTimes
 from bench.report import Series, write_results
 from bench.waiting_memory import WaitingMemory, measure_waiting
-from scheduler_svc.core.step_plan import StepResult
+from scheduler_svc.core.step import StepResult
 
 _MEDIAN_BOUND_MS, _P99_BOUND_MS, _BOUND_AT = 1.0, 3.0, 256
 """What a step of 256 sequences may take, schedule and apply together."""

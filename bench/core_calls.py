@@ -12,7 +12,7 @@ from bench.drive import key_of
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepPlan, StepResult
+from scheduler_svc.core.step import StepPlan, StepResult
 
 BOUND_MS = 5.0
 """What any one call may take with 1,024 rows."""
@@ -99,7 +99,7 @@ def _full(num_rows: int, config: SchedulerConfig, *, priorities: tuple[int, ...]
     for index in range(num_rows - 1):
         priority = priorities[index % len(priorities)]
         scheduler.submit(_request(index, 7 * _BLOCK_SIZE - 8, 32, priority=priority), 0.0)
-    while len(scheduler.waiting) or scheduler.rows.prefilling().size:
+    while len(scheduler.waiting) or scheduler.batch.rows.prefilling().size:
         if _step(scheduler) is None:
             raise ValueError("the pool is too small")
     return scheduler
@@ -170,7 +170,7 @@ def _ends(num_rows: int) -> Calls:
     scheduler = Scheduler(_config(num_rows, 8))
     for index in range(num_rows):
         scheduler.submit(_request(index, 100), 0.0)
-    while len(scheduler.waiting) or scheduler.rows.prefilling().size:
+    while len(scheduler.waiting) or scheduler.batch.rows.prefilling().size:
         _step(scheduler)
     plan = scheduler.schedule(0.0)
     assert plan is not None
@@ -182,7 +182,7 @@ def _after_ends(num_rows: int) -> Calls:
     scheduler = Scheduler(_config(num_rows, 8))
     for index in range(2 * num_rows):
         scheduler.submit(_request(index, 1), 0.0)
-    while scheduler.rows.num_free:
+    while scheduler.batch.rows.num_free:
         _step(scheduler)
     plan = scheduler.schedule(0.0)
     assert plan is not None

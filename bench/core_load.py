@@ -9,7 +9,7 @@ from bench.lengths import sharegpt
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepPlan, StepResult
+from scheduler_svc.core.step import StepPlan, StepResult
 
 _BLOCK_SIZE, _STEADY_PROMPT, _LONGEST = 16, 20, 1024
 _QUEUE = 16

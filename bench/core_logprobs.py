@@ -10,7 +10,7 @@ from bench.core_load import Load, steady_load
 from quire.arrays import encode_int32, encode_logprobs
 from quire.logprob_columns import LogprobColumns
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.gateway_convert import events_message
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.worker_convert import step_answer

@@ -4,9 +4,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from scheduler_svc.core.events import ClientEvents
 from scheduler_svc.core.request import ClientId, Handle, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import ClientEvents, StepPlan, StepResult
+from scheduler_svc.core.step import StepPlan, StepResult
 
 CLIENT = ClientId(0)
 

@@ -15,7 +15,7 @@ from bench.drive import key_of
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepResult
+from scheduler_svc.core.step import StepResult
 
 _SHORT, _LONG = (20, 32), (20_000, 64)
 """Prompt and output tokens."""

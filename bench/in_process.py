@@ -11,7 +11,7 @@ from quire.common.v1.common_pb2 import SamplingParameters
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepPlan, StepResult
+from scheduler_svc.core.step import StepPlan, StepResult
 from worker_svc import steps
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.settings import WorkerSettings

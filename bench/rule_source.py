@@ -3,9 +3,8 @@
 import numpy as np
 
 from quire.logprob_columns import LogprobColumns
-from scheduler_svc.core.beam import Candidates
-from scheduler_svc.core.logprobs import SampleLogprobs
-from scheduler_svc.core.step_plan import StepPlan, StepResult
+from scheduler_svc.core.beam_search import Candidates
+from scheduler_svc.core.step import SampleLogprobs, StepPlan, StepResult
 
 VOCAB_SIZE = 53
 """A prime, so that candidates that lie a fixed distance apart are distinct."""

@@ -18,12 +18,12 @@ from bench.drive import Drive, Source, key_of
 from bench.lengths import LengthMix, alpaca, describe, sharegpt
 from bench.report import Series, write_results
 from bench.texts import real_prompts
-from scheduler_svc.core.beam import BeamParameters
+from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence as RunningSequence
-from scheduler_svc.core.step_plan import StepPlan, StepResult
+from scheduler_svc.core.step import StepPlan, StepResult
 
 _BLOCK_SIZE = 16
 _PAPER = {

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from bench.drive import key_of
 from bench.rule_source import VOCAB_SIZE
-from scheduler_svc.core.beam import BeamParameters
+from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.request import Request, RowSampling
 
 SHARES: Mapping[str, float] = {

@@ -91,9 +91,9 @@ class SoakRun:
         """What is still held although all requests have ended and no pin is left."""
         scheduler = self.scheduler
         held = {
-            "blocks": scheduler.blocks.pool.num_used,
+            "blocks": scheduler.batch.blocks.pool.num_used,
             "host blocks": scheduler.swap_space.pool.num_used,
-            "rows": scheduler.config.max_num_seqs - scheduler.rows.num_free,
+            "rows": scheduler.config.max_num_seqs - scheduler.batch.rows.num_free,
             "requests": len(list(scheduler.groups())),
             "pins": len(scheduler.pins),
         }

@@ -15,9 +15,10 @@ from bench.lengths import describe, sharegpt
 from bench.orca import Occupancy, Reservation, simulate
 from bench.report import Series, write_results
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.events import Usage
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepPlan, StepResult, Usage
+from scheduler_svc.core.step import StepPlan, StepResult
 
 _PAPER = {"quire": 0.963, Reservation.ORACLE: 0.382, Reservation.POW2: 0.268, Reservation.MAX: 0.204}
 _QUEUE = 16
@@ -121,12 +122,12 @@ def _num_needed(scheduler: Scheduler, ended: list[Usage]) -> int:
 
 
 def _num_held(scheduler: Scheduler) -> int:
-    return int(scheduler.rows.num_computed[scheduler.rows.active].sum())
+    return int(scheduler.batch.rows.num_computed[scheduler.batch.rows.active].sum())
 
 
 def _look(scheduler: Scheduler) -> tuple[float, float, int]:
     tokens = _num_held(scheduler)
-    pool, size = scheduler.blocks.pool, scheduler.config.block_size
+    pool, size = scheduler.batch.blocks.pool, scheduler.config.block_size
     return tokens / (pool.num_used * size), tokens / (pool.num_blocks * size), len(scheduler.running)
 
 

@@ -1,20 +1,275 @@
-"""The running batch: which sequence sits in which of the worker's rows, and with which blocks."""
+"""The running batch: which sequence sits in which of the worker's rows, with which blocks, and what the next step does
+with it.
 
+`RowTable` has the counters of all running sequences as arrays over rows. Planning a step and applying its result touch
+only these arrays; Python looks at single sequences only where one changes state. That keeps a step of hundreds of
+sequences well under a millisecond.
+"""
+
+import heapq
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_svc.core.block import BlockId
-from scheduler_svc.core.block_manager import BlockManager
+import numpy as np
+
+from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.rows import RowTable
-from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.step_draft import StepDraft
-from scheduler_svc.core.step_plan import RowAssignment, StepPlan
-from scheduler_svc.core.underway import BlocksUnderway
+from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
+from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.step import Array, RowAssignment, StepPlan
+
+
+class RowTable:
+    """One entry per row of the worker. Entries of rows that are not `active` mean nothing.
+
+    num_tokens    int64: tokens of the sequence, those included that steps in flight will sample
+    num_computed  int64: tokens whose keys and values are in the pool once all steps in flight are done
+    num_slots     int64: slots of the sequence's block table
+    num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
+    seals_chunks  bool: blocks are sealed with each chunk of a prefill; not after one that was not finite
+    max_len       int64: the sequence ends at this many tokens; the last one is never computed
+    order         int64: place of the group in queues
+    client, handle, index, num_prompt  int64: whose sequence it is, which of the request's, after how many prompt tokens
+    num_emitted   int64: output tokens that the sequence had when it was submitted
+    is_plain      bool: each token is an event of its own at once; not where sequences are selected at the end
+    wants_logprobs  bool: the worker reports the log probability of each token
+    num_logprobs  int64: and those of at most this many of the most likely tokens
+    prefills      bool: the row still computes what it came with, in chunks; it samples with the last one
+    shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
+    dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
+    incarnation   int64: rises whenever the row is released, so that results for its past are told apart
+    """
+
+    def __init__(self, max_num_rows: int) -> None:
+        self.sequences: list[Sequence | None] = [None] * max_num_rows
+        self.active = np.zeros(max_num_rows, dtype=bool)
+        self.num_tokens = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_computed = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_slots = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_sealed = np.zeros(max_num_rows, dtype=np.int64)
+        self.seals_chunks = np.zeros(max_num_rows, dtype=bool)
+        self.max_len = np.zeros(max_num_rows, dtype=np.int64)
+        self.order = np.zeros(max_num_rows, dtype=np.int64)
+        self.client = np.zeros(max_num_rows, dtype=np.int64)
+        self.handle = np.zeros(max_num_rows, dtype=np.int64)
+        self.index = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_emitted = np.zeros(max_num_rows, dtype=np.int64)
+        self.is_plain = np.zeros(max_num_rows, dtype=bool)
+        self.wants_logprobs = np.zeros(max_num_rows, dtype=bool)
+        self.num_logprobs = np.zeros(max_num_rows, dtype=np.int64)
+        self.prefills = np.zeros(max_num_rows, dtype=bool)
+        self.shares_tail = np.zeros(max_num_rows, dtype=bool)
+        self.dependent = np.zeros(max_num_rows, dtype=bool)
+        self.incarnation = np.zeros(max_num_rows, dtype=np.int64)
+        self._free = list(range(max_num_rows))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def occupy(self, sequence: Sequence, order: int) -> int:
+        """Gives a sequence the lowest free row, which is not active yet. Returns the row."""
+        row = heapq.heappop(self._free)
+        request = sequence.request
+        self.sequences[row] = sequence
+        self.max_len[row] = request.max_len
+        self.order[row] = order
+        self.client[row], self.handle[row], self.index[row] = request.key.client, request.key.handle, sequence.index
+        self.num_prompt[row] = len(request.prompt)
+        self.num_emitted[row] = sequence.num_emitted_tokens
+        self.is_plain[row] = not request.selects
+        self.wants_logprobs[row] = request.beam is None and (request.selects or request.sampling.logprobs is not None)
+        self.num_logprobs[row] = request.sampling.logprobs or 0
+        self.shares_tail[row] = False
+        self.dependent[row] = request.beam is not None
+        sequence.row = row
+        return row
+
+    def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int, num_sealed: int) -> None:
+        """The row computes from now on. The first `num_computed` tokens of its sequence are computed."""
+        self.active[row] = True
+        self.num_tokens[row] = sequence.num_tokens
+        self.num_computed[row] = num_computed
+        self.num_slots[row] = len(sequence.block_table) * block_size
+        self.num_sealed[row] = num_sealed
+        self.seals_chunks[row] = True
+        self.prefills[row] = True
+
+    def fork(self, parent: int, child: int, block_size: int) -> None:
+        """The row `child`, which no step in flight samples, continues after what the planned steps compute of the
+        parent, which is all its tokens."""
+        self.active[child] = True
+        self.num_tokens[child] = self.num_computed[child] = self.num_tokens[parent]
+        self.num_slots[child] = self.num_slots[parent]
+        self.num_sealed[child] = self.num_sealed[parent]
+        self.prefills[child] = False
+        self.shares_tail[[parent, child]] = self.num_tokens[parent] % block_size != 0
+
+    def release(self, rows: SequenceOf[int]) -> None:
+        """Takes the sequences out of these rows, which are distinct."""
+        for row in rows:
+            sequence = self.sequences[row]
+            assert sequence is not None, f"row {row} is free"
+            sequence.row = None
+            self.sequences[row] = None
+            heapq.heappush(self._free, row)
+        if rows:
+            self.active[rows] = False
+            self.incarnation[rows] += 1
+
+    def sequences_in(self, rows: Array) -> list[Sequence | None]:
+        """The sequence of each row, None where it is free."""
+        indices: list[int] = rows.tolist()
+        return [self.sequences[row] for row in indices]
+
+    def is_prefilling(self, row: int) -> bool:
+        """Whether the row has chunks to compute of what it came with."""
+        return bool(self.active[row] and self.prefills[row])
+
+    def decoding(self) -> Array:
+        """Rows whose input is their own last sample, int64[n], rising."""
+        return np.flatnonzero(self.active & ~self.prefills & self._can_compute(slice(None)))
+
+    def prefilling(self) -> Array:
+        """Rows that compute what they came with, int64[n], in queue order; those of one group in order of their rows,
+        so that who computes a shared block comes before who reads it."""
+        rows = np.flatnonzero(self.active & self.prefills)
+        rows = rows[self._can_compute(rows)]
+        return rows[np.argsort(self.order[rows], kind="stable")]
+
+    def sharing_tail(self) -> Array:
+        """Decoding rows whose next token may go to a shared block, int64[n], rising."""
+        rows = np.flatnonzero(self.active & ~self.prefills & self.shares_tail)
+        return rows[self._can_compute(rows)]
+
+    def without_slot(self, rows: Array) -> Array:
+        """Those of `rows` whose next token has no slot in a block yet."""
+        return rows[self.num_slots[rows] <= self.num_computed[rows]]
+
+    def num_uncomputed(self, row: int) -> int:
+        """Tokens of the row that no planned step computes."""
+        return int(self.num_tokens[row] - self.num_computed[row])
+
+    def _can_compute(self, rows: Array | slice) -> Array:
+        # A sequence that reaches its end with what is in flight needs no further step.
+        num_tokens = self.num_tokens[rows]
+        return (num_tokens < self.max_len[rows]) & (self.num_computed[rows] < num_tokens)
+
+
+class StepDraft:
+    """The next step while it is put together: all that changed for the worker since the last one.
+
+    What happens between two plans (rows released, beams forked, blocks swapped out) is kept here too, so nothing is
+    lost when there is nothing to compute. `budget` is how many more tokens the batch may have, without those that are
+    set aside.
+    """
+
+    def __init__(self, token_budget: int) -> None:
+        self.budget = token_budget
+        self.aside: list[tuple[int, int]] = []
+        """Rows whose chunk is planned last, and the share of the budget that is kept for each until then."""
+        self.copies: list[tuple[BlockId, BlockId]] = []
+        self.swap_in: list[tuple[BlockId, BlockId]] = []
+        self.sealed: list[tuple[BlockId, BlockHash]] = []
+        self.assign: dict[int, RowAssignment] = {}
+        self.parents: dict[int, int] = {}
+        """By child row: its row starts as a copy of the parent's, as that was before this step."""
+        self.seeds: dict[int, int] = {}
+        self.tokens: dict[int, tuple[int, int]] = {}
+        """By dependent row: position and id of the token that was chosen for it."""
+        self.blocks: dict[tuple[int, int], BlockId] = {}
+        """By row and logical index."""
+        self._swap_out: dict[BlockId, BlockId] = {}
+        self._release: dict[int, None] = {}
+        # Rows that decode and how many of their tokens are computed, as arrays; after them chunks of single rows, as
+        # (row, new tokens, computed tokens).
+        self._rows = self._num_computed = np.zeros(0, dtype=np.int64)
+        self._chunks: list[tuple[int, int, int]] = []
+        self._chunk_samples: list[tuple[int, int]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not (len(self._rows) or self._chunks)
+
+    def release(self, rows: SequenceOf[int]) -> None:
+        """The rows hold nothing any more. Earlier changes of them are void."""
+        for changes in (self.assign, self.parents, self.seeds, self.tokens):
+            if changes:
+                for row in rows:
+                    changes.pop(row, None)
+        if self.blocks and rows:
+            released = set(rows)
+            self.blocks = {place: block for place, block in self.blocks.items() if place[0] not in released}
+        self._release.update(dict.fromkeys(rows))
+
+    def swap_out(self, pairs: list[tuple[BlockId, BlockId]]) -> None:
+        """Pairs (GPU block, host block). A host block that was freed since, before any plan, goes to another."""
+        self._swap_out.update((host, gpu) for gpu, host in pairs)
+
+    def set_aside(self, row: int, num_tokens: int) -> None:
+        """Keeps a share of the budget for a row whose chunk is planned last."""
+        assert 0 <= num_tokens <= self.budget
+        self.budget -= num_tokens
+        self.aside.append((row, num_tokens))
+
+    def decode(self, rows: Array, num_computed: Array) -> None:
+        """Adds rows that compute one token each, and sample. int64[n] each. To be called once, before chunks."""
+        assert self.is_empty, "decodes come once, and first"
+        self._spend(len(rows))
+        self._rows, self._num_computed = rows, num_computed
+
+    def add_chunk(self, row: int, num_new: int, num_computed: int, *, samples: bool) -> None:
+        """Adds a chunk of one row, with which it samples or does not."""
+        self._spend(num_new)
+        self._chunks.append((row, num_new, num_computed))
+        if samples:
+            self._chunk_samples.append((row, row))
+
+    def sample_from(self, parent: int, child: int) -> None:
+        """The child's row samples from the logits of the parent's."""
+        self._chunk_samples.append((child, parent))
+
+    def _spend(self, num_tokens: int) -> None:
+        self.budget -= num_tokens
+        assert self.budget >= 0, "the step exceeds its token budget"
+
+    def finish(self, step_id: int) -> StepPlan:
+        """The step as a value. The draft must not be empty."""
+        rows, num_computed = self._rows, self._num_computed
+        num_new_tokens, samples = np.ones_like(rows), np.stack((rows, rows), axis=1)
+        if self._chunks:
+            chunks = _array(self._chunks, 3)
+            rows = np.concatenate((rows, chunks[:, 0]))
+            num_new_tokens = np.concatenate((num_new_tokens, chunks[:, 1]))
+            num_computed = np.concatenate((num_computed, chunks[:, 2]))
+            samples = np.concatenate((samples, _array(self._chunk_samples, 2)))
+        return StepPlan(
+            step_id=step_id,
+            swap_out=_array([(gpu, host) for host, gpu in self._swap_out.items()], 2),
+            swap_in=_array(self.swap_in, 2),
+            copies=_array(self.copies, 2),
+            release=np.array(list(self._release), dtype=np.int64),
+            assign=tuple(self.assign.values()),
+            forks=_array([(parent, child) for child, parent in self.parents.items()], 2),
+            reseed=tuple(self.seeds.items()),
+            set_tokens=_array([(row, *chosen) for row, chosen in self.tokens.items()], 3),
+            block_table_deltas=_array([(*place, block) for place, block in self.blocks.items()], 3),
+            rows=rows,
+            num_new_tokens=num_new_tokens,
+            num_computed_tokens=num_computed,
+            samples=samples,
+            sealed=tuple(self.sealed),
+        )
+
+
+def _array(entries: SequenceOf[tuple[int, ...]], width: int) -> Array:
+    return np.array(entries, dtype=np.int64).reshape(-1, width)
 
 
 class Batch:
-    """Rows, GPU blocks, in `draft` what the worker is still to be told of them, and in `underway` the full blocks that
-    rows are computing."""
+    """Rows, GPU blocks, in `draft` the next step, and in `underway` the full blocks that rows are computing."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.watermark)
@@ -29,40 +284,43 @@ class Batch:
         assert sequence is not None, f"row {row} holds no sequence"
         return sequence
 
-    def tail(self, row: int) -> tuple[int, BlockId]:
-        """Logical index and block of the slot that the row's next token is written to."""
-        index = int(self.rows.num_computed[row]) // self._block_size
-        return index, self.sequence(row).block_table[index]
+    # Rows
 
-    def enter(self, sequence: Sequence, rank: int, num_computed: int, num_sealed: int) -> int:
-        """Puts a sequence that has its blocks into a row, which it returns."""
-        row = self.rows.assign(sequence, rank, self._block_size, num_computed, num_sealed)
+    def enter(self, sequence: Sequence, order: int, num_computed: int, num_sealed: int) -> int:
+        """Puts a sequence that has its blocks into a row. Returns the row."""
+        row = self.rows.occupy(sequence, order)
+        self.rows.activate(row, sequence, self._block_size, num_computed, num_sealed)
         sequence.status = SequenceStatus.RUNNING
         if self.underway.is_worth_it(self._num_full(row) - num_sealed):
             self.underway.expect(row)
-        self.draft.assign(
-            RowAssignment(
-                row,
-                tuple(sequence.token_ids),
-                tuple(sequence.block_table),
-                sequence.request.sampling_of(sequence.index),
-                len(sequence.request.prompt),
-                sequence.request.traceparent,
-            )
+        self.draft.assign[row] = RowAssignment(
+            row,
+            tuple(sequence.token_ids),
+            tuple(sequence.block_table),
+            sequence.request.sampling_of(sequence.index),
+            len(sequence.request.prompt),
+            sequence.request.traceparent,
         )
         return row
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child, which has a row and no blocks, shares all blocks of the parent and goes on from its tokens."""
+        """The child, which has a row and no blocks, shares all blocks of the parent and continues its tokens."""
         assert parent.row is not None
         assert child.row is not None
         self.blocks.fork(parent, child)
         self.underway.stop(child.row)
         self.rows.fork(parent.row, child.row, self._block_size)
-        self.draft.fork(parent.row, child.row)
+        self.draft.parents[child.row] = parent.row
         child.status = SequenceStatus.RUNNING
 
-    def leave(self, *sequences: Sequence) -> None:
+    def append_chosen(self, sequence: Sequence, token_id: int) -> None:
+        """Gives a dependent row the token that the scheduler chose for it."""
+        assert sequence.row is not None
+        self.draft.tokens[sequence.row] = (sequence.num_tokens, token_id)
+        self.rows.num_tokens[sequence.row] += 1
+        sequence.token_ids.append(token_id)
+
+    def release_rows(self, sequences: SequenceOf[Sequence]) -> None:
         """Frees the rows of those sequences that have one. Steps in flight may still write to their blocks, but every
         later step runs after those."""
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
@@ -71,28 +329,43 @@ class Batch:
         self.draft.release(rows)
         self.rows.release(rows)
 
-    def release(self, *sequences: Sequence) -> None:
-        """Frees the rows and blocks of the sequences. Many may end in one step."""
-        self.leave(*sequences)
+    def release(self, sequences: SequenceOf[Sequence]) -> None:
+        """Frees the rows and blocks of the sequences."""
+        self.release_rows(sequences)
         self.blocks.free(*sequences)
 
-    def retire(self, sequences: SequenceOf[Sequence]) -> None:
-        """The same for sequences that are over, some of whose blocks may become free a little later."""
-        self.leave(*sequences)
+    def end(self, sequences: SequenceOf[Sequence]) -> None:
+        """The sequences are over: frees their rows and some of their blocks now, the others soon."""
+        self.release_rows(sequences)
         self.blocks.retire(sequences)
+        finished = SequenceStatus.FINISHED
+        for sequence in sequences:
+            sequence.status = finished
+
+    # Blocks
+
+    def blocks_for_decodes(self) -> int:
+        """Free blocks that the next token of every decoding row takes."""
+        return len(self.rows.without_slot(self.rows.decoding())) + self._num_copies()
+
+    def blocks_to_grow(self, num_steps: int) -> int:
+        """Free blocks that all sequences in the batch take in so many steps after this one, where they share none."""
+        rows, size = np.flatnonzero(self.rows.active), self._block_size
+        # The last token of a sequence is never computed and takes no slot.
+        slots = np.minimum(self.rows.num_tokens[rows] + num_steps, self.rows.max_len[rows] - 1)
+        return int(np.maximum(-(-slots // size) - self.rows.num_slots[rows] // size, 0).sum())
 
     def seal(self, row: int, num_full: int) -> None:
         """The first `num_full` blocks of the row can be shared from now on."""
-        first = int(self.rows.num_sealed[row])
-        self.draft.sealed += self.blocks.seal(self.sequence(row), first, num_full)
+        first, sequence = int(self.rows.num_sealed[row]), self.sequence(row)
+        self.draft.sealed += self.blocks.seal(sequence, first, num_full)
         self.rows.num_sealed[row] = num_full
         if self.underway.computes(row):
             self._begin(row, num_full)
-            sequence = self.sequence(row)
-            self.underway.sealed(row, sequence.prefix_hashes.first(num_full, sequence.token_ids)[first:])
+            self.underway.sealed(row, sequence.prefix_hashes.between(first, num_full, sequence.token_ids))
 
     def name_underway(self) -> None:
-        """Somebody waits who might want what rows are computing: names the blocks of those that are not named yet."""
+        """Hashes the blocks that rows compute, where that was left until somebody waits who might want them."""
         for row in self.underway.take_expected():
             num_sealed = int(self.rows.num_sealed[row])
             if self.underway.is_worth_it(self._num_full(row) - num_sealed):
@@ -102,17 +375,75 @@ class Batch:
         """The blocks that the row computes next are underway."""
         end = min(self._num_full(row), num_sealed + self.underway.window)
         sequence = self.sequence(row)
-        self.underway.begin(row, sequence.prefix_hashes.first(end, sequence.token_ids)[num_sealed:])
+        self.underway.begin(row, sequence.prefix_hashes.between(num_sealed, end, sequence.token_ids))
 
     def _num_full(self, row: int) -> int:
-        """Blocks that are sealed when the row first samples; see `Results`."""
+        """Blocks that are sealed when the row first samples; see `results`."""
         return (self.sequence(row).num_tokens - int(self.rows.dependent[row])) // self._block_size
 
+    def _tail(self, row: int) -> tuple[int, BlockId]:
+        """Logical index and block of the slot that the row's next token is written to."""
+        index = int(self.rows.num_computed[row]) // self._block_size
+        return index, self.sequence(row).block_table[index]
+
+    def _num_copies(self) -> int:
+        """Blocks that the decoding rows copy before they write: all writers of a shared block but its last holder."""
+        sharing = self.rows.sharing_tail().tolist()
+        if not sharing:
+            return 0
+        writers = Counter(self._tail(row)[1] for row in sharing)
+        return sum(min(count, self.blocks.pool.ref_count(block) - 1) for block, count in writers.items())
+
+    # The next step
+
+    def add_decodes(self) -> None:
+        """Gives every decoding row the slot of its next token and adds it to the step. The blocks must be free."""
+        rows = self.rows.decoding()
+        if not len(rows):
+            return
+        full = self.rows.without_slot(rows)
+        for row in full.tolist():
+            sequence = self.sequence(row)
+            block = self.blocks.append(sequence)
+            self.draft.blocks[row, len(sequence.block_table) - 1] = block
+        self.rows.num_slots[full] += self._block_size
+        for row in self.rows.sharing_tail().tolist():
+            self._copy_on_write(row)
+        self.draft.decode(rows, self.rows.num_computed[rows])
+
+    def _copy_on_write(self, row: int) -> None:
+        """Who is about to write to a shared block gets a copy; the last holder writes in place."""
+        index, _ = self._tail(row)
+        pair = self.blocks.make_writable(self.sequence(row), index)
+        if pair is not None:
+            self.draft.copies.append(pair)
+            self.draft.blocks[row, index] = pair[1]
+        self.rows.shares_tail[row] = False
+
+    def add_chunk(self, row: int, group: SequenceGroup) -> None:
+        """Adds as many of the row's uncomputed tokens to the step as the budget has room for. The last chunk samples,
+        for all sequences of the group where they start from one prompt: each that waits for it shares its blocks and
+        samples from its logits (the paper's figure 8)."""
+        remaining = self.rows.num_uncomputed(row)
+        chunk = min(remaining, self.draft.budget)
+        self.draft.add_chunk(row, chunk, int(self.rows.num_computed[row]), samples=chunk == remaining)
+        if chunk < remaining:
+            return
+        parent = self.sequence(row)
+        for child in group.unfinished:
+            if child is not parent and child.status is SequenceStatus.WAITING:
+                assert child.row is not None
+                self.fork(parent, child)
+                self.draft.seeds[child.row] = child.request.sampling_of(child.index).seed
+                self.draft.sample_from(row, child.row)
+
     def commit(self, step_id: int) -> StepPlan:
-        """The step that was put together. It counts as done, which it is once its result comes."""
+        """Finishes the step. Its tokens count as computed, which they are once its result comes."""
         self.draft.sealed = self.blocks.still_sealed(self.draft.sealed)
         plan = self.draft.finish(step_id)
         self.draft = StepDraft(self._token_budget)
+        sampling = plan.samples[:, 0]
         self.rows.num_computed[plan.rows] += plan.num_new_tokens
-        self.rows.sampled(plan.samples[:, 0])
+        self.rows.prefills[sampling] = False
+        self.rows.num_tokens[sampling] += ~self.rows.dependent[sampling]
         return plan

@@ -1,17 +1,141 @@
-"""Bookkeeping of the physical blocks of one pool (the paper's section 4.3, block allocator).
+"""Physical blocks of one pool, and the names of what they hold (the paper's section 4.3, block allocator).
 
 The tensors live in the worker; here a block is a number with a reference count. A block whose content is final is
-**sealed** under its hash. It stays findable by that hash when nobody holds it any more, until it is handed out anew.
+**sealed** under its hash. When nobody holds it any more it stays findable by that hash until it is handed out anew.
+
+A block's hash covers its tokens, all tokens before it, and the tenant. Two sequences that agree on a hash agree on
+everything up to the end of that block, so they can share the block (the paper's section 4.4, shared prefix). Hashes are
+computed here only and never taken from a client.
 """
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import NewType, cast
 
-from scheduler_svc.core.block import BlockHash, BlockId
-from scheduler_svc.core.free_queue import FreeQueue
+BlockId = NewType("BlockId", int)
+"""Index of a block in its pool."""
+
+BlockHash = NewType("BlockHash", bytes)
+"""Name of a block's content and of all that comes before it."""
+
+HASH_BYTES = 32
+
+
+def root_hash(tenant: str) -> BlockHash:
+    """What a tenant's prefixes start from: tenants share nothing, and cannot probe what others computed."""
+    return BlockHash(blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/1").digest())
+
+
+def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """The hash of a full block behind the prefix `parent`."""
+    return BlockHash(_chained(parent, array("i", token_ids).tobytes()))
+
+
+def _chained(parent: bytes, packed: bytes) -> bytes:
+    # A parent has one length, so nothing else is hashed to the same bytes.
+    return blake2b(parent + packed, digest_size=HASH_BYTES).digest()
+
+
+class PrefixHashes:
+    """The hashes of a sequence's full blocks, each computed once, on first use."""
+
+    def __init__(self, tenant: str, block_size: int) -> None:
+        self._hashes: list[BlockHash] = []
+        self._parent: bytes = root_hash(tenant)
+        self._block_size = block_size
+
+    def first(self, count: int, token_ids: Sequence[int]) -> list[BlockHash]:
+        """The hashes of the first `count` blocks, all of which `token_ids` fills."""
+        return self.between(0, count, token_ids)
+
+    def between(self, first: int, end: int, token_ids: Sequence[int]) -> list[BlockHash]:
+        """The hashes of the blocks from `first` to before `end`, likewise."""
+        if end > len(self._hashes):
+            self._compute(end, token_ids)
+        return self._hashes[first:end]
+
+    def _compute(self, count: int, token_ids: Sequence[int]) -> None:
+        known = len(self._hashes)
+        packed = array("i", token_ids[known * self._block_size : count * self._block_size]).tobytes()
+        block_bytes = 4 * self._block_size
+        assert len(packed) == (count - known) * block_bytes, "only full blocks have a hash"
+        parent, hashes = self._parent, cast(list[bytes], self._hashes)
+        for start in range(0, len(packed), block_bytes):
+            parent = _chained(parent, packed[start : start + block_bytes])
+            hashes.append(parent)
+        self._parent = parent
+
+    def copy(self) -> "PrefixHashes":
+        """For a sequence that forks: the same hashes so far, and its own from here on."""
+        twin = object.__new__(PrefixHashes)
+        twin._hashes = list(self._hashes)
+        twin._parent, twin._block_size = self._parent, self._block_size
+        return twin
+
+
+class FreeQueue:
+    """The blocks that nobody holds, in the order in which they will be handed out.
+
+    A doubly linked list through arrays: adding or removing a block costs O(1), in the middle too. `_next[b]` and
+    `_previous[b]` are the neighbours of block b; the entry behind the last block is the ring's anchor.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._anchor = BlockId(num_blocks)
+        self._next = cast(list[BlockId], [*range(1, num_blocks + 1), 0])
+        self._previous = cast(list[BlockId], [num_blocks, *range(num_blocks)])
+        self._length = num_blocks
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[BlockId]:
+        block = self._next[self._anchor]
+        while block != self._anchor:
+            yield block
+            block = self._next[block]
+
+    def pop(self, count: int) -> list[BlockId]:
+        """Removes and returns the first `count` blocks. Raises IndexError where there are fewer."""
+        if count > self._length:
+            raise IndexError(f"the free queue has {self._length} blocks, not {count}")
+        following, block = self._next, self._anchor
+        blocks = [block := following[block] for _ in range(count)]
+        after = following[block]
+        following[self._anchor], self._previous[after] = after, self._anchor
+        self._length -= count
+        return blocks
+
+    def remove(self, blocks: Sequence[BlockId]) -> None:
+        """Removes blocks, wherever they stand. They must be in the queue."""
+        following, previous = self._next, self._previous
+        for block in blocks:
+            before, after = previous[block], following[block]
+            following[before], previous[after] = after, before
+        self._length -= len(blocks)
+
+    def extend(self, blocks: Sequence[BlockId]) -> None:
+        """Appends blocks that are not in the queue, in this order."""
+        following, previous, last = self._next, self._previous, self._previous[self._anchor]
+        for block in blocks:
+            following[last], previous[block] = block, last
+            last = block
+        following[last], previous[self._anchor] = self._anchor, last
+        self._length += len(blocks)
+
+    def extend_first(self, blocks: Sequence[BlockId]) -> None:
+        """Prepends blocks that are not in the queue, one after the other: the last of them comes first."""
+        following, previous, first = self._next, self._previous, self._next[self._anchor]
+        for block in blocks:
+            following[block], previous[first] = first, block
+            first = block
+        following[self._anchor], previous[first] = first, self._anchor
+        self._length += len(blocks)
 
 
 class OutOfBlocksError(RuntimeError):
-    """More blocks were asked for than are free. Callers check first, so this is a defect of the caller."""
+    """More blocks were requested than are free. Callers check first, so this is a defect of the caller."""
 
 
 class BlockPool:
@@ -72,7 +196,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[BlockId]:
         """Takes `count` free blocks, each with a reference count of 1. Raises OutOfBlocksError and changes nothing."""
         if count > len(self._free):
-            raise OutOfBlocksError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
+            raise OutOfBlocksError(f"{count} blocks requested, {len(self._free)} of {self.num_blocks} are free")
         blocks = self._free.pop(count)
         for block in blocks:
             content = self._hashes[block]
@@ -123,8 +247,8 @@ class BlockPool:
             self._num_held_sealed += sum(hashes[block] is not None for block in free)
 
     def seal(self, block: BlockId, content: BlockHash) -> bool:
-        """Names the final content of a held block. False when another block holds the same content already, which
-        then stays the one that is found."""
+        """Names the final content of a held block. Returns False where another block holds the same content already;
+        that one stays the one that is found."""
         assert self._ref_counts[block] > 0, f"block {block} is sealed while nobody holds it"
         if self._hashes[block] is not None or content in self._by_hash:
             return False
@@ -133,8 +257,8 @@ class BlockPool:
         self._num_held_sealed += 1
         return True
 
-    def adopt(self, block: BlockId, content: BlockHash) -> None:
-        """Takes over a free block whose content an earlier scheduler sealed."""
+    def restore(self, block: BlockId, content: BlockHash) -> None:
+        """Names the content of a free block that an earlier scheduler sealed."""
         if self._ref_counts[block] or self._hashes[block] is not None or content in self._by_hash:
             return
         self._hashes[block] = content

@@ -1,14 +1,77 @@
-"""Collects what a step's result meant for each client."""
+"""What a step means for clients: tokens, ends and failures, in one batch for each client."""
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.logprob_columns import LogprobColumns, LogprobLog
-from scheduler_svc.core.logprobs import SampleLogprobs
-from scheduler_svc.core.request import ClientId
-from scheduler_svc.core.sequence import BeamGroup, FinishReason, Sequence, SequenceGroup
-from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
+from scheduler_svc.core.beam_search import BeamGroup
+from scheduler_svc.core.request import ClientId, Handle, RequestKey
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core.step import Array, SampleLogprobs
+
+
+class SequenceEnd(NamedTuple):
+    """A sequence ended; its tokens came before. A tuple, like all that each end makes: many may come at once."""
+
+    handle: Handle
+    sequence_index: int
+    num_tokens: int
+    reason: FinishReason
+    stop_token_id: int | None
+    cumulative_logprob: float | None = None
+
+
+class Usage(NamedTuple):
+    """What a request cost. Times are seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+class RequestEnd(NamedTuple):
+    """All sequences of a request ended."""
+
+    handle: Handle
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """One request failed; others go on."""
+
+    key: RequestKey
+    reason: str
+    message: str
+
+
+@dataclass(slots=True)
+class ClientEvents:
+    """All that happened in one step to the requests of one client. The first four lists describe tokens, one entry
+    each."""
+
+    handles: list[Handle] = field(default_factory=list[Handle])
+    sequence_indices: list[int] = field(default_factory=list[int])
+    offsets: list[int] = field(default_factory=list[int])
+    token_ids: list[int] = field(default_factory=list[int])
+    with_logprobs: list[int] = field(default_factory=list[int])
+    """Which of the tokens have log probabilities, as rising indices into the lists above."""
+    logprobs: LogprobLog = field(default_factory=LogprobLog)
+    """One position for each of `with_logprobs`."""
+    finished: list[SequenceEnd] = field(default_factory=list[SequenceEnd])
+    completed: list[RequestEnd] = field(default_factory=list[RequestEnd])
+    failed: list[RequestFailure] = field(default_factory=list[RequestFailure])
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.handles or self.finished or self.completed or self.failed)
 
 
 class EventLog:
@@ -17,22 +80,14 @@ class EventLog:
     def __init__(self) -> None:
         self.by_client: dict[ClientId, ClientEvents] = {}
 
-    def hold_back(self, sequence: Sequence, logprobs: LogprobColumns | None) -> None:
-        """The log probabilities of the newest token of a sequence that may or may not be selected at the end."""
-        if logprobs is None:
-            return
-        sequence.cumulative_logprob += float(logprobs.chosen_logprobs[0])
-        if sequence.request.sampling.logprobs is not None:
-            sequence.held_back.append(logprobs)
-
     def tokens(
         self,
-        clients: np.ndarray,
-        handles: np.ndarray,
-        indices: np.ndarray,
-        offsets: np.ndarray,
-        token_ids: np.ndarray,
-        samples: np.ndarray,
+        clients: Array,
+        handles: Array,
+        indices: Array,
+        offsets: Array,
+        token_ids: Array,
+        samples: Array,
         logprobs: SampleLogprobs | None,
     ) -> None:
         """Tokens of requests that get each at once. int64[n] each; `samples` are their indices among the step's."""
@@ -49,12 +104,12 @@ class EventLog:
             events.token_ids += token_ids[own].tolist()
 
     def sequence_end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Where sequences are selected at the end, which ones end is said there."""
+        """Where sequences are selected at the end, `request_end` says which ones end."""
         if not sequence.request.selects:
             self._of(sequence.request.key.client).finished.append(_sequence_end(sequence, sequence.index, reason))
 
     def request_end(self, group: SequenceGroup) -> None:
-        """All sequences of the group ended; what was held back is delivered."""
+        """All sequences of the group ended. Delivers what was held back."""
         if group.beams is not None:
             self._deliver_hypotheses(group, group.beams)
         elif group.request.selects:
@@ -62,11 +117,15 @@ class EventLog:
         key = group.request.key
         self._of(key.client).completed.append(RequestEnd(key.handle, usage_of(group)))
 
+    def request_failure(self, group: SequenceGroup, reason: str, message: str) -> None:
+        key = group.request.key
+        self._of(key.client).failed.append(RequestFailure(key, reason, message))
+
     def _deliver_best(self, group: SequenceGroup) -> None:
         """The sequences with the highest mean log probability, best first."""
-        ranked = sorted(group.sequences, key=lambda each: -each.cumulative_logprob / each.num_output_tokens)
-        for index, sequence in enumerate(ranked[: group.request.num_returned]):
-            self._emit_all(sequence, index, sequence.output, sequence.held_back)
+        best_first = sorted(group.sequences, key=lambda each: -each.cumulative_logprob / each.num_output_tokens)
+        for index, sequence in enumerate(best_first[: group.request.num_returned]):
+            self._deliver(group, index, sequence.output, sequence.held_back)
             assert sequence.finish_reason is not None
             end = _sequence_end(sequence, index, sequence.finish_reason)
             self._of(group.request.key.client).finished.append(end)
@@ -75,9 +134,7 @@ class EventLog:
         """What the search found, best first."""
         key = group.request.key
         for index, hypothesis in enumerate(beams.search.best()[: group.request.num_returned]):
-            self._emit_all(
-                group.sequences[0], index, hypothesis.token_ids, beams.logprobs.get(hypothesis, LogprobLog())
-            )
+            self._deliver(group, index, hypothesis.token_ids, beams.logprobs.get(hypothesis, LogprobLog()))
             self._of(key.client).finished.append(
                 SequenceEnd(
                     handle=key.handle,
@@ -89,9 +146,9 @@ class EventLog:
                 )
             )
 
-    def _emit_all(self, sequence: Sequence, index: int, output: SequenceOf[int], logprobs: LogprobLog) -> None:
+    def _deliver(self, group: SequenceGroup, index: int, output: SequenceOf[int], logprobs: LogprobLog) -> None:
         """All tokens of a sequence; `logprobs` has one position for each, or none."""
-        key = sequence.request.key
+        key = group.request.key
         events = self._of(key.client)
         first = len(events.token_ids)
         events.with_logprobs += range(first, first + len(logprobs))
@@ -101,15 +158,18 @@ class EventLog:
         events.offsets += range(len(output))
         events.token_ids += output
 
-    def request_failure(self, group: SequenceGroup, reason: str, message: str) -> None:
-        key = group.request.key
-        self._of(key.client).failed.append(RequestFailure(key, reason, message))
-
     def _of(self, client: ClientId) -> ClientEvents:
         events = self.by_client.get(client)
         if events is None:
             events = self.by_client[client] = ClientEvents()
         return events
+
+
+def hold_back(sequence: Sequence, logprobs: LogprobColumns) -> None:
+    """Keeps the log probabilities of the newest token of a sequence that may or may not be selected at the end."""
+    sequence.cumulative_logprob += float(logprobs.chosen_logprobs[0])
+    if sequence.request.sampling.logprobs is not None:
+        sequence.held_back.append(logprobs)
 
 
 def _sequence_end(sequence: Sequence, index: int, reason: FinishReason) -> SequenceEnd:

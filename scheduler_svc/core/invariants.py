@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_svc.core.block import BlockId
-from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.prefix_cache import block_hash, root_hash
+from scheduler_svc.core.block_pool import BlockId, BlockPool, block_hash, root_hash
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 
@@ -20,10 +18,9 @@ def check(scheduler: Scheduler) -> None:
     running = [sequence for group in scheduler.running for sequence in group.sequences]
     swapped = [sequence for group in scheduler.swapped for sequence in group.sequences]
     waiting = [sequence for group in scheduler.waiting for sequence in group.sequences]
-    pool = scheduler.blocks.pool
-    _check_pool(
-        pool, [*(each.block_table for each in running), *scheduler.pins.held_tables(), *scheduler.blocks.retired_tables]
-    )
+    blocks = scheduler.batch.blocks
+    tables = [each.block_table for each in running]
+    _check_pool(blocks.pool, [*tables, *scheduler.pins.held_tables(), *blocks.retired_tables])
     _check_pool(scheduler.swap_space.pool, [each.block_table for each in swapped])
     _check_seals(scheduler, running)
     _check_pins(scheduler)
@@ -64,7 +61,7 @@ def _check_seals(scheduler: Scheduler, running: list[Sequence]) -> None:
         size = scheduler.config.block_size
         for index, block in enumerate(sequence.block_table[: sequence.num_tokens // size]):
             parent = block_hash(parent, sequence.token_ids[index * size : (index + 1) * size])
-            sealed = scheduler.blocks.pool.hash_of(block)
+            sealed = scheduler.batch.blocks.pool.hash_of(block)
             _require(sealed in (None, parent), f"block {block}: sealed under the hash of other tokens")
 
 
@@ -75,7 +72,7 @@ def _check_waiting(waiting: list[Sequence]) -> None:
 
 
 def _check_pins(scheduler: Scheduler) -> None:
-    pool, pins = scheduler.blocks.pool, scheduler.pins
+    pool, pins = scheduler.batch.blocks.pool, scheduler.pins
     for pin in pins:
         _require(not pin.is_held or pool.hits(pin.hashes) == pin.blocks, f"pin {pin.pin_id}: its blocks are not cached")
         is_live = any(group.request.key == pin.key for group in scheduler.groups())
@@ -98,7 +95,7 @@ def _check_swapped(scheduler: Scheduler, swapped: list[Sequence]) -> None:
 
 
 def _check_occupancy(scheduler: Scheduler, sequences: list[Sequence]) -> None:
-    rows = scheduler.rows
+    rows = scheduler.batch.rows
     occupied = [row for row, sequence in enumerate(rows.sequences) if sequence is not None]
     held = sorted(sequence.row for sequence in sequences if sequence.row is not None)
     _require(held == occupied, f"rows {occupied} are occupied, sequences hold {held}")
@@ -109,7 +106,7 @@ def _check_occupancy(scheduler: Scheduler, sequences: list[Sequence]) -> None:
 
 
 def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
-    rows = scheduler.rows
+    rows = scheduler.batch.rows
     in_flight = Counter(
         row
         for step in scheduler.in_flight
@@ -133,7 +130,7 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
 
 
 def _check_underway(scheduler: Scheduler) -> None:
-    rows, underway = scheduler.rows, scheduler.underway
+    rows, underway = scheduler.batch.rows, scheduler.batch.underway
     for content, row in underway.items():
         sequence = rows.sequences[row]
         _require(sequence is not None and bool(rows.active[row]), f"row {row} computes a block and is not active")
@@ -151,5 +148,5 @@ def _check_underway(scheduler: Scheduler) -> None:
 
 def _check_order(scheduler: Scheduler) -> None:
     for queue in (scheduler.running, scheduler.swapped, scheduler.waiting):
-        ranks = [group.rank for group in queue]
-        _require(ranks == sorted(set(ranks)), f"groups are out of order: {ranks}")
+        orders = [group.order for group in queue]
+        _require(orders == sorted(set(orders)), f"groups are out of order: {orders}")

@@ -1,22 +1,20 @@
 """Pinned prefixes: blocks kept for a prompt that is known to come (the paper's section 4.4, shared prefix).
 
-A pin is computed by a request of the scheduler's own, of one token. When that ends, the pin takes hold of the sealed
-blocks, which then are nobody's to evict until it is let go of.
+A request of the scheduler's own, of one token, computes a pin. When it ends, the pin holds the sealed blocks, which
+cannot be evicted until the pin is removed.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.block import BlockHash, BlockId
-from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import PinQuotaError, RefusedError
-from scheduler_svc.core.prefix_cache import PrefixHashes
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 
 PIN_CLIENT = ClientId(-1)
-"""Whose requests compute pins: the scheduler itself. Gateways are numbered from 0."""
+"""The client of the requests that compute pins: the scheduler itself. Gateways are numbered from 0."""
 
 PIN_ID_BYTES = 16
 
@@ -31,14 +29,14 @@ class Pin:
     hashes: list[BlockHash]
     key: RequestKey
     expires_at: float
-    blocks: list[BlockId] = field(default_factory=list)
+    blocks: list[BlockId] = field(default_factory=list[BlockId])
 
     @property
     def is_held(self) -> bool:
         return bool(self.blocks)
 
     def request(self) -> Request:
-        """What computes the blocks."""
+        """The request that computes the blocks."""
         return Request(
             key=self.key,
             request_id=f"pin-{self.pin_id}",
@@ -55,7 +53,7 @@ class Pins:
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
         self._quota = int(config.pin_quota * config.num_blocks)
-        self._most = int(config.max_pinned * config.num_blocks)
+        self._max_pinned = int(config.max_pinned * config.num_blocks)
         self._pins: dict[str, Pin] = {}
         self._by_key: dict[RequestKey, Pin] = {}
         self._holders: Counter[BlockId] = Counter()
@@ -115,13 +113,14 @@ class Pins:
                 f"the prefix has {num_blocks} blocks and {of_tenant} are pinned already; a tenant can pin {self._quota}"
             )
         of_all = sum(len(pin.hashes) for pin in self._pins.values())
-        if of_all + num_blocks > self._most:
+        if of_all + num_blocks > self._max_pinned:
             raise PinQuotaError(
-                f"the prefix has {num_blocks} blocks and {of_all} are pinned by all; together they can pin {self._most}"
+                f"the prefix has {num_blocks} blocks and {of_all} are pinned by all; together they can "
+                f"pin {self._max_pinned}"
             )
 
     def hold(self, pin: Pin, pool: BlockPool) -> bool:
-        """Takes hold of the pin's blocks; returns whether all of them were there."""
+        """Adds a reference to each of the pin's blocks. Returns whether all of them were there."""
         blocks = pool.hits(pin.hashes)
         if len(blocks) < len(pin.hashes):
             return False
@@ -131,7 +130,7 @@ class Pins:
         return True
 
     def remove(self, pin: Pin, pool: BlockPool) -> None:
-        """Forgets a pin. Its blocks stay cached until they are evicted."""
+        """Removes a pin. Its blocks stay cached until they are evicted."""
         del self._pins[pin.pin_id], self._by_key[pin.key]
         self._holders -= Counter(pin.blocks)
         pool.free(pin.blocks)
@@ -146,7 +145,7 @@ class Pins:
         return [pin for pin in self._pins.values() if pin.expires_at <= now]
 
     def give_way(self, pool: BlockPool) -> bool:
-        """Forgets the pin that ends first among those that hold blocks; returns whether there was one."""
+        """Removes the pin that ends first among those that hold blocks. Returns whether there was one."""
         pin = min((pin for pin in self._pins.values() if pin.is_held), key=lambda each: each.expires_at, default=None)
         if pin is None:
             return False
@@ -154,7 +153,7 @@ class Pins:
         return True
 
     def lose_blocks(self) -> list[Pin]:
-        """The pool is gone; returns the pins that held blocks, to be computed again."""
+        """The pool is gone. Returns the pins that held blocks, to be computed again."""
         lost = [pin for pin in self._pins.values() if pin.is_held]
         for pin in lost:
             pin.blocks = []

@@ -1,66 +1,248 @@
-"""Who goes first: the order in which groups are admitted and preempted.
+"""Who goes first: queues of groups, and the order in which groups are admitted and preempted.
 
-A policy is chosen once, at the start. The scheduler asks it which group of its queues is next and tells it what was
+A policy is chosen once, at the start. The scheduler asks it which group of its queues is next and reports what was
 planned; everything else about scheduling is the same under all policies.
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterator, KeysView
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_svc.core.config import PolicyKind
-from scheduler_svc.core.queues import GroupQueue
-from scheduler_svc.core.request import MAX_PRIORITY, Request
+from scheduler_svc.core.request import MAX_PRIORITY, Request, RequestKey
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.core.step import StepPlan
 
-_RANKS_PER_PRIORITY = 1 << 48
-"""More than requests can ever arrive."""
+_MANY = 32
+"""From so many groups on, removing them together from a queue moves the entries behind them once."""
+
+
+class GroupQueue:
+    """Groups by their `order`, lowest first, and those of each tenant likewise.
+
+    Orders are unique; the policy gives them. Searching costs O(log n); adding and removing moves the machine words
+    behind the place. A group can be held: it stays here with its order, and `first`, `last` and their like pass over it
+    until it is released.
+    """
+
+    def __init__(self, on_new_first: Callable[[str, int], None] | None = None) -> None:
+        """Calls `on_new_first` with a tenant and an order when a group of this order becomes the tenant's first."""
+        self._on_new_first = on_new_first
+        self._orders: list[int] = []
+        self._by_order: dict[int, SequenceGroup] = {}
+        self._by_key: dict[RequestKey, SequenceGroup] = {}
+        self._of_tenant: dict[str, list[int]] = {}
+        self._tokens: dict[RequestKey, int] = {}
+        self._held: set[int] = set()
+        self._tokens_of_tenant: Counter[str] = Counter()
+        self._num_of_tenant: Counter[str] = Counter()
+        self.num_tokens = 0
+        """Tokens that all groups have to compute if none is cached, as of the time when each was added."""
+        self.num_changes = 0
+        """How often a group was added or removed."""
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        orders = sorted((*self._orders, *self._held)) if self._held else self._orders
+        return (self._by_order[order] for order in orders)
+
+    def __reversed__(self) -> Iterator[SequenceGroup]:
+        assert not self._held
+        return (self._by_order[order] for order in reversed(self._orders))
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._by_key
+
+    def get(self, key: RequestKey) -> SequenceGroup:
+        """KeyError where it is not here."""
+        return self._by_key[key]
+
+    def next_few(self, count: int) -> list[SequenceGroup]:
+        """The first so many that are not held."""
+        return [self._by_order[order] for order in self._orders[:count]]
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is a group that is not held."""
+        return bool(self._orders)
+
+    def is_held(self, key: RequestKey) -> bool:
+        return key in self._by_key and self._by_key[key].order in self._held
+
+    def hold(self, key: RequestKey) -> None:
+        """KeyError where it is not here; it must not be held."""
+        group = self._by_key[key]
+        self._take_out_of_order(group)
+        self._held.add(group.order)
+
+    def release(self, key: RequestKey) -> None:
+        """A held group has its place again. Nothing happens where it is not here or not held."""
+        group = self._by_key.get(key)
+        if group is not None and group.order in self._held:
+            self._held.remove(group.order)
+            self._put_in_order(group)
+
+    def release_all(self) -> None:
+        """No group is held any more."""
+        for order in list(self._held):
+            self.release(self._by_order[order].request.key)
+
+    def first(self) -> SequenceGroup:
+        """The group with the lowest order."""
+        return self._by_order[self._orders[0]]
+
+    def last(self) -> SequenceGroup:
+        """The group with the highest order."""
+        return self._by_order[self._orders[-1]]
+
+    def tenants(self) -> KeysView[str]:
+        """Those who have a group here."""
+        return self._num_of_tenant.keys()
+
+    def tenants_with_next(self) -> KeysView[str]:
+        """Those who have a group here that is not held."""
+        return self._of_tenant.keys()
+
+    def num_of(self, tenant: str) -> int:
+        """How many groups the tenant has here."""
+        return self._num_of_tenant[tenant]
+
+    def num_tokens_of(self, tenant: str) -> int:
+        """`num_tokens` of the tenant's groups."""
+        return self._tokens_of_tenant[tenant]
+
+    def first_of(self, tenant: str) -> SequenceGroup:
+        """The tenant's group with the lowest order."""
+        return self._by_order[self._of_tenant[tenant][0]]
+
+    def last_of(self, tenant: str) -> SequenceGroup:
+        """The tenant's group with the highest order."""
+        return self._by_order[self._of_tenant[tenant][-1]]
+
+    def add(self, group: SequenceGroup) -> None:
+        """Adds a group that is not here."""
+        key = group.request.key
+        self._put_in_order(group)
+        self._by_order[group.order] = self._by_key[key] = group
+        self.num_changes += 1
+        self._tokens[key] = group.num_tokens_to_compute
+        self.num_tokens += self._tokens[key]
+        self._tokens_of_tenant[group.request.tenant] += self._tokens[key]
+        self._num_of_tenant[group.request.tenant] += 1
+
+    def remove(self, key: RequestKey) -> SequenceGroup:
+        """Removes a group and returns it. KeyError where it is not here."""
+        group = self._by_key[key]
+        self.remove_all([group])
+        return group
+
+    def remove_all(self, groups: SequenceOf[SequenceGroup]) -> None:
+        """Removes groups, which are here."""
+        if len(groups) < _MANY:
+            for group in groups:
+                if group.order in self._held:
+                    self._held.remove(group.order)
+                else:
+                    self._take_out_of_order(group)
+        else:
+            self._take_many_out_of_order({group.order for group in groups})
+        for group in groups:
+            key, tenant = group.request.key, group.request.tenant
+            del self._by_key[key], self._by_order[group.order]
+            num_tokens = self._tokens.pop(key)
+            self.num_tokens -= num_tokens
+            num_left = self._num_of_tenant[tenant] - 1
+            if num_left:
+                self._num_of_tenant[tenant] = num_left
+                self._tokens_of_tenant[tenant] -= num_tokens
+            else:
+                del self._num_of_tenant[tenant], self._tokens_of_tenant[tenant]
+        self.num_changes += len(groups)
+
+    def take_all(self) -> list[SequenceGroup]:
+        """Removes all groups and returns them, in order."""
+        groups = list(self)
+        self.remove_all(groups)
+        return groups
+
+    def _put_in_order(self, group: SequenceGroup) -> None:
+        order, tenant = group.order, group.request.tenant
+        own = self._of_tenant.setdefault(tenant, [])
+        insort(self._orders, order)
+        insort(own, order)
+        if own[0] == order and self._on_new_first is not None:
+            self._on_new_first(tenant, order)
+
+    def _take_out_of_order(self, group: SequenceGroup) -> None:
+        order, tenant = group.order, group.request.tenant
+        own = self._of_tenant[tenant]
+        for orders in (self._orders, own):
+            del orders[bisect_left(orders, order)]
+        if not own:
+            del self._of_tenant[tenant]
+
+    def _take_many_out_of_order(self, removed: set[int]) -> None:
+        tenants = {self._by_order[order].request.tenant for order in removed}
+        self._held -= removed
+        self._orders = [order for order in self._orders if order not in removed]
+        for tenant in tenants & self._of_tenant.keys():
+            own = [order for order in self._of_tenant[tenant] if order not in removed]
+            if own:
+                self._of_tenant[tenant] = own
+            else:
+                del self._of_tenant[tenant]
 
 
 class Policy:
     """First come, first served (the paper's section 4.5): the oldest is admitted first, the newest preempted first."""
 
-    def rank(self, request: Request, arrival: int) -> int:
+    def order(self, request: Request, arrival: int) -> int:
         """The group's place in queues, unique and for good; lower goes first. `arrival` numbers requests."""
         return arrival
 
     def arriving(self, tenant: str, *queues: GroupQueue) -> None:
         """A request of this tenant is about to join one of these queues, which hold all that are to enter the batch."""
 
-    def next_of(self, *queues: GroupQueue) -> SequenceGroup:
-        """Who of these queues enters the batch next. One of them `has_next`."""
-        return min((queue.first() for queue in queues if queue.has_next), key=_rank)
+    def new_first(self, tenant: str, order: int) -> None:
+        """A group of this order became the first of this tenant in one of these queues."""
 
-    def new_first(self, tenant: str, rank: int) -> None:
-        """A group of this rank became the first of this tenant in one of the queues of those who are to enter."""
+    def next_of(self, *queues: GroupQueue) -> SequenceGroup:
+        """The group of these queues that enters the batch next. One of them `has_next`."""
+        return min((queue.first() for queue in queues if queue.has_next), key=_order)
 
     def victims(self, running: GroupQueue) -> Iterator[SequenceGroup]:
-        """Who is preempted, one after the other. Each must have left the queue before the next is taken, and nobody
+        """The groups to preempt, one after the other. Each must have left the queue before the next is taken, and none
         may join it meanwhile."""
         while len(running):
             yield running.last()
 
     def displaces_from(self, entering: SequenceGroup) -> int | None:
-        """The lowest rank of running groups that this one may push out, where there is no room for it otherwise; None
-        where it may push out nobody."""
+        """The lowest order of running groups that this one may displace where there is no room for it otherwise; None
+        where it may displace none."""
         return None
 
-    def planned(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
+    def charge(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
         """A step was planned. `prefills` says which rows of its batch have not sampled before it."""
 
 
 class PriorityPolicy(Policy):
     """Higher priority first, first come first served among equals.
 
-    A group that waits or is swapped preempts groups of lower priority when there is no room for it otherwise.
+    A group that waits or is swapped displaces groups of lower priority where there is no room for it otherwise.
     """
 
-    def rank(self, request: Request, arrival: int) -> int:
-        return (MAX_PRIORITY - request.priority) * _RANKS_PER_PRIORITY + arrival
+    _ORDERS_PER_PRIORITY = 1 << 48
+    """More than requests can ever arrive."""
+
+    def order(self, request: Request, arrival: int) -> int:
+        return (MAX_PRIORITY - request.priority) * self._ORDERS_PER_PRIORITY + arrival
 
     def displaces_from(self, entering: SequenceGroup) -> int | None:
-        return (MAX_PRIORITY - entering.request.priority + 1) * _RANKS_PER_PRIORITY
+        return (MAX_PRIORITY - entering.request.priority + 1) * self._ORDERS_PER_PRIORITY
 
 
 PREFILL_WEIGHT = 1
@@ -75,11 +257,11 @@ class FairPolicy(Policy):
 
         c = PREFILL_WEIGHT * (prompt tokens computed) + SAMPLE_WEIGHT * (tokens sampled),
 
-    where what the prefix cache had costs nothing and recomputation after a preemption counts again, since it was
-    computed. Of the tenants with groups that wait or are swapped, the one with the lowest counter is next to enter the
-    batch, with its oldest group. Under memory pressure the tenant with the highest counter is preempted, newest group
-    first. A tenant that comes back after it wanted nothing starts from the lowest counter of those who wait or are
-    swapped, or, where nobody does, from that of the tenant whose turn came last, so that idle time is not saved up.
+    where cached tokens cost nothing, and tokens that are computed again after a preemption count again. Of the tenants
+    with groups that wait or are swapped, the one with the lowest counter is next to enter the batch, with its oldest
+    group. Under memory pressure the tenant with the highest counter is preempted, newest group first. A tenant that
+    comes back after it wanted nothing starts from the lowest counter of those who wait or are swapped, or, where none
+    does, from that of the tenant whose turn came last, so that idle time is not saved up.
 
     Bound: let tenants f and g both have waiting or swapped requests all through some time in which nothing is computed
     again, and let c_f >= c_g at a moment t of it. When a group of f last entered the batch, at s, c_f(s) <= c_g(s).
@@ -88,7 +270,7 @@ class FairPolicy(Policy):
 
         c_f(t) - c_g(t) <= U = SAMPLE_WEIGHT * max_num_seqs * max_len,
 
-    and the service that both get in that time differs by at most 2 U, however long it is and whatever they ask for.
+    and the service that both get in that time differs by at most 2 U, however long it is and whatever they request.
     Each preemption of a group of f adds what is computed again.
     """
 
@@ -99,13 +281,13 @@ class FairPolicy(Policy):
         """The lowest counter that a waiting tenant had when it was last looked at."""
         self._chosen: tuple[str, ...] = ()
         """The tenant whose turn came last; none before the first."""
-        # A heap of the tenants with groups that wait or are swapped: counter, rank of the first such group, tenant.
-        # Counters rise, so an entry may be too low; it is replaced when it comes first. A lower rank adds an entry.
+        # A heap of the tenants with groups that wait or are swapped: counter, order of the first such group, tenant.
+        # Counters rise, so an entry may be too low; it is replaced when it comes first. A lower order adds an entry.
         # `_entries` has the newest entry of each tenant; all others are void.
-        self._order: list[tuple[int, int, str]] = []
+        self._heap: list[tuple[int, int, str]] = []
         self._entries: dict[str, tuple[int, int, str]] = {}
         self._held: set[str] = set()
-        """Tenants that had no entry any more, since all their groups were held."""
+        """Tenants without an entry, since all their groups were held."""
 
     def arriving(self, tenant: str, *queues: GroupQueue) -> None:
         if any(tenant in queue.tenants() for queue in queues):
@@ -113,99 +295,95 @@ class FairPolicy(Policy):
         self._raise_floor(queues)
         self.counters[tenant] = max(self._counter(tenant), self._floor)
 
+    def new_first(self, tenant: str, order: int) -> None:
+        self._held.discard(tenant)
+        entry = (self._counter(tenant), order, tenant)
+        known = self._entries.get(tenant)
+        if known is None or entry < known:
+            self._entries[tenant] = entry
+            heapq.heappush(self._heap, entry)
+            if len(self._heap) > 2 * len(self._entries) + 64:
+                self._heap = sorted(self._entries.values())
+
     def next_of(self, *queues: GroupQueue) -> SequenceGroup:
         tenant = self._next_tenant(queues)
-        assert tenant is not None, "somebody is next"
+        assert tenant is not None, "no group is next"
         self._floor = max(self._floor, self._counter(tenant))
         self._chosen = (tenant,)
         return _first_of(tenant, queues)
 
-    def new_first(self, tenant: str, rank: int) -> None:
-        self._held.discard(tenant)
-        entry = (self._counter(tenant), rank, tenant)
-        known = self._entries.get(tenant)
-        if known is None or entry < known:
-            self._enter(entry)
-
     def victims(self, running: GroupQueue) -> Iterator[SequenceGroup]:
-        order = [(-self._counter(tenant), -running.last_of(tenant).rank, tenant) for tenant in running.tenants()]
-        heapq.heapify(order)
-        while order:
-            count, _, tenant = order[0]
+        heap = [(-self._counter(tenant), -running.last_of(tenant).order, tenant) for tenant in running.tenants()]
+        heapq.heapify(heap)
+        while heap:
+            count, _, tenant = heap[0]
             yield running.last_of(tenant)
             if tenant in running.tenants():
-                heapq.heapreplace(order, (count, -running.last_of(tenant).rank, tenant))
+                heapq.heapreplace(heap, (count, -running.last_of(tenant).order, tenant))
             else:
-                heapq.heappop(order)
+                heapq.heappop(heap)
 
-    def planned(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
+    def charge(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
+        service: Counter[str] = Counter()
         for row, num_new, is_prefill in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), prefills, strict=True):
             if is_prefill:
-                self._charge(sequence_of(row), PREFILL_WEIGHT * num_new)
+                service[sequence_of(row).request.tenant] += PREFILL_WEIGHT * num_new
         for row in plan.samples[:, 0].tolist():
-            self._charge(sequence_of(row), SAMPLE_WEIGHT)
+            service[sequence_of(row).request.tenant] += SAMPLE_WEIGHT
+        for tenant, amount in service.items():
+            self.counters[tenant] = self._counter(tenant) + amount
 
     def _counter(self, tenant: str) -> int:
-        # Who was forgotten was at the floor or below.
+        # A tenant that was forgotten was at the floor or below.
         return self.counters.get(tenant, self._floor)
-
-    def _charge(self, sequence: Sequence, service: int) -> None:
-        tenant = sequence.request.tenant
-        self.counters[tenant] = self._counter(tenant) + service
-
-    def _enter(self, entry: tuple[int, int, str]) -> None:
-        self._entries[entry[2]] = entry
-        heapq.heappush(self._order, entry)
-        if len(self._order) > 2 * len(self._entries) + 64:
-            self._order = sorted(self._entries.values())
 
     def _next_tenant(self, queues: SequenceOf[GroupQueue]) -> str | None:
         """The tenant with the lowest counter that has a group in these queues that is not held; None where there is
         none."""
-        while self._order:
-            entry = self._order[0]
+        while self._heap:
+            entry = self._heap[0]
             tenant = entry[2]
             if self._entries.get(tenant) != entry:
-                heapq.heappop(self._order)
+                heapq.heappop(self._heap)
             elif any(tenant in queue.tenants_with_next() for queue in queues):
-                current = (self._counter(tenant), _first_of(tenant, queues).rank, tenant)
+                current = (self._counter(tenant), _first_of(tenant, queues).order, tenant)
                 if current == entry:
                     return tenant
                 self._entries[tenant] = current
-                heapq.heapreplace(self._order, current)
+                heapq.heapreplace(self._heap, current)
             else:
-                heapq.heappop(self._order)
+                heapq.heappop(self._heap)
                 del self._entries[tenant]
                 if any(tenant in queue.tenants() for queue in queues):
                     self._held.add(tenant)
         return None
 
     def _raise_floor(self, queues: SequenceOf[GroupQueue]) -> None:
-        # Who is served at once never waits beside others. Without the last of them the floor would stay for ever, and
-        # all tenants that ever came would be ahead of it.
+        # A tenant that is served at once never waits beside others. Without `_chosen` the floor would never rise then,
+        # and all tenants that ever came would be ahead of it.
         following = self._next_tenant(queues)
         self._held = {tenant for tenant in self._held if any(tenant in queue.tenants() for queue in queues)}
         wanting = [*self._held] if following is None else [following, *self._held]
         lowest = min(map(self._counter, wanting or self._chosen), default=self._floor)
         self._floor = max(self._floor, lowest)
         num_tenants = sum(len(queue.tenants()) for queue in queues)
-        if max(len(self.counters), len(self._order)) > 2 * num_tenants + 64:
+        if max(len(self.counters), len(self._heap)) > 2 * num_tenants + 64:
             tenants = {tenant for queue in queues for tenant in queue.tenants()}
             # A tenant at or below the floor starts from the floor whether it is remembered or not.
             self.counters = {
                 tenant: count for tenant, count in self.counters.items() if count > self._floor or tenant in tenants
             }
             self._entries = {tenant: entry for tenant, entry in self._entries.items() if tenant in tenants}
-            self._order = sorted(self._entries.values())
+            self._heap = sorted(self._entries.values())
 
 
 def _first_of(tenant: str, queues: SequenceOf[GroupQueue]) -> SequenceGroup:
     """The first of the tenant's groups that are not held."""
-    return min((queue.first_of(tenant) for queue in queues if tenant in queue.tenants_with_next()), key=_rank)
+    return min((queue.first_of(tenant) for queue in queues if tenant in queue.tenants_with_next()), key=_order)
 
 
-def _rank(group: SequenceGroup) -> int:
-    return group.rank
+def _order(group: SequenceGroup) -> int:
+    return group.order
 
 
 def make_policy(kind: PolicyKind) -> Policy:

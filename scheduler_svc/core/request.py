@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple, NewType
 
-from scheduler_svc.core.beam import BeamParameters, num_candidates
+from scheduler_svc.core.beam_search import BeamParameters, num_candidates
 
 MAX_PRIORITY = 100
 """Priorities are from the negative of this to this; higher goes first."""

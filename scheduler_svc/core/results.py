@@ -5,19 +5,16 @@ A result is checked as a whole before anything of it is taken in: nonsense chang
 
 import math
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.beam import Candidates, NoCandidatesError
-from scheduler_svc.core.beam_group import advance
-from scheduler_svc.core.events import EventLog
-from scheduler_svc.core.logprobs import SampleLogprobs
+from scheduler_svc.core.batch import Batch, RowTable
+from scheduler_svc.core.beam_search import Candidates, NoCandidatesError
+from scheduler_svc.core.events import EventLog, hold_back
+from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import RequestKey
-from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.state import SchedulerState
-from scheduler_svc.core.step_plan import StepInFlight, StepResult
+from scheduler_svc.core.step import Array, SampleLogprobs, StepInFlight, StepResult
 
 _MAX_TOKEN_ID = 2**31 - 1
 """Token ids travel, and are hashed, as int32."""
@@ -84,7 +81,7 @@ def _check_candidates(row: int, step_id: int, candidates: Candidates | None) -> 
         raise ValueError(f"the candidates of row {row} in the result of step {step_id} are not in order of likelihood")
 
 
-def _check_logprobs(step: StepInFlight, current: np.ndarray, logprobs: SampleLogprobs, table: RowTable) -> None:
+def _check_logprobs(step: StepInFlight, current: Array, logprobs: SampleLogprobs, table: RowTable) -> None:
     logprobs.check(len(step.rows))
     columns, rows = logprobs.columns, step.rows[logprobs.samples]
     is_current = current[logprobs.samples]
@@ -103,8 +100,9 @@ def _check_logprobs(step: StepInFlight, current: np.ndarray, logprobs: SampleLog
 class Results:
     """Takes in one step's result; `events` collects what it means for clients."""
 
-    def __init__(self, state: SchedulerState, now: float) -> None:
-        self._state = state
+    def __init__(self, batch: Batch, running: GroupQueue, now: float) -> None:
+        self._batch = batch
+        self._running = running
         self._now = now
         self.events = EventLog()
         self.ended: list[SequenceGroup] = []
@@ -113,7 +111,7 @@ class Results:
     def take(self, step: StepInFlight, result: StepResult) -> None:
         """Takes in the result of `step`, which passed `check_result`. What it says of rows that were released since is
         dropped."""
-        table = self._state.batch.rows
+        table = self._batch.rows
         current = table.incarnation[step.rows] == step.incarnations
         self._seal(step, current, result)
         self._seal_chunks(step, result)
@@ -125,9 +123,9 @@ class Results:
         for sample in np.flatnonzero(current & ~plain).tolist():
             self._take_sample(sample, int(step.rows[sample]), result)
 
-    def _append_plain(self, step: StepInFlight, samples: np.ndarray, result: StepResult) -> None:
+    def _append_plain(self, step: StepInFlight, samples: Array, result: StepResult) -> None:
         """Samples that are a token each and nothing else: the events are made of whole arrays."""
-        table = self._state.batch.rows
+        table = self._batch.rows
         rows, token_ids, num_computed = step.rows[samples], result.token_ids[samples], step.num_computed[samples]
         offsets = num_computed - table.num_prompt[rows]
         self.events.tokens(
@@ -141,9 +139,10 @@ class Results:
         )
         # The newest token is not computed yet.
         is_milestone = (offsets == table.num_emitted[rows]) | (num_computed + 1 >= table.max_len[rows])
-        sequences = [table.sequences[row] for row in rows.tolist()]
         due: list[Sequence] = []
-        for sequence, token_id, is_due in zip(sequences, token_ids.tolist(), is_milestone.tolist(), strict=True):
+        for sequence, token_id, is_due in zip(
+            table.sequences_in(rows), token_ids.tolist(), is_milestone.tolist(), strict=True
+        ):
             assert sequence is not None
             sequence.token_ids.append(token_id)
             if is_due or token_id in sequence.request.stop_token_ids:
@@ -152,30 +151,34 @@ class Results:
             self._on_milestones(due)
 
     def _take_sample(self, sample: int, row: int, result: StepResult) -> None:
-        sequence = self._state.batch.rows.sequences[row]
+        sequence = self._batch.rows.sequences[row]
         # Released rows were sorted out before; a group may only end here by a failure of this very step.
         if sequence is None:
             return
-        failure = _failure_of(row, result)
+        detail = result.failures.get(row)
+        reason = "INVALID_SAMPLING" if row in result.refused else "NON_FINITE_LOGITS"
         if sequence.request.beam is not None:
-            # A beam that has no token to go on with is dropped; the search goes on with the others.
-            self._collect(sequence, result.candidates[row] if failure is None else Candidates((), ()), failure)
-        elif failure is not None:
-            self._fail(sequence, failure)
+            # A beam without a candidate is dropped; the search continues with the others.
+            candidates = result.candidates[row] if detail is None else Candidates((), ())
+            self._collect(sequence, candidates, reason, detail)
+        elif detail is not None:
+            self._fail(sequence, reason, detail)
         else:
             sequence.token_ids.append(int(result.token_ids[sample]))
-            self.events.hold_back(sequence, None if result.logprobs is None else result.logprobs.of_sample(sample))
+            logprobs = None if result.logprobs is None else result.logprobs.of_sample(sample)
+            if logprobs is not None:
+                hold_back(sequence, logprobs)
             if sequence.end_reason() or sequence.num_output_tokens <= sequence.num_emitted_tokens + 1:
                 self._on_milestones([sequence])
 
-    def _seal(self, step: StepInFlight, current: np.ndarray, result: StepResult) -> None:
+    def _seal(self, step: StepInFlight, current: Array, result: StepResult) -> None:
         """Blocks that are full now can be shared from now on. A row that samples a token has finite keys and values, so
         nothing that a failing request computed is ever sealed.
 
         The newest token of a beam may be computed again, when the group is swapped before all its candidates are there:
         its block is not final yet.
         """
-        batch = self._state.batch
+        batch = self._batch
         num_full = (step.num_computed - batch.rows.dependent[step.rows]) // batch.blocks.block_size
         for index in np.flatnonzero(current & (num_full > batch.rows.num_sealed[step.rows])).tolist():
             row = int(step.rows[index])
@@ -187,7 +190,7 @@ class Results:
     def _seal_chunks(self, step: StepInFlight, result: StepResult) -> None:
         """The same for chunks of prefills before the last. A row with one that is not finite seals nothing more until
         it samples: whether its context is sound is seen then."""
-        batch, rows = self._state.batch, step.chunk_rows
+        batch, rows = self._batch, step.chunk_rows
         current = batch.rows.incarnation[rows] == step.chunk_incarnations
         if result.non_finite_chunks:
             spoilt = rows[current & np.isin(rows, list(result.non_finite_chunks))]
@@ -201,7 +204,7 @@ class Results:
 
     def _on_milestones(self, sequences: SequenceOf[Sequence]) -> None:
         """Where the newest token of each is its last, or its first of this scheduler."""
-        running, now = self._state.running, self._now
+        running, now = self._running, self._now
         ending: list[Sequence] = []
         groups: dict[RequestKey, SequenceGroup] = {}
         for sequence in sequences:
@@ -215,57 +218,38 @@ class Results:
                 self.events.sequence_end(sequence, reason)
                 ending.append(sequence)
                 groups[key] = group
-        if not ending:
-            return
-        # Together, and each group looked at once: all rows may end in one step.
-        self._state.end(ending)
-        ended = [group for group in groups.values() if len(group.sequences) == 1 or group.finished]
-        running.remove_all(ended)
-        for group in ended:
-            group.timeline.last_token = now
-            self.events.request_end(group)
-        self.ended += ended
+        if ending:
+            # Together, and each group looked at once: all rows may end in one step.
+            self._batch.end(ending)
+            self._end([group for group in groups.values() if len(group.sequences) == 1 or group.finished])
 
-    def _collect(self, sequence: Sequence, candidates: Candidates, failure: "_Failure | None") -> None:
-        """One beam's candidates, none where its row failed; with the last of them the search goes on."""
-        group = self._state.running.get(sequence.request.key)
+    def _collect(self, sequence: Sequence, candidates: Candidates, reason: str, detail: str | None) -> None:
+        """One beam's candidates, none where its row failed for `reason`; with the last of them the search continues."""
+        group = self._running.get(sequence.request.key)
         assert group.beams is not None
         group.beams.candidates[sequence.index] = candidates
         if len(group.beams.candidates) == len(group.beams.beams):
             if group.timeline.first_token is None:
                 group.timeline.first_token = self._now
             try:
-                advance(group.beams, self._state.batch)
+                group.beams.advance(self._batch)
             except NoCandidatesError as error:
-                self._fail(sequence, failure or _Failure(reason="NON_FINITE_LOGITS", detail=str(error)))
+                self._fail(sequence, reason, detail or str(error))
                 return
             if not group.beams.beams:
-                self._end(group)
+                self._batch.end(group.unfinished)
+                self._end([group])
 
-    def _fail(self, sequence: Sequence, failure: "_Failure") -> None:
-        group = self._state.end_group(sequence.request.key)
-        assert group is not None
+    def _fail(self, sequence: Sequence, reason: str, detail: str) -> None:
+        group = self._running.remove(sequence.request.key)
+        self._batch.end(group.unfinished)
         self.ended.append(group)
-        self.events.request_failure(group, failure.reason, failure.detail)
+        self.events.request_failure(group, reason, detail)
 
-    def _end(self, group: SequenceGroup) -> None:
-        group.timeline.last_token = self._now
-        self._state.end_group(group.request.key)
-        self.ended.append(group)
-        self.events.request_end(group)
-
-
-class _Failure(NamedTuple):
-    """Why a row got no token."""
-
-    reason: str
-    detail: str
-
-
-def _failure_of(row: int, result: StepResult) -> _Failure | None:
-    detail = result.failures.get(row)
-    if detail is None:
-        return None
-    if row in result.refused:
-        return _Failure(reason="INVALID_SAMPLING", detail=detail)
-    return _Failure(reason="NON_FINITE_LOGITS", detail=detail)
+    def _end(self, groups: SequenceOf[SequenceGroup]) -> None:
+        """The groups are over; all of their sequences gave back what they held."""
+        self._running.remove_all(groups)
+        for group in groups:
+            group.timeline.last_token = self._now
+            self.events.request_end(group)
+        self.ended += groups

@@ -1,125 +1,89 @@
 """The scheduler: continuous batching over paged blocks (the paper's sections 4.2 to 4.5).
 
-`schedule` plans the next step, `apply` takes in the result of the oldest step in flight. Several steps may be in
-flight: planning counts on tokens that are still to come, and a sequence that turns out to have ended costs one wasted
-row-step. Only rows whose next token the scheduler chooses itself (beam search) wait for their result.
+`submit` queues a request, `schedule` plans the next step, `apply` takes in the result of the oldest step in flight.
+Several steps may be in flight: planning counts on tokens that are still to come, and a sequence that turns out to have
+ended costs one wasted row-step. Only rows whose next token the scheduler chooses itself (beam search) wait for their
+result.
 
-Who enters the batch is in `admission`, who leaves it under pressure in `preemption`, what it computes in `planning`,
-what comes of it in `results`, and what follows when a worker refuses it, or is lost, in `trials`; they work on one
-`state`.
+`policy` says which group is next, `admission` whether there is room for it and how prompts share a step, `batch` keeps
+rows and puts the step together, `kv_cache` keeps blocks, `results` reads what came back, and `fault_isolation` finds
+requests that steps fail for.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from scheduler_svc.core.admission import Admission
+from scheduler_svc.core.admission import Room, TokenShares
 from scheduler_svc.core.batch import Batch
-from scheduler_svc.core.block import BlockHash, BlockId
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import DuplicateKeyError, RefusedError
-from scheduler_svc.core.events import EventLog
+from scheduler_svc.core.events import ClientEvents, EventLog, RequestFailure
+from scheduler_svc.core.fault_isolation import Trials
+from scheduler_svc.core.kv_cache import SwapSpace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
-from scheduler_svc.core.planning import plan_decodes, plan_prefills, plan_shares
-from scheduler_svc.core.policy import Policy
-from scheduler_svc.core.preemption import Preemption
-from scheduler_svc.core.queues import GroupQueue
+from scheduler_svc.core.policy import GroupQueue, make_policy
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.results import Results, check_result
-from scheduler_svc.core.rows import RowTable
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.core.state import SchedulerState
-from scheduler_svc.core.step_plan import ClientEvents, RequestFailure, StepInFlight, StepPlan, StepResult
+from scheduler_svc.core.sequence import Milestone, Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.step import StepInFlight, StepPlan, StepResult
 from scheduler_svc.core.submission import check_queue, check_request
-from scheduler_svc.core.swap import SwapSpace
-from scheduler_svc.core.trials import Trials
-from scheduler_svc.core.underway import BlocksUnderway
+
+_MAX_ADMISSIONS = 128
+"""Groups that one step admits, which bounds the time that planning takes; the next step continues. Only prompts of a
+few tokens, or cached ones, are so many."""
+
+_MAX_BLOCKS_LOOKED_UP = 4096
+"""After so many cached blocks of admitted groups, and blocks that held groups may share, a step looks at no further
+group: each of these blocks may cost a hash."""
+
+_MAX_DISPLACED = 128
+"""Groups that one step displaces, likewise. No other group is admitted before the one that they make room for."""
 
 
 class Scheduler:
-    """All requests of one replica, from arrival to end. `num_steps` counts since the start."""
+    """All requests of one replica, from arrival to end.
+
+    Live groups are in exactly one of three queues: `running` ones have rows and GPU blocks, `swapped` ones host blocks,
+    `waiting` ones neither. Steps and preemptions are counted since the start; `last_step_id` is the newest planned step
+    since the worker was attached, 0 before the first; `num_swap_outs` of the preemptions moved blocks to host memory.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.policy = make_policy(config.policy)
+        self.waiting = GroupQueue(self.policy.new_first)
+        self.swapped = GroupQueue(self.policy.new_first)
+        self.running = GroupQueue()
+        self.in_flight: deque[StepInFlight] = deque()
+        self.pins = Pins(config)
+        self.trials = Trials()
         self.num_steps = 0
-        self._state = SchedulerState(config)
-        self._preemption = Preemption(self._state)
-        self._trials = Trials(self._state)
-        self._admission = Admission(self._state, self._preemption, self._trials)
-        self._last_step_id = 0
+        self.num_preemptions = 0
+        self.num_swap_outs = 0
         self._num_arrivals = 0
+        self._make_pools()
+        # For the step that is being planned.
+        self._num_blocks_looked_up = 0
 
-    @property
-    def max_len(self) -> int:
-        """The most tokens that a sequence can have."""
-        return self.config.max_len
-
-    @property
-    def last_step_id(self) -> int:
-        """The newest planned step since the worker was attached; 0 before the first."""
-        return self._last_step_id
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._preemption.num_preemptions
-
-    @property
-    def num_swap_outs(self) -> int:
-        """How many of the preemptions moved blocks to host memory."""
-        return self._preemption.num_swap_outs
-
-    @property
-    def blocks(self) -> BlockManager:
-        return self._state.batch.blocks
-
-    @property
-    def underway(self) -> BlocksUnderway:
-        return self._state.batch.underway
-
-    @property
-    def rows(self) -> RowTable:
-        return self._state.batch.rows
-
-    @property
-    def swap_space(self) -> SwapSpace:
-        return self._state.swap_space
-
-    @property
-    def policy(self) -> Policy:
-        return self._state.policy
-
-    @property
-    def pins(self) -> Pins:
-        return self._state.pins
-
-    @property
-    def trials(self) -> Trials:
-        return self._trials
-
-    @property
-    def waiting(self) -> GroupQueue:
-        return self._state.waiting
-
-    @property
-    def swapped(self) -> GroupQueue:
-        return self._state.swapped
-
-    @property
-    def running(self) -> GroupQueue:
-        return self._state.running
-
-    @property
-    def in_flight(self) -> deque[StepInFlight]:
-        return self._state.in_flight
+    def _make_pools(self) -> None:
+        """Of a worker that has computed nothing."""
+        config = self.config
+        self.batch = Batch(config)
+        self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
+        self._room = Room(self.batch, self.swap_space, self.running, self.swapped, self.pins)
+        self._shares = TokenShares(self.batch, self.running, self.waiting, config.max_prefill_share)
+        self.last_step_id = 0
 
     def groups(self) -> Iterator[SequenceGroup]:
         """All live requests: those that run, then swapped ones, then those that wait."""
-        return self._state.groups()
+        return itertools.chain(self.running, self.swapped, self.waiting)
 
     def group(self, key: RequestKey) -> SequenceGroup | None:
         """A live request; None where it is not known (any more)."""
-        queue = self._state.queue_of(key)
+        queue = self._queue_of(key)
         return None if queue is None else queue.get(key)
 
     @property
@@ -132,7 +96,7 @@ class Scheduler:
         match sequence.status:
             case SequenceStatus.RUNNING:
                 assert sequence.row is not None
-                return int(self.rows.num_computed[sequence.row])
+                return int(self.batch.rows.num_computed[sequence.row])
             case SequenceStatus.SWAPPED:
                 return sequence.num_swapped_tokens
             case _:
@@ -145,177 +109,393 @@ class Scheduler:
 
         The queue's bounds do not hold for a request that was accepted before.
         """
-        if self._state.queue_of(request.key) is not None:
+        if self._queue_of(request.key) is not None:
             raise DuplicateKeyError(f"handle {request.key.handle} already stands for a live request")
         check_request(request, self.config)
         check_queue(request, self.waiting, self.config)
-        rank = self._state.policy.rank(request, self._num_arrivals)
-        self._num_arrivals += 1
-        group = SequenceGroup.of(request, rank, self.config.block_size, now)
-        self.blocks.num_cached(group.unfinished[0])
-        self._wait(group)
+        group = self._arrive(request, now)
+        self.batch.blocks.num_cached(group.unfinished[0])
+
+    def abort(self, key: RequestKey) -> bool:
+        """Ends a request at once and frees its blocks. Returns whether there was one."""
+        self.trials.ended(key)
+        return self._end_group(key) is not None
 
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
         """Ends one sequence of a request, and the request with its last one. Returns whether the request was live.
 
-        Where sequences are selected at the end, none is anybody's before, and nothing happens.
+        Where sequences are selected at the end, a reader knows none of them before, and nothing happens.
         """
-        queue = self._state.queue_of(key)
-        if queue is None:
+        group = self.group(key)
+        if group is None:
             return False
-        group = queue.get(key)
         ending = [sequence for sequence in group.unfinished if sequence.index == index and not group.request.selects]
         if len(ending) == len(group.unfinished):
             return self.abort(key)
-        if any(sequence.row is not None and self.rows.is_prefilling(sequence.row) for sequence in ending):
+        if any(sequence.row is not None and self.batch.rows.is_prefilling(sequence.row) for sequence in ending):
             # The others may count on blocks that it has yet to compute: their start, or all of a prompt.
-            self._state.requeue(group)
-        self._state.end(ending)
+            self._requeue(group)
+        self._end(ending)
         return True
-
-    def abort(self, key: RequestKey) -> bool:
-        """Ends a request at once and frees its blocks. Returns whether there was one."""
-        self._trials.ended(key)
-        return self._state.end_group(key) is not None
 
     def preempt(self, key: RequestKey, now: float) -> bool:
         """Takes a running request out of the batch; it comes back by itself. Returns whether it ran."""
         if key not in self.running:
             return False
-        self._preemption.preempt(self.running.get(key), now)
+        self._preempt(self.running.get(key), now)
         return True
+
+    def _arrive(self, request: Request, now: float) -> SequenceGroup:
+        order = self.policy.order(request, self._num_arrivals)
+        self._num_arrivals += 1
+        group = SequenceGroup.of(request, order, self.config.block_size, now)
+        self._enqueue(group)
+        return group
+
+    def _enqueue(self, group: SequenceGroup) -> None:
+        self.policy.arriving(group.request.tenant, self.waiting, self.swapped)
+        self.waiting.add(group)
+
+    def _queue_of(self, key: RequestKey) -> GroupQueue | None:
+        for queue in (self.running, self.waiting, self.swapped):
+            if key in queue:
+                return queue
+        return None
+
+    def _is_live(self, key: RequestKey) -> bool:
+        return self._queue_of(key) is not None
+
+    def _end(self, sequences: Iterable[Sequence]) -> None:
+        """The sequences are over: they give back whatever they hold."""
+        others: list[Sequence] = []
+        for sequence in sequences:
+            if sequence.status is SequenceStatus.SWAPPED:
+                self.swap_space.free(sequence)
+                sequence.status = SequenceStatus.FINISHED
+            else:
+                others.append(sequence)
+        self.batch.end(others)
+
+    def _end_group(self, key: RequestKey) -> SequenceGroup | None:
+        """Ends all sequences of a live request and forgets it; None where there is none."""
+        queue = self._queue_of(key)
+        if queue is None:
+            return None
+        group = queue.remove(key)
+        self._end(group.unfinished)
+        return group
 
     # Pins
 
     def pin(self, tenant: str, token_ids: list[int], now: float, time_to_live: float) -> Pin:
         """Keeps the whole blocks of a prefix from being evicted until the time (seconds) is over.
 
-        The pin holds its blocks at once where all are cached. Otherwise a request of PIN_CLIENT computes them, whose
-        end or failure is told by the events of that client. Pinning a prefix again starts its time anew. Raises a
+        The pin holds its blocks at once where all are cached. Otherwise a request of PIN_CLIENT computes them; the
+        events of that client report its end or failure. Pinning a prefix again starts its time anew. Raises a
         RefusedError and changes nothing.
         """
-        pins = self._state.pins
-        known = len(pins)
-        pin = pins.add(tenant, token_ids, now + time_to_live)
-        if len(pins) > known and not pins.hold(pin, self.blocks.pool):
+        known = len(self.pins)
+        pin = self.pins.add(tenant, token_ids, now + time_to_live)
+        if len(self.pins) > known and not self.pins.hold(pin, self.batch.blocks.pool):
             try:
                 self.submit(pin.request(), now)
             except RefusedError:
-                pins.remove(pin, self.blocks.pool)
+                self.pins.remove(pin, self.batch.blocks.pool)
                 raise
         return pin
 
     def unpin(self, tenant: str, pin_id: str) -> bool:
-        """Lets go of a pin. Returns whether the tenant had it."""
-        pin = self._state.pins.of_tenant(tenant, pin_id)
+        """Removes a pin. Returns whether the tenant had it."""
+        pin = self.pins.of_tenant(tenant, pin_id)
         if pin is None:
             return False
-        self._remove(pin)
+        self._unpin(pin)
         return True
 
     def expire_pins(self, now: float) -> None:
-        """Lets go of the pins whose time is over."""
-        for pin in self._state.pins.expired(now):
-            self._remove(pin)
+        """Removes the pins whose time is over."""
+        for pin in self.pins.expired(now):
+            self._unpin(pin)
 
-    def _remove(self, pin: Pin) -> None:
-        self._state.pins.remove(pin, self.blocks.pool)
+    def _unpin(self, pin: Pin) -> None:
+        self.pins.remove(pin, self.batch.blocks.pool)
         self.abort(pin.key)
 
-    # Steps
+    def _complete_pin(self, group: SequenceGroup) -> None:
+        """The group is over. Where it computed a pin, its blocks are still cached, if it did not fail."""
+        pin = self.pins.of_key(group.request.key)
+        if pin is not None and not self.pins.hold(pin, self.batch.blocks.pool):
+            self.pins.remove(pin, self.batch.blocks.pool)
+
+    # Planning a step
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plans the next step, or returns None when there is nothing to compute until a result or a request comes."""
+        """Plans the next step, or returns None when there is nothing to compute until a result or a request comes.
+
+        Every row computes tokens until it has caught up with those that it has: decodes first, one token each, then
+        chunks of what rows came with, up to the token budget. Groups enter in the order of the policy, swapped ones
+        before the decodes and waiting ones after the chunks. None enters in a step that preempts for want of blocks.
+        """
+        batch = self.batch
+        batch.blocks.reclaim()
         self.expire_pins(now)
-        if self._trials.are_on:
+        if self.trials.are_on:
             if self.in_flight:
                 # One step at a time, so that a suspect whose step is lost is lost at the same one again.
                 return None
-            self._trials.settle(now)
-        batch = self._state.batch
-        self.blocks.reclaim()
-        self._state.num_uncached.clear()
-        self._admission.begin_step()
-        self._admission.displace(now)
-        preempted = self._preemption.make_room_for_decodes(now)
-        if not preempted:
-            self._admission.swap_in(now)
-        plan_decodes(batch)
-        plan_prefills(self._state)
-        if not preempted:
-            self._admission.admit(now)
-        plan_shares(self._state)
+            self._requeue_passed(now)
+        self._num_blocks_looked_up = 0
+        self._displace(now)
+        has_preempted = self._preempt_for_decodes(now)
+        if not has_preempted:
+            self._swap_in(now)
+        batch.add_decodes()
+        self._shares.add_prefills()
+        if not has_preempted:
+            self._admit(now)
+        self._shares.add_set_aside()
         if not batch.draft.is_empty:
-            return self._commit(batch)
+            return self._commit()
         if not self.in_flight:
-            # Nobody waits, and no further call may come for long.
-            while self.blocks.reclaim():
+            # No call is delayed by it, and none may come for long.
+            while batch.blocks.reclaim():
                 pass
         return None
 
+    def _displace(self, now: float) -> None:
+        """Preempts groups for the next one, where the policy lets it displace others; none where that is futile."""
+        if self.trials.are_on or not len(self.running) or (group := self._next()) is None:
+            return
+        lowest = self.policy.displaces_from(group)
+        if lowest is None or self.running.last().order < lowest:
+            return
+        to_grow = self._room.to_grow()
+        if not self._room.fits(group, to_grow):
+            for victim in self._room.victims(group, lowest, to_grow)[:_MAX_DISPLACED]:
+                self._preempt(victim, now)
+
+    def _preempt_for_decodes(self, now: float) -> bool:
+        """Preempts until every decoding row can have the slot of its next token. Returns whether it preempted."""
+        blocks = self.batch.blocks
+        victims = self.policy.victims(self.running)
+        has_preempted = False
+        while self.batch.blocks_for_decodes() > blocks.pool.num_free:
+            # A group that is alone fits without the pins, as was checked when it came.
+            if blocks.reclaim() or (len(self.running) == 1 and self.pins.give_way(blocks.pool)):
+                continue
+            self._preempt(next(victims), now)
+            has_preempted = True
+        return has_preempted
+
+    def _swap_in(self, now: float) -> None:
+        """Brings swapped groups back until one that waits is next. They compute with the decodes of this step."""
+        while self.swapped.has_next:
+            group = self._next()
+            if group is None or group.request.key not in self.swapped:
+                return
+            if not self._room.fits(group, self._room.to_grow()):
+                return
+            self.running.add(self.swapped.remove(group.request.key))
+            group.timeline.run(now)
+            self._return(group)
+
+    def _admit(self, now: float) -> None:
+        """Admits groups that wait, as far as rows, blocks and the token budget go, until a swapped one is next: that
+        comes back before the next step."""
+        to_grow: int | None = None
+        for _ in range(_MAX_ADMISSIONS):
+            if self.batch.draft.budget <= 0:
+                return
+            group = self._next()
+            if group is None or group.request.key not in self.waiting:
+                return
+            if to_grow is None:
+                to_grow = self._room.to_grow()
+            if not self._room.fits(group, to_grow):
+                return
+            growth = self._room.growth_of(group)
+            self.running.add(self.waiting.remove(group.request.key))
+            group.timeline.run(now)
+            self._start(group)
+            # What one sequence adds is known; several may share.
+            to_grow = to_grow + growth if len(group.unfinished) == 1 else None
+
+    def _next(self) -> SequenceGroup | None:
+        """The group that enters the batch next; None where none may. One that does not fit holds up all behind it, so
+        that none starves under a stream of smaller ones."""
+        for key in self.batch.underway.take_released():
+            self.waiting.release(key)
+        if self.trials.are_on:
+            if self.swapped.has_next:
+                return self.swapped.first()
+            return None if self.in_flight else self.trials.next_of(self.waiting, self.running)
+        while self.waiting.has_next or self.swapped.has_next:
+            if self._num_blocks_looked_up >= _MAX_BLOCKS_LOOKED_UP:
+                return None
+            group = self.policy.next_of(self.waiting, self.swapped)
+            if group.request.key in self.swapped or not self._hold(group):
+                return group
+        return None
+
+    def _hold(self, group: SequenceGroup) -> bool:
+        """Holds a group that waits where rows are computing enough of its next blocks. Returns whether it did. Groups
+        behind it pass meanwhile. It never waits for a group that it goes before."""
+        batch = self.batch
+        if not batch.underway.has_any:
+            return False
+        batch.name_underway()
+        num_cached, hashes = batch.blocks.next_hashes(group.computing[0], batch.underway.window)
+        last = batch.underway.last_of(hashes)
+        if last is None or batch.rows.order[batch.underway.row_of(last)] > group.order:
+            return False
+        self._num_blocks_looked_up += num_cached + len(hashes)
+        batch.underway.hold(group.request.key, last)
+        self.waiting.hold(group.request.key)
+        return True
+
+    def _return(self, group: SequenceGroup) -> None:
+        """Gives a swapped group GPU blocks and rows."""
+        batch, computing = self.batch, group.computing
+        swapped_in = self.swap_space.swap_in(computing)
+        batch.draft.swap_in += swapped_in.pairs
+        for sequence, num_computed, num_sealed in zip(
+            computing, swapped_in.num_computed, swapped_in.num_sealed, strict=True
+        ):
+            row = batch.enter(sequence, group.order, num_computed, num_sealed)
+            batch.rows.shares_tail[row] = len(computing) > 1
+            # A sequence that has only its newest token to compute, and forks none, continues as a decode.
+            is_decode = sequence.num_output_tokens > 0 and num_computed == sequence.num_tokens - 1
+            batch.rows.prefills[row] = not is_decode
+        self._park_others(group)
+
+    def _start(self, group: SequenceGroup) -> None:
+        """Gives a group that waited blocks and rows, and adds its first chunks to the step."""
+        batch, computing = self.batch, group.computing
+        rows: list[int] = []
+        for sequence, num_cached in zip(computing, batch.blocks.allocate(computing), strict=True):
+            if group.cached_tokens is None:
+                # Output that an earlier scheduler produced may be cached, too.
+                group.cached_tokens = min(num_cached, len(group.request.prompt))
+            num_sealed = num_cached // self.config.block_size
+            self._num_blocks_looked_up += num_sealed
+            rows.append(batch.enter(sequence, group.order, num_cached, num_sealed))
+        self._park_others(group)
+        for row in rows:
+            if batch.draft.budget:
+                self._shares.add_chunk(row)
+
+    def _park_others(self, group: SequenceGroup) -> None:
+        """Sequences that fork from the first keep a row until then."""
+        for sequence in group.unfinished:
+            if sequence.row is None:
+                self.batch.rows.occupy(sequence, group.order)
+
+    def _commit(self) -> StepPlan:
+        """Finishes the step that was put together. It is in flight from now on."""
+        self.last_step_id += 1
+        self.num_steps += 1
+        rows = self.batch.rows
+        prefills = rows.prefills.copy()
+        plan = self.batch.commit(self.last_step_id)
+        self.policy.charge(plan, prefills[plan.rows].tolist(), self.batch.sequence)
+        sampling, chunks = plan.samples[:, 0], plan.rows[rows.prefills[plan.rows]]
+        step = StepInFlight(
+            plan.step_id,
+            sampling,
+            rows.incarnation[sampling],
+            rows.num_computed[sampling],
+            chunks,
+            rows.incarnation[chunks],
+            rows.num_computed[chunks],
+        )
+        self.in_flight.append(step)
+        return plan
+
+    # Preemption (the paper's section 4.5)
+
+    def _preempt(self, group: SequenceGroup, now: float) -> None:
+        """Takes a running group out of the batch, all or nothing, by swap or by recompute."""
+        mode = self.config.preemption_mode
+        swaps = mode is PreemptionMode.SWAP or (mode is PreemptionMode.AUTO and len(group.unfinished) > 1)
+        if swaps and self._swap_out(group):
+            self.num_swap_outs += 1
+            group.timeline.note(Milestone.SWAPPED_OUT, now)
+        else:
+            self._requeue(group)
+            group.timeline.note(Milestone.RECOMPUTED, now)
+        group.preemptions += 1
+        self.num_preemptions += 1
+
+    def _requeue(self, group: SequenceGroup) -> None:
+        """Recompute: a running group waits again; prompt and output so far are its prompt."""
+        self.running.remove(group.request.key)
+        self.batch.release(group.unfinished)
+        group.restart()
+        self.waiting.add(group)
+
+    def _swap_out(self, group: SequenceGroup) -> bool:
+        """Moves a running group's blocks to host memory. Returns whether it could.
+
+        The newest token is computed again, to sample after it: what steps in flight sample for a row that was released
+        is dropped. Sequences that are prefilled together read blocks that one of them has yet to compute: those do not
+        move.
+        """
+        computing, num_computed = group.computing, self.batch.rows.num_computed
+        for sequence in computing:
+            assert sequence.row is not None
+            sequence.num_swapped_tokens = min(int(num_computed[sequence.row]), sequence.num_tokens - 1)
+        are_computed = all(sequence.num_swapped_tokens == sequence.num_tokens - 1 for sequence in computing)
+        if not (are_computed or len(computing) == 1) or computing[0].num_swapped_tokens <= 0:
+            return False
+        if not self.swap_space.can_swap_out(computing):
+            return False
+        self.running.remove(group.request.key)
+        self.batch.release_rows(group.unfinished)
+        self.batch.blocks.free(*(sequence for sequence in group.unfinished if sequence not in computing))
+        self.batch.draft.swap_out(self.swap_space.swap_out(computing))
+        group.restart()
+        for sequence in computing:
+            sequence.status = SequenceStatus.SWAPPED
+        self.swapped.add(group)
+        return True
+
+    def _requeue_passed(self, now: float) -> None:
+        for group in self.trials.take_passed(self.running, self._is_live):
+            group.timeline.note(Milestone.RECOMPUTED, now)
+            self._requeue(group)
+
+    # Taking in a result
+
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
-        """Takes in the result of the oldest step in flight and returns what happened, by client.
+        """Takes in the result of the oldest step in flight. Returns what happened, by client.
 
         Raises ValueError and changes nothing where the result is not that step's, or makes no sense. The worker is to
         be given up then: see `lose_in_flight`.
         """
-        step = self._oldest_in_flight(result.step_id)
-        check_result(step, result, self.rows)
+        if not self.in_flight or self.in_flight[0].step_id != result.step_id:
+            expected = self.in_flight[0].step_id if self.in_flight else "none"
+            raise ValueError(f"result of step {result.step_id} came, the oldest step in flight is {expected}")
+        step = self.in_flight[0]
+        check_result(step, result, self.batch.rows)
         self.in_flight.popleft()
-        self._trials.answered(step)
-        results = Results(self._state, now)
+        sequences = self.batch.rows.sequences_in(step.rows) if self.trials.are_on else []
+        self.trials.answered(each.request.key for each in sequences if each is not None)
+        results = Results(self.batch, self.running, now)
         results.take(step, result)
         for group in results.ended:
-            self._trials.ended(group.request.key)
+            self.trials.ended(group.request.key)
             if group.request.key.client == PIN_CLIENT:
-                self._settle_pin(group)
+                self._complete_pin(group)
         return results.events.by_client
-
-    def _commit(self, batch: Batch) -> StepPlan:
-        self._last_step_id += 1
-        self.num_steps += 1
-        prefills = batch.rows.prefills.copy()
-        plan = batch.commit(self._last_step_id)
-        self._state.policy.planned(plan, prefills[plan.rows].tolist(), batch.sequence)
-        rows, sampling = batch.rows, plan.samples[:, 0]
-        chunks = plan.rows[rows.prefills[plan.rows]]
-        self.in_flight.append(
-            StepInFlight(
-                plan.step_id,
-                sampling,
-                rows.incarnation[sampling],
-                rows.num_computed[sampling],
-                chunks,
-                rows.incarnation[chunks],
-                rows.num_computed[chunks],
-            )
-        )
-        return plan
-
-    def _oldest_in_flight(self, step_id: int) -> StepInFlight:
-        if not self.in_flight or self.in_flight[0].step_id != step_id:
-            expected = self.in_flight[0].step_id if self.in_flight else "none"
-            raise ValueError(f"result of step {step_id} came, the oldest step in flight is {expected}")
-        return self.in_flight[0]
-
-    def _settle_pin(self, group: SequenceGroup) -> None:
-        """Where the group computed a pin, its blocks were freed this very moment and are all there."""
-        pin = self._state.pins.of_key(group.request.key)
-        if pin is not None and not self._state.pins.hold(pin, self.blocks.pool):
-            self._state.pins.remove(pin, self.blocks.pool)
-
-    def _wait(self, group: SequenceGroup) -> None:
-        self._state.policy.arriving(group.request.tenant, self.waiting, self.swapped)
-        self.waiting.add(group)
 
     # Losing the worker
 
     def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
-        """The worker refused the oldest step in flight, and said why. `void_in_flight` is to follow.
+        """The worker refused the oldest step in flight, for the reason `detail`. `void_in_flight` is to follow.
 
-        Returns the failure of the request at fault, once it is known which one that is (see `trials`).
+        Returns the failure of the request at fault, once it is known which one that is (see `fault_isolation`).
         """
-        group = self._trials.refused()
+        group = self.trials.refused(self.running)
         if group is None:
             return {}
         return self._fail(group, f"the worker refused a step of this request alone: {detail}", reason="STEP_REFUSED")
@@ -323,31 +503,31 @@ class Scheduler:
     def lose_in_flight(self, detail: str | None = None) -> None:
         """The worker was lost and did not say why, or was given up, for the reason `detail`. `void_in_flight` is to
         follow, and `judge_loss` once a worker is attached again."""
-        self._trials.lost(detail)
+        if self.in_flight:
+            self.trials.lost(self.running, self.batch.rows, detail)
 
     def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
         """A worker was attached. To be called before anything runs; `was_alive` where it is the one that was lost, and
         neither hung nor answered nonsense.
 
-        Returns the failure of the request that it is lost for, once it is known which one that is (see `trials`).
+        Returns the failure of the request that it is lost for, once it is known which one that is.
         """
-        fault = self._trials.attached(was_alive=was_alive)
-        if fault is None:
+        fault = self.trials.attached(self._is_live, was_alive=was_alive)
+        group = None if fault is None else self.group(fault.key)
+        if fault is None or group is None:
             return {}
-        losses = fault.losses
         message = (
-            f"the worker was lost {losses.num} times in a row while this request ran, "
-            f"the last {losses.num_alone} times at one step of it alone"
+            f"the worker was lost {fault.losses.num} times in a row while this request ran, "
+            f"the last {fault.losses.num_alone} times at one step of it alone"
         )
         if fault.detail is not None:
             message += f": {fault.detail}"
-        return self._fail(fault.group, message, reason="WORKER_LOST")
+        return self._fail(group, message, reason="WORKER_LOST")
 
     def _fail(self, group: SequenceGroup, message: str, *, reason: str) -> dict[ClientId, ClientEvents]:
         """Ends a live request that is at fault."""
-        self._state.end_group(group.request.key)
-        self._trials.ended(group.request.key)
-        self._settle_pin(group)
+        self.abort(group.request.key)
+        self._complete_pin(group)
         events = EventLog()
         events.request_failure(group, reason, message)
         return events.by_client
@@ -355,44 +535,47 @@ class Scheduler:
     def void_in_flight(self, now: float) -> None:
         """Forgets all steps in flight, all computed tokens and all blocks, as when a worker was lost.
 
-        Every group waits again, and every pin that held blocks is computed again.
+        Every group waits again in its place, and every pin that held blocks is computed again.
         """
-        state = self._state
-        state.forget_worker(now)
-        self._last_step_id = 0
-        for pin in state.pins.lose_blocks():
-            request = pin.request()
-            rank = state.policy.rank(request, self._num_arrivals)
-            self._num_arrivals += 1
-            self._wait(SequenceGroup.of(request, rank, self.config.block_size, now))
+        self.in_flight.clear()
+        self.waiting.release_all()
+        for queue in (self.running, self.swapped):
+            for group in queue.take_all():
+                group.timeline.note(Milestone.WORKER_LOST, now)
+                for sequence in group.unfinished:
+                    sequence.block_table, sequence.row = [], None
+                group.restart()
+                self.waiting.add(group)
+        self._make_pools()
+        for pin in self.pins.lose_blocks():
+            self._arrive(pin.request(), now)
 
-    def adopt_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
-        """Takes over the blocks that a worker found final under an earlier scheduler, or before its stream broke. To be
-        called before anything runs. Blocks that this pool does not have are passed over."""
+    def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        """Puts into the prefix cache the blocks that a worker found final under an earlier scheduler, or before its
+        stream broke. To be called before anything runs. Blocks that this pool does not have are ignored."""
         for block, content in sealed:
             if block < self.config.num_blocks:
-                self.blocks.pool.adopt(block, content)
+                self.batch.blocks.pool.restore(block, content)
 
-    def adopt(self, old: "Scheduler", now: float) -> list[RequestFailure]:
-        """Takes over the requests and pins of a scheduler whose pool is gone; nothing of `old` may be in flight.
-        Returns the requests that do not fit any more; a pin that does not is let go of."""
-        failures = []
-        self.num_steps = old.num_steps
-        self._num_arrivals = old._num_arrivals
-        self._preemption.take_over(old._preemption)
-        self._trials.take_over(old._trials)
+    def take_over(self, old: "Scheduler", now: float) -> list[RequestFailure]:
+        """Takes over the requests and pins of a scheduler whose pool is gone and that has nothing in flight. Returns
+        the requests that do not fit any more; a pin that does not is removed."""
+        failures: list[RequestFailure] = []
+        self.num_steps, self._num_arrivals = old.num_steps, old._num_arrivals
+        self.num_preemptions, self.num_swap_outs = old.num_preemptions, old.num_swap_outs
+        self.trials = old.trials
         for group in old.waiting:
             if group.request.key.client == PIN_CLIENT:
                 continue
             try:
                 check_request(group.request, self.config)
             except RefusedError as error:
-                self._trials.ended(group.request.key)
+                self.trials.ended(group.request.key)
                 message = f"the worker came back smaller: {error}"
                 failures.append(RequestFailure(group.request.key, "POOL_SHRANK", message))
             else:
                 group.move_to_blocks_of(self.config.block_size)
-                self._wait(group)
+                self._enqueue(group)
         for pin in old.pins:
             with suppress(RefusedError):
                 self.pin(pin.tenant, pin.token_ids, now, pin.expires_at - now)

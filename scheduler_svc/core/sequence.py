@@ -4,9 +4,8 @@ import enum
 from dataclasses import dataclass, field
 
 from quire.logprob_columns import LogprobLog
-from scheduler_svc.core.beam import BeamSearch, Candidates, Hypothesis
-from scheduler_svc.core.block import BlockId
-from scheduler_svc.core.prefix_cache import PrefixHashes
+from scheduler_svc.core.beam_search import BeamGroup, BeamSearch
+from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.request import EmittedSequence, Request
 
 
@@ -38,13 +37,13 @@ class Milestone(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One line of text being generated.
+    """One line of text that is being generated.
 
     `token_ids` are prompt and output as far as results came back, without the tokens that steps in flight will sample.
     `row` is its slot in the worker's batch, None unless it runs or waits there to be forked. While it is swapped,
     `block_table` names blocks of the host pool, which hold keys and values of its first `num_swapped_tokens` tokens.
-    Where sequences are selected at the end, log probabilities are summed in `cumulative_logprob` and those to be
-    delivered wait in `held_back`.
+    Where sequences are selected at the end, `cumulative_logprob` sums log probabilities, and `held_back` keeps those to
+    be delivered.
     """
 
     request: Request
@@ -52,7 +51,7 @@ class Sequence:
     token_ids: list[int]
     prefix_hashes: PrefixHashes
     status: SequenceStatus = SequenceStatus.WAITING
-    block_table: list[BlockId] = field(default_factory=list)
+    block_table: list[BlockId] = field(default_factory=list[BlockId])
     num_swapped_tokens: int = 0
     row: int | None = None
     finish_reason: FinishReason | None = None
@@ -84,7 +83,7 @@ class Sequence:
         return self.request.sampling.prompt_logprobs is None or self.num_output_tokens > 0
 
     def become_fork_of(self, parent: "Sequence") -> None:
-        """Takes over all that the parent has but its blocks and its row."""
+        """Copies all that the parent has except its blocks and its row."""
         self.token_ids = list(parent.token_ids)
         self.prefix_hashes = parent.prefix_hashes.copy()
         self.held_back = parent.held_back.copy()
@@ -107,7 +106,7 @@ class Timeline:
     started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
-    milestones: list[tuple[Milestone, float]] = field(default_factory=list)
+    milestones: list[tuple[Milestone, float]] = field(default_factory=list[tuple[Milestone, float]])
 
     def run(self, now: float) -> None:
         """The request is in the batch from now on."""
@@ -121,38 +120,15 @@ class Timeline:
 
 
 @dataclass(slots=True, eq=False)
-class BeamGroup:
-    """The search of a group, and which sequence is which of its live beams, best first; none when it is over.
-
-    `candidates` are those that came since the last step of the search, by the sequence's index. The search goes on once
-    all beams have theirs, which is within one step but after a preemption. `logprobs` has those of finished
-    hypotheses, where the request asks for them.
-    """
-
-    search: BeamSearch
-    beams: list[Sequence]
-    candidates: dict[int, Candidates] = field(default_factory=dict)
-    logprobs: dict[Hypothesis, LogprobLog] = field(default_factory=dict)
-    num_generated: int = 0
-    """Tokens that all beams were given, dropped ones too."""
-
-    @classmethod
-    def of(cls, request: Request, sequences: list[Sequence]) -> "BeamGroup | None":
-        if request.beam is None:
-            return None
-        return cls(BeamSearch(request.beam, request.max_tokens, request.stop_token_ids), list(sequences))
-
-
-@dataclass(slots=True, eq=False)
 class SequenceGroup:
     """All sequences of one request. It is scheduled, preempted, swapped and resumed as one (the paper's section 4.5).
 
-    `rank` is its place in queues. `cached_tokens` are the prompt tokens that the prefix cache had when the group first
-    ran, None before. `beams` is there where the sequences are the beams of a search.
+    `order` is its place in queues: unique, the lowest goes first. `cached_tokens` are the prompt tokens that the prefix
+    cache had when the group first ran, None before. `beams` is there where the sequences are the beams of a search.
     """
 
     request: Request
-    rank: int
+    order: int
     sequences: list[Sequence]
     timeline: Timeline
     beams: BeamGroup | None = None
@@ -160,7 +136,7 @@ class SequenceGroup:
     cached_tokens: int | None = None
 
     @classmethod
-    def of(cls, request: Request, rank: int, block_size: int, now: float) -> "SequenceGroup":
+    def of(cls, request: Request, order: int, block_size: int, now: float) -> "SequenceGroup":
         """A group that arrives at `now`, in seconds, with the tokens that it has already."""
         emitted = request.emitted or [EmittedSequence(())] * request.num_sequences
         sequences = [
@@ -173,7 +149,11 @@ class SequenceGroup:
             )
             for index, each in enumerate(emitted)
         ]
-        return cls(request, rank, sequences, Timeline(now), BeamGroup.of(request, sequences))
+        group = cls(request, order, sequences, Timeline(now))
+        if request.beam is not None:
+            search = BeamSearch(request.beam, request.max_tokens, request.stop_token_ids)
+            group.beams = BeamGroup(search, list(sequences))
+        return group
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -203,7 +183,14 @@ class SequenceGroup:
     def finished(self) -> bool:
         return not self.unfinished
 
+    def restart(self) -> None:
+        """The group left the batch, and its sequences wait. Candidates of a search that is interrupted come again."""
+        for sequence in self.unfinished:
+            sequence.status = SequenceStatus.WAITING
+        if self.beams is not None:
+            self.beams.candidates.clear()
+
     def move_to_blocks_of(self, block_size: int) -> None:
-        """The group goes on in another pool: a block of another size has other tokens, and so another hash."""
+        """The group continues in another pool: a block of another size has other tokens, and so another hash."""
         for sequence in self.unfinished:
             sequence.prefix_hashes = PrefixHashes(self.request.tenant, block_size)

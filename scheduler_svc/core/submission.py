@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import NeverFitsError, QueueFullError, RefusedError
-from scheduler_svc.core.queues import GroupQueue
+from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import MAX_PRIORITY, Request
 
 

@@ -15,8 +15,8 @@ from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.tracing import open_tracer
+from scheduler_svc.core.events import ClientEvents
 from scheduler_svc.core.request import ClientId, RequestKey
-from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.connections import Connections
 from scheduler_svc.service.metrics import RequestCollector, SchedulerMetrics, StateCollector
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs

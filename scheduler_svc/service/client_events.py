@@ -6,8 +6,8 @@ from itertools import groupby
 
 import numpy as np
 
+from scheduler_svc.core.events import ClientEvents, RequestFailure
 from scheduler_svc.core.request import Handle, RequestKey
-from scheduler_svc.core.step_plan import ClientEvents, RequestFailure
 
 
 def by_request(events: ClientEvents) -> dict[Handle, ClientEvents]:

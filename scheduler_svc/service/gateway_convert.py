@@ -10,11 +10,11 @@ from quire.common.v1 import common_pb2
 from quire.logprob_columns import LogprobLog
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.core.beam import BeamParameters, EarlyStopping
+from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
+from scheduler_svc.core.events import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 from scheduler_svc.service.replica import ReplicaInfo
@@ -122,7 +122,7 @@ def welcome_message(
         welcome=scheduler_pb2.Welcome(
             scheduler_epoch=epoch,
             vocab_size=info.vocab_size,
-            max_model_len=scheduler.max_len,
+            max_model_len=scheduler.config.max_len,
             block_size=info.block_size,
             num_gpu_blocks=info.num_gpu_blocks,
             num_host_blocks=info.num_host_blocks,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from quire.logprob_columns import LogprobLog
+from scheduler_svc.core.events import ClientEvents, RequestEnd, RequestFailure, SequenceEnd
 from scheduler_svc.core.request import Request, RequestKey
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, RequestFailure, SequenceEnd
 from scheduler_svc.service.client_events import under
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 

@@ -6,9 +6,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from scheduler_svc.core.events import ClientEvents, RequestFailure
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import ClientEvents, RequestFailure, StepPlan
+from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.requests import Requests
 
 _FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
@@ -69,7 +70,7 @@ class StateCollector(Collector):
         scheduler = self._scheduler_of()
         if scheduler is None:
             return
-        pool = scheduler.blocks.pool
+        pool = scheduler.batch.blocks.pool
         requests = GaugeMetricFamily("quire_scheduler_live_requests", "Live requests.", labels=["queue"])
         requests.add_metric(["waiting"], len(scheduler.waiting))
         requests.add_metric(["running"], len(scheduler.running))

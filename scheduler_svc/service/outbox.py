@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.rpc.errors import QuireError
+from scheduler_svc.core.events import ClientEvents, Usage
 from scheduler_svc.core.request import Handle
-from scheduler_svc.core.step_plan import ClientEvents, Usage
 from scheduler_svc.service.client_events import by_request
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from quire.logprob_columns import LogprobColumns
+from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.request import ClientId, Handle, Request
-from scheduler_svc.core.rows import RowTable
-from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.core.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 from quire.rpc.errors import QuireError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
+from scheduler_svc.core.events import ClientEvents, RequestFailure
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.sequence import Milestone, SequenceGroup
-from scheduler_svc.core.step_plan import ClientEvents, RequestFailure
 
 _NAME = "schedule"
 _EVENTS: Mapping[Milestone, tuple[str, dict[str, AttributeValue] | None]] = {

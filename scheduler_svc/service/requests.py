@@ -15,8 +15,8 @@ from typing import Protocol
 
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted
 from scheduler_svc.core.errors import QueueFullError
+from scheduler_svc.core.events import ClientEvents, RequestEnd, Usage
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
-from scheduler_svc.core.step_plan import ClientEvents, RequestEnd, Usage
 from scheduler_svc.core.submission import Demand, check_shared_bound
 from scheduler_svc.service.client_events import by_request, select
 from scheduler_svc.service.history import Held, History, SequenceProgress

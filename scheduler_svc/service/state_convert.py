@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.core.block import BlockHash, BlockId
-from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.service.step_loop import StepLoop
@@ -46,7 +45,7 @@ async def state_message(
     message.running_requests = len(scheduler.running)
     message.swapped_requests = len(scheduler.swapped)
     message.waiting_tokens = scheduler.waiting.num_tokens
-    message.gpu_pool.CopyFrom(_pool_message(scheduler.blocks.pool, scheduler.pins.num_pinned))
+    message.gpu_pool.CopyFrom(_pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
     message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
     if include_sequences:
         sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
@@ -60,7 +59,7 @@ async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb
     scheduler = loop.scheduler
     if scheduler is None:
         return message
-    pool = scheduler.blocks.pool
+    pool = scheduler.batch.blocks.pool
     message.gpu_pool.CopyFrom(_pool_message(pool, scheduler.pins.num_pinned))
     message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
     groups = [each for each in scheduler.groups() if request_id is None or each.request.request_id == request_id]
@@ -111,7 +110,7 @@ class _Snapshot:
     @classmethod
     def of(cls, scheduler: Scheduler, sequence: Sequence) -> "_Snapshot":
         is_swapped = sequence.status is SequenceStatus.SWAPPED
-        pool = scheduler.swap_space.pool if is_swapped else scheduler.blocks.pool
+        pool = scheduler.swap_space.pool if is_swapped else scheduler.batch.blocks.pool
         num_computed = scheduler.num_computed_tokens(sequence)
         state = scheduler_pb2.SequenceState(
             request_id=sequence.request.request_id,

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from quire.rpc.tls import TlsIdentity
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
+from scheduler_svc.core.events import ClientEvents, RequestFailure
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceStatus
-from scheduler_svc.core.step_plan import ClientEvents, RequestFailure
 from scheduler_svc.service.gateway_convert import MODEL_CHANGED
 from scheduler_svc.service.history import SequenceProgress
 from scheduler_svc.service.metrics import SchedulerMetrics
@@ -250,7 +250,7 @@ class StepLoop:
                     self._forget_outputs()
             if config != self.scheduler.config:
                 self._rebuild(config)
-        self.scheduler.adopt_sealed(link.sealed)
+        self.scheduler.restore_sealed(link.sealed)
         self._judge_loss(self.scheduler, was_alive=info.is_same_worker(self.replica) and not self._was_faulty)
         self._take_info(info)
         self._sent_at.clear()
@@ -265,7 +265,7 @@ class StepLoop:
             info.architecture,
             info.num_gpu_blocks,
             info.block_size,
-            self.scheduler.blocks.pool.num_cached,
+            self.scheduler.batch.blocks.pool.num_cached,
         )
 
     def _take_info(self, info: ReplicaInfo) -> None:
@@ -322,7 +322,7 @@ class StepLoop:
         assert self.scheduler is not None
         _logger.warning("the worker came back with another geometry: %s", config)
         old, self.scheduler = self.scheduler, Scheduler(config)
-        for failure in self.scheduler.adopt(old, time.monotonic()):
+        for failure in self.scheduler.take_over(old, time.monotonic()):
             self._hand_out(0, {failure.key.client: ClientEvents(failed=[failure])}, time.monotonic())
         self._pinning.settle(self.scheduler.pins)
         self._note_idle()
@@ -359,7 +359,7 @@ class StepLoop:
                     break
                 planned = time.monotonic()
                 self._sent_at[plan.step_id] = started
-                self._prompt_logprobs.planned(plan, scheduler.rows)
+                self._prompt_logprobs.planned(plan, scheduler.batch.rows)
                 self._metrics.planned(plan, planned - started)
                 await link.send(plan)
                 self.trace.planned(plan.step_id, plan.num_tokens, started, planned)

@@ -1,10 +1,9 @@
 """What a request has cost that ends before its time."""
 
-from scheduler_svc.core.events import usage_of
+from scheduler_svc.core.events import Usage, usage_of
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.step_plan import Usage
 
 
 def usage_so_far(scheduler: Scheduler | None, key: RequestKey, now: float) -> Usage | None:

@@ -11,11 +11,9 @@ from quire.arrays import decode_float32, decode_int32, decode_logprobs, encode_i
 from quire.compatibility import ModelFingerprint, ProtocolVersions, check_protocol
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.core.beam import Candidates
-from scheduler_svc.core.block import BlockHash, BlockId
-from scheduler_svc.core.logprobs import SampleLogprobs
-from scheduler_svc.core.prefix_cache import HASH_BYTES
-from scheduler_svc.core.step_plan import RowAssignment, StepInFlight, StepPlan, StepResult
+from scheduler_svc.core.beam_search import Candidates
+from scheduler_svc.core.block_pool import HASH_BYTES, BlockHash, BlockId
+from scheduler_svc.core.step import RowAssignment, SampleLogprobs, StepInFlight, StepPlan, StepResult
 from scheduler_svc.service.prompt_logprobs import RowPromptLogprobs
 from scheduler_svc.service.replica import ReplicaInfo
 

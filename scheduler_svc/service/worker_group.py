@@ -8,8 +8,8 @@ from typing import Protocol
 from quire.compatibility import check_model
 from quire.rpc.errors import FailedPrecondition
 from quire.rpc.tls import TlsIdentity
-from scheduler_svc.core.block import BlockHash, BlockId
-from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.worker_convert import RankPlace, StepAnswer, step_message
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError

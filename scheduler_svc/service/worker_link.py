@@ -11,7 +11,7 @@ from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_convert import (
     RankPlace,
     StepAnswer,

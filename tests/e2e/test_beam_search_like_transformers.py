@@ -18,7 +18,7 @@ from quire.client import BeamSearch, FinishReason, GeneratedSequence, Generation
 from quire.client import EarlyStopping as ClientEarlyStopping
 from quire.rpc.address import free_port
 from scheduler_svc.core import sequence as core
-from scheduler_svc.core.beam import BeamParameters, EarlyStopping
+from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -178,7 +178,7 @@ def test_150_searches_equal_transformers_while_groups_are_swapped_at_random(
     scheduler = replica.scheduler
     assert scheduler.num_swap_outs > 200
     assert len(replica.usage) == len(requests)
-    assert scheduler.blocks.pool.num_used == scheduler.swap_space.pool.num_used == 0
+    assert scheduler.batch.blocks.pool.num_used == scheduler.swap_space.pool.num_used == 0
 
 
 def client_options(options: BeamOptions) -> GenerationOptions:

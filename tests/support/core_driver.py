@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 
 from scheduler_svc.core import invariants
-from scheduler_svc.core.beam import BeamParameters, BeamSearch, Candidates
-from scheduler_svc.core.block import BlockHash
+from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
+from scheduler_svc.core.block_pool import BlockHash, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.logprobs import SampleLogprobs
+from scheduler_svc.core.events import ClientEvents, Usage
 from scheduler_svc.core.pins import PIN_CLIENT
-from scheduler_svc.core.prefix_cache import PrefixHashes
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import ClientEvents, StepPlan, StepResult, Usage
+from scheduler_svc.core.step import SampleLogprobs, StepPlan, StepResult
 from tests.support.logprobs import Line, columns_of
 
 CLIENT = ClientId(0)
@@ -311,7 +310,7 @@ class Driver:
         return result
 
     def _failing_rows(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
-        sequences = {row: self.scheduler.rows.sequences[row] for row in plan.rows.tolist()}
+        sequences = {row: self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()}
         return {
             row: (-1 - sequence.request.key.handle, self.failing[sequence.request.key.handle])
             for row, sequence in sequences.items()
@@ -379,12 +378,12 @@ class Driver:
     def _move_to(self, config: SchedulerConfig) -> None:
         old, self.scheduler = self.scheduler, Scheduler(config)
         self.device = FakeDevice(config.block_size)
-        self.failed |= {failure.key.handle for failure in self.scheduler.adopt(old, self.clock)}
+        self.failed |= {failure.key.handle for failure in self.scheduler.take_over(old, self.clock)}
 
     def _is_deadly(self, plan: StepPlan) -> bool:
         batch = zip(plan.rows.tolist(), plan.num_computed_tokens.tolist(), plan.num_new_tokens.tolist(), strict=True)
         for row, num_computed, num_new in batch:
-            sequence = self.scheduler.rows.sequences[row]
+            sequence = self.scheduler.batch.rows.sequences[row]
             if sequence is not None and sequence.request.key.client != PIN_CLIENT:
                 nth = self.deadly.get(sequence.request.key.handle)
                 if nth is not None and num_computed < nth <= num_computed + num_new:
@@ -396,7 +395,7 @@ class Driver:
         return self.crash()
 
     def _is_refused(self, plan: StepPlan) -> bool:
-        sequences = [self.scheduler.rows.sequences[row] for row in plan.rows.tolist()]
+        sequences = [self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()]
         return None in self.results or any(
             sequence.num_tokens >= self.poisoned.get(sequence.request.key.handle, sequence.num_tokens + 1)
             for sequence in sequences

@@ -3,8 +3,8 @@
 import sys
 
 from scheduler_svc.__main__ import main
-from scheduler_svc.core import losses
+from scheduler_svc.core import fault_isolation
 
 if __name__ == "__main__":
-    losses.LOSSES_BEFORE_TRIALS = losses.LOSSES_ON_TRIAL = 1
+    fault_isolation.LOSSES_BEFORE_TRIALS = fault_isolation.LOSSES_ON_TRIAL = 1
     sys.exit(main())

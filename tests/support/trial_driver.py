@@ -28,4 +28,4 @@ def assert_others_finish(driver: Driver, num_requests: int = 6) -> None:
     assert driver.finished == set(range(num_requests)) - driver.failed
     for handle in driver.finished:
         assert driver.outputs[handle] == expected_output(make_request(handle, max_tokens=12))
-    assert driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.batch.blocks.pool.num_used == 0

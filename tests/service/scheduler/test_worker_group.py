@@ -10,7 +10,7 @@ import pytest
 
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_convert import StepAnswer
 from scheduler_svc.service.worker_group import StepLink, attach_workers
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError

@@ -4,11 +4,11 @@ import numpy as np
 
 from bench.drive import Drive, key_of
 from bench.rule_source import VOCAB_SIZE, RuleSource
-from scheduler_svc.core.beam import BeamParameters
+from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepPlan, StepResult
+from scheduler_svc.core.step import StepPlan, StepResult
 
 
 def make_scheduler() -> Scheduler:

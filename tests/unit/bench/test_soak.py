@@ -52,13 +52,13 @@ def test_the_same_seed_runs_the_same_steps() -> None:
 
 def test_a_block_that_nobody_gives_back_is_a_fault() -> None:
     run = make_run(50)
-    run.scheduler.blocks.pool.allocate(2)
+    run.scheduler.batch.blocks.pool.allocate(2)
     assert run.faults() == ["2 blocks are held at the end"]
 
 
 def test_a_leak_fails_the_next_mark() -> None:
     run = make_run(50)
-    run.scheduler.blocks.pool.allocate(2)
+    run.scheduler.batch.blocks.pool.allocate(2)
     with pytest.raises(invariants.InvariantViolationError):
         list(run.marks())
 

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core.beam import BeamParameters, Candidates
-from scheduler_svc.core.logprobs import SampleLogprobs
-from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
+from scheduler_svc.core.beam_search import BeamParameters, Candidates
+from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepResult
+from scheduler_svc.core.step import SampleLogprobs, StepResult
 from tests.support.core_driver import CLIENT, Driver, make_config, make_request
 from tests.support.logprobs import Line, columns_of
 

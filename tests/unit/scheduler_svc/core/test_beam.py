@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from scheduler_svc.core.beam import (
+from scheduler_svc.core.beam_search import (
     BeamParameters,
     BeamSearch,
     Candidates,
@@ -35,7 +35,7 @@ def make_all_candidates(*tables: Mapping[int, float]) -> list[Candidates]:
 
 
 def assert_continues(continuation: Continuation, parent: int, token_id: int, rank: int, probability: float) -> None:
-    assert (continuation.parent, continuation.token_id, continuation.rank) == (parent, token_id, rank)
+    assert (continuation.parent, continuation.token_id, continuation.place) == (parent, token_id, rank)
     assert continuation.cumulative_logprob == pytest.approx(math.log(probability))
 
 
@@ -65,7 +65,7 @@ def test_two_beams_over_three_steps_give_what_a_pencil_gives():
     assert_continues(step.continuations[0], 1, 3, 0, 0.27)
     assert_continues(step.continuations[1], 0, 3, 1, 0.20)
     (short,) = step.finished
-    assert (short.token_ids, short.parent, short.rank, short.ended_by_token) == ((1, STOP), 0, 0, True)
+    assert (short.token_ids, short.parent, short.place, short.ended_by_token) == ((1, STOP), 0, 0, True)
     assert (short.cumulative_logprob, short.score) == pytest.approx((math.log(0.3), math.log(0.3) / 2))
     assert search.best() == [short]
 
@@ -73,7 +73,7 @@ def test_two_beams_over_three_steps_give_what_a_pencil_gives():
     step = search.advance(make_all_candidates({4: 0.5, STOP: 0.5}, {4: 0.9, STOP: 0.1}), [Uncopied([2, 3]), [1, 3]])
     assert not step.continuations
     (long,) = step.finished
-    assert (long.token_ids, long.parent, long.rank, long.ended_by_token) == ((1, 3, 4), 1, 0, False)
+    assert (long.token_ids, long.parent, long.place, long.ended_by_token) == ((1, 3, 4), 1, 0, False)
     assert long.score == pytest.approx(math.log(0.18) / 3)
     assert search.best() == [long, short]
     assert search.scores == []
@@ -142,7 +142,7 @@ def test_ties_go_to_the_lower_beam_and_then_to_the_earlier_candidate():
 def test_where_one_token_is_allowed_copies_keep_the_number_of_beams():
     search = make_search(width=3, max_tokens=2)
     step = search.advance(make_all_candidates(*[{5: 0.5, 1: BANNED, STOP: BANNED}] * 3), [[]] * 3)
-    assert [(each.parent, each.token_id, each.rank) for each in step.continuations] == [(0, 5, 0)] * 3
+    assert [(each.parent, each.token_id, each.place) for each in step.continuations] == [(0, 5, 0)] * 3
     assert search.scores == pytest.approx([math.log(0.5), -1e9, -1e9])
     search.advance(make_all_candidates(*[{6: 0.5, 5: 0.25, 1: BANNED}] * 3), [[5]] * 3)
     assert texts(search) == [(5, 6), (5, 5), (5, 5)]

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.beam import BeamParameters, Candidates, EarlyStopping
+from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import RefusedError
 from scheduler_svc.core.request import EmittedSequence, Request
-from scheduler_svc.core.step_plan import StepResult
+from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import CLIENT, Driver, candidates_after, expected_output, make_config, make_request
 
 
@@ -24,7 +24,7 @@ def assert_finishes(driver: Driver, *requests: Request) -> None:
     for request in requests:
         for index in range(request.num_returned):
             assert driver.samples[request.key.handle, index] == expected_output(request, index)
-    assert driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
 def test_beams_wait_for_their_result_and_others_do_not():
@@ -174,7 +174,7 @@ def test_a_beam_whose_row_fails_is_dropped_and_the_others_go_on(lost):
     assert group.beams.search.scores == search.scores
     driver.run_until_idle()
     assert driver.finished == {1}
-    assert driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
@@ -198,5 +198,5 @@ def test_candidates_that_are_all_banned_fail_a_search_as_failed_rows_do():
     driver.plan()
     (failure,) = driver.deliver()[CLIENT].failed
     assert failure.reason == "NON_FINITE_LOGITS"
-    assert failure.message.startswith("no beam of the search has a token")
+    assert failure.message.startswith("every candidate of every beam is banned")
     driver.check()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from scheduler_svc.core.beam import (
+from scheduler_svc.core.beam_search import (
     BeamParameters,
     BeamSearch,
     BeamStep,
@@ -113,10 +113,10 @@ def assert_step(
     for each in step.finished:
         assert each in beams.best()
         assert each.token_ids[:-1] == tuple(outputs[each.parent])
-        assert each.token_ids[-1] == candidates[each.parent].token_ids[each.rank]
+        assert each.token_ids[-1] == candidates[each.parent].token_ids[each.place]
     for each in step.continuations:
-        assert each.token_id == candidates[each.parent].token_ids[each.rank]
-        assert candidates[each.parent].logprobs[each.rank] > -math.inf
+        assert each.token_id == candidates[each.parent].token_ids[each.place]
+        assert candidates[each.parent].logprobs[each.place] > -math.inf
 
 
 def search_by_transformers(model: Model, case: Case) -> list[list[tuple[list[int], float]]]:

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core import admission, block_manager, prefix_cache
-from scheduler_svc.core.block_manager import BlockManager, LeavingTables
+from scheduler_svc.core import block_pool, kv_cache
+from scheduler_svc.core import scheduler as scheduler_module
+from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.kv_cache import BlockManager, VictimTables
 from scheduler_svc.core.policy import FairPolicy
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepResult
+from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import Driver, make_config, make_request
 
 
@@ -47,13 +49,13 @@ def make_full_driver(*priorities: int) -> Driver:
     for handle, priority in enumerate(priorities):
         driver.submit(make_request(handle, prompt_len=33, max_tokens=15, priority=priority))
     driver.run_steps(2)
-    assert driver.scheduler.blocks.pool.num_free == 2
+    assert driver.scheduler.batch.blocks.pool.num_free == 2
     return driver
 
 
 def test_displacing_looks_at_those_who_leave_and_at_nobody_else(counted):
     driver = make_full_driver(*[0] * 20)
-    looks = counted(LeavingTables, "leave")
+    looks = counted(VictimTables, "free")
     driver.submit(make_request(99, prompt_len=80, max_tokens=8, priority=1))
     driver.plan()
     assert driver.scheduler.num_preemptions == len(looks) == 2
@@ -63,7 +65,7 @@ def test_displacing_looks_at_those_who_leave_and_at_nobody_else(counted):
 
 def test_displacing_in_vain_looks_at_nobody(counted):
     driver = make_full_driver(*[0, 100] * 10)
-    looks, growths = counted(LeavingTables, "leave"), counted(admission, "blocks_to_grow")
+    looks, growths = counted(VictimTables, "free"), counted(Batch, "blocks_to_grow")
     driver.submit(make_request(99, prompt_len=640, max_tokens=8, priority=1))
     driver.run_steps(6)
     assert driver.scheduler.num_preemptions == len(looks) == 0
@@ -87,8 +89,8 @@ def test_those_who_share_too_much_to_make_room_are_looked_at_once_until_somebody
     for handle in range(1, 21):
         driver.submit(make_request(handle, prompt=[3] * 33, max_tokens=15))
     driver.run_steps(2)
-    assert driver.scheduler.blocks.pool.num_free == 2
-    looks = counted(LeavingTables, "leave")
+    assert driver.scheduler.batch.blocks.pool.num_free == 2
+    looks = counted(VictimTables, "free")
     # As many blocks as are free or held by one of the twenty alone.
     driver.submit(make_request(99, prompt_len=22 * 16, max_tokens=8, priority=1))
     driver.run_steps(4)
@@ -102,7 +104,7 @@ def test_those_who_share_too_much_to_make_room_are_looked_at_once_until_somebody
 
 
 def test_groups_that_make_room_leave_some_at_a_time_and_nobody_takes_their_place(monkeypatch):
-    monkeypatch.setattr(admission, "_MAX_DISPLACED", 3)
+    monkeypatch.setattr(scheduler_module, "_MAX_DISPLACED", 3)
     driver = make_full_driver(*[0] * 20)
     driver.submit(make_request(98, max_tokens=8))
     driver.submit(make_request(99, prompt_len=24 * 16, max_tokens=8, priority=1))
@@ -117,11 +119,11 @@ def test_groups_that_make_room_leave_some_at_a_time_and_nobody_takes_their_place
 
 
 def test_many_arrivals_are_admitted_some_a_step_with_one_look_at_those_who_run(counted, monkeypatch):
-    monkeypatch.setattr(admission, "_MAX_ADMISSIONS", 10)
+    monkeypatch.setattr(scheduler_module, "_MAX_ADMISSIONS", 10)
     driver = Driver(make_config(num_blocks=200, max_num_seqs=40, max_num_batched_tokens=400))
     for handle in range(25):
         driver.submit(make_request(handle, max_tokens=30))
-    looks = counted(admission, "blocks_to_grow")
+    looks = counted(Batch, "blocks_to_grow")
     for num_running in (10, 20, 25):
         driver.plan()
         driver.deliver()
@@ -131,7 +133,7 @@ def test_many_arrivals_are_admitted_some_a_step_with_one_look_at_those_who_run(c
 
 
 def test_requests_that_wait_for_the_blocks_of_another_one_are_looked_at_some_a_step(counted, monkeypatch):
-    monkeypatch.setattr(admission, "_MAX_BLOCKS_LOOKED_UP", 64)
+    monkeypatch.setattr(scheduler_module, "_MAX_BLOCKS_LOOKED_UP", 64)
     driver = Driver(make_config(num_blocks=400, max_num_seqs=40, max_num_batched_tokens=64, max_model_len=200))
     for handle in range(10):
         driver.submit(make_request(handle, prompt=[5] * 128, max_tokens=4))
@@ -148,7 +150,7 @@ def test_cached_prompts_are_admitted_some_a_step(monkeypatch):
     driver = Driver(make_config(num_blocks=400, max_num_seqs=40, max_num_batched_tokens=64, max_model_len=200))
     driver.submit(make_request(0, prompt=[5] * 128, max_tokens=2))
     driver.run_until_idle()
-    monkeypatch.setattr(admission, "_MAX_BLOCKS_LOOKED_UP", 64)
+    monkeypatch.setattr(scheduler_module, "_MAX_BLOCKS_LOOKED_UP", 64)
     for handle in range(1, 8):
         driver.submit(make_request(handle, prompt=[5] * 128, max_tokens=30))
     for num_running in (3, 6, 7):
@@ -189,9 +191,9 @@ def test_waiting_prompts_are_looked_up_once_a_step_however_many_longer_ones_are_
 
 
 def test_blocks_of_many_that_end_at_once_are_freed_over_some_calls_before_anybody_is_preempted(monkeypatch):
-    monkeypatch.setattr(block_manager, "_MAX_RECLAIMED", 3)
+    monkeypatch.setattr(kv_cache, "_MAX_RECLAIMED", 3)
     driver = Driver(make_config(num_blocks=20, max_num_seqs=10, max_num_batched_tokens=60), max_in_flight=1)
-    pool, rows = driver.scheduler.blocks.pool, driver.scheduler.rows
+    pool, rows = driver.scheduler.batch.blocks.pool, driver.scheduler.batch.rows
     for handle in range(9):
         driver.submit(make_request(handle, prompt_len=4, max_tokens=2))
     driver.submit(make_request(9, prompt_len=4, max_tokens=5))
@@ -211,17 +213,17 @@ def test_blocks_of_many_that_end_at_once_are_freed_over_some_calls_before_anybod
 
 
 def test_retired_blocks_are_taken_back_before_anybody_is_preempted(monkeypatch):
-    monkeypatch.setattr(block_manager, "_MAX_RECLAIMED", 1)
+    monkeypatch.setattr(kv_cache, "_MAX_RECLAIMED", 1)
     driver = Driver(make_config(num_blocks=26, max_num_seqs=10, max_num_batched_tokens=64), max_in_flight=1)
     for handle in range(6):
         driver.submit(make_request(handle, prompt_len=8, max_tokens=8))
     for handle in range(6, 10):
         driver.submit(make_request(handle, prompt_len=3, max_tokens=5))
     driver.run_steps(5)
-    assert (driver.finished, driver.scheduler.blocks.pool.num_free) == ({6, 7, 8, 9}, 2)
+    assert (driver.finished, driver.scheduler.batch.blocks.pool.num_free) == ({6, 7, 8, 9}, 2)
     # Each of the six needs a block.
     driver.plan()
-    assert driver.scheduler.num_preemptions == driver.scheduler.blocks.pool.num_free == 0
+    assert driver.scheduler.num_preemptions == driver.scheduler.batch.blocks.pool.num_free == 0
     driver.deliver()
     driver.run_until_idle()
 
@@ -240,7 +242,7 @@ def run_steps(scheduler: Scheduler, count: int) -> None:
 
 def test_a_prompt_is_hashed_no_further_than_it_may_be_cached_before_it_is_computed(counted):
     scheduler = make_scheduler()
-    hashes = counted(prefix_cache, "_chained")
+    hashes = counted(block_pool, "_chained")
     scheduler.submit(make_request(0, prompt_len=1600, max_tokens=2), 0.0)
     assert scheduler.schedule(0.0) is not None
     assert len(hashes) <= 16
@@ -250,7 +252,7 @@ def test_a_cached_prompt_is_hashed_when_it_comes_and_not_in_the_step_that_admits
     scheduler = make_scheduler()
     scheduler.submit(make_request(0, prompt=[5] * 1600, max_tokens=2), 0.0)
     run_steps(scheduler, 2)
-    hashes = counted(prefix_cache, "_chained")
+    hashes = counted(block_pool, "_chained")
     scheduler.submit(make_request(1, prompt=[5] * 1600, max_tokens=2), 0.0)
     assert len(hashes) == 399
     plan = scheduler.schedule(0.0)
@@ -259,11 +261,11 @@ def test_a_cached_prompt_is_hashed_when_it_comes_and_not_in_the_step_that_admits
 
 
 def test_a_long_cached_prompt_is_hashed_in_part_when_it_comes_and_in_part_when_it_is_admitted(counted, monkeypatch):
-    monkeypatch.setattr(block_manager, "_MAX_HASHES_AT_ARRIVAL", 100)
+    monkeypatch.setattr(kv_cache, "_MAX_HASHES_AT_ARRIVAL", 100)
     scheduler = make_scheduler()
     scheduler.submit(make_request(0, prompt=[5] * 1600, max_tokens=2), 0.0)
     run_steps(scheduler, 2)
-    hashes = counted(prefix_cache, "_chained")
+    hashes = counted(block_pool, "_chained")
     scheduler.submit(make_request(1, prompt=[5] * 1600, max_tokens=2), 0.0)
     assert len(hashes) == 100
     plan = scheduler.schedule(0.0)

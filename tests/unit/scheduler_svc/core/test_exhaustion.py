@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler_svc.core.beam import BeamParameters
+from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, QueueFullError
 from scheduler_svc.core.request import Request
@@ -15,7 +15,7 @@ def assert_finish(driver: Driver, requests: list[Request]) -> None:
     for request in requests:
         for index in range(request.num_returned):
             assert driver.samples[request.key.handle, index] == expected_output(request, index)
-    assert driver.scheduler.blocks.pool.num_used == driver.scheduler.pins.num_pinned
+    assert driver.scheduler.batch.blocks.pool.num_used == driver.scheduler.pins.num_pinned
     assert driver.scheduler.swap_space.pool.num_used == 0
 
 
@@ -181,5 +181,5 @@ def test_aborting_all_at_any_moment_frees_everything():
             driver.scheduler.abort(request.key)
             driver.check()
         driver.run_until_idle()
-        assert driver.scheduler.blocks.pool.num_used == driver.scheduler.swap_space.pool.num_used == 0
+        assert driver.scheduler.batch.blocks.pool.num_used == driver.scheduler.swap_space.pool.num_used == 0
     assert {SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED} <= statuses

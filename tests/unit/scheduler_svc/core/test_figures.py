@@ -1,9 +1,9 @@
 """The paper's figures 6, 7, 8 and 9, block by block. Blocks are numbered here as this allocator hands them out."""
 
-from scheduler_svc.core.beam import BeamParameters, Candidates
-from scheduler_svc.core.block import BlockId
+from scheduler_svc.core.beam_search import BeamParameters, Candidates
+from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.core.step import StepPlan
 from tests.support.core_driver import Driver, make_config, make_request
 from tests.support.figure_9 import NUM_STEPS_BEFORE_THE_FORK, PROMPT, WIDTH, most_likely
 
@@ -18,7 +18,7 @@ def tables(driver: Driver) -> list[list[int]]:
 
 def ref_counts(driver: Driver) -> dict[int, int]:
     """Of the blocks that anybody holds."""
-    pool = driver.scheduler.blocks.pool
+    pool = driver.scheduler.batch.blocks.pool
     free = set(pool.free_blocks())
     return {block: pool.ref_count(block) for block in map(BlockId, range(pool.num_blocks)) if block not in free}
 

@@ -1,8 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.block import BlockId
-from scheduler_svc.core.free_queue import FreeQueue
+from scheduler_svc.core.block_pool import BlockId, FreeQueue
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.sampled_from(["pop", "remove", "last", "first"]), st.integers(0, 7))))

@@ -5,13 +5,13 @@ import itertools
 import numpy as np
 import pytest
 
-from scheduler_svc.core.beam import BeamParameters
+from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PolicyKind
-from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
+from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepResult
+from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 from tests.support.trial_driver import assert_others_finish, make_driver
 
@@ -202,7 +202,7 @@ def test_trials_go_on_where_the_worker_comes_back_with_another_pool_each_time():
         driver.scheduler.lose_in_flight()
         driver.scheduler.void_in_flight(driver.clock)
         old, driver.scheduler = driver.scheduler, Scheduler(make_config(num_blocks=64 + losses))
-        assert driver.scheduler.adopt(old, driver.clock) == []
+        assert driver.scheduler.take_over(old, driver.clock) == []
         driver.crash()
     assert losses == ENOUGH
     assert_others_finish(driver, num_requests=3)
@@ -269,7 +269,7 @@ def come_back_with_another_pool(scheduler: Scheduler, num_blocks: int) -> tuple[
     scheduler.lose_in_flight()
     scheduler.void_in_flight(0.0)
     successor = Scheduler(make_config(num_blocks=num_blocks))
-    successor.adopt(scheduler, 0.0)
+    successor.take_over(scheduler, 0.0)
     events = successor.judge_loss(was_alive=False)
     return successor, [failure.key.handle for batch in events.values() for failure in batch.failed]
 

@@ -13,8 +13,8 @@ def assert_all_samples(driver: Driver, request: Request) -> None:
     for index in range(request.num_returned):
         assert driver.samples[request.key.handle, index] == expected_output(request, index)
     assert request.key.handle in driver.finished
-    assert driver.scheduler.blocks.pool.num_used == 0
-    assert driver.scheduler.rows.num_free == driver.scheduler.config.max_num_seqs
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
+    assert driver.scheduler.batch.rows.num_free == driver.scheduler.config.max_num_seqs
 
 
 def test_the_prompt_is_computed_once_whatever_the_number_of_samples():
@@ -176,7 +176,7 @@ def test_ending_every_sequence_ends_the_request():
     for index in (0, 1):
         assert driver.scheduler.abort_sequence(request.key, index)
         driver.check()
-    assert driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
     assert len(driver.scheduler.running) == 0
 
 

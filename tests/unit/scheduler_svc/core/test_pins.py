@@ -5,7 +5,7 @@ import pytest
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, RefusedError
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
-from scheduler_svc.core.step_plan import StepResult
+from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
 PREFIX = list(range(1, 13))
@@ -84,7 +84,7 @@ def test_the_same_prefix_is_one_pin_whose_time_starts_anew():
     driver.scheduler.expire_pins(driver.clock + 20)
     assert driver.scheduler.pins.num_pinned == 3
     driver.scheduler.expire_pins(driver.clock + 50)
-    assert driver.scheduler.pins.num_pinned == driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.pins.num_pinned == driver.scheduler.batch.blocks.pool.num_used == 0
     # What was let go of is still cached, until somebody needs the room.
     assert run(driver, 1, [*PREFIX, 90]) == 12
 
@@ -95,7 +95,7 @@ def test_unpinning_takes_the_right_tenant():
     assert not driver.scheduler.unpin("b", made.pin_id)
     assert driver.scheduler.unpin("a", made.pin_id)
     assert not driver.scheduler.unpin("a", made.pin_id)
-    assert driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
 def test_unpinning_ends_the_computation():
@@ -104,7 +104,7 @@ def test_unpinning_ends_the_computation():
     driver.plan()
     assert driver.scheduler.unpin("a", made.pin_id)
     driver.run_until_idle()
-    assert driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
 def test_a_prefix_can_be_pinned_while_a_request_computes_it():
@@ -116,7 +116,7 @@ def test_a_prefix_can_be_pinned_while_a_request_computes_it():
     assert not made.is_held
     driver.run_until_idle()
     assert made.is_held
-    assert driver.scheduler.pins.num_pinned == driver.scheduler.blocks.pool.num_used == 3
+    assert driver.scheduler.pins.num_pinned == driver.scheduler.batch.blocks.pool.num_used == 3
     assert driver.outputs[1] == expected_output(request)
 
 
@@ -143,14 +143,14 @@ def test_time_that_is_over_ends_the_computation():
     driver.deliver()
     driver.run_until_idle()
     assert not made.is_held
-    assert len(driver.scheduler.pins) == driver.scheduler.blocks.pool.num_used == 0
+    assert len(driver.scheduler.pins) == driver.scheduler.batch.blocks.pool.num_used == 0
 
 
 def test_overlapping_pins_share_blocks():
     driver = make_driver()
     pinned(driver)
     longer = pinned(driver, token_ids=[*PREFIX, 50, 51, 52, 53])
-    assert driver.scheduler.pins.num_pinned == driver.scheduler.blocks.pool.num_used == 4
+    assert driver.scheduler.pins.num_pinned == driver.scheduler.batch.blocks.pool.num_used == 4
     assert driver.scheduler.unpin("a", longer.pin_id)
     assert driver.scheduler.pins.num_pinned == 3
 

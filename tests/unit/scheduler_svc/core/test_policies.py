@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.policy import SAMPLE_WEIGHT, FairPolicy
-from scheduler_svc.core.queues import GroupQueue
+from scheduler_svc.core.policy import SAMPLE_WEIGHT, FairPolicy, GroupQueue
 from scheduler_svc.core.sequence import SequenceGroup
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
@@ -307,6 +306,6 @@ def test_the_tenant_that_was_served_least_is_next_whatever_comes_and_goes(data, 
             driver.deliver()
         firsts = [queue.first_of(tenant) for queue in queues for tenant in queue.tenants_with_next()]
         if firsts:
-            expected = min(firsts, key=lambda group: (policy.counters[group.request.tenant], group.rank))
+            expected = min(firsts, key=lambda group: (policy.counters[group.request.tenant], group.order))
             assert policy.next_of(*queues) is expected
     driver.run_until_idle()

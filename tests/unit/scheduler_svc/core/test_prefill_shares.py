@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.core.step import StepPlan
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
 
@@ -21,7 +21,7 @@ def plan(driver: Driver) -> StepPlan:
 
 def chunks(driver: Driver, step: StepPlan) -> dict[int, int]:
     """Tokens that each running request computes in the step."""
-    sequences = [driver.scheduler.rows.sequences[row] for row in step.rows.tolist()]
+    sequences = [driver.scheduler.batch.rows.sequences[row] for row in step.rows.tolist()]
     tokens = zip(sequences, step.num_new_tokens.tolist(), strict=True)
     return {sequence.request.key.handle: count for sequence, count in tokens if sequence is not None}
 
@@ -105,7 +105,7 @@ def test_sequences_that_read_what_another_one_computes_come_after_it(mode):
     driver.submit(several)
     driver.run_steps(30)
     driver.preempt(several)
-    pool = driver.scheduler.blocks.pool
+    pool = driver.scheduler.batch.blocks.pool
     # Nothing of it is cached any more.
     pool.free(pool.allocate(pool.num_free))
     for handle in range(2, 6):

@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from scheduler_svc.core.block import BlockHash, BlockId
-from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.prefix_cache import PrefixHashes, block_hash, root_hash
-from scheduler_svc.core.step_plan import StepResult
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes, block_hash, root_hash
+from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
 PROMPT = list(range(10, 23))  # 13 tokens: three full blocks of 4 and one token
@@ -57,9 +55,9 @@ def test_running_requests_share_one_physical_copy():
     driver.plan()
     first, second = (group.sequences[0] for group in driver.scheduler.running)
     assert first.block_table[:3] == second.block_table[:3]
-    assert [driver.scheduler.blocks.pool.ref_count(block) for block in first.block_table[:4]] == [2, 2, 2, 1]
+    assert [driver.scheduler.batch.blocks.pool.ref_count(block) for block in first.block_table[:4]] == [2, 2, 2, 1]
     driver.run_until_idle()
-    assert driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
 def test_a_preempted_request_finds_its_own_blocks_again():
@@ -140,7 +138,7 @@ def test_a_poisoned_request_seals_nothing():
     good = driver.results.popleft()
     driver.results.append(StepResult(good.step_id, good.token_ids, failures={0: "logits hold NaN"}))
     driver.deliver()
-    assert driver.scheduler.blocks.pool.num_cached == 0
+    assert driver.scheduler.batch.blocks.pool.num_cached == 0
 
 
 def test_a_lost_worker_takes_the_cache_with_it():
@@ -161,7 +159,7 @@ def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
     hashes = PrefixHashes("", 4).first(3, PROMPT)
     assert sealed == [(BlockId(index), content) for index, content in enumerate(hashes)]
     successor = Driver(make_config())
-    successor.scheduler.adopt_sealed(sealed)
+    successor.scheduler.restore_sealed(sealed)
     successor.device = driver.device
     successor.device.rows.clear()
     run(successor, 2, prompt=PROMPT)
@@ -176,7 +174,7 @@ def test_a_block_that_goes_to_another_before_its_seal_was_announced_is_never_ann
     driver.plan()
     driver.deliver()
     assert driver.finished == {1}
-    assert driver.scheduler.blocks.pool.num_cached == 3
+    assert driver.scheduler.batch.blocks.pool.num_cached == 3
     plan = driver.plan()
     assert plan is not None
     assert plan.assign[0].block_table == (3, 2, 1, 0)

@@ -6,14 +6,14 @@ import pytest
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.core.step_plan import StepResult
+from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 
 
 def assert_all_free(driver: Driver) -> None:
-    pool = driver.scheduler.blocks.pool
+    pool = driver.scheduler.batch.blocks.pool
     assert pool.num_free == pool.num_blocks
-    assert driver.scheduler.rows.num_free == driver.scheduler.config.max_num_seqs
+    assert driver.scheduler.batch.rows.num_free == driver.scheduler.config.max_num_seqs
 
 
 def test_one_request_runs_from_prompt_to_max_tokens():
@@ -33,7 +33,7 @@ def test_a_prompt_takes_exactly_the_blocks_its_tokens_need():
     assert plan is not None
     (assigned,) = plan.assign
     assert assigned.block_table == (0, 1)
-    assert driver.scheduler.blocks.pool.num_used == 2
+    assert driver.scheduler.batch.blocks.pool.num_used == 2
 
 
 def test_a_block_is_added_only_when_the_last_one_is_full():
@@ -305,7 +305,7 @@ def test_a_request_that_cannot_run_is_refused_with_its_numbers(request_, error, 
 
 def test_the_pool_bounds_a_request_where_it_is_smaller_than_the_context():
     driver = Driver(make_config(num_blocks=3, block_size=4, max_model_len=1000))
-    assert driver.scheduler.max_len == 12
+    assert driver.scheduler.config.max_len == 12
     with pytest.raises(NeverFitsError, match="at most 12"):
         driver.submit(make_request(1, prompt_len=8, max_tokens=5))
 

@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.core import block_manager
-from scheduler_svc.core.beam import BeamParameters, EarlyStopping
+from scheduler_svc.core import kv_cache
+from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, QueueFullError, RefusedError
-from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
+from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.submission import most_blocks
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
@@ -37,7 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, max_in_flight, max_num_seqs, budget, max_pinned, max_reclaimed, **config):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(block_manager, "_MAX_RECLAIMED", max_reclaimed)
+        self.patch.setattr(kv_cache, "_MAX_RECLAIMED", max_reclaimed)
         self.driver = Driver(
             make_config(
                 max_num_seqs=max_num_seqs,
@@ -144,10 +144,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.plan()
         if are_trials or scheduler.trials.are_on or scheduler.config.policy is PolicyKind.FAIR:
             return
-        entered = [group.rank for group in before if group.request.key in scheduler.running]
+        entered = [group.order for group in before if group.request.key in scheduler.running]
         queues = (scheduler.waiting, scheduler.swapped)
         left = [
-            group.rank
+            group.order
             for group in before
             if any(group.request.key in queue for queue in queues) and not scheduler.waiting.is_held(group.request.key)
         ]
@@ -298,9 +298,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert self.driver.finished == self.requests.keys() - self.driver.failed
         scheduler = self.driver.scheduler
-        assert scheduler.blocks.pool.num_used == scheduler.pins.num_pinned
+        assert scheduler.batch.blocks.pool.num_used == scheduler.pins.num_pinned
         scheduler.expire_pins(self.driver.clock + 100)
-        assert scheduler.blocks.pool.num_used == scheduler.swap_space.pool.num_used == 0
+        assert scheduler.batch.blocks.pool.num_used == scheduler.swap_space.pool.num_used == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler_svc.core.beam import BeamParameters
+from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sequence import SequenceStatus
@@ -18,7 +18,7 @@ def assert_finishes(driver: Driver, *requests: Request) -> None:
     for request in requests:
         for index in range(request.num_returned):
             assert driver.samples[request.key.handle, index] == expected_output(request, index)
-    assert driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
     assert driver.scheduler.swap_space.pool.num_used == 0
 
 
@@ -62,14 +62,14 @@ def test_a_shared_block_moves_once_and_is_shared_again():
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert [host.ref_count(block) for block in tables[0]] == [3, 3, 1]
     # Somebody else takes all blocks for a moment, so that nothing of it is cached any more.
-    pool = driver.scheduler.blocks.pool
+    pool = driver.scheduler.batch.blocks.pool
     pool.free(pool.allocate(pool.num_free))
     plan = driver.plan()
     assert plan is not None
     assert len(plan.swap_out) == len(plan.swap_in) == 5
     tables = [sequence.block_table for sequence in driver.scheduler.running.first().sequences]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
-    assert [driver.scheduler.blocks.pool.ref_count(block) for block in tables[0]] == [3, 3, 1]
+    assert [driver.scheduler.batch.blocks.pool.ref_count(block) for block in tables[0]] == [3, 3, 1]
     driver.deliver()
     assert_finishes(driver, request)
 
@@ -247,4 +247,4 @@ def test_one_sequence_that_ends_while_its_group_is_swapped_frees_its_own_blocks(
     assert host.num_used == 4
     driver.run_until_idle()
     assert [driver.samples[1, index] for index in (0, 2)] == [expected_output(request, index) for index in (0, 2)]
-    assert host.num_used == driver.scheduler.blocks.pool.num_used == 0
+    assert host.num_used == driver.scheduler.batch.blocks.pool.num_used == 0

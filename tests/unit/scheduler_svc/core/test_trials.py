@@ -2,9 +2,9 @@
 
 import pytest
 
-from scheduler_svc.core.beam import BeamParameters
+from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PolicyKind
-from scheduler_svc.core.losses import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
+from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.pins import PIN_CLIENT
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 from tests.support.trial_driver import assert_others_finish, make_driver

@@ -29,7 +29,7 @@ def assert_finish(driver: Driver, *requests: Request) -> None:
     driver.run_until_idle()
     for request in requests:
         assert driver.outputs[request.key.handle] == expected_output(request)
-    assert driver.scheduler.blocks.pool.num_used == 0
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
 
 
 def running(driver: Driver) -> set[int]:

@@ -1,8 +1,8 @@
 """The scheduler's spans where there is nothing to trace."""
 
 from quire.tracing import TraceContext
+from scheduler_svc.core.events import ClientEvents
 from scheduler_svc.core.request import ClientId
-from scheduler_svc.core.step_plan import ClientEvents
 from scheduler_svc.service.request_spans import RequestSpans
 from tests.support.core_driver import make_request
 from tests.support.tracing import MemoryTraces

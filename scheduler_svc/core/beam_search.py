@@ -1,6 +1,7 @@
-"""Beam search (the paper's section 4.4), as transformers defines it: which beams go on, and which hypotheses are kept.
+"""Beam search (the paper's section 4.4): which beams continue, and how their sequences fork, grow and are dropped.
 
-No tensors and no blocks: a step's candidates come in, continuations and finished hypotheses come out.
+`BeamSearch` searches as transformers does, and knows no tensors and no blocks: a step's candidates come in,
+continuations and finished hypotheses come out. `BeamGroup` applies them to the sequences of a request.
 """
 
 import enum
@@ -9,11 +10,20 @@ import math
 from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.logprob_columns import LogprobColumns, LogprobLog
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.batch import Batch
+    from scheduler_svc.core.sequence import Sequence
 
 _FILLER_LOGPROB = -1e9
-"""Stands far below all that a text can have: the beam is a copy that only keeps the number of beams at `width`."""
+"""Far below the log probability of any text: marks a copy that only keeps the number of beams at `width`."""
 
 _LARGEST_EXPONENT = 690.0
 """e to this power, and its inverse, fit in a float."""
@@ -49,7 +59,7 @@ class BeamParameters:
 
 
 def num_candidates(width: int, num_stop_token_ids: int) -> int:
-    """Candidates that each beam must report, so that `width` beams can go on where every stop token is among them."""
+    """Candidates that each beam must report, so that `width` beams remain where every stop token is among them."""
     return max(2, 1 + num_stop_token_ids) * width
 
 
@@ -73,12 +83,12 @@ class Candidates:
 class Continuation:
     """A beam of the next step: what beam `parent` has, and one token more.
 
-    `rank` is the token's place, from 0, among the parent's candidates.
+    `place` is the token's, from 0, among the parent's candidates.
     """
 
     parent: int
     token_id: int
-    rank: int
+    place: int
     cumulative_logprob: float
 
 
@@ -86,13 +96,13 @@ class Continuation:
 class Hypothesis:
     """A finished line of text: the whole output, final token included.
 
-    `parent` is the beam whose output it ended, and `rank` the place of its last token among that beam's candidates.
+    `parent` is the beam whose output it ended, and `place` that of its last token among that beam's candidates.
     `ended_by_token` says that this token is a stop token; otherwise the limit of length ended it.
     """
 
     token_ids: tuple[int, ...]
     parent: int
-    rank: int
+    place: int
     cumulative_logprob: float
     score: float
     ended_by_token: bool
@@ -100,7 +110,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """What one step brought.
+    """The result of one step.
 
     continuations  the next live beams, best first: `width` of them, or none when the search is over
     finished       hypotheses that entered the list of the best in this step, best first
@@ -151,18 +161,18 @@ class BeamSearch:
             outputs: the output tokens of each live beam so far, all of one length. Read, and copied only where a
                 hypothesis is kept.
 
-        Raises ValueError where the two do not describe `width` beams, NoCandidatesError where no beam can go on and
+        Raises ValueError where the two do not describe `width` beams, NoCandidatesError where no beam can continue and
         nothing is finished. The search is as it was then.
         """
         length = self._next_length(candidates, outputs)
-        ranked = self._rank(candidates)
-        finished = self._finish(ranked[: self._parameters.width], outputs, length)
-        going_on = [] if length >= self._max_tokens else self._going_on(ranked)
-        if self._is_over(going_on, length):
+        likely = self._most_likely(candidates)
+        finished = self._finish(likely[: self._parameters.width], outputs, length)
+        surviving = [] if length >= self._max_tokens else self._surviving(likely)
+        if self._is_over(surviving, length):
             self._end()
             return BeamStep((), finished)
-        self._scores = [each.cumulative_logprob for each in going_on]
-        return BeamStep(self._filled(going_on), finished)
+        self._scores = [each.cumulative_logprob for each in surviving]
+        return BeamStep(self._filled(surviving), finished)
 
     def _next_length(self, candidates: SequenceOf[Candidates], outputs: SequenceOf[SequenceOf[int]]) -> int:
         width = self._parameters.width
@@ -173,23 +183,23 @@ class BeamSearch:
             raise ValueError(f"outputs have {sorted(lengths)} tokens; all beams must have equally many")
         return lengths.pop() + 1
 
-    def _rank(self, candidates: SequenceOf[Candidates]) -> list[Continuation]:
+    def _most_likely(self, candidates: SequenceOf[Candidates]) -> list[Continuation]:
         """The best of all beams' candidates, best first; the lower beam and then the earlier candidate win a tie."""
         # Each beam's candidates are in order already, so a merge looks at few of them.
         beams = enumerate(zip(self._scores, candidates, strict=False))
         merged = heapq.merge(*(_rising_costs(parent, score, each) for parent, (score, each) in beams))
         return [
-            Continuation(parent, token_id, rank, -cost)
-            for cost, parent, rank, token_id in islice(merged, self._num_candidates)
+            Continuation(parent, token_id, place, -cost)
+            for cost, parent, place, token_id in islice(merged, self._num_candidates)
         ]
 
     def _finish(
-        self, ranked: SequenceOf[Continuation], outputs: SequenceOf[SequenceOf[int]], length: int
+        self, likely: SequenceOf[Continuation], outputs: SequenceOf[SequenceOf[int]], length: int
     ) -> list[Hypothesis]:
-        """Keeps those of `ranked` that end with this token and are among the best; returns them."""
+        """Keeps those of `likely` that end with this token and are among the best; returns them."""
         divisor = self._divisor(length)
         kept: list[Hypothesis] = []
-        for each in ranked:
+        for each in likely:
             ended_by_token = each.token_id in self._stop_token_ids
             if not ended_by_token and length < self._max_tokens:
                 continue
@@ -198,7 +208,7 @@ class BeamSearch:
                 # All that follow are of the same length and no better.
                 break
             token_ids = (*outputs[each.parent], each.token_id)
-            hypothesis = Hypothesis(token_ids, each.parent, each.rank, each.cumulative_logprob, score, ended_by_token)
+            hypothesis = Hypothesis(token_ids, each.parent, each.place, each.cumulative_logprob, score, ended_by_token)
             self._keep(hypothesis)
             kept.append(hypothesis)
         return kept
@@ -208,24 +218,24 @@ class BeamSearch:
             self._finished.pop()
         insort(self._finished, hypothesis, key=lambda each: -each.score)
 
-    def _going_on(self, ranked: SequenceOf[Continuation]) -> list[Continuation]:
-        alive = (each for each in ranked if each.token_id not in self._stop_token_ids)
-        return list(islice(alive, self._parameters.width))
+    def _surviving(self, likely: SequenceOf[Continuation]) -> list[Continuation]:
+        survivors = (each for each in likely if each.token_id not in self._stop_token_ids)
+        return list(islice(survivors, self._parameters.width))
 
-    def _filled(self, going_on: SequenceOf[Continuation]) -> list[Continuation]:
+    def _filled(self, surviving: SequenceOf[Continuation]) -> list[Continuation]:
         """Exactly `width` beams."""
-        best = going_on[0]
-        filler = Continuation(best.parent, best.token_id, best.rank, _FILLER_LOGPROB)
-        return [*going_on, *[filler] * (self._parameters.width - len(going_on))]
+        best = surviving[0]
+        filler = Continuation(best.parent, best.token_id, best.place, _FILLER_LOGPROB)
+        return [*surviving, *[filler] * (self._parameters.width - len(surviving))]
 
-    def _is_over(self, going_on: SequenceOf[Continuation], length: int) -> bool:
-        if not going_on:
+    def _is_over(self, surviving: SequenceOf[Continuation], length: int) -> bool:
+        if not surviving:
             return True
         if not self._is_full:
             return False
         if self._parameters.early_stopping is EarlyStopping.TRUE:
             return True
-        best_possible = going_on[0].cumulative_logprob / self._divisor(self._hopeful_length(length))
+        best_possible = surviving[0].cumulative_logprob / self._divisor(self._hopeful_length(length))
         return best_possible <= self._finished[-1].score
 
     def _hopeful_length(self, length: int) -> int:
@@ -235,7 +245,7 @@ class BeamSearch:
 
     def _end(self) -> None:
         if not self._finished:
-            raise NoCandidatesError("no beam of the search has a token that it may go on with, and none is finished")
+            raise NoCandidatesError("every candidate of every beam is banned, and no hypothesis is finished")
         self._scores = []
         self._finished += [self._finished[-1]] * (self._parameters.width - len(self._finished))
 
@@ -252,8 +262,83 @@ class BeamSearch:
 
 
 def _rising_costs(parent: int, score: float, candidates: Candidates) -> Iterator[tuple[float, int, int, int]]:
-    """(-cumulative log probability, parent, rank, token id) of a beam's candidates that are not banned."""
+    """(-cumulative log probability, parent, place, token id) of a beam's candidates that are not banned."""
     pairs = zip(candidates.token_ids, candidates.logprobs, strict=True)
-    for rank, (token_id, logprob) in enumerate(pairs):
+    for place, (token_id, logprob) in enumerate(pairs):
         if logprob > -math.inf:
-            yield -(score + logprob), parent, rank, token_id
+            yield -(score + logprob), parent, place, token_id
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The search of a group, and which sequence is which of its live beams, best first; none when it is over.
+
+    `candidates` are those that came since the last step of the search, by the sequence's index. The search advances
+    once all beams have theirs, which is within one step except after a preemption. `logprobs` has those of finished
+    hypotheses, where the request wants them.
+    """
+
+    search: BeamSearch
+    beams: "list[Sequence]"
+    candidates: dict[int, Candidates] = field(default_factory=dict[int, Candidates])
+    logprobs: dict[Hypothesis, LogprobLog] = field(default_factory=dict[Hypothesis, LogprobLog])
+    num_generated: int = 0
+    """Tokens that all beams were given, dropped ones too."""
+
+    def advance(self, batch: "Batch") -> None:
+        """Takes the search one step further, once every beam has its candidates. `beams` is empty when it is over.
+
+        A parent that continues keeps its row and its blocks for its best continuation. Every other continuation of it
+        goes to a sequence whose beam was dropped, which then shares all of the parent's blocks; only what they write
+        afterwards is copied. Raises NoCandidatesError.
+        """
+        beams = self.beams
+        candidates = [self.candidates[sequence.index] for sequence in beams]
+        self.candidates.clear()
+        step = self.search.advance(candidates, [sequence.output for sequence in beams])
+        self.num_generated += len(beams)
+        for each in step.finished:
+            sequence = beams[each.parent]
+            last = _position(sequence, candidates[each.parent], each.place)
+            if last is not None:
+                logprobs = self.logprobs[each] = sequence.held_back.copy()
+                logprobs.append(last)
+        chosen = [_position(beams[each.parent], candidates[each.parent], each.place) for each in step.continuations]
+        self.beams = _fork(beams, step.continuations, batch)
+        for sequence, continuation, position in zip(self.beams, step.continuations, chosen, strict=True):
+            batch.append_chosen(sequence, continuation.token_id)
+            if position is not None:
+                sequence.held_back.append(position)
+
+
+def _fork(beams: "SequenceOf[Sequence]", continuations: SequenceOf[Continuation], batch: "Batch") -> "list[Sequence]":
+    """The sequence of each continuation, which has all that its parent has."""
+    parents = {each.parent for each in continuations}
+    dropped = [sequence for index, sequence in enumerate(beams) if index not in parents] if continuations else []
+    batch.blocks.free(*dropped)
+    taken: set[int] = set()
+    chosen: list[Sequence] = []
+    for each in continuations:
+        sequence = parent = beams[each.parent]
+        if each.parent in taken:
+            sequence = dropped.pop()
+            sequence.become_fork_of(parent)
+            batch.fork(parent, sequence)
+        taken.add(each.parent)
+        chosen.append(sequence)
+    return chosen
+
+
+def _position(sequence: "Sequence", candidates: Candidates, place: int) -> LogprobColumns | None:
+    """The log probabilities of a beam's candidate, where the request wants them."""
+    num_top = sequence.request.sampling.logprobs
+    if num_top is None:
+        return None
+    token_ids, logprobs = candidates.token_ids[:num_top], candidates.logprobs[:num_top]
+    return LogprobColumns(
+        np.array([candidates.logprobs[place]], np.float32),
+        np.array([place + 1], np.int32),
+        np.array([len(token_ids)], np.int32),
+        np.array(token_ids, np.int32),
+        np.array(logprobs, np.float32),
+    )

@@ -1,0 +1,206 @@
+"""Finds the request whose steps the worker refuses, dies or hangs of, so that it fails alone and delays no other.
+
+`Trials` decides only: the scheduler runs, requeues and fails groups as it says.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from scheduler_svc.core.batch import RowTable
+from scheduler_svc.core.policy import GroupQueue
+from scheduler_svc.core.request import RequestKey
+from scheduler_svc.core.sequence import SequenceGroup
+
+LOSSES_BEFORE_TRIALS = 3
+"""After so many losses in a row while a request ran, between which it got no token, those that ran at the last one are
+tried. A single loss says little: somebody may have killed the worker, or another request may be at fault."""
+
+LOSSES_ON_TRIAL = 3
+"""After so many further losses, all at the same step of the request and while it runs alone, it is at fault."""
+
+_STEPS_TO_PASS = 3
+"""The refused step, planned again as the last chunk of a prefill, and decodes after it."""
+
+_MAX_ONE_BY_ONE = 16
+"""More suspects than these are tried in cohorts first. ADR 0024 has why not fewer, and why cohorts are not halved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request was when the worker was lost: the tokens that it had, and those of them that were computed with
+    the step in flight. A request that runs alone takes the same steps after each attachment, so a worker that dies of
+    one of them, such as the third chunk of a prompt, dies at the same place again."""
+
+    num_tokens: int
+    num_computed: int
+
+    @classmethod
+    def of(cls, group: SequenceGroup, table: RowTable) -> "Progress":
+        """Of a group that runs."""
+        rows = [sequence.row for sequence in group.computing if sequence.row is not None]
+        return cls(group.num_tokens, int(table.num_computed[rows].sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """How often in a row the worker was lost while a request ran that got no token in between, the last time at
+    `progress`. At the last `num_alone` of them it ran alone, and was at the same place each time."""
+
+    progress: Progress
+    num: int = 1
+    num_alone: int = 0
+
+    @property
+    def suffice_for_trials(self) -> bool:
+        return self.num >= LOSSES_BEFORE_TRIALS
+
+    @property
+    def prove_fault(self) -> bool:
+        return self.num >= LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL and self.num_alone >= LOSSES_ON_TRIAL
+
+    @classmethod
+    def after(cls, before: "Losses | None", progress: Progress, *, alone: bool) -> "Losses":
+        """With one more. A request that got a token since the one before starts anew."""
+        if before is None or before.progress.num_tokens != progress.num_tokens:
+            return cls(progress, num_alone=int(alone))
+        num_alone = before.num_alone if before.progress == progress else 0
+        return cls(progress, before.num + 1, num_alone + 1 if alone else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """One loss of the worker with steps in flight: how far each request that ran was, and whether a step was answered
+    since the worker was attached. `detail` says what was wrong with the worker, where that is known."""
+
+    progress: dict[RequestKey, Progress]
+    has_answered: bool
+    detail: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A request that is at fault and still live, the losses of the worker that prove it, and what is known of the last
+    one."""
+
+    key: RequestKey
+    losses: Losses
+    detail: str | None
+
+
+class Trials:
+    """Runs suspects apart from all others. A refused step does not say whose row it was refused for, a lost worker not
+    even that it was for a step; and after an attachment the next steps have the same rows: it could happen for ever.
+
+    All groups that ran when a step was refused are suspects. While there are any, no other group is admitted, and they
+    run in cohorts: each alone where they are few, else about as many together as there are cohorts. A cohort runs with
+    one step in flight until its groups have ended or passed. Where a step of several is refused again, each of those
+    runs alone, and where one alone has a step refused, it is at fault. No group fails for one refusal, and none that
+    can run alone fails at all. A group that passes got tokens, so that even groups that are refused only together come
+    to their ends.
+
+    Losses of the worker are counted for each group that ran, anew when it gets a token. Enough of them for one group
+    count as a refusal: all that ran are suspects. One further loss takes a cohort apart, and enough of them while a
+    suspect runs alone count as the refusal that proves its fault. Kills by others fail no group that gets tokens
+    between them: all that they do to a cohort is that its groups are tried alone.
+    """
+
+    def __init__(self) -> None:
+        # By the number of the cohort that they are tried in, the highest first.
+        self._suspects: dict[RequestKey, int] = {}
+        # Answered steps in which a suspect sampled, since the last refusal or loss.
+        self._num_answered: Counter[RequestKey] = Counter()
+        self._losses: dict[RequestKey, Losses] = {}
+        self._has_answered = False
+        self._loss: _Loss | None = None
+
+    @property
+    def are_on(self) -> bool:
+        """Whether suspects are still to be tried."""
+        return bool(self._suspects)
+
+    def refused(self, running: GroupQueue) -> SequenceGroup | None:
+        """The oldest step in flight was refused. Returns the group at fault, which still runs; None where it may be any
+        of several."""
+        groups = list(running)
+        if not self._suspects:
+            self._suspect([group.request.key for group in groups])
+            return None
+        if len(groups) > 1:
+            self._take_apart(group.request.key for group in groups)
+            return None
+        # The one on trial, if it was not aborted meanwhile.
+        return groups[0] if groups else None
+
+    def lost(self, running: GroupQueue, table: RowTable, detail: str | None) -> None:
+        """The worker was lost with steps in flight, and did not say why. `attached` judges it."""
+        progress = {group.request.key: Progress.of(group, table) for group in running}
+        self._loss = _Loss(progress, self._has_answered, detail)
+
+    def attached(self, is_live: Callable[[RequestKey], bool], *, was_alive: bool) -> Fault | None:
+        """A worker is attached again. `was_alive` where it is the one that was lost and nothing was wrong with it, so
+        that only the link to it broke: that counts against a step only if none was answered over that link.
+
+        Returns the request at fault, if that is known.
+        """
+        loss, self._loss, self._has_answered = self._loss, None, False
+        # Whoever is on trial is computed again.
+        self._num_answered.clear()
+        if loss is None or (was_alive and loss.has_answered):
+            return None
+        alone = self.are_on and len(loss.progress) == 1
+        counted: dict[RequestKey, Losses] = {}
+        for key, progress in loss.progress.items():
+            if is_live(key):
+                counted[key] = self._losses[key] = Losses.after(self._losses.get(key), progress, alone=alone)
+        if self._suspects and len(counted) > 1:
+            self._take_apart(counted)
+        elif self._suspects:
+            return next((Fault(key, each, loss.detail) for key, each in counted.items() if each.prove_fault), None)
+        elif any(losses.suffice_for_trials for losses in counted.values()):
+            self._suspect(list(counted))
+        return None
+
+    def ended(self, key: RequestKey) -> None:
+        """A request is over: forgets its losses."""
+        self._losses.pop(key, None)
+
+    def answered(self, keys: Iterable[RequestKey]) -> None:
+        """The oldest step in flight was answered, in which these requests sampled: one more in favour of each."""
+        self._has_answered = True
+        if self._suspects:
+            self._num_answered.update(set(keys))
+
+    def take_passed(self, running: GroupQueue, is_live: Callable[[RequestKey], bool]) -> list[SequenceGroup]:
+        """The groups that passed and must make way for the next suspects, before a step is planned."""
+        self._suspects = {key: number for key, number in self._suspects.items() if is_live(key)}
+        passed = [group for group in running if self._num_answered[group.request.key] >= _STEPS_TO_PASS]
+        for group in passed:
+            self._suspects.pop(group.request.key, None)
+        return passed if self._suspects else []
+
+    def next_of(self, waiting: GroupQueue, running: GroupQueue) -> SequenceGroup | None:
+        """The suspect that is tried next, beside those of its cohort; None while others run or none of its cohort
+        waits."""
+        if not self.are_together(group.request.key for group in running):
+            return None
+        current = max(self._suspects.values())
+        keys = (key for key, number in self._suspects.items() if number == current and key in waiting)
+        key = next(keys, None)
+        return None if key is None else waiting.get(key)
+
+    def are_together(self, keys: Iterable[RequestKey]) -> bool:
+        """Whether these may run at the same time: while there are suspects, only those of the cohort on trial."""
+        return not self._suspects or {self._suspects.get(key) for key in keys} <= {max(self._suspects.values())}
+
+    def _suspect(self, keys: list[RequestKey]) -> None:
+        """The trials of all these begin, in their order."""
+        size = 1 if len(keys) <= _MAX_ONE_BY_ONE else math.isqrt(len(keys))
+        self._suspects = {key: -(place // size) for place, key in enumerate(keys)}
+
+    def _take_apart(self, keys: Iterable[RequestKey]) -> None:
+        """One of these is at fault, or all of them together: each is tried alone, before all others."""
+        suspects = [key for key in keys if key in self._suspects]
+        first = max(self._suspects.values()) + len(suspects)
+        self._suspects |= {key: first - place for place, key in enumerate(suspects)}

@@ -1,0 +1,431 @@
+"""Who holds which blocks: block tables, the prefix cache, swapping, and blocks that are being computed (the paper's
+sections 4.2 to 4.5).
+
+Here is the bookkeeping only; workers move tensors before they run the step whose plan names the pairs.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from scheduler_svc.core.request import RequestKey
+from scheduler_svc.core.sequence import Sequence
+
+_HASHES_AT_FIRST = 16
+"""Blocks at the start of a sequence that are hashed to look for them; more where all of these are cached."""
+
+_MAX_HASHES_AT_ARRIVAL = 5000
+"""Blocks of a sequence that are hashed when it arrives; those behind them when it is admitted. Bounds both calls."""
+
+_MAX_RECLAIMED, _MAX_RECLAIMED_BLOCKS = 256, 4096
+"""Finished sequences, and blocks of them, that one call frees: all rows may end in one step."""
+
+
+class BlockManager:
+    """Gives sequences blocks as their tokens come, never ahead of them, and lets them share what is cached.
+
+    `watermark` is the share of the pool that admission leaves free, so that a newly admitted sequence is not preempted
+    at once for want of a block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, watermark: float) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self._watermark_blocks = math.ceil(watermark * num_blocks)
+        self._retired: deque[Sequence] = deque()
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
+        """Whether a group that takes this many free blocks may start. It must leave `reserve` blocks free, and no fewer
+        than the watermark, unless it would run `alone`: then they protect nobody."""
+        return num_blocks + (0 if alone else max(reserve, self._watermark_blocks)) <= self.pool.num_free
+
+    def missing(self, num_blocks: int, *, reserve: int) -> int:
+        """How many blocks more must be free before such a group may start beside others."""
+        return num_blocks + max(reserve, self._watermark_blocks) - self.pool.num_free
+
+    def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """Gives sequences without blocks those for all their tokens. Returns for each how many tokens it need not
+        compute: they are cached, or one of the sequences before it computes them.
+
+        Raises OutOfBlocksError.
+        """
+        being_computed: dict[BlockHash, BlockId] = {}
+        several = len(sequences) > 1
+        return [self._allocate_one(sequence, being_computed, several=several) for sequence in sequences]
+
+    def _allocate_one(self, sequence: Sequence, being_computed: dict[BlockHash, BlockId], *, several: bool) -> int:
+        assert not sequence.block_table, "the sequence has blocks already"
+        shared = self.hits(sequence)
+        hashes: list[BlockHash] = []
+        if several:
+            hashes = self._shareable(sequence)
+            for content in hashes[len(shared) :]:
+                if content not in being_computed:
+                    break
+                shared.append(being_computed[content])
+        self.pool.touch(shared)
+        fresh = self.pool.allocate(self.blocks_for(sequence.num_tokens) - len(shared))
+        sequence.block_table = [*shared, *fresh]
+        being_computed.update(zip(hashes, sequence.block_table, strict=False))
+        return len(shared) * self.block_size
+
+    def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
+        """Free blocks that `allocate` takes, cached ones included."""
+        if len(sequences) == 1:
+            hits = self.hits(sequences[0])
+            return self.blocks_for(sequences[0].num_tokens) - len(hits) + self.pool.num_free_of(hits)
+        known: set[BlockHash] = set()
+        needed = 0
+        for sequence in sequences:
+            hashes = self._shareable(sequence)
+            own = self.blocks_for(sequence.num_tokens) - sum(content in known for content in hashes)
+            held = sum(
+                self.pool.ref_count(block) > 0
+                for content, block in zip(hashes, self.pool.hits(hashes), strict=False)
+                if content not in known
+            )
+            needed += own - held
+            known.update(hashes)
+        return needed
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child, which has no blocks, shares all of the parent's (the paper's section 4.4)."""
+        assert not child.block_table, "the child has blocks already"
+        self.pool.touch(parent.block_table)
+        child.block_table = list(parent.block_table)
+
+    def make_writable(self, sequence: Sequence, index: int) -> tuple[BlockId, BlockId] | None:
+        """Copy-on-write of one block of a table. Returns the pair (shared block, the sequence's own copy), or None
+        where the sequence holds it alone and writes in place. Raises OutOfBlocksError."""
+        shared = sequence.block_table[index]
+        if self.pool.ref_count(shared) == 1:
+            return None
+        (own,) = self.pool.allocate(1)
+        self.pool.free([shared])
+        sequence.block_table[index] = own
+        return shared, own
+
+    def append(self, sequence: Sequence) -> BlockId:
+        """Adds one block to the end of a sequence's table. Raises OutOfBlocksError."""
+        (block,) = self.pool.allocate(1)
+        sequence.block_table.append(block)
+        return block
+
+    def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
+        """Seals the blocks with logical indices from `first` to before `end`, all of them full. Returns those that can
+        be hit from now on."""
+        hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
+        pairs = zip(sequence.block_table[first:end], hashes, strict=True)
+        return [(block, content) for block, content in pairs if self.pool.seal(block, content)]
+
+    def still_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> list[tuple[BlockId, BlockHash]]:
+        """Those of `sealed` that were not freed and handed out anew since, for other content."""
+        return [(block, content) for block, content in sealed if self.pool.hash_of(block) == content]
+
+    def free(self, *sequences: Sequence) -> None:
+        """Takes all blocks of the sequences back, of one after the other."""
+        self.pool.free(*(sequence.block_table for sequence in sequences))
+        for sequence in sequences:
+            sequence.block_table = []
+
+    def retire(self, sequences: Iterable[Sequence]) -> None:
+        """`free` for finished sequences, of which many may come at once: frees some now, the others in `reclaim`."""
+        self._retired.extend(sequences)
+        self.reclaim()
+
+    def reclaim(self) -> bool:
+        """Frees the blocks of some retired sequences, oldest first: of at least one, and only as many as a short call
+        can. Returns whether there were any."""
+        sequences: list[Sequence] = []
+        num_blocks = 0
+        while self._retired and num_blocks < _MAX_RECLAIMED_BLOCKS and len(sequences) < _MAX_RECLAIMED:
+            sequences.append(self._retired.popleft())
+            num_blocks += len(sequences[-1].block_table)
+        if sequences:
+            self.free(*sequences)
+        return bool(sequences)
+
+    @property
+    def retired_tables(self) -> list[list[BlockId]]:
+        """The blocks of retired sequences, which will be free soon."""
+        return [sequence.block_table for sequence in self._retired]
+
+    def hits(self, sequence: Sequence) -> list[BlockId]:
+        """The cached blocks that hold the start of the sequence. Hashes little further than there are hits."""
+        return self._hits(sequence, self._num_shareable(sequence))
+
+    def _hits(self, sequence: Sequence, max_blocks: int) -> list[BlockId]:
+        end = _HASHES_AT_FIRST
+        blocks: list[BlockId] = []
+        while True:
+            start, end = len(blocks), min(end, max_blocks)
+            blocks += self.pool.hits(sequence.prefix_hashes.between(start, end, sequence.token_ids))
+            if len(blocks) < end or end == max_blocks:
+                return blocks
+            end *= 4
+
+    def num_cached(self, sequence: Sequence) -> int:
+        """Cached blocks at the start of a sequence that waits, looked for among its first _MAX_HASHES_AT_ARRIVAL. The
+        call at its arrival hashes these, so that the step that admits it need not."""
+        return len(self._hits(sequence, min(self._num_shareable(sequence), _MAX_HASHES_AT_ARRIVAL)))
+
+    def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
+        """How many blocks at the start of the sequence are cached, and the hashes of at most `count` blocks after
+        those, as far as the sequence may take them from others."""
+        start = len(self.hits(sequence))
+        end = min(start + count, self._num_shareable(sequence))
+        return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
+
+    def _shareable(self, sequence: Sequence) -> list[BlockHash]:
+        """Hashes of the blocks that the sequence may take from others."""
+        return sequence.prefix_hashes.first(self._num_shareable(sequence), sequence.token_ids)
+
+    def _num_shareable(self, sequence: Sequence) -> int:
+        """Blocks that the sequence may take from others. At least one token is left to compute, so that there are
+        logits."""
+        return (sequence.num_tokens - 1) // self.block_size if sequence.uses_prefix_cache else 0
+
+
+class VictimTables:
+    """Counts the blocks that become free if block tables are freed one after the other. `taken` blocks do not."""
+
+    def __init__(self, pool: BlockPool, taken: Iterable[BlockId]) -> None:
+        self._pool = pool
+        self._taken = set(taken)
+        self._num_freed: Counter[BlockId] = Counter()
+        """How many of its holders were freed, of each block that had several."""
+
+    def free(self, table: SequenceOf[BlockId]) -> int:
+        """Blocks that this table frees, after those before it."""
+        pool = self._pool
+        freed = alone = pool.num_held_alone(table)
+        if self._taken:
+            freed -= sum(block in self._taken and pool.ref_count(block) == 1 for block in table)
+        if alone < len(table):
+            for block in table:
+                if pool.ref_count(block) > 1:
+                    self._num_freed[block] += 1
+                    freed += self._num_freed[block] == pool.ref_count(block) and block not in self._taken
+        return freed
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedIn:
+    """What a swap in did: pairs (host block, GPU block), and for each sequence how many of its tokens are computed and
+    how many of its first blocks are sealed."""
+
+    pairs: list[tuple[BlockId, BlockId]]
+    num_computed: list[int]
+    num_sealed: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """The table of one sequence after its swap in: sealed blocks of the GPU pool, copies of host blocks, new blocks."""
+
+    hits: list[BlockId]
+    from_host: list[BlockId]
+    num_new: int
+
+
+class SwapSpace:
+    """The host pool (the paper's section 4.5). All sequences of a group move together; a block that several of them
+    share moves once, and they share it again when they are back."""
+
+    def __init__(self, num_blocks: int, blocks: BlockManager) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._blocks = blocks
+
+    def can_swap_out(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the host pool has room for the tokens in `num_swapped_tokens` of each sequence."""
+        return len(_distinct(self._kept(sequence) for sequence in sequences)) <= self.pool.num_free
+
+    def swap_out(self, sequences: SequenceOf[Sequence]) -> list[tuple[BlockId, BlockId]]:
+        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks. Returns
+        pairs (GPU block, host block). Raises OutOfBlocksError."""
+        host_of: dict[BlockId, BlockId] = {}
+        for sequence in sequences:
+            kept = self._kept(sequence)
+            shared = [host_of[block] for block in kept if block in host_of]
+            self.pool.touch(shared)
+            moved = [block for block in kept if block not in host_of]
+            host_of.update(zip(moved, self.pool.allocate(len(moved)), strict=True))
+            self._blocks.free(sequence)
+            sequence.block_table = [host_of[block] for block in kept]
+        return list(host_of.items())
+
+    def blocks_needed(self, sequences: SequenceOf[Sequence]) -> int:
+        """Free blocks of the GPU pool that `swap_in` takes, cached ones included, and that the sequences then copy
+        before they go on writing."""
+        returns = [self._return(sequence) for sequence in sequences]
+        free_hits = self._blocks.pool.num_free_of([*_distinct(each.hits for each in returns)])
+        taken = len(_distinct(each.from_host for each in returns)) + sum(each.num_new for each in returns)
+        return free_hits + taken + self._num_copies(returns, sequences)
+
+    def swap_in(self, sequences: SequenceOf[Sequence]) -> SwappedIn:
+        """Gives the sequences GPU blocks for all their tokens. Raises OutOfBlocksError."""
+        pool = self._blocks.pool
+        returns = [self._return(sequence) for sequence in sequences]
+        for each in returns:
+            pool.touch(each.hits)
+        gpu_of: dict[BlockId, BlockId] = {}
+        for sequence, each in zip(sequences, returns, strict=True):
+            pool.touch([gpu_of[block] for block in each.from_host if block in gpu_of])
+            moved = [block for block in each.from_host if block not in gpu_of]
+            gpu_of.update(zip(moved, pool.allocate(len(moved)), strict=True))
+            self.free(sequence)
+            back = [gpu_of[block] for block in each.from_host]
+            sequence.block_table = [*each.hits, *back, *pool.allocate(each.num_new)]
+        return SwappedIn(
+            list(gpu_of.items()),
+            [self._num_computed(each, sequence) for each, sequence in zip(returns, sequences, strict=True)],
+            [len(each.hits) for each in returns],
+        )
+
+    def free(self, sequence: Sequence) -> None:
+        """Takes the host blocks of a sequence back."""
+        self.pool.free(sequence.block_table)
+        sequence.block_table = []
+
+    def _num_copies(self, returns: SequenceOf[_Return], sequences: SequenceOf[Sequence]) -> int:
+        """All writers of a shared block copy it but its last holder."""
+        holders = Counter(block for each in returns for block in each.from_host)
+        writers: Counter[BlockId] = Counter()
+        for each, sequence in zip(returns, sequences, strict=True):
+            tail = self._num_computed(each, sequence) // self._blocks.block_size - len(each.hits)
+            writers.update(each.from_host[tail : tail + 1])
+        return sum(min(count, holders[block] - 1) for block, count in writers.items())
+
+    def _num_computed(self, each: _Return, sequence: Sequence) -> int:
+        return max(sequence.num_swapped_tokens, len(each.hits) * self._blocks.block_size)
+
+    def _kept(self, sequence: Sequence) -> list[BlockId]:
+        return sequence.block_table[: self._blocks.blocks_for(sequence.num_swapped_tokens)]
+
+    def _return(self, sequence: Sequence) -> _Return:
+        hits = self._blocks.hits(sequence)
+        from_host = sequence.block_table[len(hits) :]
+        return _Return(hits, from_host, self._blocks.blocks_for(sequence.num_tokens) - len(hits) - len(from_host))
+
+
+def _distinct(tables: Iterable[SequenceOf[BlockId]]) -> set[BlockId]:
+    return {block for table in tables for block in table}
+
+
+_MIN_TOKENS, _MIN_SHARE = 256, 1 / 8
+"""Blocks are worth waiting for if they have so many tokens, or so much of a step's token budget: fewer are computed
+sooner than the results of the steps in flight come back. ADR 0022 has what it saves."""
+
+_STEPS_AHEAD = 2
+"""Of a long prompt only the blocks of so many full steps behind the last sealed one are known here: each costs a hash,
+and hashes are computed as the prompt is, not all at once."""
+
+
+class BlocksUnderway:
+    """Full blocks that rows are computing now, and the requests that wait for them instead of computing them too.
+
+    A block is underway from the moment that a row enters the batch to compute it until it is sealed or the row is
+    released. A request whose next blocks are underway is held back (see `admission`); once they are sealed it takes
+    them from the prefix cache. It never waits for a block that cannot come: a row that is released for any reason
+    releases all that wait for it, and so does one that computed something that is not finite.
+
+    Each block counts for the first row that began it.
+    """
+
+    def __init__(self, block_size: int, token_budget: int) -> None:
+        self.window = max(1, _STEPS_AHEAD * token_budget // block_size)
+        """The most blocks behind its last sealed one that a row has here."""
+        self._min_run = max(1, min(_MIN_TOKENS, int(_MIN_SHARE * token_budget)) // block_size)
+        self._row_of: dict[BlockHash, int] = {}
+        self._of_row: dict[int, dict[BlockHash, None]] = {}
+        self._waiters: dict[BlockHash, list[RequestKey]] = {}
+        self._released: list[RequestKey] = []
+        self._unnamed: dict[int, None] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a row whose blocks others might wait for."""
+        return bool(self._row_of or self._unnamed)
+
+    def expect(self, row: int) -> None:
+        """The row computes blocks whose hashes are not needed before somebody comes who might wait for them."""
+        self._unnamed[row] = None
+
+    def take_expected(self) -> list[int]:
+        """The expected rows, whose blocks are to `begin` now."""
+        rows, self._unnamed = list(self._unnamed), {}
+        return rows
+
+    def items(self) -> list[tuple[BlockHash, int]]:
+        """All blocks that are underway, and their rows."""
+        return list(self._row_of.items())
+
+    def awaited(self) -> list[BlockHash]:
+        """The blocks that somebody waits for, or waited for and is gone."""
+        return list(self._waiters)
+
+    def is_known(self, key: RequestKey) -> bool:
+        """Whether the request waits for a block, or `take_released` is about to name it."""
+        return key in self._released or any(key in keys for keys in self._waiters.values())
+
+    def is_worth_it(self, num_blocks: int) -> bool:
+        """Whether others might wait for so many blocks."""
+        return num_blocks >= self._min_run
+
+    def computes(self, row: int) -> bool:
+        """Whether the row has blocks underway."""
+        return row in self._of_row
+
+    def begin(self, row: int, hashes: SequenceOf[BlockHash]) -> None:
+        """The row will compute these blocks, too."""
+        own = {content: None for content in hashes if content not in self._row_of}
+        if own:
+            self._of_row.setdefault(row, {}).update(own)
+            self._row_of.update(dict.fromkeys(own, row))
+
+    def sealed(self, row: int, hashes: SequenceOf[BlockHash]) -> None:
+        """The row computed these blocks, and they can be hit."""
+        own = self._of_row.get(row, {})
+        for content in hashes:
+            if content in own:
+                del own[content]
+                self._end(content)
+        if not own:
+            self._of_row.pop(row, None)
+
+    def stop(self, row: int) -> None:
+        """Nobody may wait for this row any more."""
+        self._unnamed.pop(row, None)
+        for content in self._of_row.pop(row, ()):
+            self._end(content)
+
+    def last_of(self, hashes: SequenceOf[BlockHash]) -> BlockHash | None:
+        """The last of the leading blocks of these that are underway; None where they are too few to wait for."""
+        count = 0
+        while count < len(hashes) and hashes[count] in self._row_of:
+            count += 1
+        return hashes[count - 1] if self.is_worth_it(count) else None
+
+    def row_of(self, content: BlockHash) -> int:
+        """The row that computes a block that is underway."""
+        return self._row_of[content]
+
+    def hold(self, key: RequestKey, content: BlockHash) -> None:
+        """The request waits until this block is no longer underway."""
+        self._waiters.setdefault(content, []).append(key)
+
+    def take_released(self) -> list[RequestKey]:
+        """Requests that need not wait any more, since the last call."""
+        keys, self._released = self._released, []
+        return keys
+
+    def _end(self, content: BlockHash) -> None:
+        del self._row_of[content]
+        self._released += self._waiters.pop(content, ())

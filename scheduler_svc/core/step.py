@@ -1,0 +1,134 @@
+"""What one step is, and its result: the values that pass between the core and the service."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.logprob_columns import LogprobColumns
+from scheduler_svc.core.beam_search import Candidates
+from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.request import RowSampling
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowAssignment:
+    """A sequence that enters a row: sent whole, once. Later steps send only what changed."""
+
+    row: int
+    token_ids: SequenceOf[int]
+    block_table: SequenceOf[BlockId]
+    sampling: RowSampling
+    num_prompt_tokens: int
+    traceparent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of all workers. Arrays are int64; rows of the batch are distinct.
+
+    swap_out                 [o, 2]  GPU block, host block: before all else
+    swap_in                  [i, 2]  host block, GPU block: after swap_out
+    copies                   [c, 2]  source block, destination block: copy-on-write, after swap_in
+    release                  [r]     rows that hold nothing any more, before `assign`
+    forks                    [f, 2]  parent row, child row: the child gets all that the parent held before this step
+    reseed                           row and seed of each child that draws by a seed of its own
+    set_tokens               [t, 3]  row, position, token id that was chosen for it there (beam search)
+    block_table_deltas       [d, 3]  row, logical index, block id
+    rows, num_new_tokens, num_computed_tokens  [b]  the batch
+    samples                  [s, 2]  row that samples, row of the batch from whose last token's logits
+    sealed                           blocks whose content is final, and their hashes
+    """
+
+    step_id: int
+    swap_out: Array
+    swap_in: Array
+    copies: Array
+    release: Array
+    assign: SequenceOf[RowAssignment]
+    forks: Array
+    reseed: SequenceOf[tuple[int, int]]
+    set_tokens: Array
+    block_table_deltas: Array
+    rows: Array
+    num_new_tokens: Array
+    num_computed_tokens: Array
+    samples: Array
+    sealed: SequenceOf[tuple[BlockId, BlockHash]]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_new_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A planned step whose result is still to come: its sampling rows, which sequences sat in them, and how many of
+    their tokens are computed then; and the same for the rows that compute a chunk and sample nothing."""
+
+    step_id: int
+    rows: Array
+    incarnations: Array
+    num_computed: Array
+    chunk_rows: Array
+    chunk_incarnations: Array
+    chunk_num_computed: Array
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLogprobs:
+    """The log probabilities of some of a step's samples."""
+
+    samples: Array
+    """int64[m], indices into the step's samples, rising."""
+    columns: LogprobColumns
+
+    def check(self, num_samples: int) -> None:
+        """Raises ValueError unless it is of some of so many samples, and its columns fit each other."""
+        samples, columns = self.samples, self.columns
+        num_positions, num_top = len(columns), int(columns.top_counts.sum(dtype=np.int64))
+        of_positions = (samples, columns.chosen_ranks, columns.top_counts)
+        if any(len(each) != num_positions for each in of_positions) or not (
+            num_top == len(columns.top_token_ids) == len(columns.top_logprobs) and (columns.top_counts >= 0).all()
+        ):
+            raise ValueError(f"the columns of {num_positions} log probabilities are not of one length")
+        if num_positions and not (samples[0] >= 0 and samples[-1] < num_samples and (samples[1:] > samples[:-1]).all()):
+            raise ValueError(
+                f"log probabilities are of the samples {samples.tolist()} out of {num_samples}, not rising"
+            )
+
+    def of(self, samples: Array) -> tuple[Array, LogprobColumns]:
+        """Which of these samples, int64[n] and rising, have log probabilities, as indices into them, and those."""
+        _, places, positions = np.intersect1d(samples, self.samples, assume_unique=True, return_indices=True)
+        return places, self.columns.take(positions)
+
+    def of_sample(self, sample: int) -> LogprobColumns | None:
+        """Those of one sample, None where it has none."""
+        position = int(np.searchsorted(self.samples, sample))
+        if position == len(self.samples) or self.samples[position] != sample:
+            return None
+        return self.columns.part(position, position + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the workers answered: one token id for each of `StepPlan.samples`, in that order.
+
+    `candidates` and `failures` are keyed by row; the token of a failed row, and of one that has candidates, means
+    nothing. `refused` are those of `failures` whose row the worker could not sample by the parameters that it was sent.
+    `logprobs` is None where no row requests them. `non_finite_chunks` are rows that computed a chunk, sampled nothing,
+    and got hidden states that hold NaN or infinity.
+    """
+
+    step_id: int
+    token_ids: Array
+    logprobs: SampleLogprobs | None = None
+    failures: Mapping[int, str] = field(default_factory=dict[int, str])
+    candidates: Mapping[int, Candidates] = field(default_factory=dict[int, Candidates])
+    non_finite_chunks: frozenset[int] = frozenset()
+    refused: frozenset[int] = frozenset()
