@@ -1,11 +1,14 @@
+"""Requests from arrival to end: steps, results, ends, losses of the worker, and what is reported of them."""
+
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
-from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.sequence import FinishReason, Milestone, Timeline
 from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 
@@ -169,23 +172,6 @@ def test_preemption_takes_the_newest_and_spares_the_oldest():
     assert plan.rows.tolist() == [0]
     assert [group.request.key.handle for group in driver.scheduler.waiting] == [2]
     assert driver.scheduler.waiting.first().preemptions == 1
-
-
-def test_nothing_is_admitted_past_the_watermark():
-    driver = Driver(make_config(num_blocks=10, block_size=4, watermark=0.3, max_model_len=40))
-    driver.submit(make_request(1, prompt_len=16))
-    driver.submit(make_request(2, prompt_len=16))
-    driver.plan()
-    assert len(driver.scheduler.running) == 1
-    assert len(driver.scheduler.waiting) == 1
-
-
-def test_a_request_as_large_as_the_pool_runs_when_it_is_alone():
-    driver = Driver(make_config(num_blocks=4, block_size=4, watermark=0.5, max_model_len=100))
-    request = make_request(1, prompt_len=15, max_tokens=1)
-    driver.submit(request)
-    driver.run_until_idle()
-    assert driver.outputs[1] == expected_output(request)
 
 
 def test_abort_frees_blocks_at_once_whether_waiting_or_running():
@@ -381,3 +367,110 @@ def test_the_same_arrivals_and_results_give_the_same_plans():
         return seen
 
     assert plans() == plans()
+
+
+PREEMPTIONS = [(PreemptionMode.SWAP, Milestone.SWAPPED_OUT), (PreemptionMode.RECOMPUTE, Milestone.RECOMPUTED)]
+
+
+def timeline_of(driver: Driver, request: Request) -> Timeline:
+    return next(group.timeline for group in driver.scheduler.groups() if group.request.key == request.key)
+
+
+@pytest.mark.parametrize(("mode", "milestone"), PREEMPTIONS)
+def test_a_preemption_and_the_return_are_told_with_their_times(mode: PreemptionMode, milestone: Milestone) -> None:
+    driver = Driver(make_config(preemption_mode=mode, num_host_blocks=16))
+    request = make_request(1, max_tokens=20)
+    driver.submit(request)
+    line = timeline_of(driver, request)
+    driver.run_steps(3)
+    started, preempted_at = line.started, driver.clock
+    driver.preempt(request)
+    assert line.milestones == [(milestone, preempted_at)]
+    driver.run_until_idle()
+    assert [each for each, _ in line.milestones] == [milestone, Milestone.RESUMED]
+    assert line.started == started
+    times = [at for _, at in line.milestones]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(("mode", "milestone"), PREEMPTIONS)
+def test_running_out_of_blocks_is_told_by_whoever_gives_way(mode: PreemptionMode, milestone: Milestone) -> None:
+    driver = Driver(make_config(num_blocks=9, preemption_mode=mode, num_host_blocks=16))
+    requests = [make_request(handle, prompt_len=4, max_tokens=20) for handle in (1, 2)]
+    for request in requests:
+        driver.submit(request)
+    older, newer = (timeline_of(driver, request) for request in requests)
+    driver.run_until_idle()
+    assert older.milestones == []
+    assert {each for each, _ in newer.milestones} == {milestone, Milestone.RESUMED}
+
+
+def test_making_way_for_a_higher_priority_is_told_as_a_recomputation() -> None:
+    driver = Driver(make_config(num_blocks=6, policy=PolicyKind.PRIORITY, num_host_blocks=16))
+    low = make_request(1, prompt_len=12, max_tokens=8)
+    driver.submit(low)
+    driver.run_steps(1)
+    line = timeline_of(driver, low)
+    driver.submit(make_request(2, prompt_len=12, max_tokens=8, priority=5))
+    driver.run_until_idle()
+    assert [each for each, _ in line.milestones] == [Milestone.RECOMPUTED, Milestone.RESUMED]
+
+
+def test_losing_the_worker_is_told_by_those_that_ran_alone() -> None:
+    driver = Driver(make_config(max_num_seqs=1))
+    runs, waits = make_request(1, max_tokens=8), make_request(2, max_tokens=8)
+    for request in (runs, waits):
+        driver.submit(request)
+    lines = [timeline_of(driver, request) for request in (runs, waits)]
+    driver.run_steps(2)
+    driver.crash()
+    driver.run_until_idle()
+    assert [[each for each, _ in line.milestones] for line in lines] == [[Milestone.WORKER_LOST, Milestone.RESUMED], []]
+
+
+def test_a_row_is_told_to_workers_with_the_trace_of_its_request() -> None:
+    driver = Driver(make_config())
+    driver.submit(make_request(1))
+    driver.submit(replace(make_request(2), traceparent="00-a-b-01"))
+    plan = driver.plan()
+    assert plan is not None
+    assert [assigned.traceparent for assigned in plan.assign] == [None, "00-a-b-01"]
+
+
+STEM = [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 8), (8, 4), (4, 3)])
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_prompts_with_one_start_keep_their_own_context_in_blocks_of_another_size(before, after, num_sequences):
+    # One request after the other, so that the second finds what the first has sealed.
+    driver = Driver(make_config(block_size=before, max_num_seqs=num_sequences))
+    requests = [
+        make_request(handle, prompt=[*STEM, *range(first, first + 9)], max_tokens=20, num_sequences=num_sequences)
+        for handle, first in ((1, 5), (2, 25))
+    ]
+    for request in requests:
+        driver.submit(request)
+    driver.run_steps(3)
+    driver.crash(config=make_config(block_size=after, max_num_seqs=num_sequences))
+    driver.run_until_idle()
+    assert driver.finished == {1, 2}
+    for request in requests:
+        for index in range(num_sequences):
+            assert driver.samples[request.key.handle, index] == expected_output(request, index)
+    # Blocks of 4 can share the start of both prompts; those of 8 cannot, and none of 3 beyond its first.
+    assert driver.usage[2].cached_tokens == len(STEM) // after * after
+
+
+def test_sequences_that_fork_after_the_move_have_hashes_of_the_new_size():
+    driver = Driver(make_config(block_size=8))
+    request = make_request(1, prompt_len=17, max_tokens=12, num_sequences=2)
+    driver.submit(request)
+    driver.crash(config=make_config(block_size=4))
+    driver.run_until_idle()
+    follow_up = make_request(2, prompt=[*request.prompt, *expected_output(request, 1)], max_tokens=3)
+    driver.submit(follow_up)
+    driver.run_until_idle()
+    assert driver.outputs[2] == expected_output(follow_up)
+    # 17 tokens of prompt and 12 of output, the last of which was never computed.
+    assert driver.usage[2].cached_tokens == 28

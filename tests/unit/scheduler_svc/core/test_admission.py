@@ -1,6 +1,7 @@
-"""What the core looks at, where looking at everything would hold the event loop up."""
+"""Who enters the batch and when, how prompts share a step, and what is looked at for it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,212 @@ import pytest
 from scheduler_svc.core import block_pool, kv_cache
 from scheduler_svc.core import scheduler as scheduler_module
 from scheduler_svc.core.batch import Batch
-from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.kv_cache import BlockManager, VictimTables
 from scheduler_svc.core.policy import FairPolicy
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import StepResult
-from tests.support.core_driver import Driver, make_config, make_request
+from scheduler_svc.core.step import StepPlan, StepResult
+from tests.support.core_driver import Driver, expected_output, make_config, make_request
+
+
+def make_driver(max_in_flight: int = 1, **config) -> Driver:
+    defaults = {"num_blocks": 2000, "block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 32}
+    return Driver(make_config(**(defaults | {"max_model_len": 1500} | config)), max_in_flight)
+
+
+def plan(driver: Driver) -> StepPlan:
+    step = driver.plan()
+    assert step is not None
+    driver.deliver()
+    return step
+
+
+def chunks(driver: Driver, step: StepPlan) -> dict[int, int]:
+    """Tokens that each running request computes in the step."""
+    sequences = [driver.scheduler.batch.rows.sequences[row] for row in step.rows.tolist()]
+    tokens = zip(sequences, step.num_new_tokens.tolist(), strict=True)
+    return {sequence.request.key.handle: count for sequence, count in tokens if sequence is not None}
+
+
+def steps_to_first_token(driver: Driver, handle: int) -> int:
+    for count in range(1, 200):
+        plan(driver)
+        if driver.outputs[handle]:
+            return count
+    raise AssertionError("no first token")
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.5, 1), (0.9, 2), (1.0, 39)])
+def test_a_short_prompt_behind_a_long_one_has_its_first_token_soon(share, steps):
+    driver = make_driver(max_prefill_share=share)
+    driver.submit(make_request(1, prompt_len=1_250, max_tokens=2))
+    plan(driver)
+    driver.submit(make_request(2, prompt_len=5, max_tokens=2))
+    assert steps_to_first_token(driver, 2) == steps
+
+
+def test_who_comes_behind_several_long_ones_does_not_wait_for_them_either():
+    driver = make_driver()
+    for handle in (1, 2, 3):
+        driver.submit(make_request(handle, prompt_len=400 + handle, max_tokens=2))
+    plan(driver)
+    driver.submit(make_request(4, prompt_len=3, max_tokens=2))
+    assert steps_to_first_token(driver, 4) == 1
+
+
+def test_steps_are_as_full_as_without_a_bound():
+    num_steps = []
+    for share in (0.3, 0.5, 1.0):
+        driver = make_driver(max_prefill_share=share)
+        for handle in range(1, 40):
+            driver.submit(make_request(handle, prompt_len=200 if handle % 10 == 1 else 5, max_tokens=1))
+        tokens = []
+        while (step := driver.plan()) is not None:
+            tokens.append(step.num_tokens)
+            driver.deliver()
+        assert set(tokens[:-1]) == {32}
+        num_steps.append(len(tokens))
+    assert len(set(num_steps)) == 1
+
+
+def test_a_long_prompt_gets_its_share_under_a_stream_of_short_ones():
+    driver = make_driver()
+    driver.submit(make_request(1, prompt_len=320, max_tokens=1))
+    for handle in range(2, 25):
+        for extra in range(3):
+            driver.submit(make_request(100 * handle + extra, prompt_len=13, max_tokens=1))
+        step = plan(driver)
+        if 1 in driver.finished:
+            break
+        assert chunks(driver, step)[1] >= 16
+    assert 1 in driver.finished
+
+
+def test_prompts_of_the_same_length_come_one_after_the_other():
+    driver = make_driver()
+    for handle in (1, 2):
+        driver.submit(make_request(handle, prompt_len=120, max_tokens=2))
+    assert [chunks(driver, plan(driver)) for _ in range(3)] == [{1: 32}, {1: 32}, {1: 32}]
+
+
+def test_what_is_cached_does_not_count_as_length():
+    driver = make_driver()
+    prompt = [7 + index % 40 for index in range(800)]
+    driver.submit(make_request(1, prompt=prompt, max_tokens=1))
+    driver.run_until_idle()
+    driver.submit(make_request(2, prompt_len=400, max_tokens=1))
+    plan(driver)
+    driver.submit(make_request(3, prompt=[*prompt, 1, 2, 3], max_tokens=1))
+    assert steps_to_first_token(driver, 3) == 1
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_sequences_that_read_what_another_one_computes_come_after_it(mode):
+    driver = make_driver(max_num_batched_tokens=64, num_host_blocks=100, preemption_mode=mode, max_in_flight=2)
+    several = make_request(1, prompt_len=200, max_tokens=60, num_sequences=3)
+    driver.submit(several)
+    driver.run_steps(30)
+    driver.preempt(several)
+    pool = driver.scheduler.batch.blocks.pool
+    # Nothing of it is cached any more.
+    pool.free(pool.allocate(pool.num_free))
+    for handle in range(2, 6):
+        driver.submit(make_request(handle, prompt_len=30, max_tokens=3))
+    driver.run_until_idle()
+    assert [driver.samples[1, index] for index in range(3)] == [expected_output(several, index) for index in range(3)]
+
+
+def test_a_share_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="max_prefill_share is 0"):
+        make_config(max_prefill_share=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """What a scenario cost."""
+
+    num_preemptions: int
+    num_steps: int
+    num_computed: int
+    """Tokens, those included that were computed again."""
+
+
+def make_requests(count: int, *, prompt_len: int, max_tokens: int, num_sequences: int = 1) -> list[Request]:
+    return [
+        make_request(handle, prompt_len=prompt_len, max_tokens=max_tokens, num_sequences=num_sequences)
+        for handle in range(count)
+    ]
+
+
+SCENARIOS = [
+    (
+        make_config(num_blocks=20, max_num_seqs=18, max_num_batched_tokens=64),
+        make_requests(18, prompt_len=12, max_tokens=40),
+    ),
+    (
+        make_config(num_blocks=20, block_size=16, max_num_seqs=18, max_num_batched_tokens=64, max_model_len=256),
+        make_requests(18, prompt_len=16, max_tokens=120),
+    ),
+    (
+        make_config(num_blocks=20, max_num_seqs=18, watermark=0.01),
+        make_requests(18, prompt_len=5, max_tokens=60),
+    ),
+    (
+        make_config(
+            num_blocks=30, block_size=8, num_host_blocks=40, max_num_seqs=24, preemption_mode=PreemptionMode.SWAP
+        ),
+        make_requests(12, prompt_len=10, max_tokens=40, num_sequences=3),
+    ),
+]
+
+
+def pressure_of_all() -> Pressure:
+    """What all scenarios cost together."""
+    schedulers, num_computed = [], 0
+    for config, requests in SCENARIOS:
+        driver = Driver(config)
+        for request in requests:
+            driver.submit(request)
+        driver.run_until_idle()
+        assert driver.finished == {request.key.handle for request in requests}
+        schedulers.append(driver.scheduler)
+        num_computed += driver.device.num_computed
+    return Pressure(
+        sum(each.num_preemptions for each in schedulers), sum(each.num_steps for each in schedulers), num_computed
+    )
+
+
+def test_looking_ahead_preempts_a_third_less_and_takes_no_longer(monkeypatch):
+    ahead = pressure_of_all()
+    monkeypatch.setattr("scheduler_svc.core.admission._STEPS_AHEAD", 0)
+    blind = pressure_of_all()
+    assert ahead.num_preemptions < 0.67 * blind.num_preemptions
+    assert ahead.num_computed < blind.num_computed
+    # Which groups share the last steps is chance: some scenarios take a few steps more, some fewer.
+    assert ahead.num_steps < 1.01 * blind.num_steps
+
+
+def test_a_group_that_would_be_preempted_by_its_next_step_waits():
+    driver = Driver(make_config(num_blocks=5), max_in_flight=1)
+    driver.submit(make_request(1, prompt_len=8, max_tokens=8))
+    driver.submit(make_request(2, prompt_len=8, max_tokens=8))
+    driver.plan()
+    # Two blocks each leave one, and both would take another for their ninth token.
+    assert [group.request.key.handle for group in driver.scheduler.running] == [1]
+    driver.run_until_idle()
+    assert driver.finished == {1, 2}
+    assert driver.scheduler.num_preemptions == 0
+
+
+def test_who_needs_no_further_block_is_admitted_into_the_last_ones():
+    driver = Driver(make_config(num_blocks=4), max_in_flight=1)
+    for handle in (1, 2):
+        driver.submit(make_request(handle, prompt_len=7, max_tokens=2))
+    driver.plan()
+    assert len(driver.scheduler.running) == 2
+    driver.run_until_idle()
+    assert driver.scheduler.num_preemptions == 0
 
 
 @pytest.fixture

@@ -1,13 +1,15 @@
-"""Automatic prefix caching (the paper's section 4.4): whole blocks of a known prefix are not computed again."""
+"""Cached prefixes, and blocks that are being computed: what is shared, and who waits for it."""
 
 import numpy as np
 import pytest
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes, block_hash, root_hash
+from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
-PROMPT = list(range(10, 23))  # 13 tokens: three full blocks of 4 and one token
+SHORT_PROMPT = list(range(10, 23))  # 13 tokens: three full blocks of 4 and one token
 
 
 def run(driver: Driver, handle: int, **request) -> int:
@@ -22,25 +24,25 @@ def run(driver: Driver, handle: int, **request) -> int:
 
 def test_a_second_request_computes_only_what_is_not_cached():
     driver = Driver(make_config())
-    assert run(driver, 1, prompt=PROMPT, max_tokens=2) == 14
-    assert run(driver, 2, prompt=PROMPT, max_tokens=2) == 2
+    assert run(driver, 1, prompt=SHORT_PROMPT, max_tokens=2) == 14
+    assert run(driver, 2, prompt=SHORT_PROMPT, max_tokens=2) == 2
     assert driver.usage[1].cached_tokens == 0
     assert driver.usage[2].cached_tokens == 12
 
 
 def test_at_least_one_prompt_token_is_always_computed():
     driver = Driver(make_config())
-    run(driver, 1, prompt=PROMPT[:12], max_tokens=3)
-    run(driver, 2, prompt=PROMPT[:12], max_tokens=3)
+    run(driver, 1, prompt=SHORT_PROMPT[:12], max_tokens=3)
+    run(driver, 2, prompt=SHORT_PROMPT[:12], max_tokens=3)
     assert driver.usage[2].cached_tokens == 8
 
 
 def test_a_follow_up_turn_hits_its_whole_history_output_included():
     driver = Driver(make_config())
-    first = make_request(1, prompt=PROMPT, max_tokens=9)
+    first = make_request(1, prompt=SHORT_PROMPT, max_tokens=9)
     driver.submit(first)
     driver.run_until_idle()
-    history = [*PROMPT, *driver.outputs[1]]
+    history = [*SHORT_PROMPT, *driver.outputs[1]]
     run(driver, 2, prompt=[*history, 7, 8], max_tokens=1)
     # 22 tokens of history, of which 21 were computed and fill five blocks.
     assert driver.usage[2].cached_tokens == 20
@@ -48,10 +50,10 @@ def test_a_follow_up_turn_hits_its_whole_history_output_included():
 
 def test_running_requests_share_one_physical_copy():
     driver = Driver(make_config(), max_in_flight=1)
-    driver.submit(make_request(1, prompt=PROMPT, max_tokens=30))
+    driver.submit(make_request(1, prompt=SHORT_PROMPT, max_tokens=30))
     driver.plan()
     driver.deliver()
-    driver.submit(make_request(2, prompt=PROMPT, max_tokens=30))
+    driver.submit(make_request(2, prompt=SHORT_PROMPT, max_tokens=30))
     driver.plan()
     first, second = (group.sequences[0] for group in driver.scheduler.running)
     assert first.block_table[:3] == second.block_table[:3]
@@ -117,23 +119,23 @@ def test_a_result_that_reports_chunks_of_rows_that_have_none_is_refused():
 
 def test_tenants_share_nothing():
     driver = Driver(make_config())
-    run(driver, 1, prompt=PROMPT, tenant="a")
-    run(driver, 2, prompt=PROMPT, tenant="b")
+    run(driver, 1, prompt=SHORT_PROMPT, tenant="a")
+    run(driver, 2, prompt=SHORT_PROMPT, tenant="b")
     assert driver.usage[2].cached_tokens == 0
-    run(driver, 3, prompt=PROMPT, tenant="a")
+    run(driver, 3, prompt=SHORT_PROMPT, tenant="a")
     assert driver.usage[3].cached_tokens == 12
 
 
 def test_a_block_counts_for_nothing_without_the_prefix_before_it():
     driver = Driver(make_config())
-    run(driver, 1, prompt=PROMPT)
-    run(driver, 2, prompt=[99, *PROMPT[1:]])
+    run(driver, 1, prompt=SHORT_PROMPT)
+    run(driver, 2, prompt=[99, *SHORT_PROMPT[1:]])
     assert driver.usage[2].cached_tokens == 0
 
 
 def test_a_poisoned_request_seals_nothing():
     driver = Driver(make_config())
-    driver.submit(make_request(1, prompt=PROMPT))
+    driver.submit(make_request(1, prompt=SHORT_PROMPT))
     driver.plan()
     good = driver.results.popleft()
     driver.results.append(StepResult(good.step_id, good.token_ids, failures={0: "logits hold NaN"}))
@@ -143,33 +145,33 @@ def test_a_poisoned_request_seals_nothing():
 
 def test_a_lost_worker_takes_the_cache_with_it():
     driver = Driver(make_config())
-    run(driver, 1, prompt=PROMPT)
+    run(driver, 1, prompt=SHORT_PROMPT)
     driver.crash()
-    run(driver, 2, prompt=PROMPT)
+    run(driver, 2, prompt=SHORT_PROMPT)
     assert driver.usage[2].cached_tokens == 0
 
 
 def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
     driver = Driver(make_config(), max_in_flight=1)
-    driver.submit(make_request(1, prompt=PROMPT, max_tokens=3))
+    driver.submit(make_request(1, prompt=SHORT_PROMPT, max_tokens=3))
     sealed = []
     while (plan := driver.plan()) is not None:
         sealed += plan.sealed
         driver.deliver()
-    hashes = PrefixHashes("", 4).first(3, PROMPT)
+    hashes = PrefixHashes("", 4).first(3, SHORT_PROMPT)
     assert sealed == [(BlockId(index), content) for index, content in enumerate(hashes)]
     successor = Driver(make_config())
     successor.scheduler.restore_sealed(sealed)
     successor.device = driver.device
     successor.device.rows.clear()
-    run(successor, 2, prompt=PROMPT)
+    run(successor, 2, prompt=SHORT_PROMPT)
     assert successor.usage[2].cached_tokens == 12
 
 
 def test_a_block_that_goes_to_another_before_its_seal_was_announced_is_never_announced():
     driver = Driver(make_config(num_blocks=4))
     # Its prompt is sealed by the result that ends it, and the blocks go to the second request at once.
-    for handle, prompt in ((1, PROMPT), (2, [*reversed(PROMPT)])):
+    for handle, prompt in ((1, SHORT_PROMPT), (2, [*reversed(SHORT_PROMPT)])):
         driver.submit(make_request(handle, prompt=prompt, max_tokens=1))
     driver.plan()
     driver.deliver()
@@ -226,3 +228,140 @@ def test_hashes_chain_over_tenant_parent_and_tokens():
     }
     assert len(hashes) == 4
     assert block_hash(root_hash("a"), np.array([1, 2]).tolist()) in hashes
+
+
+LONG_PROMPT = [1 + index % 40 for index in range(1000)]
+
+
+def make_wide_driver(max_in_flight: int = 2, **config) -> Driver:
+    defaults = {"num_blocks": 1200, "block_size": 16, "max_num_seqs": 32, "max_num_batched_tokens": 512}
+    return Driver(make_config(**(defaults | {"max_model_len": 2000} | config)), max_in_flight)
+
+
+def submit(driver: Driver, *prompts: list[int], max_tokens: int = 1, **request) -> list[Request]:
+    first = 1 + max(driver.outputs, default=0)
+    requests = [
+        make_request(first + index, prompt=prompt, max_tokens=max_tokens, **request)
+        for index, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        driver.submit(request)
+    return requests
+
+
+def assert_finish(driver: Driver, *requests: Request) -> None:
+    driver.run_until_idle()
+    for request in requests:
+        assert driver.outputs[request.key.handle] == expected_output(request)
+    assert driver.scheduler.batch.blocks.pool.num_used == 0
+
+
+def running(driver: Driver) -> set[int]:
+    return {group.request.key.handle for group in driver.scheduler.running}
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_a_prompt_that_comes_eight_times_at_once_is_computed_once(max_in_flight):
+    driver = make_wide_driver(max_in_flight)
+    requests = submit(driver, *[LONG_PROMPT] * 8)
+    assert_finish(driver, *requests)
+    assert driver.device.num_computed == 1000 + 7 * 8
+
+
+def test_prompts_that_part_after_a_common_start_compute_that_once():
+    driver = make_wide_driver()
+    requests = submit(driver, *([*LONG_PROMPT[:800], *[41 + tail] * 100] for tail in range(8)))
+    assert_finish(driver, *requests)
+    assert driver.device.num_computed == 800 + 8 * 100
+
+
+def test_who_shares_the_start_does_not_wait_for_the_rest():
+    driver = make_wide_driver(max_in_flight=1, max_num_batched_tokens=600)
+    submit(driver, [*LONG_PROMPT, *LONG_PROMPT[:100]], LONG_PROMPT[:401])
+    driver.run_steps(2)
+    # The second is in the step after the one that computed what both have.
+    assert driver.finished == {1, 2}
+    assert driver.device.num_computed == 1100 + 1
+
+
+def test_a_common_start_that_is_too_short_delays_nobody():
+    driver = make_wide_driver(max_num_batched_tokens=512)
+    submit(driver, [*LONG_PROMPT[:48], 41], [*LONG_PROMPT[:48], 42])
+    driver.plan()
+    assert running(driver) == {1, 2}
+
+
+def test_those_behind_pass_who_waits_for_blocks():
+    driver = make_wide_driver(max_in_flight=1, max_num_batched_tokens=1100)
+    submit(driver, LONG_PROMPT, LONG_PROMPT, [7] * 30)
+    driver.plan()
+    assert running(driver) == {1, 3}
+    driver.deliver()
+    driver.plan()
+    assert running(driver) == {2}
+
+
+def test_a_request_does_not_wait_for_one_that_it_goes_before():
+    driver = make_wide_driver(policy=PolicyKind.PRIORITY)
+    submit(driver, LONG_PROMPT, priority=0)
+    driver.plan()
+    submit(driver, LONG_PROMPT[:400], priority=1)
+    driver.plan()
+    assert running(driver) == {1, 2}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_those_who_wait_go_on_at_once_when_the_one_that_computes_is_gone(steps, max_in_flight):
+    for leave in (
+        lambda driver, key: driver.scheduler.abort(key),
+        lambda driver, key: driver.scheduler.preempt(key, 0),
+    ):
+        driver = make_wide_driver(max_in_flight, max_num_batched_tokens=256)
+        requests = submit(driver, *[LONG_PROMPT] * 4)
+        for _ in range(steps):
+            driver.plan()
+        assert leave(driver, requests[0].key)
+        driver.check()
+        while driver.results:
+            driver.deliver()
+        driver.plan()
+        # The next one computes, from the chunks that were sealed in time; a preempted one goes on itself.
+        assert len(running(driver)) == 1
+        driver.run_until_idle()
+        assert driver.finished >= {2, 3, 4}
+        assert driver.device.num_computed <= 1000 + 256 * steps + 3 * 8
+
+
+def test_those_who_wait_for_one_that_is_not_finite_compute_themselves():
+    driver = make_wide_driver(max_num_batched_tokens=256)
+    driver.failing[1] = 300
+    requests = submit(driver, *[LONG_PROMPT] * 4)
+    driver.run_until_idle()
+    assert (driver.failed, driver.finished) == ({1}, {2, 3, 4})
+    for request in requests[1:]:
+        assert driver.outputs[request.key.handle] == expected_output(request)
+    # The first chunk was sealed, and the next three were computed by the first and by the second.
+    assert driver.device.num_computed <= 1000 + 744 + 2 * 8
+
+
+def test_a_lost_worker_lets_all_go():
+    driver = make_wide_driver()
+    requests = submit(driver, *[LONG_PROMPT] * 4)
+    driver.plan()
+    driver.plan()
+    driver.crash()
+    assert_finish(driver, *requests)
+
+
+def test_who_waits_counts_as_waiting():
+    driver = make_wide_driver()
+    submit(driver, *[LONG_PROMPT] * 8)
+    driver.plan()
+    assert len(driver.scheduler.waiting) == 7
+    assert driver.scheduler.waiting.num_tokens == 7000
+    assert [group.request.key.handle for group in driver.scheduler.waiting] == list(range(2, 9))
+    assert driver.scheduler.abort(next(iter(driver.scheduler.waiting)).request.key)
+    driver.check()
+    driver.run_until_idle()
+    assert driver.finished == {1, 3, 4, 5, 6, 7, 8}
