@@ -14,8 +14,7 @@ from bench.rule_source import RuleSource
 from bench.soak_mix import prefixes, requests, tenant
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.errors import QueueFullError, RefusedError
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import QueueFullError, RefusedError, Request
 from scheduler_svc.core.scheduler import Scheduler
 
 _NUM_MARKS = 20

@@ -117,9 +117,8 @@ class EventLog:
         key = group.request.key
         self._of(key.client).completed.append(RequestEnd(key.handle, usage_of(group)))
 
-    def request_failure(self, group: SequenceGroup, reason: str, message: str) -> None:
-        key = group.request.key
-        self._of(key.client).failed.append(RequestFailure(key, reason, message))
+    def request_failure(self, failure: RequestFailure) -> None:
+        self._of(failure.key.client).failed.append(failure)
 
     def _deliver_best(self, group: SequenceGroup) -> None:
         """The sequences with the highest mean log probability, best first."""

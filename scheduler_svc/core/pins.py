@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.errors import PinQuotaError, RefusedError
-from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.request import ClientId, Handle, PinQuotaError, RefusedError, Request, RequestKey, RowSampling
 
 PIN_CLIENT = ClientId(-1)
 """The client of the requests that compute pins: the scheduler itself. Gateways are numbered from 0."""

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, KeysView
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_svc.core.config import PolicyKind
-from scheduler_svc.core.request import MAX_PRIORITY, Request, RequestKey
+from scheduler_svc.core.config import PolicyKind, SchedulerConfig
+from scheduler_svc.core.request import MAX_PRIORITY, Request, RequestKey, check_shared_bound
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step import StepPlan
 
@@ -195,6 +195,33 @@ class GroupQueue:
                 self._of_tenant[tenant] = own
             else:
                 del self._of_tenant[tenant]
+
+
+def check_queue(request: Request, waiting: GroupQueue, config: SchedulerConfig) -> None:
+    """Raises QueueFullError where the bounds of the queue have no room for a request. They do not hold for one that was
+    accepted before."""
+    if request.accepted_before:
+        return
+    tenants, tenant = waiting.tenants(), request.tenant
+    num_tenants = len(tenants) + (tenant not in tenants)
+    check_shared_bound(
+        "requests would be waiting",
+        config.max_waiting_requests,
+        total=len(waiting),
+        own=waiting.num_of(tenant),
+        added=1,
+        num_tenants=num_tenants,
+        overflow=config.tenant_overflow,
+    )
+    check_shared_bound(
+        "tokens would be waiting",
+        config.max_waiting_tokens,
+        total=waiting.num_tokens,
+        own=waiting.num_tokens_of(tenant),
+        added=len(request.prompt) + sum(len(each.token_ids) for each in request.emitted if not each.has_ended),
+        num_tenants=num_tenants,
+        overflow=config.tenant_overflow,
+    )
 
 
 class Policy:

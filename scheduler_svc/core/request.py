@@ -1,4 +1,4 @@
-"""What a gateway asks for, as the core sees it."""
+"""Requests as the core sees them, and which are taken."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -6,6 +6,35 @@ from hashlib import blake2b
 from typing import NamedTuple, NewType
 
 from scheduler_svc.core.beam_search import BeamParameters, num_candidates
+from scheduler_svc.core.config import SchedulerConfig
+
+
+class RefusedError(ValueError):
+    """A request that is not taken; nothing was changed. Each refusal names the thing, its value and the limit.
+
+    RefusedError(ValueError)
+    ├── NeverFitsError     the request could not run even with the whole pool to itself
+    ├── QueueFullError     too many requests or tokens are waiting; come back later
+    ├── PinQuotaError      the tenant, or all tenants together, would pin too many blocks
+    └── DuplicateKeyError  the client has a live request with this handle
+    """
+
+
+class NeverFitsError(RefusedError):
+    pass
+
+
+class QueueFullError(RefusedError):
+    pass
+
+
+class PinQuotaError(RefusedError):
+    pass
+
+
+class DuplicateKeyError(RefusedError):
+    pass
+
 
 MAX_PRIORITY = 100
 """Priorities are from the negative of this to this; higher goes first."""
@@ -101,3 +130,97 @@ def sequence_seed(seed: int, index: int) -> int:
     """The 64-bit seed of a request's sequence with this index."""
     digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8, person=b"quire/seed/1")
     return int.from_bytes(digest.digest(), "little")
+
+
+def check_request(request: Request, config: SchedulerConfig) -> None:
+    """Raises RefusedError for a request that makes no sense, NeverFitsError for one that could not run even alone."""
+    if not request.prompt or request.max_tokens < 1:
+        raise RefusedError(
+            f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}; both must be >= 1"
+        )
+    if not 1 <= request.num_returned <= request.num_sequences:
+        raise RefusedError(
+            f"n is {request.num_returned}, best_of is {request.num_sequences}: 1 <= n <= best_of must hold"
+        )
+    if abs(request.priority) > MAX_PRIORITY:
+        raise RefusedError(f"priority is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    _check_beams(request)
+    _check_emitted(request)
+    _check_size(request, config)
+
+
+def check_shared_bound(
+    what: str, bound: int, *, total: int, own: int, added: int, num_tenants: int, overflow: float
+) -> None:
+    """A bound that tenants share: there are `total` of all tenants and `own` of one, which adds `added`, and there are
+    `num_tenants` then. Raises QueueFullError that names `what`, its value and the limit.
+
+    One tenant may take all of it while nobody else wants any. Once it is taken, tenants that hold less than an equal
+    share of it still get that, up to `overflow` times the bound beyond it, so that nobody keeps others out by being
+    first. A single request that is larger than the bound, or than the share, is taken where there is nothing yet.
+    """
+    if total + added <= bound or not total:
+        return
+    had_some = own > 0
+    total, own = total + added, own + added
+    if num_tenants == 1:
+        raise QueueFullError(f"{total} {what}; there is room for {bound}")
+    share, max_total = max(bound // num_tenants, 1), bound + int(bound * overflow)
+    if had_some and own > share:
+        raise QueueFullError(
+            f"{own} {what} of this tenant; the room for {bound} is taken, and while {num_tenants} tenants share "
+            f"it each has {share}"
+        )
+    if total > max_total:
+        raise QueueFullError(
+            f"{total} {what}; there is room for {bound}, and for {max_total} where tenants have less than their share "
+            f"of {share}"
+        )
+
+
+def max_blocks(request: Request, block_size: int) -> int:
+    """Blocks that the request holds at its largest: full blocks of the prompt are shared, all others are not."""
+    # The last token of a sequence is never computed.
+    whole = -(-(request.max_len - 1) // block_size)
+    shared = len(request.prompt) // block_size
+    return shared + request.num_sequences * max(whole - shared, 0)
+
+
+def _check_beams(request: Request) -> None:
+    if request.beam is None:
+        return
+    if request.beam.width != request.num_sequences:
+        raise RefusedError(
+            f"beam_width is {request.beam.width}, best_of is {request.num_sequences}: both must be equal"
+        )
+    if request.emitted:
+        raise RefusedError("a beam search cannot go on from emitted tokens: it delivers none before it is over")
+
+
+def _check_emitted(request: Request) -> None:
+    if request.emitted and len(request.emitted) != request.num_sequences:
+        raise RefusedError(f"{len(request.emitted)} sequences were emitted, best_of is {request.num_sequences}")
+    if request.emitted and all(each.has_ended for each in request.emitted):
+        raise RefusedError("all sequences have ended already")
+    for index, each in enumerate(request.emitted):
+        if len(each.token_ids) >= request.max_tokens and not each.has_ended:
+            raise RefusedError(
+                f"{len(each.token_ids)} tokens of sequence {index} were emitted already, max_tokens is "
+                f"{request.max_tokens}"
+            )
+
+
+def _check_size(request: Request, config: SchedulerConfig) -> None:
+    if request.max_len > config.max_len:
+        raise NeverFitsError(
+            f"prompt ({len(request.prompt)} tokens) and max_tokens ({request.max_tokens}) make {request.max_len} "
+            f"tokens; a sequence can have at most {config.max_len}"
+        )
+    if request.num_sequences > config.max_num_seqs:
+        raise NeverFitsError(f"best_of is {request.num_sequences}; at most {config.max_num_seqs} sequences run at once")
+    needed = max_blocks(request, config.block_size)
+    if needed > config.num_blocks:
+        raise NeverFitsError(
+            f"{request.num_sequences} sequences of up to {request.max_len} tokens need {needed} blocks; the pool has "
+            f"{config.num_blocks}: ask for fewer sequences or tokens"
+        )

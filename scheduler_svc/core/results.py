@@ -10,7 +10,7 @@ import numpy as np
 
 from scheduler_svc.core.batch import Batch, RowTable
 from scheduler_svc.core.beam_search import Candidates, NoCandidatesError
-from scheduler_svc.core.events import EventLog, hold_back
+from scheduler_svc.core.events import EventLog, RequestFailure, hold_back
 from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
@@ -155,14 +155,12 @@ class Results:
         # Released rows were sorted out before; a group may only end here by a failure of this very step.
         if sequence is None:
             return
-        detail = result.failures.get(row)
-        reason = "INVALID_SAMPLING" if row in result.refused else "NON_FINITE_LOGITS"
+        failure = _failure_of(sequence.request.key, row, result)
         if sequence.request.beam is not None:
             # A beam without a candidate is dropped; the search continues with the others.
-            candidates = result.candidates[row] if detail is None else Candidates((), ())
-            self._collect(sequence, candidates, reason, detail)
-        elif detail is not None:
-            self._fail(sequence, reason, detail)
+            self._collect(sequence, result.candidates[row] if failure is None else Candidates((), ()), failure)
+        elif failure is not None:
+            self._fail(failure)
         else:
             sequence.token_ids.append(int(result.token_ids[sample]))
             logprobs = None if result.logprobs is None else result.logprobs.of_sample(sample)
@@ -223,8 +221,8 @@ class Results:
             self._batch.end(ending)
             self._end([group for group in groups.values() if len(group.sequences) == 1 or group.finished])
 
-    def _collect(self, sequence: Sequence, candidates: Candidates, reason: str, detail: str | None) -> None:
-        """One beam's candidates, none where its row failed for `reason`; with the last of them the search continues."""
+    def _collect(self, sequence: Sequence, candidates: Candidates, failure: RequestFailure | None) -> None:
+        """One beam's candidates, none where its row failed; with the last of them the search continues."""
         group = self._running.get(sequence.request.key)
         assert group.beams is not None
         group.beams.candidates[sequence.index] = candidates
@@ -234,17 +232,18 @@ class Results:
             try:
                 group.beams.advance(self._batch)
             except NoCandidatesError as error:
-                self._fail(sequence, reason, detail or str(error))
+                key = sequence.request.key
+                self._fail(failure or RequestFailure(key, reason="NON_FINITE_LOGITS", message=str(error)))
                 return
             if not group.beams.beams:
                 self._batch.end(group.unfinished)
                 self._end([group])
 
-    def _fail(self, sequence: Sequence, reason: str, detail: str) -> None:
-        group = self._running.remove(sequence.request.key)
+    def _fail(self, failure: RequestFailure) -> None:
+        group = self._running.remove(failure.key)
         self._batch.end(group.unfinished)
         self.ended.append(group)
-        self.events.request_failure(group, reason, detail)
+        self.events.request_failure(failure)
 
     def _end(self, groups: SequenceOf[SequenceGroup]) -> None:
         """The groups are over; all of their sequences gave back what they held."""
@@ -253,3 +252,12 @@ class Results:
             group.timeline.last_token = self._now
             self.events.request_end(group)
         self.ended += groups
+
+
+def _failure_of(key: RequestKey, row: int, result: StepResult) -> RequestFailure | None:
+    message = result.failures.get(row)
+    if message is None:
+        return None
+    if row in result.refused:
+        return RequestFailure(key, reason="INVALID_SAMPLING", message=message)
+    return RequestFailure(key, reason="NON_FINITE_LOGITS", message=message)

@@ -19,17 +19,22 @@ from scheduler_svc.core.admission import Room, TokenShares
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.errors import DuplicateKeyError, RefusedError
 from scheduler_svc.core.events import ClientEvents, EventLog, RequestFailure
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import SwapSpace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
-from scheduler_svc.core.policy import GroupQueue, make_policy
-from scheduler_svc.core.request import ClientId, Request, RequestKey
+from scheduler_svc.core.policy import GroupQueue, check_queue, make_policy
+from scheduler_svc.core.request import (
+    ClientId,
+    DuplicateKeyError,
+    RefusedError,
+    Request,
+    RequestKey,
+    check_request,
+)
 from scheduler_svc.core.results import Results, check_result
 from scheduler_svc.core.sequence import Milestone, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import StepInFlight, StepPlan, StepResult
-from scheduler_svc.core.submission import check_queue, check_request
 
 _MAX_ADMISSIONS = 128
 """Groups that one step admits, which bounds the time that planning takes; the next step continues. Only prompts of a
@@ -105,7 +110,7 @@ class Scheduler:
     # Requests
 
     def submit(self, request: Request, now: float) -> None:
-        """Puts a request into the queue. Raises a RefusedError (see `errors`) and changes nothing.
+        """Puts a request into the queue. Raises a RefusedError and changes nothing.
 
         The queue's bounds do not hold for a request that was accepted before.
         """
@@ -529,7 +534,7 @@ class Scheduler:
         self.abort(group.request.key)
         self._complete_pin(group)
         events = EventLog()
-        events.request_failure(group, reason, message)
+        events.request_failure(RequestFailure(group.request.key, reason, message))
         return events.by_client
 
     def void_in_flight(self, now: float) -> None:

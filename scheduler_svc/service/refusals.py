@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire.rpc.errors import AlreadyExists, InvalidArgument, ResourceExhausted
-from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, PinQuotaError, QueueFullError, RefusedError
+from scheduler_svc.core.request import DuplicateKeyError, NeverFitsError, PinQuotaError, QueueFullError, RefusedError
 
 _MIN_MS, _UNKNOWN_MS = 50, 1_000
 _MAX_ENDS = 64

@@ -14,10 +14,8 @@ from itertools import chain, count
 from typing import Protocol
 
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted
-from scheduler_svc.core.errors import QueueFullError
 from scheduler_svc.core.events import ClientEvents, RequestEnd, Usage
-from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
-from scheduler_svc.core.submission import Demand, check_shared_bound
+from scheduler_svc.core.request import ClientId, Handle, QueueFullError, Request, RequestKey, check_shared_bound
 from scheduler_svc.service.client_events import by_request, select
 from scheduler_svc.service.history import Held, History, SequenceProgress
 from scheduler_svc.service.outbox import Outbox
@@ -569,13 +567,19 @@ class Requests:
             check_shared_bound(
                 "durable requests would run",
                 limits.max_requests,
-                Demand(num_running, usage.num_of[tenant], 1, num_tenants),
+                total=num_running,
+                own=usage.num_of[tenant],
+                added=1,
+                num_tenants=num_tenants,
                 overflow=limits.tenant_overflow,
             )
             check_shared_bound(
                 "tokens of durable requests would be kept",
                 limits.max_tokens,
-                Demand(running, usage.charge_of[tenant], charge, num_tenants),
+                total=running,
+                own=usage.charge_of[tenant],
+                added=charge,
+                num_tenants=num_tenants,
                 overflow=limits.tenant_overflow,
             )
         except QueueFullError as error:

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.requests.limits import Pool
-from scheduler_svc.core.errors import NeverFitsError
-from scheduler_svc.core.submission import check_request
+from scheduler_svc.core.request import NeverFitsError, check_request
 from tests.support.core_driver import make_config, make_request
 
 

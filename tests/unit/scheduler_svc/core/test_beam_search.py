@@ -17,8 +17,7 @@ from scheduler_svc.core.beam_search import (
     num_candidates,
 )
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.errors import RefusedError
-from scheduler_svc.core.request import EmittedSequence, Request
+from scheduler_svc.core.request import EmittedSequence, RefusedError, Request
 from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import CLIENT, Driver, candidates_after, expected_output, make_config, make_request
 

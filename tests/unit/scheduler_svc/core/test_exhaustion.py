@@ -4,8 +4,7 @@ import pytest
 
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, QueueFullError
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import NeverFitsError, PinQuotaError, QueueFullError, Request
 from scheduler_svc.core.sequence import SequenceStatus
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 

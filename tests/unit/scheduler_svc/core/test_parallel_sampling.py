@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.errors import RefusedError
-from scheduler_svc.core.request import EmittedSequence, Request, sequence_seed
+from scheduler_svc.core.request import EmittedSequence, RefusedError, Request, sequence_seed
 from tests.support.core_driver import Driver, expected_output, make_config, make_request, token_logprob
 
 

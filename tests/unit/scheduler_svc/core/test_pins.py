@@ -3,8 +3,8 @@
 import pytest
 
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, RefusedError
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
+from scheduler_svc.core.request import NeverFitsError, PinQuotaError, RefusedError
 from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.errors import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import DuplicateKeyError, NeverFitsError, QueueFullError, RefusedError, Request
 from scheduler_svc.core.sequence import FinishReason, Milestone, Timeline
 from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request

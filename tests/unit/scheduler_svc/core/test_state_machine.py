@@ -13,10 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_svc.core import kv_cache
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.errors import NeverFitsError, PinQuotaError, QueueFullError, RefusedError
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.submission import most_blocks
+from scheduler_svc.core.request import NeverFitsError, PinQuotaError, QueueFullError, RefusedError, Request, max_blocks
 from tests.support.core_driver import CLIENT, Driver, expected_output, make_config, make_request
 
 
@@ -112,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return (
             request.max_len <= config.max_len
             and request.num_sequences <= config.max_num_seqs
-            and most_blocks(request, config.block_size) <= config.num_blocks
+            and max_blocks(request, config.block_size) <= config.num_blocks
         )
 
     def _submit(self, request):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.config import PolicyKind
-from scheduler_svc.core.errors import QueueFullError
+from scheduler_svc.core.request import QueueFullError
 from scheduler_svc.core.scheduler import Scheduler
 from tests.support.core_driver import Driver, make_config, make_request
 
