@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from gateway.requests.request import RequestOptions, write
-from gateway.requests.validation import check_defaults
-from gateway.requests.violations import Violations
+from gateway.request.types import RequestOptions, write
+from gateway.request.validation import check_defaults
+from gateway.request.violations import Violations
 from gateway.text.chat import Chat, ChatTemplate, special_token_texts
 from gateway.text.tokenizer import Tokenizer
 from quire.common.v1.common_pb2 import SamplingParameters

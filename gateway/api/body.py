@@ -13,8 +13,8 @@ from starlette.requests import Request
 from gateway.api.errors import ErrorAnswer, HttpError
 from gateway.openai.schemas import UNION_TYPES, Body, Message
 from gateway.openai.unsupported import check_supported
-from gateway.requests.limits import MAX_PROMPTS
-from gateway.requests.violations import Violations, shortened
+from gateway.request.limits import MAX_PROMPTS
+from gateway.request.violations import Violations, shortened
 from gateway.turns import Turns
 from quire.rpc.errors import InvalidArgument, invalid_field
 

@@ -16,8 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from gateway.requests.field_names import renamed
-from gateway.requests.violations import shortened
+from gateway.request.violations import renamed, shortened
 from quire.rpc.errors import QuireError
 
 _logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from gateway.replicas.events import (
     Welcome,
 )
 from gateway.request.durable import ClientOffset
+from gateway.request.limits import MAX_LOGIT_BIAS, MAX_N, Limits
 from gateway.request.prompts import TokenizedText
-from gateway.requests.limits import MAX_LOGIT_BIAS, MAX_N, Limits
-from gateway.requests.request import (
+from gateway.request.types import (
     ChatMessage,
     ChatPrompt,
     HeldSequence,

@@ -5,7 +5,7 @@ import grpc.aio
 from gateway.auth.caller import current_caller
 from gateway.grpc_api import convert
 from gateway.request.generator import Generator
-from gateway.requests.validation import find_model
+from gateway.request.validation import find_model
 from quire.gateway.v1.model_pb2 import (
     GetModelRequest,
     GetModelResponse,

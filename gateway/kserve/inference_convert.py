@@ -8,8 +8,8 @@ from gateway.kserve.parameter_convert import INPUT_NAME, SamplingFields, read_sa
 from gateway.kserve.tensor_convert import Tensor, check_tensor_parameters, read_inputs
 from gateway.openai.options import completion_options, param_name
 from gateway.openai.schemas import CompletionBody
-from gateway.requests.request import RequestOptions, TextPrompt
-from gateway.requests.violations import Violations, shortened
+from gateway.request.types import RequestOptions, TextPrompt
+from gateway.request.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 
 INPUTS = {

@@ -8,8 +8,7 @@ from typing import Any
 from gateway.api.body import body_of
 from gateway.kserve.tensor_convert import Tensor
 from gateway.openai.schemas import CompletionBody
-from gateway.requests.field_names import renamed
-from gateway.requests.violations import Violations, shortened
+from gateway.request.violations import Violations, renamed, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import QuireError
 

@@ -18,7 +18,7 @@ from gateway.api.openapi import ApiRoute
 from gateway.kserve.parameter_convert import MAX_PARAMETERS
 from gateway.kserve.servicer import KServeServicer
 from gateway.kserve.tensor_convert import MAX_ELEMENTS
-from gateway.requests.violations import Violations, shortened
+from gateway.request.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError
 

@@ -17,9 +17,8 @@ from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.request.answer_memory import AS_TENSORS, STREAMED
 from gateway.request.generator import Generator
 from gateway.request.running import answer, running
-from gateway.requests.field_names import renamed
-from gateway.requests.validation import wrong_model
-from gateway.requests.violations import shortened
+from gateway.request.validation import wrong_model
+from gateway.request.violations import renamed, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import NotFound, PermissionDenied, QuireError
 from quire.version import VERSION

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.requests.violations import Violations, shortened
+from gateway.request.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 
 Value = bytes | bool

@@ -7,7 +7,7 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
-from gateway.requests.violations import shortened
+from gateway.request.violations import shortened
 from quire.rpc.errors import Unimplemented
 
 _SHARED_MEMORY = "elements of tensors come and go in the messages"

@@ -14,7 +14,7 @@ from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Chunk, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.running import Result
-from gateway.requests.request import Prompt, TextPrompt
+from gateway.request.types import Prompt, TextPrompt
 from gateway.text.tokenizer import Tokenizer
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody, Message
-from gateway.requests.request import (
+from gateway.request.types import (
     ChatMessage,
     ChatPrompt,
     Prompt,

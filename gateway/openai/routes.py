@@ -16,7 +16,7 @@ from gateway.openai.service import OpenAiService
 from gateway.openai.texts import TextEndpoints, text_param_name, tokenizer_info
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
-from gateway.requests.validation import find_model
+from gateway.request.validation import find_model
 from quire.rpc.errors import QuireError
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from gateway.requests.limits import MAX_LOGIT_BIAS
+from gateway.request.limits import MAX_LOGIT_BIAS
 
 Element = TypeVar("Element")
 # Only the first thing that is wrong is told, and a body may hold millions of them.

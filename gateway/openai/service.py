@@ -18,7 +18,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, STREAMED, CallMemory
 from gateway.request.generator import Generator
 from gateway.request.running import answer_event, events, results_of, running
-from gateway.requests.request import RequestOptions
+from gateway.request.types import RequestOptions
 from quire.rpc.errors import QuireError
 
 _HEADER_VALUE = re.compile(r"[!-~]{1,256}")

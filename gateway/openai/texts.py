@@ -10,8 +10,8 @@ from gateway.model import ServedModel
 from gateway.openai.options import chat_prompt
 from gateway.openai.schemas import DetokenizeBody, TokenizeBody
 from gateway.request.prompts import TextService
-from gateway.requests.request import ChatPrompt, TextPrompt
-from gateway.requests.validation import find_model
+from gateway.request.types import ChatPrompt, TextPrompt
+from gateway.request.validation import find_model
 from quire.rpc.errors import invalid_field
 
 # So many are written in less than a millisecond.

@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.openai.schemas import Body, ChatBody, GenerationBody, Message, TokenizeBody
-from gateway.requests.violations import Violations
+from gateway.request.violations import Violations
 
 _HINTS = frozenset(
     {

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from gateway.replicas.convert import request_from_submit
 from gateway.replicas.link import SchedulerLink
-from gateway.requests.request import GenerationRequest
+from gateway.request.types import GenerationRequest
 from quire.arrays import encode_int32
 from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc

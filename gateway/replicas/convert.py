@@ -18,7 +18,7 @@ from gateway.replicas.events import (
     Welcome,
 )
 from gateway.replicas.live import LiveRequest, SequenceStream
-from gateway.requests.request import GenerationRequest
+from gateway.request.types import GenerationRequest
 from quire import compatibility
 from quire.arrays import decode_int32, decode_logprobs, encode_int32
 from quire.common.v1 import common_pb2

@@ -16,7 +16,7 @@ from gateway.replicas.events import (
     TokenRun,
 )
 from gateway.replicas.live import LiveRequest, SequenceStream, TokenGapError
-from gateway.requests.request import GenerationRequest
+from gateway.request.types import GenerationRequest
 from gateway.text.stop import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from quire.rpc.errors import AlreadyExists, FieldViolation, QuireError

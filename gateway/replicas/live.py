@@ -20,7 +20,7 @@ from gateway.replicas.events import (
     TokenRun,
     Usage,
 )
-from gateway.requests.request import GenerationRequest
+from gateway.request.types import GenerationRequest
 from gateway.text.detokenizer import TextPieces
 from gateway.text.stop import StopMatcher, StopStrings
 from gateway.turns import Turns

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gateway.replicas.live import LiveRequest, TokenBytes
-from gateway.requests.request import GenerationRequest
+from gateway.request.types import GenerationRequest
 from quire.logprob_columns import POSITION_BYTES, TOP_BYTES
 from quire.rpc.errors import QuireError, ResourceExhausted, invalid_field
 

@@ -4,8 +4,6 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 
-import numpy as np
-
 from gateway.auth.caller import Caller, current_caller
 from gateway.auth.quota import Use
 from gateway.metrics import GatewayMetrics, RequestStatistics
@@ -20,56 +18,16 @@ from gateway.request.answer_memory import (
     AnswerLimits,
     AnswerMemory,
     CallMemory,
-    check_answer_size,
 )
 from gateway.request.durable import ClientOffset, DurableReads
+from gateway.request.limits import Limits, limits_of
+from gateway.request.prepare import CallParameters, continue_from, prepare
 from gateway.request.spans import RequestSpans
-from gateway.requests.continuation import check_continuation, continue_from
-from gateway.requests.defaults import Parameters, drawn_seed, num_candidates, resolve
-from gateway.requests.limits import Limits, limits_of
-from gateway.requests.request import (
-    ChatPrompt,
-    GenerationRequest,
-    Prompt,
-    RequestOptions,
-    TextPrompt,
-    TokenPrompt,
-)
-from gateway.requests.validation import check_another, check_choice, check_request, resolve_max_tokens
+from gateway.request.types import GenerationRequest, RequestOptions
 from gateway.settings import GatewaySettings
-from gateway.text.bad_words import bad_token_sequences
 from gateway.turns import Turns
 from quire.rpc.errors import Cancelled, Unavailable
 from quire.tracing import TraceContext, Tracer
-
-
-class CallParameters:
-    """The common parameters of the requests of one call, checked and completed for the first of them.
-
-    The parameters may be long, and a call may make a thousand requests.
-    """
-
-    def __init__(self) -> None:
-        self._options: RequestOptions | None = None
-        self._parameters: Parameters | None = None
-
-    def remember(self, options: RequestOptions, parameters: Parameters) -> None:
-        """The options are valid, and mean `parameters`."""
-        self._options, self._parameters = options, parameters
-
-    def known(self, options: RequestOptions) -> Parameters | None:
-        """The parameters of a request whose options equal those of the one before, except prompt and id."""
-        before = self._options
-        if before is None:
-            return None
-        same = (
-            options.model == before.model
-            and options.sampling is before.sampling
-            and options.stopping is before.stopping
-            and options.output is before.output
-            and options.priority == before.priority
-        )
-        return self._parameters if same else None
 
 
 class Generator:
@@ -229,54 +187,19 @@ class Generator:
     ) -> GenerationRequest:
         turns = Turns()
         limits = await self.limits()
-        parameters = call.known(options)
-        if parameters is None:
-            check_request(options, limits, caller.visible(self.model.name))
-        else:
-            check_another(options, limits)
+        call.check(options, limits, caller.visible(self.model.name))
         await turns.pause()
         priority = caller.priority_of(options.priority, options.priority_sign)
         if options.request_id is not None:
             self.durable_reads.drop_completed(caller.tenant, options.request_id)
             self._ledger.check_unused(caller.tenant, options.request_id)
-        field, token_ids = await self._encode(options.prompt)
-        asked_max_tokens = options.asked("stopping.max_tokens")
-        max_tokens = resolve_max_tokens(field, token_ids, asked_max_tokens, num_candidates(options.sampling), limits)
-        if parameters is None:
-            words = options.sampling.bad_words
-            bad_sequences = await bad_token_sequences(self.model.tokenizer, words, limits.vocab_size)
-            await turns.pause()
-            parameters = resolve(options, self.model.sampling_defaults, self.model.eos_token_ids, bad_sequences)
-            await turns.pause()
-            check_choice(parameters, bad_sequences)
-            call.remember(options, parameters)
-        await turns.pause()
-        request = GenerationRequest(
+        return await prepare(
+            options,
+            call,
+            self.model,
+            limits,
             request_id=options.request_id or f"{self._settings.request_id_prefix}{secrets.token_hex(16)}",
             tenant=caller.tenant,
-            prompt_token_ids=np.asarray(token_ids, dtype=np.int32),
-            sampling=parameters.sampling,
-            stopping=parameters.stopping_at(max_tokens),
-            output=parameters.output,
-            seed=drawn_seed(options.sampling),
-            eos_token_ids=parameters.eos_token_ids,
-            row_sampling=parameters.row_sampling,
             priority=priority,
-            durable=options.durable,
-            nonce=secrets.randbits(64),
             trace=trace,
         )
-        check_answer_size(request)
-        await check_continuation(options, request, limits)
-        return request
-
-    async def _encode(self, prompt: Prompt | None) -> tuple[str, Sequence[int]]:
-        """The name of the field that holds the prompt, and its token ids."""
-        match prompt:
-            case TextPrompt(text=text):
-                return "text", await self.model.tokenizer.encode(text, add_special_tokens=True)
-            case TokenPrompt(token_ids=token_ids):
-                return "token_ids.ids", token_ids
-            case ChatPrompt(messages=messages):
-                return "messages", await self.model.chat.encode(messages)
-        raise AssertionError("the validator refuses a request without a prompt")

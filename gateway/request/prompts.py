@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from gateway.auth.caller import Caller, current_caller
 from gateway.replicas.calls import Pin
 from gateway.request.generator import Generator
-from gateway.requests.limits import MAX_TIME_TO_LIVE_MS, Limits
-from gateway.requests.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from gateway.requests.validation import check_messages, check_model, check_prompt, check_prompt_tokens, texts_of
-from gateway.requests.violations import Violations
+from gateway.request.limits import MAX_TIME_TO_LIVE_MS, Limits
+from gateway.request.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from gateway.request.validation import check_messages, check_model, check_prompt, check_prompt_tokens, texts_of
+from gateway.request.violations import Violations
 from quire.rpc.errors import FieldViolation
 
 _DEFAULT_TIME_TO_LIVE_MS = 5 * 60 * 1000

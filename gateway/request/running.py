@@ -10,9 +10,10 @@ from gateway.auth.caller import current_caller
 from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, PositionLogprobs, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import CallMemory, check_prompt_logprobs, num_prompt_logprobs
-from gateway.request.generator import CallParameters, Generator
-from gateway.requests.request import RequestOptions
-from gateway.requests.validation import check_call
+from gateway.request.generator import Generator
+from gateway.request.prepare import CallParameters
+from gateway.request.types import RequestOptions
+from gateway.request.validation import check_call
 from gateway.turns import Turns
 from quire.rpc.errors import QuireError
 

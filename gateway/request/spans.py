@@ -14,7 +14,7 @@ from typing import Self
 import grpc
 
 from gateway.replicas.live import LiveRequest
-from gateway.requests.request import ChatPrompt, GenerationRequest, RequestOptions
+from gateway.request.types import ChatPrompt, GenerationRequest, RequestOptions
 from quire.rpc.errors import QuireError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
 

@@ -19,7 +19,7 @@ from gateway.auth.keys import Authenticator
 from gateway.metrics import GatewayMetrics
 from gateway.request.generator import Generator
 from gateway.request.spans import set_incoming_context
-from gateway.requests.violations import shortened
+from gateway.request.violations import shortened
 from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
 from quire.version import VERSION
 

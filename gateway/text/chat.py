@@ -14,7 +14,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from gateway.requests.request import ChatMessage
+from gateway.request.types import ChatMessage
 from gateway.text.tokenizer import Tokenizer
 from quire.rpc.errors import FieldViolation, InvalidArgument
 from quire.settings import ConfigurationError

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from gateway.requests.request import GenerationRequest, Prompt, RequestOptions, TextPrompt, write
+from gateway.request.types import GenerationRequest, Prompt, RequestOptions, TextPrompt, write
 from quire.common.v1.common_pb2 import OutputOptions, RowSampling, SamplingParameters, StoppingParameters
 from quire.scheduler.v1 import scheduler_pb2
 

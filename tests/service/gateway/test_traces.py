@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from gateway.request.spans import NoSpan, RequestSpans
-from gateway.requests.request import RequestOptions
+from gateway.request.types import RequestOptions
 from quire.gateway.v1 import generation_pb2
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import RunningGateway, collect, error_of, running_gateway, stream_request

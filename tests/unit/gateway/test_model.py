@@ -7,9 +7,9 @@ import pytest
 
 from gateway.model import ServedModel
 from gateway.replicas.events import Welcome
-from gateway.requests.defaults import drawn_seed, resolve
-from gateway.requests.limits import limits_of
-from gateway.requests.request import ChatMessage
+from gateway.request.limits import limits_of
+from gateway.request.prepare import drawn_seed, resolve
+from gateway.request.types import ChatMessage
 from gateway.settings import GatewaySettings
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL

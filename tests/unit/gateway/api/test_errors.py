@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from gateway.api.errors import error_answer
-from gateway.requests.violations import summary
+from gateway.request.violations import summary
 from quire.rpc import errors
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, ResourceExhausted
 

@@ -13,8 +13,8 @@ from gateway.api.body import BodyLimits, load_json, parse_body, parse_long_body
 from gateway.api.errors import error_answer
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody
-from gateway.requests.limits import Limits, Pool
-from gateway.requests.validation import check_request
+from gateway.request.limits import Limits, Pool
+from gateway.request.validation import check_request
 from quire.rpc.errors import QuireError
 
 BODY_LIMITS = BodyLimits(max_bytes=1 << 22, max_messages=10_000)

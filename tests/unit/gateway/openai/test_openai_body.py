@@ -6,7 +6,7 @@ import pytest
 
 from gateway.api.body import _invalid, parse_body
 from gateway.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from gateway.requests.violations import shown
+from gateway.request.violations import shown
 from quire.rpc.errors import InvalidArgument
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -8,7 +8,7 @@ from gateway.api.body import parse_body
 from gateway.openai.calls import MAX_PROMPTS, CompletionCall
 from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
 from gateway.openai.schemas import ChatBody, CompletionBody
-from gateway.requests.request import ChatMessage, TextPrompt, TokenPrompt
+from gateway.request.types import ChatMessage, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     EARLY_STOPPING_NEVER,

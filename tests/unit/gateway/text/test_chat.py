@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.model import ServedModel
-from gateway.requests.request import ChatMessage
+from gateway.request.types import ChatMessage
 from gateway.text.chat import ChatTemplate, common_prefix
 from quire.rpc.errors import InvalidArgument
 from quire.settings import ConfigurationError

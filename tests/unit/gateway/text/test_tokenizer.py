@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from gateway.model import ServedModel
-from gateway.requests.request import ChatMessage
+from gateway.request.types import ChatMessage
 from quire.settings import ConfigurationError
 from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, wrapped, write_model_directory
 

@@ -128,6 +128,26 @@ def write(message: Message, path: str, value: Any, as_written: dict[str, Any]) -
         as_written[path] = value
 
 
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a request with every default set, except what depends on the prompt. Requests of one call share
+    them; `GenerationRequest` says what each is."""
+
+    sampling: SamplingParameters
+    stopping: StoppingParameters
+    output: OutputOptions
+    eos_token_ids: tuple[int, ...]
+    row_sampling: bytes
+
+    def stopping_at(self, max_tokens: int) -> StoppingParameters:
+        """`stopping` for a request that generates at most so many tokens."""
+        if self.stopping.max_tokens == max_tokens:
+            return self.stopping
+        stopping = StoppingParameters(max_tokens=max_tokens)
+        stopping.MergeFrom(self.stopping)
+        return stopping
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
     """A request that was checked and can be submitted. `prompt_token_ids` is int32, shape [prompt length].

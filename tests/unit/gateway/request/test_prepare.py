@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, normalizers
 
-from gateway.text.bad_words import bad_token_sequences
+from gateway.request.prepare import bad_token_sequences
 from quire.rpc.errors import InvalidArgument
 from tests.support.tokenizers import byte_level, wrapped
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.requests.limits import Pool
+from gateway.request.limits import Pool
 from scheduler_svc.core.request import NeverFitsError, check_request
 from tests.support.core_driver import make_config, make_request
 

@@ -7,13 +7,13 @@ value and the limit.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from gateway.requests.beam_validation import check_beam_search
-from gateway.requests.defaults import Parameters
-from gateway.requests.limits import (
+from gateway.request.limits import (
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORDS,
+    MAX_BEAM_CANDIDATES,
     MAX_CALL_PARAMETER_ENTRIES,
     MAX_CALL_STOP_BYTES,
+    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
     MAX_NAME_LENGTH,
     MAX_REQUEST_ID_LENGTH,
@@ -22,7 +22,7 @@ from gateway.requests.limits import (
     NUMBERS,
     Limits,
 )
-from gateway.requests.request import (
+from gateway.request.types import (
     MAX_ENTRIES,
     ChatPrompt,
     Prompt,
@@ -30,7 +30,8 @@ from gateway.requests.request import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.requests.violations import Violations, shortened, shown, utf8_size
+from gateway.request.violations import Violations, shortened, shown, utf8_size
+from quire.common.v1.common_pb2 import EarlyStopping
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
@@ -146,7 +147,7 @@ def _check_request_id(violations: Violations, request_id: str | None) -> None:
 
 def _check_parameters(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     if request.sampling.HasField("beam_search"):
-        check_beam_search(violations, request, limits)
+        _check_beam_search(violations, request, limits)
     else:
         _check_drawing(violations, request, limits)
     _check_sampling(violations, request, limits)
@@ -280,28 +281,6 @@ def resolve_max_tokens(
     return max_tokens
 
 
-def check_choice(parameters: Parameters, bad_sequences: Sequence[Sequence[int]]) -> None:
-    """Some token can be chosen at every place, as far as that can be known beforehand.
-
-    Raises:
-        InvalidArgument: all allowed tokens are bad words, or end the sequence before min_tokens.
-    """
-    allowed, stopping = parameters.sampling.allowed_token_ids, parameters.stopping
-    if not allowed:
-        return
-    excluded = {sequence[0] for sequence in bad_sequences if len(sequence) == 1}
-    if stopping.min_tokens:
-        excluded.update(stopping.stop_token_ids, parameters.eos_token_ids)
-    if excluded.issuperset(allowed[:]):
-        violations = Violations()
-        violations.add(
-            "sampling.allowed_token_ids",
-            f"leaves nothing to choose: all of its {len(allowed):,} tokens are bad words or end the "
-            f"sequence before min_tokens, which is {stopping.min_tokens:,}",
-        )
-        violations.raise_if_any()
-
-
 def check_defaults(violations: Violations, defaults: RequestOptions) -> None:
     """Checks what a model directory may say about sampling, which is bound as what a caller asks."""
     for name in NUMBERS:
@@ -330,6 +309,45 @@ def _check_drawing(violations: Violations, request: RequestOptions, limits: Limi
             f"cannot be used where best_of, which is {shown(best_of)}, is above n, which is {shown(n or 1)}; use "
             "stop_token_ids",
         )
+
+
+def _check_beam_search(violations: Violations, request: RequestOptions, limits: Limits) -> None:
+    """Checks `beam_search` and what contradicts it in the request that asks for it."""
+    width = request.asked("sampling.beam_search.beam_width")
+    violations.check_range("sampling.beam_search.beam_width", width, 1, limits.max_n)
+    length_penalty = request.asked("sampling.beam_search.length_penalty")
+    violations.check_range(
+        "sampling.beam_search.length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+    )
+    early_stopping = request.sampling.beam_search.early_stopping
+    if early_stopping not in EarlyStopping.values():
+        names = ", ".join(EarlyStopping.keys()[1:])
+        violations.add("sampling.beam_search.early_stopping", f"is {early_stopping}; it must be one of {names}")
+    violations.check_range("sampling.n", request.asked("sampling.n"), 1, max(width, 1))
+    best_of = request.asked("sampling.best_of")
+    if best_of not in (None, width):
+        violations.add(
+            "sampling.best_of",
+            f"is {shown(best_of)}; with beam search it must be absent or beam_width, which is {shown(width)}",
+        )
+    for name, number in NUMBERS.items():
+        value = request.asked(f"sampling.{name}")
+        if number.in_beam_search is not None and value not in (None, number.in_beam_search):
+            violations.add(
+                f"sampling.{name}",
+                f"is {shown(value)}; with beam search it must be absent or {number.in_beam_search}: nothing is drawn",
+            )
+    num_stop_tokens = len(request.asked("stopping.stop_token_ids"))
+    num_candidates = width * (1 + num_stop_tokens)
+    if num_candidates > MAX_BEAM_CANDIDATES:
+        violations.add(
+            "stopping.stop_token_ids",
+            f"has {num_stop_tokens:,} entries, so that each of {width:,} beams would report "
+            f"{num_candidates:,} candidates; the most is {MAX_BEAM_CANDIDATES:,}",
+        )
+    if request.asked("stopping.stop"):
+        # The search has chosen among whole hypotheses by the time their text is known.
+        violations.add("stopping.stop", "cannot be used with beam search; use stop_token_ids")
 
 
 def _check_sampling(violations: Violations, request: RequestOptions, limits: Limits) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.requests.defaults import resolve
-from gateway.requests.validation import check_request
+from gateway.request.prepare import resolve
+from gateway.request.validation import check_request
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     EARLY_STOPPING_NEVER,
@@ -16,7 +16,7 @@ from quire.common.v1.common_pb2 import (
 )
 from quire.rpc.errors import InvalidArgument
 from tests.support.parameters import make_options
-from tests.unit.gateway.test_validation import LIMITS
+from tests.unit.gateway.request.test_validation import LIMITS
 
 EVERYTHING_ELSE = {
     "temperature": 0.0,

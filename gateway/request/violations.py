@@ -1,14 +1,13 @@
-"""What is wrong with a request, collected; the checks that many fields need, and how values are shown."""
+"""What is wrong with a request: the violations of one request collected, the checks that many fields need, and how
+values are shown."""
 
 import struct
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 
-from quire.rpc.errors import FieldViolation, InvalidArgument
+from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
 
 _SHOWN_CHARACTERS = 80
-
-
-_MOST = 16
+_MAX_VIOLATIONS = 16
 
 
 class Violations:
@@ -21,7 +20,7 @@ class Violations:
     @property
     def are_enough(self) -> bool:
         """Whether what else is wrong would not be told."""
-        return len(self.found) >= _MOST
+        return len(self.found) >= _MAX_VIOLATIONS
 
     def add(self, field: str, description: str, *, reason: str | None = None) -> None:
         """`reason`, where there is one, becomes that of the error, whatever else is wrong."""
@@ -101,3 +100,19 @@ def shown(value: float) -> str:
 def shortened(text: str) -> str:
     """The start of a text that may be of any length."""
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def renamed(error: QuireError, name: Callable[[str], str]) -> QuireError:
+    """The same error with the field names of a front end; `name` maps a field of the messages to one of the caller's.
+
+    Violations that become equal, because the caller set two fields by one, are listed once.
+    """
+    violations = list(dict.fromkeys(FieldViolation(name(each.field), each.description) for each in error.violations))
+    is_summary = bool(violations) and error.message == summary(error.violations)
+    return type(error)(
+        summary(violations) if is_summary else error.message,
+        reason=error.reason,
+        violations=violations,
+        retry_after_ms=error.retry_after_ms,
+        metadata=error.metadata,
+    )

@@ -2,11 +2,11 @@
 
 import pytest
 
-from gateway.requests.limits import MAX_CALL_PARAMETER_ENTRIES, MAX_CALL_STOP_BYTES
-from gateway.requests.validation import check_call
+from gateway.request.limits import MAX_CALL_PARAMETER_ENTRIES, MAX_CALL_STOP_BYTES
+from gateway.request.validation import check_call
 from quire.rpc.errors import InvalidArgument
 from tests.support.parameters import make_options
-from tests.unit.gateway.test_validation import LIMITS
+from tests.unit.gateway.request.test_validation import LIMITS
 
 
 def options(sampling=None, stop=()):

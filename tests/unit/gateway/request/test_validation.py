@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.requests.defaults import resolve
-from gateway.requests.limits import Limits, Pool
-from gateway.requests.request import (
+from gateway.request.limits import Limits, Pool
+from gateway.request.prepare import check_choice, resolve
+from gateway.request.types import (
     ChatMessage,
     ChatPrompt,
     TextPrompt,
     TokenPrompt,
 )
-from gateway.requests.validation import check_choice, check_request, resolve_max_tokens
+from gateway.request.validation import check_request, resolve_max_tokens
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.rpc.errors import InvalidArgument
 from tests.support.parameters import make_options

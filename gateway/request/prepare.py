@@ -1,0 +1,329 @@
+"""From a request as it came in to one that can be submitted: its prompt as tokens, every default set, bad words as
+tokens, and the tokens that its caller holds."""
+
+import math
+import secrets
+from collections.abc import MutableSequence, Sequence
+
+import numpy as np
+
+from gateway.model import ServedModel
+from gateway.replicas.live import LiveRequest
+from gateway.request.answer_memory import check_answer_size
+from gateway.request.limits import NUMBERS, Limits
+from gateway.request.types import (
+    ChatPrompt,
+    GenerationRequest,
+    HeldSequence,
+    Parameters,
+    Prompt,
+    RequestOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.request.validation import check_another, check_request, resolve_max_tokens
+from gateway.request.violations import Violations
+from gateway.text.tokenizer import Tokenizer
+from gateway.turns import TOKENS_PER_TURN, Turns
+from quire.common.v1.common_pb2 import (
+    EARLY_STOPPING_FALSE,
+    OutputOptions,
+    RowSampling,
+    SamplingParameters,
+    StoppingParameters,
+    TokenIds,
+)
+from quire.rpc.errors import invalid_field
+from quire.tracing import TraceContext
+
+# The contract's own defaults.
+_SAMPLING = SamplingParameters()
+for _name, _number in NUMBERS.items():
+    setattr(_SAMPLING, _name, _number.default)
+# Read by the scheduler or by the gateway alone.
+_NOT_FOR_WORKERS = ("seed", "n", "best_of", "beam_search", "bad_words")
+
+
+class CallParameters:
+    """The common parameters of the requests of one call, checked and completed for the first of them.
+
+    The parameters may be long, and a call may make a thousand requests.
+    """
+
+    def __init__(self) -> None:
+        self._options: RequestOptions | None = None
+        self._parameters: Parameters | None = None
+
+    def check(self, options: RequestOptions, limits: Limits, served_model: str | None) -> None:
+        """Validates a request. Parameters that equal those of the request before are not checked again.
+
+        Raises:
+            InvalidArgument: something is missing, out of range or contradictory.
+        """
+        if self._are_known(options):
+            check_another(options, limits)
+            return
+        self._parameters = None
+        check_request(options, limits, served_model)
+
+    async def complete(self, options: RequestOptions, model: ServedModel, limits: Limits) -> Parameters:
+        """The parameters of a request that passed `check`. Raises InvalidArgument if they leave no token to choose."""
+        if self._parameters is not None and self._are_known(options):
+            return self._parameters
+        turns = Turns()
+        bad_sequences = await bad_token_sequences(model.tokenizer, options.sampling.bad_words, limits.vocab_size)
+        await turns.pause()
+        parameters = resolve(options, model.sampling_defaults, model.eos_token_ids, bad_sequences)
+        await turns.pause()
+        check_choice(parameters, bad_sequences)
+        self._options, self._parameters = options, parameters
+        return parameters
+
+    def _are_known(self, options: RequestOptions) -> bool:
+        before = self._options
+        return (
+            before is not None
+            and self._parameters is not None
+            and options.model == before.model
+            and options.sampling is before.sampling
+            and options.stopping is before.stopping
+            and options.output is before.output
+            and options.priority == before.priority
+        )
+
+
+async def prepare(
+    options: RequestOptions,
+    call: CallParameters,
+    model: ServedModel,
+    limits: Limits,
+    *,
+    request_id: str,
+    tenant: str,
+    priority: int,
+    trace: TraceContext | None,
+) -> GenerationRequest:
+    """A request, which `call` has checked, as it is submitted.
+
+    Raises:
+        InvalidArgument: its prompt is too long, its answer too large, or the tokens that its caller holds are not its.
+    """
+    turns = Turns()
+    field, token_ids = await _encode(options.prompt, model)
+    asked_max_tokens = options.asked("stopping.max_tokens")
+    max_tokens = resolve_max_tokens(field, token_ids, asked_max_tokens, _num_candidates(options.sampling), limits)
+    parameters = await call.complete(options, model, limits)
+    await turns.pause()
+    request = GenerationRequest(
+        request_id=request_id,
+        tenant=tenant,
+        prompt_token_ids=np.asarray(token_ids, dtype=np.int32),
+        sampling=parameters.sampling,
+        stopping=parameters.stopping_at(max_tokens),
+        output=parameters.output,
+        seed=drawn_seed(options.sampling),
+        eos_token_ids=parameters.eos_token_ids,
+        row_sampling=parameters.row_sampling,
+        priority=priority,
+        durable=options.durable,
+        nonce=secrets.randbits(64),
+        trace=trace,
+    )
+    check_answer_size(request)
+    await _check_continuation(options, request, limits)
+    return request
+
+
+async def _encode(prompt: Prompt | None, model: ServedModel) -> tuple[str, Sequence[int]]:
+    """The name of the field that holds the prompt, and its token ids."""
+    match prompt:
+        case TextPrompt(text=text):
+            return "text", await model.tokenizer.encode(text, add_special_tokens=True)
+        case TokenPrompt(token_ids=token_ids):
+            return "token_ids.ids", token_ids
+        case ChatPrompt(messages=messages):
+            return "messages", await model.chat.encode(messages)
+    raise AssertionError("the validator refuses a request without a prompt")
+
+
+def resolve(
+    options: RequestOptions,
+    model_defaults: SamplingParameters,
+    eos_token_ids: tuple[int, ...],
+    bad_sequences: Sequence[Sequence[int]] = (),
+) -> Parameters:
+    """What valid options mean. `bad_sequences` are the bad words as tokens."""
+    sampling = _sampling(options.sampling, model_defaults)
+    stopping = StoppingParameters(min_tokens=0, ignore_eos=False, include_stop_string=False)
+    stopping.MergeFrom(options.stopping)
+    output = OutputOptions(include_special_tokens=False)
+    output.MergeFrom(options.output)
+    _keep_each_once(stopping.stop_token_ids)
+    ending = () if stopping.ignore_eos else eos_token_ids
+    return Parameters(sampling, stopping, output, ending, _row_sampling(sampling, stopping, ending, bad_sequences))
+
+
+def drawn_seed(sampling: SamplingParameters) -> int:
+    """The seed of a request: the one that it names, or one of its own."""
+    return sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
+
+
+def _num_candidates(sampling: SamplingParameters) -> int:
+    """The sequences among which those that are returned are chosen."""
+    if sampling.HasField("beam_search"):
+        return sampling.beam_search.beam_width
+    return sampling.best_of or sampling.n or 1
+
+
+def check_choice(parameters: Parameters, bad_sequences: Sequence[Sequence[int]]) -> None:
+    """Raises InvalidArgument if all allowed tokens are bad words, or end the sequence before min_tokens."""
+    allowed, stopping = parameters.sampling.allowed_token_ids, parameters.stopping
+    if not allowed:
+        return
+    excluded = {sequence[0] for sequence in bad_sequences if len(sequence) == 1}
+    if stopping.min_tokens:
+        excluded.update(stopping.stop_token_ids, parameters.eos_token_ids)
+    if excluded.issuperset(allowed[:]):
+        violations = Violations()
+        violations.add(
+            "sampling.allowed_token_ids",
+            f"leaves nothing to choose: all of its {len(allowed):,} tokens are bad words or end the "
+            f"sequence before min_tokens, which is {stopping.min_tokens:,}",
+        )
+        violations.raise_if_any()
+
+
+def _sampling(asked: SamplingParameters, model_defaults: SamplingParameters) -> SamplingParameters:
+    sampling = SamplingParameters()
+    for message in (_SAMPLING, model_defaults, asked):
+        sampling.MergeFrom(message)
+    sampling.ClearField("seed")
+    sampling.n = asked.n or 1
+    sampling.best_of = _num_candidates(asked)
+    if asked.HasField("beam_search"):
+        for name, number in NUMBERS.items():
+            # The model's defaults of how to draw do not apply where nothing is drawn.
+            if number.in_beam_search is not None:
+                setattr(sampling, name, number.in_beam_search)
+        beam = sampling.beam_search
+        beam.length_penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
+        beam.early_stopping = beam.early_stopping or EARLY_STOPPING_FALSE
+    _keep_each_once(sampling.allowed_token_ids)
+    return sampling
+
+
+def _keep_each_once(token_ids: MutableSequence[int]) -> None:
+    distinct = dict.fromkeys(token_ids[:])
+    if len(distinct) < len(token_ids):
+        token_ids[:] = distinct
+
+
+def _row_sampling(
+    sampling: SamplingParameters,
+    stopping: StoppingParameters,
+    eos_token_ids: Sequence[int],
+    bad_sequences: Sequence[Sequence[int]],
+) -> bytes:
+    row = RowSampling(sampling=sampling, bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences])
+    for name in _NOT_FOR_WORKERS:
+        row.sampling.ClearField(name)
+    if stopping.min_tokens:
+        row.stopping.min_tokens = stopping.min_tokens
+        row.stopping.stop_token_ids.extend({*stopping.stop_token_ids, *eos_token_ids})
+    return row.SerializeToString(deterministic=True)
+
+
+async def bad_token_sequences(
+    tokenizer: Tokenizer, bad_words: Sequence[str], vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that spell the words: each word at the start of a text and after a space, each sequence once.
+
+    A tokenizer may have more tokens than the model has logits (`vocab_size`). The model cannot generate a sequence with
+    such a token, so it is left out.
+
+    Raises:
+        InvalidArgument: a word has no tokens.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    for position, word in enumerate(bad_words):
+        text = word.lstrip() or word
+        for spelled in (text, f" {text}"):
+            token_ids = tuple(await tokenizer.encode(spelled, add_special_tokens=False))
+            if not token_ids:
+                field, description = f"sampling.bad_words[{position}]", "has no tokens; at least 1 is needed"
+                raise invalid_field(field, description)
+            if max(token_ids) < vocab_size:
+                sequences[token_ids] = None
+    return tuple(sequences)
+
+
+async def _check_continuation(options: RequestOptions, request: GenerationRequest, limits: Limits) -> None:
+    """Raises InvalidArgument if the tokens that the caller holds cannot be tokens of this request."""
+    held = options.continue_from
+    if not held:
+        return
+    violations, turns = Violations(), Turns()
+    if len(held) != request.num_sequences:
+        count = request.num_sequences
+        violations.add("continue_from", f"has {len(held)} entries; the request has {count:,} sequences, each has one")
+    for position, sequence in enumerate(held):
+        _check_sequence(violations, f"continue_from[{position}]", sequence, request, limits)
+        await turns.pause()
+    if any(sequence.token_ids for sequence in held):
+        if request.chooses:
+            violations.add(
+                "continue_from",
+                "has tokens; where sequences are chosen at the end, none is delivered before: send the request anew",
+            )
+        elif request.sampling.temperature and not options.sampling.HasField("seed"):
+            violations.add(
+                "sampling.seed", "is absent; to go on from tokens that were sampled, send the seed that they came by"
+            )
+    violations.raise_if_any()
+
+
+async def continue_from(live: LiveRequest, held: Sequence[HeldSequence]) -> None:
+    """Puts the tokens that the caller holds into a request that was not submitted yet; the caller does not get them
+    again. If they end all sequences, the request is over.
+
+    A scheduler goes on from the tokens of its caller as it goes on from those of a gateway after its own loss: prompt,
+    parameters, seed and tokens are the whole state of a request. The rest is the same, if the logits are.
+
+    Raises:
+        InvalidArgument: a sequence had ended before its last token.
+    """
+    turns = Turns()
+    live.is_prepared = False
+    for position, (stream, sequence) in enumerate(zip(live.sequences, held, strict=True)):
+        token_ids = sequence.token_ids
+        stream.skip(len(token_ids), sequence.num_characters, cumulative_logprob=sequence.cumulative_logprob)
+        for begin in range(0, len(token_ids), TOKENS_PER_TURN):
+            stream.accept(begin, token_ids[begin : begin + TOKENS_PER_TURN])
+            await turns.pause()
+        if len(stream.token_ids) < len(token_ids):
+            assert stream.finished is not None, "a stream takes all tokens up to its end"
+            raise invalid_field(
+                f"continue_from[{position}].token_ids",
+                f"has {len(token_ids):,} tokens; the sequence ended with token {len(stream.token_ids):,} by the stop "
+                f"string {stream.finished.stop_string!r:.80}",
+            )
+        stream.drop_skipped()
+    live.is_prepared = True
+    live.end_if_complete()
+
+
+def _check_sequence(
+    violations: Violations, field: str, sequence: HeldSequence, request: GenerationRequest, limits: Limits
+) -> None:
+    token_ids, max_tokens = sequence.token_ids, request.stopping.max_tokens
+    if len(token_ids) > max_tokens:
+        violations.add(f"{field}.token_ids", f"has {len(token_ids):,} tokens; max_tokens is {max_tokens:,}")
+        return
+    violations.check_token_ids(f"{field}.token_ids", token_ids, limits.vocab_size)
+    before_the_last, ending = token_ids[:-1], request.ending_token_ids
+    if not ending.isdisjoint(before_the_last):
+        place = next(place for place, token_id in enumerate(before_the_last) if token_id in ending)
+        description = f"is {token_ids[place]}, which ends a sequence; tokens follow it"
+        violations.add(f"{field}.token_ids[{place}]", description)
+    if sequence.cumulative_logprob is not None and not math.isfinite(sequence.cumulative_logprob):
+        violations.add(f"{field}.cumulative_logprob", f"is {sequence.cumulative_logprob}; it must be finite")
