@@ -1,8 +1,8 @@
-"""Asks a server of this container by gRPC health whether it serves. Exit status 0: it does; 1: it does not.
+"""Checks by gRPC health whether a server of this container serves. Exit status 0: it does; 1: it does not.
 
 usage: healthcheck.py [--alive] HOST:PORT|unix:PATH
 
-With --alive it is enough that the server answers at all: one that waits for another service is not to be restarted.
+With --alive any answer is enough: a server that waits for another service must not be restarted.
 Where QUIRE_TLS_DIR names a directory, it speaks TLS with a certificate from there, except to a unix socket. Health is
 open to all roles.
 """
@@ -19,7 +19,7 @@ TIMEOUT_S = 3.0
 
 
 def main(argv: list[str]) -> int:
-    """Prints the status in one line, where people see it: in the container's health log."""
+    """Prints the status in one line, which the container's health log shows."""
     *flags, address = argv
     with open_channel(address, os.environ.get("QUIRE_TLS_DIR")) as channel:
         check = channel.unary_unary(
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def open_channel(address: str, tls_dir: str | None) -> grpc.Channel:
-    """Encrypted by the files in a directory, if there is one, where it is not a file of this machine."""
+    """Encrypted by the files in a directory, if given, except to a unix socket."""
     if not tls_dir or address.startswith("unix:"):
         return grpc.insecure_channel(address)
     keys = [path for path in sorted(Path(tls_dir).glob("*.key")) if path.name != "ca.key"]

@@ -14,7 +14,7 @@ from quire.rpc.errors import InvalidArgument, invalid_field
 _INT32 = np.dtype("<i4")
 _INT32_LIMITS = np.iinfo(np.int32)
 _FLOAT32 = np.dtype("<f4")
-# Up to so many bytes Python finds the least and the greatest value in less time than numpy takes to begin.
+# Up to this many bytes, Python finds minimum and maximum faster than numpy does.
 _FEW_BYTES = 256
 
 
@@ -85,7 +85,7 @@ class LogprobMessage(Protocol):
 
 
 def encode_logprobs(columns: LogprobColumns, message: LogprobMessage) -> None:
-    """Fills the message's fields."""
+    """Sets the fields of the message."""
     message.chosen_logprobs = encode_float32(columns.chosen_logprobs)
     message.chosen_ranks = encode_int32(columns.chosen_ranks)
     message.top_counts = encode_int32(columns.top_counts)

@@ -1,7 +1,7 @@
 """Whether two processes fit each other: the versions of the contract that they speak, and the model that they have.
 
-Each side of a connection says both in its first message, and each checks what the other says, so that one line on both
-sides names what does not fit. A release that changes the meaning of a message raises `newest`; it keeps `oldest` where
+Each side of a connection states both in its first message and checks those of the other, so that one line on both sides
+names what does not fit. A release that changes the meaning of a message raises `newest`; it keeps `oldest` where
 it still does what the version before says, so that services can be upgraded one by one.
 """
 
@@ -85,7 +85,7 @@ def check_protocol(contract: str, ours: ProtocolVersions, theirs: ProtocolVersio
     """Raises FailedPrecondition (PROTOCOL_VERSION) where the two have no version of the contract in common.
 
     Args:
-        us, them: what to call the two sides, for a line that either of them may print.
+        us, them: the names of the two sides, in a line that either of them may print.
     """
     if theirs.newest and ours.oldest <= theirs.newest and theirs.oldest <= ours.newest:
         return
@@ -129,7 +129,7 @@ def _weights_digest(path: Path) -> str:
         step = max(len(tensors) // _NUM_SAMPLED_TENSORS, 1)
         samples = [_sample(tensor) for tensor in tensors[::step]]
     except (ConfigurationError, OSError, ValueError, KeyError, TypeError):
-        # Not all files are there, which is the loader's to complain of.
+        # A file is missing or damaged, which the loader reports.
         return ""
     return _digest([*(f"{tensor.name} {tensor.dtype} {tensor.shape}".encode() for tensor in tensors), *samples])
 
@@ -152,7 +152,7 @@ def _tensors_of(file: Path) -> Iterator[_StoredTensor]:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length)) if length <= _MAX_HEADER_BYTES else None
     if not isinstance(header, dict):
-        raise ValueError(f"{file} is no safetensors file")
+        raise ValueError(f"{file} is not a safetensors file")
     for name, entry in header.items():
         if name != "__metadata__":
             start, end = (8 + length + offset for offset in entry["data_offsets"])

@@ -1,7 +1,7 @@
-"""Log probabilities as columns: what every process keeps and sends of them, from the worker's result to the answer.
+"""Log probabilities as columns: the form in which all processes keep and send them, from the worker to the answer.
 
-A position is a token and what was likely at its place. It takes 12 bytes and 8 more for each of the most likely tokens;
-Python objects are made where an answer is written, a few positions at a time.
+A position is a token and the most likely tokens at its place. It takes 12 bytes and 8 more for each of the most likely
+tokens; Python objects are made where an answer is written, a few positions at a time.
 """
 
 from collections.abc import Iterable, Iterator

@@ -41,7 +41,7 @@ _ASSETS = (_PACKAGE / "assets", _PACKAGE.parent / "assets")
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """What the JSON files of a model directory say.
+    """The contents of the JSON files of a model directory.
 
     Attributes:
         path: The directory.
@@ -127,7 +127,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     """The safetensors files of a model: the single one where it is there, else those of the index, sorted by name.
 
     Raises:
-        ConfigurationError: there is neither, the index is none, or a file that it names is missing or elsewhere.
+        ConfigurationError: there is neither, the index is malformed, or names a file that is missing or elsewhere.
     """
     single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
     if single.is_file():
@@ -180,8 +180,8 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
-    """A configuration that lists its added tokens says all; before that, special_tokens_map.json had the last word, and
-    added_tokens.json had the ids by their texts, which are "added_tokens" here."""
+    """A configuration that lists its added tokens is complete. In older models special_tokens_map.json overrides it,
+    and added_tokens.json maps the texts of added tokens to their ids, which become "added_tokens" here."""
     config = _read_json(path / "tokenizer_config.json") or {}
     config.pop("added_tokens", None)
     if "added_tokens_decoder" in config:

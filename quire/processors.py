@@ -1,4 +1,4 @@
-"""How many processors and how much memory this process may use: what there is, and what a container's limit leaves."""
+"""The processors and the memory that this process may use: those of the machine, within its container's limit."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def num_processors(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
 def available_memory(
     cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS, machine: Path = Path("/proc/meminfo")
 ) -> int | None:
-    """Bytes that could be taken now without anything being killed for it; None where the system does not say."""
+    """Bytes that can be allocated now without a process being killed; None where the system does not say."""
     in_kib = _fields(machine).get("MemAvailable:")
     available = [] if in_kib is None else [in_kib * 1024]
     available += [left for group in _groups_of("memory", cgroups, own) if (left := _memory_left(group)) is not None]
@@ -25,7 +25,7 @@ def available_memory(
 
 
 def _memory_left(group: Path) -> int | None:
-    """What the limit of a control group leaves; what its files take in the page cache is given back when needed."""
+    """What the limit of a control group leaves; the page cache of its files counts as free."""
     for limit, usage, prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -56,7 +56,7 @@ def _groups_of(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
             root = cgroups / controller
         else:
             continue
-        # Inside a container the path may be that of the host, of which only the root is to be seen.
+        # Inside a container the path may be that of the host, of which only the root is visible.
         group = root / path.lstrip("/")
         yield from (directory for directory in (group, *group.parents) if directory.is_relative_to(root))
 
@@ -72,7 +72,7 @@ def _limit_of_version_1(group: Path) -> float | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Of a file with a name and a number a line."""
+    """The numbers by name in a file that has one of each a line."""
     lines = (line.split() for line in _read(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 

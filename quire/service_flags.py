@@ -1,4 +1,4 @@
-"""Flags that several services have, and where to declare a new one.
+"""Flags that several services have, and the place to declare a new one.
 
 Each flag is declared once: here where several services have it, else in one of the two classes of its service. Of the
 worker's, `WorkerFlags` has what `quire serve` takes as well and hands on; `WorkerSettings` adds what `quire serve`

@@ -1,4 +1,4 @@
-"""A certificate authority of one's own, for services that have no other."""
+"""A private certificate authority, for services that have no other."""
 
 import datetime as dt
 import ipaddress
@@ -23,16 +23,16 @@ _BACKDATED = dt.timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Who signs certificates: elliptic curve P-256, SHA-256."""
+    """Signs certificates: elliptic curve P-256, SHA-256."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
     @classmethod
     def make(cls, days: int, now: dt.datetime) -> "Authority":
-        """A new one, which nobody knows yet."""
+        """A new authority with a new key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        # A name of its own: in a file with two authorities, the issuer of a certificate is found by it.
+        # A unique name: in a file with two authorities, it identifies the issuer of a certificate.
         name = _name(f"Quire certificate authority {secrets.token_hex(4)}")
         builder = (
             _builder(name, name, key.public_key(), days, now)
@@ -44,7 +44,7 @@ class Authority:
 
     @classmethod
     def open(cls, directory: Path) -> "Authority":
-        """The one in a directory. ConfigurationError when it cannot be read."""
+        """Reads the authority in a directory. ConfigurationError when it cannot be read."""
         try:
             certificate = x509.load_pem_x509_certificate((directory / AUTHORITY_FILE).read_bytes())
             key = serialization.load_pem_private_key((directory / _AUTHORITY_KEY_FILE).read_bytes(), None)
@@ -55,12 +55,12 @@ class Authority:
         return cls(certificate, key)
 
     def write(self, directory: Path) -> None:
-        """Puts it into a directory."""
+        """Writes its key and its certificate into a directory."""
         _write_key(directory / _AUTHORITY_KEY_FILE, self.key)
         _write(directory / AUTHORITY_FILE, self.certificate.public_bytes(serialization.Encoding.PEM), 0o644)
 
     def issue(self, directory: Path, role: Role, hosts: Sequence[str], days: int, now: dt.datetime) -> x509.Certificate:
-        """Writes a new key and certificate of a role into a directory, in the place of older ones."""
+        """Writes a new key and certificate of a role into a directory and replaces older ones."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = [*(_host_name(host) for host in hosts), x509.UniformResourceIdentifier(f"{ROLE_URI}{role}")]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -80,7 +80,7 @@ class Authority:
 
 
 def share_authority(source: Path, target: Path) -> None:
-    """Has one directory believe whom another one does; no key is copied. OSError when it cannot."""
+    """Makes one directory trust the authority of another; copies no key. OSError when it cannot."""
     target.mkdir(mode=0o700, exist_ok=True)
     _write(target / AUTHORITY_FILE, (source / AUTHORITY_FILE).read_bytes(), 0o644)
 
@@ -144,7 +144,7 @@ def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Whole or not at all: a service may read the file at this moment."""
+    """Writes all of it or nothing: a service may read the file at this moment."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -5,18 +5,18 @@
     ├── NotFound             no such model, request, prefix
     ├── AlreadyExists        the request id is in use
     ├── Aborted              another caller took over
-    ├── ResourceExhausted    a queue or a limit is full; come back later
+    ├── ResourceExhausted    a queue or a limit is full; retry later
     ├── FailedPrecondition   not in this state (stale epoch, no Hello yet)
     ├── Unimplemented        known to the contract, not supported by this version
-    ├── Unavailable          nobody there; safe to retry
-    ├── Cancelled            the caller left
-    ├── DeadlineExceeded     the caller's time is over
+    ├── Unavailable          no server reached; safe to retry
+    ├── Cancelled            the caller cancelled
+    ├── DeadlineExceeded     the call took longer than its timeout
     ├── Unauthenticated      no valid credentials
     ├── PermissionDenied     valid credentials that do not suffice
     └── Internal             the request itself failed
 
 On the wire an error is a status with google.rpc details: ErrorInfo (domain "quire"), BadRequest where fields are at
-fault, RetryInfo where it makes sense to come back.
+fault, RetryInfo where a retry makes sense.
 """
 
 # ruff: noqa: N818  (named as the status codes that they stand for)
@@ -54,12 +54,17 @@ class QuireError(Exception):
         message: One clear line for people: the thing, the value, the limit.
         reason: UPPER_SNAKE for programs; the class's own reason when absent.
         violations: The request's fields that are at fault.
-        retry_after_ms: When it makes sense to come back.
-        metadata: Further facts for programs.
+        retry_after_ms: When a retry makes sense.
+        metadata: Further values for programs.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
     default_reason: ClassVar[str] = "UNKNOWN"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "default_reason" not in vars(cls):
+            cls.default_reason = cls.code.name
 
     def __init__(
         self,
@@ -80,87 +85,57 @@ class QuireError(Exception):
 
 class InvalidArgument(QuireError):
     code = grpc.StatusCode.INVALID_ARGUMENT
-    default_reason = "INVALID_ARGUMENT"
 
 
 class NotFound(QuireError):
     code = grpc.StatusCode.NOT_FOUND
-    default_reason = "NOT_FOUND"
 
 
 class AlreadyExists(QuireError):
     code = grpc.StatusCode.ALREADY_EXISTS
-    default_reason = "ALREADY_EXISTS"
 
 
 class Aborted(QuireError):
     code = grpc.StatusCode.ABORTED
-    default_reason = "ABORTED"
 
 
 class ResourceExhausted(QuireError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    default_reason = "RESOURCE_EXHAUSTED"
 
 
 class FailedPrecondition(QuireError):
     code = grpc.StatusCode.FAILED_PRECONDITION
-    default_reason = "FAILED_PRECONDITION"
 
 
 class Unimplemented(QuireError):
     code = grpc.StatusCode.UNIMPLEMENTED
-    default_reason = "UNIMPLEMENTED"
 
 
 class Unavailable(QuireError):
     code = grpc.StatusCode.UNAVAILABLE
-    default_reason = "UNAVAILABLE"
 
 
 class Cancelled(QuireError):
     code = grpc.StatusCode.CANCELLED
-    default_reason = "CANCELLED"
 
 
 class DeadlineExceeded(QuireError):
     code = grpc.StatusCode.DEADLINE_EXCEEDED
-    default_reason = "DEADLINE_EXCEEDED"
 
 
 class Unauthenticated(QuireError):
     code = grpc.StatusCode.UNAUTHENTICATED
-    default_reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(QuireError):
     code = grpc.StatusCode.PERMISSION_DENIED
-    default_reason = "PERMISSION_DENIED"
 
 
 class Internal(QuireError):
     code = grpc.StatusCode.INTERNAL
-    default_reason = "INTERNAL"
 
 
-_CLASSES: dict[grpc.StatusCode, type[QuireError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidArgument,
-        NotFound,
-        AlreadyExists,
-        Aborted,
-        ResourceExhausted,
-        FailedPrecondition,
-        Unimplemented,
-        Unavailable,
-        Cancelled,
-        DeadlineExceeded,
-        Unauthenticated,
-        PermissionDenied,
-        Internal,
-    )
-}
+_CLASSES: dict[grpc.StatusCode, type[QuireError]] = {cls.code: cls for cls in QuireError.__subclasses__()}
 _STATUS_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
