@@ -35,7 +35,7 @@ class Room:
         self._futile: tuple[RequestKey, int, int] | None = None
 
     def to_grow(self) -> int:
-        """Blocks that those who run take in the next steps."""
+        """Blocks that the groups that run take in the next steps."""
         return self._batch.blocks_to_grow(_STEPS_AHEAD)
 
     def growth_of(self, group: SequenceGroup) -> int:

@@ -37,7 +37,7 @@ class RowTable:
     prefills      bool: the row still computes what it came with, in chunks; it samples with the last one
     shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
     dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
-    incarnation   int64: rises whenever the row is released, so that results for its past are told apart
+    incarnation   int64: rises whenever the row is released, so that results for its earlier sequences are dropped
     """
 
     def __init__(self, max_num_rows: int) -> None:
@@ -365,7 +365,7 @@ class Batch:
             self.underway.sealed(row, sequence.prefix_hashes.between(first, num_full, sequence.token_ids))
 
     def name_underway(self) -> None:
-        """Hashes the blocks that rows compute, where that was left until somebody waits who might want them."""
+        """Hashes the blocks that expected rows compute, now that a request waits that might share them."""
         for row in self.underway.take_expected():
             num_sealed = int(self.rows.num_sealed[row])
             if self.underway.is_worth_it(self._num_full(row) - num_sealed):

@@ -1,7 +1,7 @@
 """Physical blocks of one pool, and the names of what they hold (the paper's section 4.3, block allocator).
 
 The tensors live in the worker; here a block is a number with a reference count. A block whose content is final is
-**sealed** under its hash. When nobody holds it any more it stays findable by that hash until it is handed out anew.
+**sealed** under its hash. When no table holds it any more, it can be found by that hash until it is handed out anew.
 
 A block's hash covers its tokens, all tokens before it, and the tenant. Two sequences that agree on a hash agree on
 everything up to the end of that block, so they can share the block (the paper's section 4.4, shared prefix). Hashes are

@@ -45,7 +45,7 @@ class RequestEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """One request failed; others go on."""
+    """One request failed; others continue."""
 
     key: RequestKey
     reason: str

@@ -145,7 +145,7 @@ class Trials:
         Returns the request at fault, if that is known.
         """
         loss, self._loss, self._has_answered = self._loss, None, False
-        # Whoever is on trial is computed again.
+        # Suspects are computed again from the start.
         self._num_answered.clear()
         if loss is None or (was_alive and loss.has_answered):
             return None

@@ -43,7 +43,7 @@ class BlockManager:
 
     def has_room(self, num_blocks: int, *, reserve: int = 0, alone: bool = False) -> bool:
         """Whether a group that takes this many free blocks may start. It must leave `reserve` blocks free, and no fewer
-        than the watermark, unless it would run `alone`: then they protect nobody."""
+        than the watermark, unless it would run `alone`: then they protect no other group."""
         return num_blocks + (0 if alone else max(reserve, self._watermark_blocks)) <= self.pool.num_free
 
     def missing(self, num_blocks: int, *, reserve: int) -> int:
@@ -263,7 +263,7 @@ class SwapSpace:
 
     def blocks_needed(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks of the GPU pool that `swap_in` takes, cached ones included, and that the sequences then copy
-        before they go on writing."""
+        before they write again."""
         returns = [self._return(sequence) for sequence in sequences]
         free_hits = self._blocks.pool.num_free_of([*_distinct(each.hits for each in returns)])
         taken = len(_distinct(each.from_host for each in returns)) + sum(each.num_new for each in returns)
@@ -355,7 +355,7 @@ class BlocksUnderway:
         return bool(self._row_of or self._unnamed)
 
     def expect(self, row: int) -> None:
-        """The row computes blocks whose hashes are not needed before somebody comes who might wait for them."""
+        """The row computes blocks whose hashes are not needed until a request comes that might wait for them."""
         self._unnamed[row] = None
 
     def take_expected(self) -> list[int]:
@@ -368,7 +368,7 @@ class BlocksUnderway:
         return list(self._row_of.items())
 
     def awaited(self) -> list[BlockHash]:
-        """The blocks that somebody waits for, or waited for and is gone."""
+        """The blocks that requests wait for, requests that are gone included."""
         return list(self._waiters)
 
     def is_known(self, key: RequestKey) -> bool:

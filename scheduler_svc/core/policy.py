@@ -100,11 +100,11 @@ class GroupQueue:
         return self._by_order[self._orders[-1]]
 
     def tenants(self) -> KeysView[str]:
-        """Those who have a group here."""
+        """Tenants that have a group here."""
         return self._num_of_tenant.keys()
 
     def tenants_with_next(self) -> KeysView[str]:
-        """Those who have a group here that is not held."""
+        """Tenants that have a group here that is not held."""
         return self._of_tenant.keys()
 
     def num_of(self, tenant: str) -> int:
@@ -235,7 +235,7 @@ class Policy:
         """A request of this tenant is about to join one of these queues, which hold all that are to enter the batch."""
 
     def new_first(self, tenant: str, order: int) -> None:
-        """A group of this order became the first of this tenant in one of these queues."""
+        """A group of this order became the first of this tenant in a queue of groups that are to enter the batch."""
 
     def next_of(self, *queues: GroupQueue) -> SequenceGroup:
         """The group of these queues that enters the batch next. One of them `has_next`."""

@@ -47,7 +47,7 @@ Handle = NewType("Handle", int)
 
 
 class RequestKey(NamedTuple):
-    """What tells a live request from all others. A tuple, since every table of requests hashes it."""
+    """Identifies a live request. A tuple, since every table of requests hashes it."""
 
     client: ClientId
     handle: Handle
@@ -84,8 +84,8 @@ class Request:
     `num_sequences` are sampled (`best_of`), of which the `num_returned` (`n`) with the highest mean log probability are
     delivered. With `beam`, sequences are the beams of a search, as many as it is wide, and the `num_returned` best
     hypotheses are delivered. `emitted` is empty, or holds for each sequence what an earlier scheduler produced:
-    generation goes on after it and counts it against `max_tokens`. What was `accepted_before`, by this scheduler or an
-    earlier one, is not refused for the queue's bounds. `stop_token_ids` holds the model's eos ids too.
+    generation continues after it, and it counts against `max_tokens`. A request that was `accepted_before`, by this
+    scheduler or an earlier one, is not refused for the queue's bounds. `stop_token_ids` holds the model's eos ids too.
     Cached prefixes are shared within a tenant. `traceparent` is carried to the workers as it is.
     """
 
@@ -155,8 +155,8 @@ def check_shared_bound(
     """A bound that tenants share: there are `total` of all tenants and `own` of one, which adds `added`, and there are
     `num_tenants` then. Raises QueueFullError that names `what`, its value and the limit.
 
-    One tenant may take all of it while nobody else wants any. Once it is taken, tenants that hold less than an equal
-    share of it still get that, up to `overflow` times the bound beyond it, so that nobody keeps others out by being
+    One tenant may take all of it while no other wants any. Once it is taken, tenants that hold less than an equal
+    share of it still get that, up to `overflow` times the bound beyond it, so that no tenant keeps others out by being
     first. A single request that is larger than the bound, or than the share, is taken where there is nothing yet.
     """
     if total + added <= bound or not total:
@@ -194,12 +194,14 @@ def _check_beams(request: Request) -> None:
             f"beam_width is {request.beam.width}, best_of is {request.num_sequences}: both must be equal"
         )
     if request.emitted:
-        raise RefusedError("a beam search cannot go on from emitted tokens: it delivers none before it is over")
+        raise RefusedError("a beam search cannot continue after emitted tokens: it delivers none before it ends")
 
 
 def _check_emitted(request: Request) -> None:
     if request.emitted and len(request.emitted) != request.num_sequences:
-        raise RefusedError(f"{len(request.emitted)} sequences were emitted, best_of is {request.num_sequences}")
+        raise RefusedError(
+            f"emitted tokens of {len(request.emitted)} sequences came, best_of is {request.num_sequences}"
+        )
     if request.emitted and all(each.has_ended for each in request.emitted):
         raise RefusedError("all sequences have ended already")
     for index, each in enumerate(request.emitted):

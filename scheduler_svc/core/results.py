@@ -23,14 +23,16 @@ _MAX_TOKEN_ID = 2**31 - 1
 def check_result(step: StepInFlight, result: StepResult, table: RowTable) -> None:
     """Raises ValueError unless `Results.take` can take in all of the result. Changes nothing.
 
-    Rows that were released since the step was planned are not looked at, as `take` drops what is said of them.
+    Rows that were released since the step was planned are ignored: `take` drops what the result reports of them.
     """
     _check_tokens(step, result)
     reported = {*result.failures, *result.candidates}
     if reported and (strangers := reported.difference(step.rows.tolist())):
         raise ValueError(f"the result of step {step.step_id} reports rows {sorted(strangers)}, which do not sample")
     if strangers := result.non_finite_chunks.difference(step.chunk_rows.tolist()):
-        raise ValueError(f"the result of step {step.step_id} has chunks of rows {sorted(strangers)}, which have none")
+        raise ValueError(
+            f"the result of step {step.step_id} reports chunks of rows {sorted(strangers)}, which compute none"
+        )
     current = table.incarnation[step.rows] == step.incarnations
     if result.failures:
         current &= ~np.isin(step.rows, list(result.failures))
@@ -46,8 +48,10 @@ def check_result(step: StepInFlight, result: StepResult, table: RowTable) -> Non
         missing = step.rows[current & wants_logprobs & ~has_logprobs].tolist()
         raise ValueError(f"the result of step {step.step_id} has no log probabilities of rows {missing}")
     if (current & ~wants_logprobs & has_logprobs).any():
-        unasked = step.rows[current & ~wants_logprobs & has_logprobs].tolist()
-        raise ValueError(f"the result of step {step.step_id} has log probabilities of rows {unasked}, unasked")
+        unrequested = step.rows[current & ~wants_logprobs & has_logprobs].tolist()
+        raise ValueError(
+            f"the result of step {step.step_id} has log probabilities of rows {unrequested}, which did not request them"
+        )
 
 
 def _check_tokens(step: StepInFlight, result: StepResult) -> None:
@@ -89,12 +93,12 @@ def _check_logprobs(step: StepInFlight, current: Array, logprobs: SampleLogprobs
     if too_many.any():
         raise ValueError(
             f"rows {rows[too_many].tolist()} report {columns.top_counts[too_many].tolist()} likely tokens in step "
-            f"{step.step_id}; asked for {table.num_logprobs[rows][too_many].tolist()}"
+            f"{step.step_id}; they requested {table.num_logprobs[rows][too_many].tolist()}"
         )
     # Both comparisons are false for NaN.
     are_numbers = (columns.chosen_logprobs[is_current] < math.inf).all()
     if not (are_numbers and (columns.top_logprobs[np.repeat(is_current, columns.top_counts)] < math.inf).all()):
-        raise ValueError(f"a log probability in the result of step {step.step_id} is no number")
+        raise ValueError(f"a log probability in the result of step {step.step_id} is not a number")
 
 
 class Results:
@@ -109,8 +113,8 @@ class Results:
         """Groups that are over, finished or failed."""
 
     def take(self, step: StepInFlight, result: StepResult) -> None:
-        """Takes in the result of `step`, which passed `check_result`. What it says of rows that were released since is
-        dropped."""
+        """Takes in the result of `step`, which passed `check_result`. Drops what it reports of rows that were released
+        since."""
         table = self._batch.rows
         current = table.incarnation[step.rows] == step.incarnations
         self._seal(step, current, result)

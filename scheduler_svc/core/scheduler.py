@@ -115,7 +115,7 @@ class Scheduler:
         The queue's bounds do not hold for a request that was accepted before.
         """
         if self._queue_of(request.key) is not None:
-            raise DuplicateKeyError(f"handle {request.key.handle} already stands for a live request")
+            raise DuplicateKeyError(f"handle {request.key.handle} is in use by a live request")
         check_request(request, self.config)
         check_queue(request, self.waiting, self.config)
         group = self._arrive(request, now)
@@ -479,7 +479,7 @@ class Scheduler:
         """
         if not self.in_flight or self.in_flight[0].step_id != result.step_id:
             expected = self.in_flight[0].step_id if self.in_flight else "none"
-            raise ValueError(f"result of step {result.step_id} came, the oldest step in flight is {expected}")
+            raise ValueError(f"got the result of step {result.step_id}; the oldest step in flight is {expected}")
         step = self.in_flight[0]
         check_result(step, result, self.batch.rows)
         self.in_flight.popleft()

@@ -79,7 +79,7 @@ class Sequence:
     @property
     def uses_prefix_cache(self) -> bool:
         """Whether cached blocks may stand in for computing its tokens. They have no logits, which the log probabilities
-        of the prompt need; whoever has output has had those."""
+        of the prompt need; a sequence that has output has reported those."""
         return self.request.sampling.prompt_logprobs is None or self.num_output_tokens > 0
 
     def become_fork_of(self, parent: "Sequence") -> None:
@@ -167,7 +167,7 @@ class SequenceGroup:
 
     @property
     def computing(self) -> list[Sequence]:
-        """The sequences that need blocks of their own to go on; the others fork from the first of them."""
+        """The sequences that need blocks of their own to continue; the others fork from the first of them."""
         return self.unfinished[:1] if self.is_one_prompt else self.unfinished
 
     @property

@@ -530,7 +530,7 @@ class Requests:
         if other is None or other is but:
             return
         if not other.is_over:
-            raise AlreadyExists(f"handle {reader.handle} already stands for a live request")
+            raise AlreadyExists(f"handle {reader.handle} is in use by a live request")
         reader.connection.reused.add(reader.handle)
         if other.durable is None:
             self.forget(other)

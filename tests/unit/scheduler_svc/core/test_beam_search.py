@@ -349,7 +349,7 @@ def test_a_search_that_contradicts_itself_is_refused():
         beam=BeamParameters(1),
         emitted=[EmittedSequence((1,))],
     )
-    with pytest.raises(RefusedError, match="cannot go on from emitted tokens"):
+    with pytest.raises(RefusedError, match="cannot continue after emitted tokens"):
         driver.submit(emitted)
 
 

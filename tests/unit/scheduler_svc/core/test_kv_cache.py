@@ -113,7 +113,7 @@ def test_a_result_that_reports_chunks_of_rows_that_have_none_is_refused():
     driver.submit(make_request(1))
     plan = driver.scheduler.schedule(0.0)
     assert plan is not None
-    with pytest.raises(ValueError, match=r"chunks of rows \[0\], which have none"):
+    with pytest.raises(ValueError, match=r"chunks of rows \[0\], which compute none"):
         driver.scheduler.apply(StepResult(plan.step_id, np.array([1]), non_finite_chunks=frozenset({0})), 0.0)
 
 
