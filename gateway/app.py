@@ -13,12 +13,9 @@ from typing import Self
 
 import grpc.aio
 
+from gateway.api.grpc.servicers import GenerationServicer, ModelServicer, PrefixServicer
+from gateway.api.kserve.servicer import KServeServicer, UnservedMethods
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator
-from gateway.grpc_api.generation_servicer import GenerationServicer
-from gateway.grpc_api.model_servicer import ModelServicer
-from gateway.grpc_api.prefix_servicer import PrefixServicer
-from gateway.kserve.servicer import KServeServicer
-from gateway.kserve.unserved import UnservedMethods
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.replicas.ledger import Ledger

@@ -24,13 +24,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.api.body import BodyLimits
 from gateway.api.errors import ErrorAnswer, error_handlers, send_answer
+from gateway.api.kserve.rest import kserve_routes
+from gateway.api.kserve.servicer import KServeServicer
+from gateway.api.openai.routes import openai_routes
 from gateway.api.openapi import openapi_route
 from gateway.auth.keys import Authenticator
-from gateway.kserve.rest_servicer import kserve_routes
-from gateway.kserve.servicer import KServeServicer
 from gateway.metrics import GatewayMetrics
-from gateway.openai.routes import openai_routes
-from gateway.request.generator import Generator
+from gateway.requests.generator import Generator
 from gateway.server.bodies import BodyMemory, IncomingBody
 from gateway.server.middleware import (
     ANY_HOST,

@@ -7,9 +7,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from gateway.api.openai.schemas import ChatBody
 from gateway.api.openapi import OPEN_PATHS
 from gateway.auth.caller import Access
-from gateway.openai.schemas import ChatBody
 from quire.model_directory import resolve_model
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import running_gateway

@@ -24,7 +24,7 @@ SHORT_S = 0.1
 @pytest.fixture(autouse=True)
 def short_wait_for_a_refusal(monkeypatch):
     monkeypatch.setattr("gateway.api.answers.REFUSAL_S", SHORT_S)
-    monkeypatch.setattr("gateway.grpc_api.generation_servicer.REFUSAL_S", SHORT_S)
+    monkeypatch.setattr("gateway.api.grpc.servicers.REFUSAL_S", SHORT_S)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -9,11 +9,10 @@ from typing import Any, cast
 import pytest
 
 from gateway.api.answers import LazyList, WholeResponse, as_json, json_pieces
-from gateway.openai import service
-from gateway.openai.calls import Call
-from gateway.openai.service import OpenAiService
-from gateway.request.answer_memory import AnswerLimits, AnswerMemory
-from gateway.request.generator import Generator
+from gateway.api.openai import stream as service
+from gateway.api.openai.stream import Call, OpenAiService
+from gateway.requests.answer_memory import AnswerLimits, AnswerMemory
+from gateway.requests.generator import Generator
 from quire.rpc.errors import ResourceExhausted
 
 

@@ -6,11 +6,8 @@ import tracemalloc
 import pytest
 
 from gateway.api.answers import json_pieces
-from gateway.openai.completions import CompletionShaper
-from gateway.openai.schemas import CompletionBody
-from gateway.openai.shapes import Head
-from gateway.openai.token_text import TokenTexts
-from gateway.replicas.convert import event_batch_from
+from gateway.api.openai.schemas import CompletionBody
+from gateway.api.openai.write import CompletionShaper, Head, TokenTexts
 from gateway.replicas.ledger import Ledger
 from gateway.request.answer_memory import (
     AS_MESSAGE,

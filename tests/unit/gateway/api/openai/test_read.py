@@ -1,14 +1,11 @@
 """Bodies to options, and the validator's field names back."""
 
-import json
-
 import pytest
 
-from gateway.api.body import parse_body
-from gateway.openai.calls import MAX_PROMPTS, CompletionCall
-from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
-from gateway.openai.schemas import ChatBody, CompletionBody
-from gateway.request.types import ChatMessage, TextPrompt, TokenPrompt
+from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
+from gateway.api.openai.schemas import ChatBody, CompletionBody
+from gateway.api.openai.stream import MAX_PROMPTS, CompletionCall
+from gateway.requests.request import ChatMessage, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     EARLY_STOPPING_NEVER,
@@ -19,14 +16,15 @@ from quire.common.v1.common_pb2 import (
     StoppingParameters,
 )
 from quire.rpc.errors import InvalidArgument
+from tests.support.openai_bodies import parse
 
 
 def completion(**fields) -> CompletionBody:
-    return parse_body(CompletionBody, json.dumps({"prompt": "hello"} | fields).encode())
+    return parse(CompletionBody, {"prompt": "hello"} | fields)
 
 
 def chat(content="hello", **fields) -> ChatBody:
-    return parse_body(ChatBody, json.dumps({"messages": [{"role": "user", "content": content}]} | fields).encode())
+    return parse(ChatBody, {"messages": [{"role": "user", "content": content}]} | fields)
 
 
 def options(**fields):
@@ -221,7 +219,7 @@ async def test_the_id_of_several_prompts_leaves_room_for_their_numbers(num_promp
     requests = await call(limit).requests(generator=None)
     assert max(len(request.request_id) for request in requests) == 128
     expected = f"request_id has {limit + 1} characters; with {num_prompts} prompts, each of which adds -N to it, "
-    with pytest.raises(InvalidArgument, match=f"^{expected}the most is {limit}$"):
+    with pytest.raises(InvalidArgument, match=f"^{expected}the max is {limit}$"):
         await call(limit + 1).requests(generator=None)
 
 

@@ -1,7 +1,7 @@
-"""Public messages of quire.gateway.v1 to values and back.
+"""Messages of quire.gateway.v1 to values of the gateway, and back.
 
 GenerateRequest and GenerateStreamRequest, ChatRequest and ChatStreamRequest have fields of the same names and meaning;
-so have the response types. They are treated alike.
+so have their responses. They are converted by the same functions.
 """
 
 from collections.abc import Collection, Sequence
@@ -45,7 +45,7 @@ StreamResponse = TypeVar(
 )
 
 FEW_TOKENS = 4096
-"""So many are put into a message in less than a millisecond."""
+"""Tokens that are put into a message in less than a millisecond."""
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -75,7 +75,7 @@ def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
 
 
 def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOffset]:
-    """How much of each sequence the caller has already."""
+    """How much of each sequence the caller already has."""
     return [
         ClientOffset(each.sequence_index, each.offset, optional(each, "num_characters")) for each in message.offsets
     ]
@@ -118,7 +118,7 @@ def prefix_of(message: prefix_pb2.PinPrefixRequest) -> Prompt | None:
 
 
 def tokenized_response(tokenized: TokenizedText) -> generation_pb2.TokenizeResponse:
-    """The answer to Tokenize. It is made in pieces: where that is done in a thread, others get their turns between."""
+    """The answer to Tokenize. It is made in pieces: other threads run between them."""
     response = generation_pb2.TokenizeResponse(max_model_len=tokenized.max_model_len)
     for begin in range(0, len(tokenized.token_ids), FEW_TOKENS):
         response.token_ids.extend(tokenized.token_ids[begin : begin + FEW_TOKENS])
@@ -134,7 +134,7 @@ def generated_response(
     usage: Usage,
     prompt_logprobs: Collection[PositionLogprobs],
 ) -> Response:
-    """The whole answer to a request that is over, as the message of the method that was called."""
+    """The whole answer to a request that is over, as a response of the called method."""
     return kind(
         request_id=request_id,
         model=model,
@@ -145,7 +145,7 @@ def generated_response(
 
 
 def stream_response(kind: type[StreamResponse], request_id: str, model: str, event: Event) -> StreamResponse:
-    """One event of a stream, as the message of the method that was called."""
+    """One event of a stream, as a response of the called method."""
     match event:
         case Chunk():
             return kind(
@@ -180,12 +180,12 @@ def stream_response(kind: type[StreamResponse], request_id: str, model: str, eve
 
 
 def optional(message: Any, field: str) -> Any:
-    """The value of an `optional` field, None where it is absent."""
+    """The value of an `optional` field; None where it is absent."""
     return getattr(message, field) if message.HasField(field) else None
 
 
 def limits_message(limits: Limits) -> model_pb2.Limits:
-    """What clients are told of the limits that their requests are checked against."""
+    """The limits of requests, as clients see them."""
     return model_pb2.Limits(
         max_message_bytes=limits.max_message_bytes,
         max_prompt_tokens=limits.max_prompt_tokens,
@@ -231,7 +231,7 @@ def _options(message: GenerateMessage | ChatRequestMessage, prompt: Prompt | Non
 
 
 def _held_sequences(messages: Sequence[generation_pb2.HeldSequence]) -> tuple[HeldSequence, ...]:
-    """Raises InvalidArgument where there are more than any request has; they are not even looked at."""
+    """Raises InvalidArgument where there are more than any request has, before they are converted."""
     if len(messages) > MAX_N:
         raise invalid_field("continue_from", f"has {len(messages):,} entries; the most is {MAX_N}")
     return tuple(

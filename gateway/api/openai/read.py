@@ -1,11 +1,24 @@
-"""Bodies into the contract's messages, and the names of their fields back into the bodies'."""
+"""From a request's body to the contract's messages, and the names of their fields back to the body's."""
 
 import re
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody, Message
-from gateway.request.types import (
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import Request
+
+from gateway.api.body import BodyLimits, load_json, read_body, validated
+from gateway.api.openai.schemas import (
+    UNION_TYPES,
+    Body,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    check_supported,
+)
+from gateway.requests.limits import MAX_PROMPTS
+from gateway.requests.request import (
     ChatMessage,
     ChatPrompt,
     Prompt,
@@ -14,10 +27,20 @@ from gateway.request.types import (
     TokenPrompt,
     write,
 )
+from gateway.requests.violations import Violations
+from gateway.turns import Turns
 from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
+from quire.rpc.errors import InvalidArgument
 
-# As OpenAI has it where a completion does not say how long it may get.
+BodyType = TypeVar("BodyType", bound=Body)
+
+_MAX_FIELDS = 1024
+_MESSAGES_AT_ONCE = 512
+# Of all messages of a conversation together.
+_MAX_PARTS = 8192
+_MESSAGES = TypeAdapter(list[Message])
+# OpenAI's, of completions.
 DEFAULT_MAX_TOKENS = 16
 
 _EARLY_STOPPING = {
@@ -38,6 +61,69 @@ _RENAMED = {
 }
 
 
+async def read_request(kind: type[BodyType], request: Request, limits: BodyLimits) -> BodyType:
+    """The body of a request. Raises as `read_body` and `parse_body` do."""
+    return await parse_body(kind, await read_body(request, limits), limits)
+
+
+async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
+    """The body in `data`: first the JSON, then its types, messages a few at a time, so that other calls run between.
+
+    Raises:
+        InvalidArgument: it is not JSON, a field has the wrong type or is not supported, or there are too many entries.
+    """
+    turns = Turns()
+    fields = await load_json(data, limits.max_values)
+    await turns.pause()
+    if isinstance(fields, dict):
+        if len(fields) > _MAX_FIELDS:
+            raise InvalidArgument(f"the body has {len(fields):,} fields; the max is {_MAX_FIELDS:,}")
+        _check_counts(fields, limits.max_messages)
+        if isinstance(fields.get("messages"), list) and "messages" in kind.model_fields:
+            fields["messages"] = await _messages(kind, fields, turns)
+    body = validated(kind, fields, UNION_TYPES)
+    await turns.pause()
+    check_supported(body)
+    return body
+
+
+def body_of(kind: type[BodyType], fields: Mapping[str, Any]) -> BodyType:
+    """As `parse_body`, of fields that did not come as JSON."""
+    body = validated(kind, fields, UNION_TYPES)
+    check_supported(body)
+    return body
+
+
+def _check_counts(fields: Mapping[str, Any], max_messages: int) -> None:
+    """Raises InvalidArgument where there are too many messages, parts of messages or prompts to validate them."""
+    violations = Violations()
+    prompts, messages = fields.get("prompt"), fields.get("messages")
+    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+        violations.check_count("prompt", prompts, MAX_PROMPTS)
+    if isinstance(messages, list) and violations.check_count("messages", messages, max_messages):
+        contents = [each.get("content") for each in messages if isinstance(each, dict)]
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        if num_parts > _MAX_PARTS:
+            violations.add("messages", f"have {num_parts:,} parts of content together; the max is {_MAX_PARTS:,}")
+    violations.raise_if_any()
+
+
+async def _messages(kind: type[BodyType], fields: dict[str, Any], turns: Turns) -> list[Any]:
+    """The messages among the fields, each a Message. Raises InvalidArgument for the first bad one."""
+    asked = fields["messages"]
+    messages: list[Any] = []
+    for begin in range(0, len(asked), _MESSAGES_AT_ONCE):
+        some = asked[begin : begin + _MESSAGES_AT_ONCE]
+        try:
+            messages += _MESSAGES.validate_python(some)
+        except ValidationError:
+            # Validated messages are not validated again, and the error counts from the first one.
+            validated(kind, fields | {"messages": messages + some}, UNION_TYPES)
+            raise
+        await turns.pause()
+    return messages
+
+
 def completion_prompts(body: CompletionBody) -> list[Prompt]:
     """The prompts of a completion; a list of numbers is one prompt."""
     prompt = body.prompt
@@ -52,7 +138,7 @@ def completion_prompts(body: CompletionBody) -> list[Prompt]:
 
 def completion_options(body: CompletionBody, prompt: Prompt | None, request_id: str) -> RequestOptions:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    # Nothing but the prompt is wanted back, whose log probabilities are made by generating one token.
+    # The log probabilities of the prompt come with the first generated token.
     if is_echo_alone(body):
         max_tokens = 1
     return _options(body, prompt, request_id, max_tokens, body.logprobs, _prompt_logprobs(body))
@@ -69,19 +155,19 @@ def chat_prompt(messages: Sequence[Message]) -> ChatPrompt:
 
 
 def message_text(message: Message) -> str:
-    """A message's content as templates want it: one text, the parts on lines of their own."""
+    """A message's content as one text for the template, each part on a line of its own."""
     if isinstance(message.content, list):
         return "\n".join(part.text or "" for part in message.content)
     return message.content or ""
 
 
 def is_echo_alone(body: CompletionBody) -> bool:
-    """Whether only the prompt is to come back, and nothing that follows it."""
+    """Whether the answer shall have the prompt alone, and no generated text."""
     return bool(body.echo) and body.max_tokens == 0
 
 
 def param_name(body: GenerationBody, field: str) -> str:
-    """What a field of the validator is called in the body."""
+    """The name in the body of a field of the validator."""
     name = _GROUPS.sub("", field)
     head, bracket, rest = name.partition("[")
     if isinstance(body, ChatBody):
@@ -101,7 +187,7 @@ def param_name(body: GenerationBody, field: str) -> str:
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
-    """What the body asks of the prompt, of which an echo shows what it shows of the text."""
+    """The log probabilities of the prompt: with `echo`, at least as many as of the text."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((count for count in asked if count is not None), default=None)
 
@@ -131,7 +217,7 @@ def _options(
     write(output, "output.prompt_logprobs", prompt_logprobs, as_written)
     return RequestOptions(
         prompt=prompt,
-        # Some programs that know of no model send an empty name.
+        # Some programs that do not know the model send an empty name.
         model=body.model or None,
         sampling=_sampling(body, as_written),
         stopping=stopping,

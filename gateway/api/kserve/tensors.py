@@ -1,4 +1,4 @@
-"""Tensors of the protocol to values and back, as contents or raw: BYTES and BOOL come, BYTES, UINT32 and FP32 go."""
+"""Tensors of the protocol, as contents or raw: BYTES and BOOL are read, BYTES, UINT32 and FP32 are written."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -23,20 +23,20 @@ _CONTENTS = {
     "UINT32": "uint_contents",
     "FP32": "fp32_contents",
 }
-# Parameters of a tensor that would change what it holds. Others only describe it.
+# Parameters of a tensor that would change its elements. Others only describe it.
 _REFUSED = {
-    "shared_memory_region": "is set; shared memory is not supported, elements come and go in the messages",
-    "classification": "is set; this model's outputs are no classes",
+    "shared_memory_region": "is set; shared memory is not supported, send elements in the message",
+    "classification": "is set; the outputs of this model are not classes",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input as it came.
+    """An input.
 
     Attributes:
-        field: Where it is in the request.
-        contents: The list that holds its elements.
+        field: Its path in the request.
+        contents: The path of the list of its elements.
         values: Its elements, of the Python type of its datatype.
     """
 
@@ -45,15 +45,15 @@ class Tensor:
     values: Sequence[Value]
 
     def element(self, position: int) -> str:
-        """Where one of its elements is in the request."""
+        """The path of one of its elements in the request."""
         return f"{self.contents}[{position}]"
 
 
 def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> dict[str, Tensor]:
-    """The inputs by their names. `datatypes` has all inputs that there are.
+    """The inputs by name. `datatypes` has all inputs of the model.
 
     Raises:
-        InvalidArgument: an input is unknown, twice there, of another datatype, or has not what its shape says.
+        InvalidArgument: an input is unknown or repeated, or its datatype or shape does not fit.
     """
     violations = Violations()
     raw: Sequence[bytes] = request.raw_input_contents
@@ -115,12 +115,12 @@ def _check_shape(
     shape = list(tensor.shape)
     if values is not None and len(values) > MAX_ELEMENTS:
         violations.add(
-            contents, f"has more than {MAX_ELEMENTS:,} elements, which is the most; send fewer prompts at once"
+            contents, f"has more than {MAX_ELEMENTS:,} elements, which is the max; send fewer prompts at once"
         )
     elif len(shape) not in (1, 2) or shape[0] < 1 or shape[1:] not in ([], [1]):
         violations.add(f"{field}.shape", f"is {shortened(str(shape))}; it must be [N] or [N, 1] with N of at least 1")
     elif values is None:
-        violations.add(contents, f"is no sequence of elements of {tensor.datatype}")
+        violations.add(contents, f"is not a sequence of elements of {tensor.datatype}")
     elif len(values) != shape[0]:
         violations.add(f"{field}.shape", f"is {shape}, of {shape[0]:,} elements; {len(values):,} came in {contents}")
 
@@ -130,7 +130,7 @@ def _typed_values(tensor: InputTensor) -> Sequence[Value]:
 
 
 def _raw_values(tensor: InputTensor, data: bytes) -> list[Value] | None:
-    """None where the bytes are no elements of the tensor's datatype. Of too many, a few more than may be are read."""
+    """None where the bytes are not elements of the tensor's datatype. Reads at most one element more than allowed."""
     most = MAX_ELEMENTS + 1
     if tensor.datatype == "BOOL":
         return [byte != 0 for byte in data[:most]]

@@ -1,4 +1,4 @@
-"""quire.gateway.v1.GenerationService over the generator."""
+"""The services of quire.gateway.v1 over the generator. The protos say what each method promises."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -8,14 +8,16 @@ from typing import TypeVar
 
 import grpc.aio
 
-from gateway.grpc_api import convert
+from gateway.api.grpc import convert
+from gateway.auth.caller import current_caller
 from gateway.replicas.events import Event
 from gateway.replicas.live import LiveRequest
-from gateway.request.answer_memory import AS_MESSAGE, STREAMED
-from gateway.request.generator import Generator
-from gateway.request.prompts import TextService
-from gateway.request.running import REFUSAL_S, Result, answer, answer_event
-from gateway.request.types import RequestOptions
+from gateway.requests.answer_memory import AS_MESSAGE, STREAMED
+from gateway.requests.generator import Generator
+from gateway.requests.prompts import Prefixes, TextService
+from gateway.requests.request import RequestOptions
+from gateway.requests.running import REFUSAL_S, Result, answer, answer_event
+from gateway.requests.validation import find_model
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,
     CancelResponse,
@@ -34,16 +36,28 @@ from quire.gateway.v1.generation_pb2 import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from quire.gateway.v1.model_pb2 import (
+    GetModelRequest,
+    GetModelResponse,
+    GetServerInfoRequest,
+    GetServerInfoResponse,
+    ListModelsRequest,
+    ListModelsResponse,
+    Model,
+    Replica,
+)
+from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, PinPrefixResponse, UnpinPrefixRequest, UnpinPrefixResponse
+from quire.version import VERSION
 
 REQUEST_ID_HEADER = "quire-request-id"
 Context = grpc.aio.ServicerContext
 Response = TypeVar("Response", GenerateResponse, ChatResponse)
 StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse, ResumeStreamResponse)
+# For a first scheduler, of calls that ask for information only.
+_PATIENCE_S = 2.0
 
 
 class GenerationServicer:
-    """See protos/quire/gateway/v1/generation.proto for what each method promises."""
-
     def __init__(self, generator: Generator, texts: TextService) -> None:
         self._generator = generator
         self._texts = texts
@@ -130,8 +144,8 @@ class GenerationServicer:
 
 
 async def _with_headers(events: AsyncIterator[Event], context: Context) -> AsyncIterator[Event]:
-    """The events, all of them. Where the first one takes a while, the call's headers go out before it: proxies wait for
-    those. Not at once, since clients call again by themselves only as long as they have no headers."""
+    """All events. Where the first one takes a while, the headers of the call are sent before it: proxies wait for them.
+    They are not sent at once, since clients retry by themselves only while they have no headers."""
     first = asyncio.ensure_future(anext(aiter(events), None))
     try:
         await asyncio.wait([first], timeout=REFUSAL_S)
@@ -144,3 +158,69 @@ async def _with_headers(events: AsyncIterator[Event], context: Context) -> Async
         yield event
     async for event in events:
         yield event
+
+
+class ModelServicer:
+    def __init__(self, generator: Generator, gateway_id: str) -> None:
+        self._generator = generator
+        self._model = generator.model
+        self._gateway_id = gateway_id
+
+    async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
+        is_visible = current_caller().visible(self._model.name) is not None
+        return ListModelsResponse(models=[await self._describe()] if is_visible else [])
+
+    async def GetModel(self, request: GetModelRequest, context: Context) -> GetModelResponse:
+        find_model(request.model, current_caller().visible(self._model.name))
+        return GetModelResponse(model=await self._describe())
+
+    async def GetServerInfo(self, request: GetServerInfoRequest, context: Context) -> GetServerInfoResponse:
+        limits = await self._generator.limits(_PATIENCE_S)
+        return GetServerInfoResponse(
+            version=VERSION,
+            gateway_id=self._gateway_id,
+            replicas=self._replicas() if current_caller().access.is_operator else [],
+            limits=convert.limits_message(limits),
+        )
+
+    def _replicas(self) -> list[Replica]:
+        return [
+            convert.replica_message(address, link.is_connected, link.welcome)
+            for address, link in self._generator.replicas.links.items()
+        ]
+
+    async def _describe(self) -> Model:
+        limits = await self._generator.limits(_PATIENCE_S)
+        welcome = self._generator.replicas.welcomes[0]
+        return Model(
+            name=self._model.name,
+            architecture=self._model.architecture,
+            dtype=welcome.dtype,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=self._model.eos_token_ids,
+            has_chat_template=self._model.chat.template is not None,
+        )
+
+
+class PrefixServicer:
+    def __init__(self, prefixes: Prefixes) -> None:
+        self._prefixes = prefixes
+
+    async def PinPrefix(self, request: PinPrefixRequest, context: Context) -> PinPrefixResponse:
+        pinned = await self._prefixes.pin(
+            convert.optional(request, "model"),
+            convert.prefix_of(request),
+            convert.optional(request, "time_to_live_ms"),
+            timeout_s=context.time_remaining(),
+        )
+        return PinPrefixResponse(
+            pin_id=pinned.pin.pin_id,
+            pinned_tokens=pinned.pin.num_tokens,
+            pinned_blocks=pinned.pin.num_blocks,
+            time_to_live_ms=pinned.time_to_live_ms,
+        )
+
+    async def UnpinPrefix(self, request: UnpinPrefixRequest, context: Context) -> UnpinPrefixResponse:
+        await self._prefixes.unpin(request.pin_id, timeout_s=context.time_remaining())
+        return UnpinPrefixResponse()

@@ -1,16 +1,23 @@
-"""Fields that OpenAI's or vLLM's API has and this version does not support.
+"""The bodies of requests: their fields, the types, and which fields are not supported. The validator checks ranges.
 
-A field that would change the answer is refused by name. A field that only labels the request or hints at how to serve
-it is accepted and has no effect; README.md lists these. So is a value that changes nothing, null among them.
+A null field is absent. Fields that a body does not declare are in `model_extra`: one that would change the answer is
+refused by name; one that only labels the request, or hints at how to serve it, has no effect (README.md lists these).
+So has a value that changes nothing.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from gateway.auth.caller import HIGHEST_PRIORITY
-from gateway.openai.schemas import Body, ChatBody, GenerationBody, Message, TokenizeBody
-from gateway.request.violations import Violations
+from gateway.requests.limits import MAX_LOGIT_BIAS
+from gateway.requests.violations import Violations
 
+Element = TypeVar("Element")
+# An error names the first bad element; a body may have millions.
+ListOf = Annotated[list[Element], Field(fail_fast=True)]
 _HINTS = frozenset(
     {
         "metadata",
@@ -27,9 +34,9 @@ _HINTS = frozenset(
 _STREAM_HINTS = frozenset({"include_obfuscation"})
 # Of a message, and of a part of its content.
 _MESSAGE_HINTS = frozenset({"cache_control"})
-# Functions that the model may call, and the field that says whether it may.
+# Functions that the model may call, and the field that allows it.
 _FUNCTIONS = {"tools": "tool_choice", "functions": "function_call"}
-# Fields with the values that change nothing.
+# Fields, and their values that change nothing.
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
@@ -66,12 +73,126 @@ _KNOWN = frozenset(
         "web_search_options",
     }
 )
-# What messages may have besides role and content, as long as it says nothing.
+# Values of other fields of a message, or of a part, that change nothing.
 _SILENT = (None, [], "", {})
 
 
+def _check_size(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        most = f"{MAX_LOGIT_BIAS:,}"
+        raise PydanticCustomError("too_long", "an object of at most {most} entries", {"most": most})
+    return value
+
+
+class Body(BaseModel):
+    """Strict about types: no text is taken for a number, and no number is NaN or infinite."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
+    )
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    include_usage: bool | None = None
+    # vLLM's: with include_usage, every chunk has the usage so far.
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """Fields of completions and chat completions; vLLM adds those below the blank line.
+
+    A new parameter of sampling that has the name of its field in SamplingParameters is added here, and nowhere else.
+    """
+
+    n: int | None = None
+    best_of: int | None = None
+    stop: str | ListOf[str] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    # Names in JSON are texts.
+    logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, BeforeValidator(_check_size)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: ListOf[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: ListOf[int] | None = None
+    bad_words: ListOf[str] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    priority: int | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    request_id: str | None = None
+
+
+class CompletionBody(GenerationBody):
+    prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    role: str
+    content: str | ListOf[ContentPart] | None = None
+    name: str | None = None
+
+
+class ChatBody(GenerationBody):
+    messages: ListOf[Message]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+
+
+class TokenizeBody(Body):
+    """Either a prompt or messages."""
+
+    prompt: str | None = None
+    messages: ListOf[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: ListOf[int]
+
+
+# The types of fields with several, as errors show them.
+UNION_TYPES: dict[str, str] = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    "stop": "a string or a list of strings",
+    "content": "a string or a list of text parts",
+    "early_stopping": 'true, false or "never"',
+}
+
+
 def check_supported(body: Body) -> None:
-    """Raises InvalidArgument where a field asks for what is not done here, or is no field at all."""
+    """Raises InvalidArgument where a field is not supported or unknown."""
     violations = Violations()
     extra = body.model_extra or {}
     for name, value in extra.items():
@@ -111,7 +232,7 @@ def _check_combinations(violations: Violations, body: GenerationBody) -> None:
             violations.add("length_penalty", "has a meaning only where use_beam_search is true")
         if body.early_stopping not in (None, False):
             violations.add("early_stopping", "has a meaning only where use_beam_search is true")
-    # The validator would show it with the sign that it has there.
+    # The validator would show it with the opposite sign.
     violations.check_range("priority", body.priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
     if isinstance(body, ChatBody):
         _check_chat(violations, body)

@@ -1,18 +1,33 @@
-"""inference.GRPCInferenceService over the generator."""
+"""inference.GRPCInferenceService over the generator.
 
+A stream carries many requests, which run at once; their responses are interleaved. Triton's methods that this server
+does not have are refused with the way out.
+"""
+
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
 
+import grpc
 import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
 
+from gateway.api.kserve.convert import (
+    MODEL_VERSION,
+    Inference,
+    Responder,
+    error_response,
+    in_stream,
+    model_config,
+    model_metadata,
+    model_statistics,
+    read_inference,
+)
+from gateway.api.openai.write import TokenTexts
 from gateway.auth.caller import current_caller
-from gateway.kserve.inference_convert import Inference, read_inference
-from gateway.kserve.model_convert import model_config, model_metadata, model_statistics
-from gateway.kserve.response_convert import MODEL_VERSION, Responder, error_response, in_stream
-from gateway.kserve.stream import answer_all
-from gateway.openai.token_text import TokenTexts
 from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.request.answer_memory import AS_TENSORS, STREAMED
 from gateway.request.generator import Generator
@@ -20,11 +35,24 @@ from gateway.request.running import answer, running
 from gateway.request.validation import wrong_model
 from gateway.request.violations import renamed, shortened
 from quire.inference import open_inference_pb2 as pb
-from quire.rpc.errors import NotFound, PermissionDenied, QuireError
+from quire.rpc.errors import NotFound, PermissionDenied, QuireError, Unimplemented
 from quire.version import VERSION
 
 Context = grpc.aio.ServicerContext
 _logger = logging.getLogger(__name__)
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+# Further requests are read when one of these is answered.
+MAX_RUNNING = 64
+_SHARED_MEMORY = "elements of tensors are sent in the messages"
+_FIXED = "the model is the one that the server was started with"
+_WAYS_OUT: Mapping[str, str] = {
+    "RepositoryModelLoad": _FIXED,
+    "RepositoryModelUnload": _FIXED,
+    **{f"SystemSharedMemory{each}": _SHARED_MEMORY for each in ("Status", "Register", "Unregister")},
+    **{f"CudaSharedMemory{each}": _SHARED_MEMORY for each in ("Status", "Register", "Unregister")},
+}
 
 
 class KServeServicer:
@@ -158,12 +186,12 @@ class KServeServicer:
         return Responder(self._model_name, inference, texts)
 
     def _check_target(self, request: pb.ModelInferRequest) -> None:
-        """Raises NotFound: clients of this protocol look the model up by every request."""
+        """Raises NotFound where the request names another model, or version."""
         self._check_model("model_name", request.model_name)
         _check_version("model_version", request.model_version)
 
     def _check_model(self, field: str, name: str) -> None:
-        """Raises NotFound when the field names another model than the served one."""
+        """Raises NotFound where the field names another model than the served one."""
         if (violation := wrong_model(name, self._visible_name())) is not None:
             raise NotFound(f"{field} {violation.description}", reason="MODEL_NOT_FOUND")
 
@@ -172,12 +200,12 @@ class KServeServicer:
 
 
 def _refusal(inference: Inference, position: int, error: QuireError) -> QuireError:
-    """An error of the prompt at `position`, in which fields are those of the protocol."""
+    """An error of the prompt at `position`, with the protocol's paths of fields."""
     return renamed(error, partial(inference.fields.path, position))
 
 
 def _wants_status(context: Context) -> bool:
-    """Whether an error is to be the status of a stream, as clients of Triton ask for it."""
+    """Whether the client wants an error as the status of a stream; clients of Triton can choose."""
     return ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
 
 
@@ -190,3 +218,79 @@ def _check_version(field: str, version: str) -> None:
         raise NotFound(
             f'{field} is "{shortened(version)}"; the model has version {MODEL_VERSION}', reason="MODEL_NOT_FOUND"
         )
+
+
+async def answer_all(
+    requests: AsyncIterator[Request], answer: Callable[[Request], AsyncGenerator[Response, None]]
+) -> AsyncGenerator[Response, None]:
+    """The responses to all requests, in order for each request.
+
+    A slow reader holds up all answers: each waits until its response is taken. Closing this generator ends them all.
+
+    Raises:
+        Exception: reading the requests or an answer raised it. All running answers are given up.
+    """
+    answers = _Answers(answer)
+    reading = asyncio.create_task(answers.read_to_the_end(requests))
+    try:
+        while (response := await answers.responses.get()) is not None:
+            yield response
+        await reading
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])
+
+
+class _Answers(Generic[Request, Response]):
+    """The running answers. `responses` has their responses, one at a time, and None after the last."""
+
+    def __init__(self, answer: Callable[[Request], AsyncGenerator[Response, None]]) -> None:
+        self.responses: asyncio.Queue[Response | None] = asyncio.Queue(maxsize=1)
+        self._answer = answer
+        self._places = asyncio.Semaphore(MAX_RUNNING)
+
+    async def read_to_the_end(self, requests: AsyncIterator[Request]) -> None:
+        # Where this is cancelled, nobody takes the None any more, so nothing may wait for that.
+        try:
+            await self._read(requests)
+        except Exception:
+            await self.responses.put(None)
+            raise
+        await self.responses.put(None)
+
+    async def _read(self, requests: AsyncIterator[Request]) -> None:
+        async with asyncio.TaskGroup() as running:
+            await self._places.acquire()
+            async for request in requests:
+                running.create_task(self._run(request))
+                await self._places.acquire()
+
+    async def _run(self, request: Request) -> None:
+        try:
+            async with aclosing(self._answer(request)) as responses:
+                async for response in responses:
+                    await self.responses.put(response)
+        finally:
+            self._places.release()
+
+
+class UnservedMethods(grpc.GenericRpcHandler):
+    """Answers calls of the service that no other handler takes. It is added after those."""
+
+    def __init__(self, service: ServiceDescriptor) -> None:
+        self._prefix = f"/{service.full_name}/"
+        self._served = ", ".join(method.name for method in service.methods)
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler | None:
+        method: str = handler_call_details.method
+        if not method.startswith(self._prefix):
+            return None
+        name = method.removeprefix(self._prefix)
+        way_out = _WAYS_OUT.get(name, f"the methods are {self._served}")
+
+        async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> NoReturn:
+            raise Unimplemented(f"{shortened(name)} is not served here; {way_out}")
+
+        return grpc.unary_unary_rpc_method_handler(refuse)

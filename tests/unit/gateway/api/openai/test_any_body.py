@@ -1,23 +1,21 @@
 """Whatever a body holds, it becomes options that the validator takes, or a typed error."""
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.body import BodyLimits, load_json, parse_body, parse_long_body
+from gateway.api.body import BodyLimits, load_json
 from gateway.api.errors import error_answer
-from gateway.openai.options import chat_options, completion_options, completion_prompts, param_name
-from gateway.openai.schemas import ChatBody, CompletionBody
-from gateway.request.limits import Limits, Pool
-from gateway.request.validation import check_request
+from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
+from gateway.api.openai.schemas import ChatBody, CompletionBody
+from gateway.requests.limits import Limits, Pool
+from gateway.requests.validation import check_request
 from quire.rpc.errors import QuireError
+from tests.support.openai_bodies import parse
 
-BODY_LIMITS = BodyLimits(max_bytes=1 << 22, max_messages=10_000)
 LIMITS = Limits(
     pools=(Pool(num_blocks=16, block_size=4),),
     vocab_size=100,
@@ -59,7 +57,7 @@ def bodies(kind, required):
 def answered(kind, data: bytes) -> None:
     body = None
     try:
-        body = parse_body(kind, data)
+        body = parse(kind, data)
         if isinstance(body, ChatBody):
             requests = [chat_options(body, "id")]
         else:
@@ -91,63 +89,34 @@ def test_any_bytes(data):
     answered(CompletionBody, data)
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[list[Any]]:
-    """What the block puts in, or the error that it raises."""
-    outcome: list[Any] = []
-    try:
-        yield outcome
-    except QuireError as error:
-        outcome.append((error.message, error.reason))
-
-
-@settings(deadline=None)
-@given(
-    kind_and_body=st.one_of(
-        st.tuples(st.just(CompletionBody), bodies(CompletionBody, st.fixed_dictionaries({"prompt": VALUES}))),
-        st.tuples(st.just(ChatBody), bodies(ChatBody, st.fixed_dictionaries({"messages": MESSAGES}))),
-    ),
-    cut=st.sampled_from([0, 0, 0, 1, 5]),
-)
-async def test_a_long_body_is_what_it_would_be_if_it_were_short(kind_and_body, cut):
-    kind, fields = kind_and_body
-    data = json.dumps(fields).encode()
-    data = data[: len(data) - cut]
-    with recording() as short:
-        short.append(parse_body(kind, data))
-    with recording() as long:
-        long.append(await parse_long_body(kind, data, BODY_LIMITS))
-    assert long == short
-
-
-async def test_the_first_bad_message_of_many_is_named():
+def test_the_first_bad_message_of_many_is_named():
     messages = [{"role": "user", "content": "a"}] * 1500 + [{"role": 5}] + [{"role": 6}] * 1000
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(ChatBody, json.dumps({"messages": messages}).encode(), BODY_LIMITS)
+        parse(ChatBody, json.dumps({"messages": messages}).encode())
     assert caught.value.message == "messages[1500].role must be a string"
 
 
-async def test_a_body_of_very_many_fields_is_refused_for_their_number():
+def test_a_body_of_very_many_fields_is_refused_for_their_number():
     data = json.dumps({f"k{number}": None for number in range(2000)}).encode()
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(CompletionBody, data, BODY_LIMITS)
-    assert "2,000 fields; the most is 1,024" in caught.value.message
+        parse(CompletionBody, data)
+    assert "2,000 fields; the max is 1,024" in caught.value.message
 
 
-async def test_too_many_messages_are_refused_before_they_are_looked_at():
+def test_too_many_messages_are_refused_before_they_are_looked_at():
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(ChatBody, json.dumps({"messages": [{"role": 5}] * 11}).encode(), BodyLimits(1 << 22, 10))
+        parse(ChatBody, json.dumps({"messages": [{"role": 5}] * 11}).encode(), BodyLimits(1 << 22, 10))
     assert caught.value.message == "messages has 11 entries; the most is 10"
 
 
-async def test_too_many_prompts_or_parts_are_refused_before_they_are_looked_at():
+def test_too_many_prompts_or_parts_are_refused_before_they_are_looked_at():
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(CompletionBody, json.dumps({"prompt": [{}] * 1025}).encode(), BODY_LIMITS)
+        parse(CompletionBody, json.dumps({"prompt": [{}] * 1025}).encode())
     assert caught.value.message == "prompt has 1,025 entries; the most is 1,024"
     messages = [{"role": "user", "content": [5] * 3000}] * 3
     with pytest.raises(QuireError) as caught:
-        await parse_long_body(ChatBody, json.dumps({"messages": messages}).encode(), BODY_LIMITS)
-    assert caught.value.message == "messages have 9,000 parts of content together; the most is 8,192"
+        parse(ChatBody, json.dumps({"messages": messages}).encode())
+    assert caught.value.message == "messages have 9,000 parts of content together; the max is 8,192"
 
 
 def num_values(value: Any) -> int:

@@ -5,8 +5,8 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.kserve.inference_convert import INPUTS, OUTPUTS, Inference, read_inference
-from gateway.openai.schemas import CompletionBody
+from gateway.api.kserve.convert import INPUTS, OUTPUTS, Inference, read_inference
+from gateway.api.openai.schemas import CompletionBody
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 over HTTP, with tensors as JSON: the gRPC servicer behind other paths."""
+"""The Open Inference Protocol v2 over HTTP, with tensors as JSON: the methods of the gRPC servicer under paths."""
 
 import asyncio
 import math
@@ -14,17 +14,17 @@ from starlette.responses import JSONResponse, Response
 from gateway.api.answers import WholeResponse, as_json
 from gateway.api.body import BodyLimits, read_model
 from gateway.api.errors import ErrorAnswer, HttpError, error_answer
+from gateway.api.kserve.convert import MAX_PARAMETERS
+from gateway.api.kserve.servicer import KServeServicer
+from gateway.api.kserve.tensors import MAX_ELEMENTS
 from gateway.api.openapi import ApiRoute
-from gateway.kserve.parameter_convert import MAX_PARAMETERS
-from gateway.kserve.servicer import KServeServicer
-from gateway.kserve.tensor_convert import MAX_ELEMENTS
-from gateway.request.violations import Violations, shortened
+from gateway.requests.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError
 
 _MAX_TENSORS = 64
 _CONTENTS = re.compile(r"\.contents\.\w+_contents")
-# Of a request; how its outputs would be written. They are JSON, which those who ask for bytes read as well.
+# A parameter of requests: outputs as bytes. They are JSON here, which such clients read as well.
 _BINARY_OUTPUT = "binary_data_output"
 _BINARY_HEADER = "inference-header-content-length"
 # JSON has no infinity.
@@ -71,8 +71,8 @@ class RequestedOutput(_Part):
 
 
 class InferBody(_Part):
-    """`parameters` are those of sampling, by the names that they have in the input `sampling_parameters`. The model is
-    that of the path; clients of KServe name it here, too."""
+    """`parameters` are those of sampling, by their names in the input `sampling_parameters`. The path names the model;
+    clients of KServe name it here, too."""
 
     id: str | None = None
     model_name: str | None = None
@@ -89,7 +89,7 @@ class InferenceError(BaseModel):
 
 
 def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[ApiRoute]:
-    """All paths ask for a key where the gateway does, as the methods over gRPC do."""
+    """All paths need a key where the gateway has keys, as the methods over gRPC do."""
 
     async def server(request: Request) -> Response:
         """The name and the version of the server."""
@@ -115,7 +115,7 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[Api
         """Whether a request for a model would run at once."""
         asked = pb.ModelMetadataRequest(**_model(request))
         answer = await servicer.ModelReady(pb.ModelReadyRequest(**_model(request)), None)
-        # A model that is not served is not found, as by all other paths.
+        # Another model is not found, as on all other paths.
         return await _answered(
             lambda: servicer.ModelMetadata(asked, None),
             lambda metadata: {"name": metadata.name, "ready": answer.ready},
@@ -166,13 +166,13 @@ def _model(request: Request) -> dict[str, str]:
 def _check_not_binary(request: Request) -> None:
     if _BINARY_HEADER in request.headers:
         raise InvalidArgument(
-            f"the header {_BINARY_HEADER} is set; elements of tensors come as JSON here (binary_data=False in "
+            f"the header {_BINARY_HEADER} is set; elements of tensors are JSON here (binary_data=False in "
             "tritonclient), or as raw bytes over gRPC"
         )
 
 
 def _request_message(body: InferBody, request: Request) -> pb.ModelInferRequest:
-    """The request as it would have come over gRPC.
+    """The same request as a message.
 
     Raises:
         InvalidArgument: an element is not of the tensor's datatype, or a number is too large.
@@ -266,7 +266,7 @@ def _response_json(response: pb.ModelInferResponse) -> dict[str, Any]:
 
 
 def _data(contents: pb.InferTensorContents) -> list[Any]:
-    """The elements, of whichever datatype they are: no tensor has two."""
+    """The elements; a tensor has one datatype."""
     texts = [value.decode() for value in contents.bytes_contents]
     numbers = [value if math.isfinite(value) else _LOWEST for value in contents.fp32_contents]
     return texts or numbers or list(contents.uint_contents)
@@ -280,7 +280,7 @@ class _InferResponse(WholeResponse):
 
 
 class _ProtocolError(ErrorAnswer):
-    """An error as the protocol has it: its message alone, in which fields are those of the body."""
+    """An error in the protocol's shape: its message alone, with the paths of fields in the body."""
 
     @classmethod
     def of(cls, answer: ErrorAnswer) -> "_ProtocolError":

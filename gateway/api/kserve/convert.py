@@ -1,0 +1,474 @@
+"""ModelInferRequests into requests of the generator, what these generate into responses, and what describes the model.
+
+Sampling parameters come as parameters of the request or as JSON in the input `sampling_parameters`, by the names that
+they have in completions.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.api.answers import as_json
+from gateway.api.kserve.tensors import Element, Tensor, add_output, check_tensor_parameters, read_inputs
+from gateway.api.openai.read import body_of, completion_options, param_name
+from gateway.api.openai.schemas import CompletionBody
+from gateway.api.openai.write import TokenTexts, logprobs_by_token_id
+from gateway.replicas.events import Chunk, Finished, GeneratedSequence, PositionLogprobs, Usage
+from gateway.requests.field_names import renamed
+from gateway.requests.request import RequestOptions, TextPrompt
+from gateway.requests.request_statistics import Durations, RequestStatistics
+from gateway.requests.violations import Violations, shortened
+from quire.inference import open_inference_pb2 as pb
+from quire.rpc.errors import QuireError
+
+INPUT_NAME = "sampling_parameters"
+
+# Names of parameters for the server, which clients of Triton send.
+_SERVER_PREFIX = "triton_"
+# Longer than any parameter; errors show no more of a name.
+_MAX_NAME = 80
+MAX_PARAMETERS = 1024
+# Fields that have a place of their own in the request.
+_ELSEWHERE = {
+    "model": "model_name",
+    "request_id": "id",
+    "prompt": "the input text_input",
+    "echo": "the input exclude_input_in_output",
+    "stream": "the input stream",
+    "exclude_input_in_output": "the input of that name",
+    "return_finish_reason": "the input of that name",
+    "return_cumulative_logprob": "the input of that name",
+    "return_logprobs": "the input of that name",
+    "return_num_input_tokens": "the input of that name",
+    "return_num_output_tokens": "the input of that name",
+}
+_NO_STATE = "is set; requests have no state that they could share"
+_REFUSED = {
+    **{name: f"is no sampling parameter; set {place}" for name, place in _ELSEWHERE.items()},
+    **dict.fromkeys(("stream_options", "add_special_tokens"), "is not supported by this version"),
+    "prompt_logprobs": "is set; no output has log probabilities of the prompt",
+    **dict.fromkeys(("sequence_id", "sequence_start", "sequence_end"), _NO_STATE),
+    "timeout": "is set; set the deadline of the call instead",
+}
+_TRUTH = {"true": True, "false": False}
+_FLAGS = frozenset(name for name, field in CompletionBody.model_fields.items() if field.annotation == bool | None)
+_TEXTS = frozenset({"stop", "early_stopping"})
+INPUTS = {
+    "text_input": "BYTES",
+    "stream": "BOOL",
+    INPUT_NAME: "BYTES",
+    "exclude_input_in_output": "BOOL",
+    "return_finish_reason": "BOOL",
+    "return_cumulative_logprob": "BOOL",
+    "return_logprobs": "BOOL",
+    "return_num_input_tokens": "BOOL",
+    "return_num_output_tokens": "BOOL",
+}
+OUTPUTS = {
+    "text_output": "BYTES",
+    "finish_reason": "BYTES",
+    "cumulative_logprob": "FP32",
+    "logprobs": "BYTES",
+    "num_input_tokens": "UINT32",
+    "num_output_tokens": "UINT32",
+}
+# Requested by the BOOL input return_NAME.
+_OPTIONAL_OUTPUTS = tuple(name for name in OUTPUTS if name != "text_output")
+_OF_LOGPROBS = ("cumulative_logprob", "logprobs")
+MODEL_VERSION = "1"
+_FINAL = "triton_final_response"
+
+Result = tuple[Sequence[GeneratedSequence], Usage]
+PLATFORM = "quire"
+_REQUIRED = "text_input"
+_DATA_TYPES = {
+    "BOOL": pb.TYPE_BOOL,
+    "BYTES": pb.TYPE_STRING,
+    "FP32": pb.TYPE_FP32,
+    "UINT32": pb.TYPE_UINT32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFields:
+    """Parameters by their names in completions. The tensor wins over the parameters of the request.
+
+    Attributes:
+        values: By name.
+        paths: The path of each in the request.
+    """
+
+    values: Mapping[str, Any]
+    paths: Mapping[str, str]
+
+    def path(self, field: str) -> str:
+        """The path in the request of a field of the completion, or of an entry of it."""
+        if field in self.paths:
+            return self.paths[field]
+        name, bracket, rest = field.partition("[")
+        return self.paths.get(name, _parameter_path(name)) + bracket + rest
+
+    def body(self) -> CompletionBody:
+        """Raises InvalidArgument: a parameter is unknown, not supported or of the wrong type."""
+        try:
+            return body_of(CompletionBody, self.values)
+        except QuireError as error:
+            raise renamed(error, self.path) from error
+
+
+def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -> SamplingFields:
+    """`tensor` is the input `sampling_parameters`; None where it is absent.
+
+    Raises:
+        InvalidArgument: a parameter is unknown, or its text cannot be parsed.
+    """
+    violations = Violations()
+    if not violations.check_count("parameters", request.parameters, MAX_PARAMETERS):
+        violations.raise_if_any()
+    own = _own_fields(violations, request)
+    in_tensor = {} if tensor is None else _json_fields(violations, tensor)
+    paths = {name: _parameter_path(name) for name in own}
+    if tensor is not None:
+        paths |= {name: f'{tensor.element(0)}["{name}"]' for name in in_tensor}
+    values = own | in_tensor
+    for name, value in values.items():
+        if name in _REFUSED and value is not None:
+            violations.add(paths[name], _REFUSED[name])
+    read = {name: _value(violations, paths[name], name, value) for name, value in values.items()}
+    violations.raise_if_any()
+    return SamplingFields(read, paths)
+
+
+def _parameter_path(name: str) -> str:
+    return f'parameters["{name}"]'
+
+
+def _own_fields(violations: Violations, request: pb.ModelInferRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, parameter in request.parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if name.startswith(_SERVER_PREFIX):
+            continue
+        if choice is None:
+            violations.add(_parameter_path(name[:_MAX_NAME]), "has no value")
+        else:
+            fields[name[:_MAX_NAME]] = getattr(parameter, choice)
+    return fields
+
+
+def _json_fields(violations: Violations, tensor: Tensor) -> dict[str, Any]:
+    if len(tensor.values) != 1:
+        violations.add(tensor.field, f"has {len(tensor.values):,} elements; {INPUT_NAME} must have 1")
+        return {}
+    try:
+        fields = json.loads(bytes(tensor.values[0]))
+        json.dumps(fields, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        violations.add(tensor.element(0), "is not valid JSON")
+        return {}
+    if not isinstance(fields, dict):
+        violations.add(tensor.element(0), "is no JSON object")
+        return {}
+    return {name[:_MAX_NAME]: value for name, value in fields.items()}
+
+
+def _value(violations: Violations, path: str, name: str, value: Any) -> Any:
+    """Clients of Triton also send numbers and flags as texts."""
+    if not isinstance(value, str):
+        return value
+    if name in _FLAGS:
+        if value.lower() not in _TRUTH:
+            violations.add(path, f'is "{shortened(value)}"; it must be true or false')
+        return _TRUTH.get(value.lower())
+    if name in _TEXTS:
+        return _TRUTH.get(value.lower(), value) if name == "early_stopping" else value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """One request of the protocol.
+
+    Attributes:
+        id: That of its responses.
+        prompts: One for each text.
+        options: The request of the generator for each prompt.
+        streams: Whether the text comes in pieces.
+        includes_input: Whether each text begins with its prompt.
+        outputs: The names of the outputs.
+        num_top: The number of most likely tokens that log probabilities have besides the chosen one.
+        raw: Whether tensors are raw bytes, in the request and in the response.
+        fields: Paths of fields in the request.
+    """
+
+    id: str
+    prompts: tuple[str, ...]
+    options: tuple[RequestOptions, ...]
+    streams: bool
+    includes_input: bool
+    outputs: frozenset[str]
+    num_top: int
+    raw: bool
+    fields: "RequestFields"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """Paths of fields in a request."""
+
+    body: CompletionBody
+    sampling: SamplingFields
+    text_input: Tensor
+
+    def path(self, position: int, field: str) -> str:
+        """The path of a field of the validator, for the prompt at `position`."""
+        name = param_name(self.body, field)
+        return self.text_input.element(position) if name == "prompt" else self.sampling.path(name)
+
+
+def read_inference(request: pb.ModelInferRequest, *, in_stream: bool) -> Inference:
+    """Reads a request; its options are not validated yet. `in_stream` is whether it came by ModelStreamInfer.
+
+    Raises:
+        InvalidArgument: a tensor or a parameter is wrong.
+    """
+    inputs = read_inputs(request, INPUTS)
+    violations = Violations()
+    prompts = _prompts(violations, inputs)
+    flags = {name: _flag(violations, inputs, name) for name, datatype in INPUTS.items() if datatype == "BOOL"}
+    streams = bool(flags["stream"])
+    if streams:
+        _check_streaming(violations, inputs, in_stream=in_stream)
+    outputs = _outputs(violations, request, flags)
+    violations.raise_if_any()
+    sampling = read_sampling_fields(request, inputs.get(INPUT_NAME))
+    body = sampling.body()
+    if streams and (body.n or 1) > 1:
+        violations.add(sampling.path("n"), f"is {body.n}; a streamed request has one text")
+    logprobs = _logprobs(violations, body, sampling, outputs)
+    violations.raise_if_any()
+    body = body.model_copy(update={"model": request.model_name, "logprobs": logprobs})
+    return Inference(
+        id=request.id,
+        prompts=prompts,
+        options=_options(body, prompts),
+        streams=streams,
+        includes_input=not streams and not flags["exclude_input_in_output"],
+        outputs=outputs,
+        num_top=logprobs or 0,
+        raw=bool(request.raw_input_contents),
+        fields=RequestFields(body, sampling, inputs["text_input"]),
+    )
+
+
+def _logprobs(
+    violations: Violations, body: CompletionBody, sampling: SamplingFields, outputs: frozenset[str]
+) -> int | None:
+    """How many most likely tokens the generator shall report; None for no log probabilities."""
+    if body.logprobs is not None and "logprobs" not in outputs:
+        violations.add(
+            sampling.path("logprobs"), "is set, and the input return_logprobs is not; set that to get log probabilities"
+        )
+    return body.logprobs if outputs.isdisjoint(_OF_LOGPROBS) else body.logprobs or 0
+
+
+def _options(body: CompletionBody, prompts: Sequence[str]) -> tuple[RequestOptions, ...]:
+    """One request for each prompt. They share their parameters, as one object."""
+    # The id of the protocol may be used twice at once, so the gateway makes another one.
+    options = dataclasses.replace(completion_options(body, None, ""), request_id=None)
+    return tuple(dataclasses.replace(options, prompt=TextPrompt(prompt)) for prompt in prompts)
+
+
+def _prompts(violations: Violations, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+    tensor = inputs.get("text_input")
+    if tensor is None:
+        violations.add("inputs", "has no text_input")
+        return ()
+    return tuple(_text(violations, tensor, position) for position in range(len(tensor.values)))
+
+
+def _text(violations: Violations, tensor: Tensor, position: int) -> str:
+    try:
+        return bytes(tensor.values[position]).decode()
+    except UnicodeDecodeError:
+        violations.add(tensor.element(position), "is not valid UTF-8")
+        return ""
+
+
+def _flag(violations: Violations, inputs: Mapping[str, Tensor], name: str) -> bool | None:
+    """The one element of a BOOL input; None where it is absent."""
+    tensor = inputs.get(name)
+    if tensor is None:
+        return None
+    if len(tensor.values) != 1:
+        violations.add(tensor.field, f"has {len(tensor.values):,} elements; {name} must have 1")
+    return bool(tensor.values[0])
+
+
+def _check_streaming(violations: Violations, inputs: Mapping[str, Tensor], *, in_stream: bool) -> None:
+    if not in_stream:
+        violations.add(inputs["stream"].element(0), "is true; ModelInfer answers once, use ModelStreamInfer")
+    prompts = inputs.get("text_input")
+    if prompts is not None and len(prompts.values) > 1:
+        violations.add(prompts.field, f"has {len(prompts.values):,} prompts; a streamed request has 1")
+    excluding = inputs.get("exclude_input_in_output")
+    if excluding is not None and not excluding.values[0]:
+        violations.add(excluding.element(0), "is false; a streamed text never has its prompt")
+
+
+def _outputs(violations: Violations, request: pb.ModelInferRequest, flags: dict[str, bool | None]) -> frozenset[str]:
+    for position, output in enumerate(request.outputs):
+        field = f"outputs[{position}]"
+        check_tensor_parameters(violations, field, output)
+        if output.name not in OUTPUTS:
+            known = ", ".join(OUTPUTS)
+            violations.add(f"{field}.name", f'is "{shortened(output.name)}"; the outputs of this model are {known}')
+    asked = {name for name in _OPTIONAL_OUTPUTS if flags[f"return_{name}"]}
+    named = {output.name for output in request.outputs} or {"text_output"}
+    return frozenset(named | asked)
+
+
+class Responder:
+    """Makes the responses to one request: `whole` alone, or `piece` for each chunk and `last` at the end."""
+
+    def __init__(self, model: str, inference: Inference, texts: TokenTexts | None) -> None:
+        """`texts` are needed where the outputs have log probabilities."""
+        self._model = model
+        self._inference = inference
+        self._texts = texts
+        self._cumulative_logprob = 0.0
+
+    def whole(self, results: Sequence[Result]) -> pb.ModelInferResponse:
+        """All sequences of all prompts, prompt by prompt; `results` has one entry a prompt."""
+        rows = [
+            (prompt, sequence, usage)
+            for prompt, (sequences, usage) in zip(self._inference.prompts, results, strict=True)
+            for sequence in sequences
+        ]
+        before = [prompt if self._inference.includes_input else "" for prompt, _, _ in rows]
+        sequences = [sequence for _, sequence, _ in rows]
+        return self._response(
+            {
+                "text_output": [f"{text}{each.text}".encode() for text, each in zip(before, sequences, strict=True)],
+                "finish_reason": [each.finished.reason.value.encode() for each in sequences],
+                "cumulative_logprob": [_summed(each.logprobs) for each in sequences],
+                "logprobs": [self._logprobs(each.logprobs) for each in sequences],
+                "num_input_tokens": [usage.prompt_tokens for _, _, usage in rows],
+                "num_output_tokens": [each.finished.num_tokens for each in sequences],
+            }
+        )
+
+    def piece(self, chunk: Chunk) -> pb.ModelStreamInferResponse:
+        """The next piece of a streamed text; the cumulative log probability is that of all pieces so far."""
+        self._cumulative_logprob += _summed(chunk.logprobs)
+        values: dict[str, list[Element]] = {
+            "text_output": [chunk.text.encode()],
+            "finish_reason": [b""],
+            "cumulative_logprob": [self._cumulative_logprob],
+            "logprobs": [self._logprobs(chunk.logprobs)],
+            "num_input_tokens": [0],
+            "num_output_tokens": [len(chunk.token_ids)],
+        }
+        return in_stream(self._response(values), is_final=False)
+
+    def last(self, finished: Finished, usage: Usage) -> pb.ModelStreamInferResponse:
+        """The end of a streamed text: why it ended, and the number of prompt tokens."""
+        values: dict[str, list[Element]] = {
+            "text_output": [b""],
+            "finish_reason": [finished.reason.value.encode()],
+            "cumulative_logprob": [self._cumulative_logprob],
+            "logprobs": [self._logprobs([])],
+            "num_input_tokens": [usage.prompt_tokens],
+            "num_output_tokens": [0],
+        }
+        return in_stream(self._response(values), is_final=True)
+
+    def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> bytes:
+        """Log probabilities as JSON: for each token an object of the chosen and the most likely ones, by token id."""
+        if self._texts is None:
+            return b""
+        return as_json(logprobs_by_token_id(self._texts, logprobs, self._inference.num_top))
+
+    def _response(self, values: dict[str, list[Element]]) -> pb.ModelInferResponse:
+        inference = self._inference
+        response = pb.ModelInferResponse(model_name=self._model, model_version=MODEL_VERSION, id=inference.id)
+        for name, datatype in OUTPUTS.items():
+            if name in inference.outputs:
+                add_output(response, name, datatype, values[name], raw=inference.raw)
+        return response
+
+
+def in_stream(response: pb.ModelInferResponse, *, is_final: bool) -> pb.ModelStreamInferResponse:
+    response.parameters[_FINAL].bool_param = is_final
+    return pb.ModelStreamInferResponse(infer_response=response)
+
+
+def error_response(model: str, request_id: str, message: str) -> pb.ModelStreamInferResponse:
+    """The last response to a request that failed."""
+    head = pb.ModelInferResponse(model_name=model, id=request_id)
+    response = in_stream(head, is_final=True)
+    response.error_message = message
+    return response
+
+
+def _summed(logprobs: Iterable[PositionLogprobs]) -> float:
+    return sum(each.chosen.logprob for each in logprobs)
+
+
+def model_metadata(name: str) -> pb.ModelMetadataResponse:
+    return pb.ModelMetadataResponse(
+        name=name, versions=[MODEL_VERSION], platform=PLATFORM, inputs=_tensors(INPUTS), outputs=_tensors(OUTPUTS)
+    )
+
+
+def model_config(name: str) -> pb.ModelConfig:
+    """The configuration of such a model in Triton."""
+    return pb.ModelConfig(
+        name=name,
+        platform=PLATFORM,
+        backend=PLATFORM,
+        version_policy=pb.ModelVersionPolicy(specific=pb.ModelVersionPolicy.Specific(versions=[int(MODEL_VERSION)])),
+        # Shapes have no batch dimension: the prompts of one tensor are a batch.
+        max_batch_size=0,
+        input=[
+            pb.ModelInput(name=tensor, data_type=_DATA_TYPES[datatype], dims=[-1], optional=tensor != _REQUIRED)
+            for tensor, datatype in INPUTS.items()
+        ],
+        output=[
+            pb.ModelOutput(name=tensor, data_type=_DATA_TYPES[datatype], dims=[-1])
+            for tensor, datatype in OUTPUTS.items()
+        ],
+        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
+    )
+
+
+def model_statistics(name: str, statistics: RequestStatistics) -> pb.ModelStatistics:
+    last = statistics.last_completed_at_s
+    return pb.ModelStatistics(
+        name=name,
+        version=MODEL_VERSION,
+        last_inference=0 if last is None else round(last * 1000),
+        inference_count=statistics.completed.count,
+        inference_stats=pb.InferStatistics(
+            success=_duration(statistics.completed),
+            fail=_duration(statistics.failed),
+            queue=_duration(statistics.queued),
+            compute_infer=_duration(statistics.computed),
+        ),
+    )
+
+
+def _duration(durations: Durations) -> pb.StatisticDuration:
+    return pb.StatisticDuration(count=durations.count, ns=round(durations.seconds * 1e9))
+
+
+def _tensors(datatypes: dict[str, str]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
+    return [
+        pb.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=[-1])
+        for name, datatype in datatypes.items()
+    ]

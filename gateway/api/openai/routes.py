@@ -1,0 +1,195 @@
+"""The paths of OpenAI's API, and of vLLM's for tokens."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.api.answers import as_json
+from gateway.api.body import BodyLimits
+from gateway.api.errors import ParamNames, error_answer, error_response
+from gateway.api.openai.read import chat_prompt, read_request
+from gateway.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.openai.stream import ChatCall, CompletionCall, OpenAiService
+from gateway.api.openapi import ApiRoute
+from gateway.auth.caller import current_caller
+from gateway.model import ServedModel
+from gateway.requests.generator import Generator
+from gateway.requests.prompts import TextService
+from gateway.requests.request import ChatPrompt, TextPrompt
+from gateway.requests.validation import find_model
+from quire.rpc.errors import QuireError, invalid_field
+
+# Tokens that are written in less than a millisecond.
+_FEW = 4096
+# The class of transformers for a tokenizer.json without a tokenizer_config.json.
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+# Paths on the machine where the model was made, and what our reader of the directory adds.
+_NOT_SHOWN = frozenset(
+    {"vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path", "added_tokens"}
+)
+_PARAMS = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
+
+
+def openai_routes(
+    generator: Generator, body_limits: BodyLimits, *, keep_alive_s: float, started_at_s: int
+) -> list[ApiRoute]:
+    """`keep_alive_s` is the longest silence of a stream; 0 sets no limit. `started_at_s` is the `created` of models, in
+    seconds since the Unix epoch."""
+    return [
+        *_generation_routes(generator, body_limits, keep_alive_s),
+        *_model_routes(generator, started_at_s),
+        *_text_routes(generator, body_limits),
+    ]
+
+
+def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive_s: float) -> list[ApiRoute]:
+    service = OpenAiService(generator, keep_alive_s)
+    model = generator.model.name
+
+    async def completions(request: Request) -> Response:
+        """Continues one or several prompts."""
+        body = await read_request(CompletionBody, request, body_limits)
+        return service.respond(CompletionCall(body, model))
+
+    async def chat_completions(request: Request) -> Response:
+        """Answers a conversation."""
+        body = await read_request(ChatBody, request, body_limits)
+        return service.respond(ChatCall(body, model))
+
+    return [
+        ApiRoute("/v1/completions", completions, method="POST", body=CompletionBody, streams=True),
+        ApiRoute("/v1/chat/completions", chat_completions, method="POST", body=ChatBody, streams=True),
+    ]
+
+
+def _model_routes(generator: Generator, started_at_s: int) -> list[ApiRoute]:
+    name = generator.model.name
+
+    def described() -> dict[str, Any]:
+        lengths = [welcome.max_model_len for welcome in generator.replicas.welcomes]
+        return {
+            "id": name,
+            "object": "model",
+            "created": started_at_s,
+            "owned_by": "quire",
+            "root": name,
+            "parent": None,
+            # None until a scheduler was reached.
+            "max_model_len": min(lengths, default=None),
+        }
+
+    async def models(request: Request) -> Response:
+        """The served model, if the caller may use it."""
+        is_visible = current_caller().visible(name) is not None
+        return JSONResponse({"object": "list", "data": [described()] if is_visible else []})
+
+    async def model(request: Request) -> Response:
+        """One model by its name."""
+        find_model(request.path_params["model"], current_caller().visible(name))
+        return JSONResponse(described())
+
+    return [ApiRoute("/v1/models", models), ApiRoute("/v1/models/{model:path}", model)]
+
+
+def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute]:
+    texts = TextEndpoints(TextService(generator))
+
+    async def tokenize(request: Request) -> Response:
+        """The tokens of a prompt or of a conversation."""
+        body = await read_request(TokenizeBody, request, body_limits)
+        return await _answered(lambda: texts.tokenize(body), text_param_name)
+
+    async def detokenize(request: Request) -> Response:
+        """The text of tokens."""
+        body = await read_request(DetokenizeBody, request, body_limits)
+        return await _answered(lambda: texts.detokenize(body), text_param_name)
+
+    async def tokenizer_information(request: Request) -> Response:
+        """The tokenizer's configuration and the chat template, as tokenizer_config.json has them."""
+        return JSONResponse(tokenizer_info(generator.model))
+
+    return [
+        ApiRoute("/tokenize", tokenize, method="POST", body=TokenizeBody),
+        ApiRoute("/detokenize", detokenize, method="POST", body=DetokenizeBody),
+        ApiRoute("/tokenizer_info", tokenizer_information),
+    ]
+
+
+async def _answered(make: Callable[[], Awaitable[bytes]], names: ParamNames) -> Response:
+    try:
+        return Response(await make(), media_type="application/json")
+    except QuireError as error:
+        return error_response(error_answer(error, names))
+
+
+class TextEndpoints:
+    """Tokens of a text or a conversation, and the text of tokens."""
+
+    def __init__(self, texts: TextService) -> None:
+        self._texts = texts
+
+    async def tokenize(self, body: TokenizeBody) -> bytes:
+        """The answer as JSON. Raises QuireError as `TextService.tokenize` does."""
+        tokenized = await self._texts.tokenize(
+            body.model or None, _tokenize_input(body), add_special_tokens=body.add_special_tokens is not False
+        )
+        answer = {
+            "count": len(tokenized.token_ids),
+            "max_model_len": tokenized.max_model_len,
+            "tokens": tokenized.token_ids,
+            "token_strs": tokenized.tokens if body.return_token_strs else None,
+        }
+        return await _as_json(answer, len(tokenized.token_ids))
+
+    async def detokenize(self, body: DetokenizeBody) -> bytes:
+        """The answer as JSON. Raises QuireError as `TextService.detokenize` does."""
+        text = await self._texts.detokenize(body.model or None, body.tokens, include_special_tokens=True)
+        return await _as_json({"prompt": text}, len(body.tokens))
+
+
+async def _as_json(answer: Mapping[str, Any], num_tokens: int) -> bytes:
+    """Writes an answer of many tokens in a thread, so that other calls run meanwhile."""
+    return as_json(answer) if num_tokens <= _FEW else await asyncio.to_thread(as_json, answer)
+
+
+def tokenizer_info(model: ServedModel) -> dict[str, Any]:
+    """The tokenizer's configuration with its chat template; tokens are their texts.
+
+    Raises:
+        NotFound: the caller may not use the model.
+    """
+    find_model(model.name, current_caller().visible(model.name))
+    config = {name: _plain(value) for name, value in model.tokenizer_config.items() if name not in _NOT_SHOWN}
+    config.setdefault("tokenizer_class", _TOKENIZER_CLASS)
+    return config if model.chat.template is None else config | {"chat_template": model.chat.template.source}
+
+
+def _plain(value: Any) -> Any:
+    """A value of tokenizer_config.json, with the texts of tokens that are written as objects."""
+    match value:
+        case {"content": str(content)}:
+            return content
+        case Mapping():
+            return {name: _plain(each) for name, each in value.items()}
+        case list():
+            return [_plain(each) for each in value]
+    return value
+
+
+def text_param_name(field: str) -> str:
+    """The name in a body of a field of the text service."""
+    head, bracket, rest = field.removeprefix("chat.").partition("[")
+    return _PARAMS.get(head, head) + bracket + rest
+
+
+def _tokenize_input(body: TokenizeBody) -> TextPrompt | ChatPrompt:
+    if body.prompt is not None and body.messages is not None:
+        raise invalid_field("prompt", "is set besides messages; set exactly one of them")
+    if body.messages is not None:
+        return chat_prompt(body.messages)
+    if body.prompt is None:
+        raise invalid_field("prompt", "is missing; set prompt or messages")
+    return TextPrompt(body.prompt)

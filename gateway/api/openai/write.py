@@ -1,0 +1,457 @@
+"""Answers and chunks of completions and chat completions, from what requests generate.
+
+Log probabilities show single tokens. A token may be a part of a character, so its bytes are exact and its text is an
+approximation.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol, Self
+
+from gateway.api.answers import LazyList
+from gateway.api.openai.read import is_echo_alone
+from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.replicas.events import (
+    Chunk,
+    Finished,
+    FinishReason,
+    GeneratedSequence,
+    Logprob,
+    PositionLogprobs,
+    TokenIds,
+    Usage,
+)
+from gateway.replicas.live import LiveRequest
+from gateway.requests.request import Prompt, TextPrompt
+from gateway.requests.running import Result
+from gateway.text.detokenizer import TextPieces
+from gateway.text.tokenizer import Tokenizer
+from quire.common.v1.common_pb2 import StoppingParameters
+from quire.version import VERSION
+
+SYSTEM_FINGERPRINT = f"quire-{VERSION}"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# Decoders treat the first token of a text in a special way, so each token is decoded after this one.
+_ANCHOR = "a"
+# JSON has no infinity, the log probability of excluded tokens. Clients know this value for it.
+_LOWEST = -9999.0
+_ROLE = {"role": "assistant"}
+
+
+class Shaper(Protocol):
+    """Makes the answer to a call from the events of its requests.
+
+    `position` is that of a request among those of the call; sequences have an index in their request.
+    """
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The answer of a call that does not stream."""
+        ...
+
+    def chunk(self, position: int, event: Chunk | Finished) -> dict[str, Any]:
+        """One chunk of a stream."""
+        ...
+
+    def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """The last chunk of a stream that was asked for the usage."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first fields of every answer and every chunk of a call. `created` is in seconds since the Unix epoch."""
+
+    id: str
+    created: int
+    model: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+        }
+
+
+def as_chunk(sequence: GeneratedSequence) -> Chunk:
+    """A whole sequence as one chunk."""
+    index = sequence.finished.sequence_index
+    return Chunk(index, 0, sequence.token_ids, sequence.text, sequence.logprobs)
+
+
+def finish_fields(finished: Finished, stopping: StoppingParameters) -> dict[str, Any]:
+    """Why a sequence ended. `stop_reason` is the stop string or the stop token of the request; None for an eos."""
+    stop_reason: str | int | None = finished.stop_string
+    if finished.stop_token_id in stopping.stop_token_ids:
+        stop_reason = finished.stop_token_id
+    return {"finish_reason": finished.reason.value, "stop_reason": stop_reason}
+
+
+NOT_FINISHED = {"finish_reason": None, "stop_reason": None}
+CUT = {"finish_reason": FinishReason.LENGTH.value, "stop_reason": None}
+
+
+def usage_fields(usages: Sequence[Usage]) -> dict[str, Any]:
+    """The usage of all requests of a call together."""
+    prompt_tokens = sum(usage.prompt_tokens for usage in usages)
+    completion_tokens = sum(usage.generated_tokens for usage in usages)
+    details = {"cached_tokens": sum(usage.cached_tokens for usage in usages)}
+    return _token_counts(prompt_tokens, completion_tokens) | {"prompt_tokens_details": details}
+
+
+class ChunkUsage:
+    """The `usage` of each chunk of a stream: absent, null until the last chunk, or the usage so far."""
+
+    def __init__(self, body: GenerationBody, live: Sequence[LiveRequest]) -> None:
+        options = body.stream_options
+        self._is_included = options is not None and bool(options.include_usage)
+        self._is_continuous = options is not None and bool(options.continuous_usage_stats)
+        self._prompt_tokens = sum(len(each.request.prompt_token_ids) for each in live)
+        self._completion_tokens = 0
+
+    def after(self, event: Chunk | Finished) -> dict[str, Any]:
+        """The field for the chunk of `event`. Called once for each event, in order."""
+        if not self._is_included:
+            return {}
+        if not self._is_continuous:
+            return {"usage": None}
+        if isinstance(event, Chunk):
+            self._completion_tokens += len(event.token_ids)
+        # The number of cached prompt tokens is known only at the end.
+        return {"usage": _token_counts(self._prompt_tokens, self._completion_tokens)}
+
+
+def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+class TokenTexts:
+    """Texts and bytes of the vocabulary's tokens. Ids that the tokenizer does not know have neither."""
+
+    def __init__(self, tokenizer: Tokenizer, spellings: Sequence[str]) -> None:
+        """`spellings` are those of the vocabulary, by id."""
+        self._tokenizer = tokenizer
+        self._spellings = spellings
+        self._anchor = [spellings.index(_ANCHOR)] if _ANCHOR in spellings else []
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    async def load(cls, tokenizer: Tokenizer) -> Self:
+        return cls(tokenizer, await tokenizer.spell(range(tokenizer.size)))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._find_bytes(token_id)
+        return found
+
+    def text_of(self, token_id: int) -> str:
+        """The token's text, with replacement characters for parts of characters."""
+        return self.bytes_of(token_id).decode(errors="replace")
+
+    def key_of(self, token_id: int) -> str:
+        """As `text_of`, but parts of characters are written as bytes, so that different tokens differ."""
+        data = self.bytes_of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        text = self._decode_after_anchor(token_id)
+        if _REPLACEMENT not in text or token_id >= len(self._spellings):
+            return text.encode()
+        spelling = self._spellings[token_id]
+        if match := _BYTE_TOKEN.fullmatch(spelling):
+            return bytes.fromhex(match[1])
+        byte_of = _byte_level_alphabet()
+        if all(character in byte_of for character in spelling):
+            return bytes(byte_of[character] for character in spelling)
+        return text.encode()
+
+    def _decode_after_anchor(self, token_id: int) -> str:
+        before = self._tokenizer.decode(self._anchor, include_special_tokens=True)
+        text = self._tokenizer.decode([*self._anchor, token_id], include_special_tokens=True)
+        if text.startswith(before):
+            return text[len(before) :]
+        return self._tokenizer.decode([token_id], include_special_tokens=True)
+
+
+@functools.cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable ones as themselves, others as characters from 256 up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+class CompletionLogprobs:
+    """Log probabilities of one choice of a completion. It tracks where in the choice's text each token begins."""
+
+    def __init__(self, texts: TokenTexts, detokenizer: TextPieces, num_top: int, *, text_offset: int = 0) -> None:
+        """`text_offset` is the number of characters of the choice's text before its first token."""
+        self._texts = texts
+        self._detokenizer = detokenizer
+        self._num_top = num_top
+        self._offset = text_offset
+
+    def shape(self, token_ids: TokenIds, logprobs: Iterable[PositionLogprobs | None]) -> dict[str, LazyList | None]:
+        """The next tokens of the choice. A token without an entry has no log probability, such as a prompt's first.
+
+        The lists are written once, before those of the next call: they count the characters before them.
+        """
+        return {
+            "tokens": LazyList(lambda: (self._texts.key_of(int(token_id)) for token_id in token_ids)),
+            "token_logprobs": LazyList(lambda: (entry and _finite(entry.chosen.logprob) for entry in logprobs)),
+            "top_logprobs": LazyList(lambda: map(self._top, logprobs)) if self._num_top else None,
+            "text_offset": LazyList(lambda: self._offsets(token_ids)),
+        }
+
+    def _offsets(self, token_ids: TokenIds) -> Iterator[int]:
+        for token_id in token_ids:
+            yield self._offset
+            self._offset += len(self._detokenizer.push(int(token_id)))
+
+    def _top(self, entry: PositionLogprobs | None) -> dict[str, float] | None:
+        """The most likely tokens, and the chosen token where it is not among them."""
+        if entry is None:
+            return None
+        top = {self._texts.key_of(each.token_id): _finite(each.logprob) for each in entry.top[: self._num_top]}
+        return top | {self._texts.key_of(entry.chosen.token_id): _finite(entry.chosen.logprob)}
+
+
+def chat_logprobs(texts: TokenTexts, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any]:
+    def entries() -> Iterator[dict[str, Any]]:
+        for entry in logprobs:
+            yield _chat_entry(texts, entry.chosen) | {"top_logprobs": [_chat_entry(texts, each) for each in entry.top]}
+
+    return {"content": LazyList(entries), "refusal": None}
+
+
+def prompt_logprobs(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> LazyList:
+    """One entry for each prompt token, by token id; the first is null."""
+    return LazyList(lambda: chain([None], logprobs_by_token_id(texts, logprobs, num_top)))
+
+
+def logprobs_by_token_id(texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int) -> LazyList:
+    """One entry for each token: the chosen and the most likely tokens by their ids, as vLLM has them."""
+    return LazyList(lambda: (_entry_by_token_id(texts, entry, num_top) for entry in logprobs))
+
+
+def _entry_by_token_id(texts: TokenTexts, entry: PositionLogprobs, num_top: int) -> dict[str, Any]:
+    return {
+        str(each.token_id): {
+            "logprob": _finite(each.logprob),
+            "rank": each.rank,
+            "decoded_token": texts.text_of(each.token_id),
+        }
+        for each in (entry.chosen, *entry.top[:num_top])
+    }
+
+
+def _chat_entry(texts: TokenTexts, entry: Logprob) -> dict[str, Any]:
+    data = texts.bytes_of(entry.token_id)
+    return {"token": data.decode(errors="replace"), "logprob": _finite(entry.logprob), "bytes": list(data)}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)
+
+
+class ChatShaper:
+    """The answer to a chat request; each sequence is the content of one assistant message."""
+
+    def __init__(self, head: Head, body: ChatBody, live: LiveRequest, texts: TokenTexts | None) -> None:
+        """`texts` are needed where the answer has log probabilities."""
+        self._head = head
+        self._body = body
+        self._live = live
+        self._texts = texts
+        self._started: set[int] = set()
+        self._usage_so_far = ChunkUsage(body, [live])
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        ((sequences, usage),) = results
+        choices = [
+            {
+                "index": sequence.finished.sequence_index,
+                "message": _ROLE | {"content": sequence.text, "refusal": None},
+                "logprobs": self._logprobs(sequence.logprobs),
+            }
+            | finish_fields(sequence.finished, self._live.request.stopping)
+            for sequence in sequences
+        ]
+        answer = self._head.fields("chat.completion") | {"choices": choices, "usage": usage_fields([usage])}
+        if self._body.prompt_logprobs is not None and self._texts is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(
+                self._texts, self._live.prompt_logprobs, self._body.prompt_logprobs
+            )
+        return answer
+
+    def chunk(self, position: int, event: Chunk | Finished) -> dict[str, Any]:
+        match event:
+            case Chunk(sequence_index=index):
+                delta = self._role(index) | {"content": event.text}
+                choice = {"index": index, "delta": delta, "logprobs": self._logprobs(event.logprobs)} | NOT_FINISHED
+            case Finished(sequence_index=index):
+                finish = finish_fields(event, self._live.request.stopping)
+                choice = {"index": index, "delta": self._role(index), "logprobs": None} | finish
+        return self._chunk([choice]) | self._usage_so_far.after(event)
+
+    def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        return self._chunk([]) | {"usage": usage_fields(usages)}
+
+    def _role(self, index: int) -> dict[str, Any]:
+        """The role, in the first chunk of each choice."""
+        if index in self._started:
+            return {}
+        self._started.add(index)
+        return _ROLE
+
+    def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any] | None:
+        return chat_logprobs(self._texts, logprobs) if self._body.logprobs and self._texts is not None else None
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head.fields("chat.completion.chunk") | {"choices": choices}
+
+
+class CompletionShaper:
+    """The answer to a completion of one or several prompts. Sequence s of prompt p is the choice p * n + s."""
+
+    def __init__(
+        self,
+        head: Head,
+        body: CompletionBody,
+        prompts: Sequence[Prompt | None],
+        echoes: Sequence[str],
+        live: Sequence[LiveRequest],
+        tokenizer: Tokenizer,
+        texts: TokenTexts | None,
+    ) -> None:
+        """`echoes` are the starts of the texts; `texts` are needed where the answer has log probabilities."""
+        self._head = head
+        self._body = body
+        self._live = live
+        self._texts = texts
+        self._tokenizer = tokenizer
+        self._is_echo_alone = is_echo_alone(body)
+        self._choices = [
+            [self._make_choice(prompt, echo, each) for _ in each.sequences]
+            for prompt, echo, each in zip(prompts, echoes, live, strict=True)
+        ]
+        self._usage_so_far = ChunkUsage(body, live)
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        usage = self._usage([usage for _, usage in results])
+        choices = LazyList(lambda: self._whole_choices(results))
+        return self._head.fields("text_completion") | {"choices": choices, "usage": usage}
+
+    def _whole_choices(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
+        for position, (sequences, _) in enumerate(results):
+            prompt_logprobs = self._prompt_logprobs(position)
+            for sequence in sequences:
+                choice = self._choice(position, self._shown(as_chunk(sequence)))
+                yield choice | self._finish(position, sequence.finished) | prompt_logprobs
+
+    def chunk(self, position: int, event: Chunk | Finished) -> dict[str, Any]:
+        match event:
+            case Chunk():
+                event = self._shown(event)
+                choice = self._choice(position, event) | NOT_FINISHED
+            case Finished(sequence_index=index):
+                choice = self._choice(position, Chunk(index, 0, [], "")) | self._finish(position, event)
+        return self._head.fields("text_completion") | {"choices": [choice]} | self._usage_so_far.after(event)
+
+    def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        return self._head.fields("text_completion") | {"choices": [], "usage": self._usage(usages)}
+
+    def _choice(self, position: int, chunk: Chunk) -> dict[str, Any]:
+        choices = self._choices[position]
+        index = position * len(choices) + chunk.sequence_index
+        return {"index": index} | choices[chunk.sequence_index].take(chunk)
+
+    def _shown(self, chunk: Chunk) -> Chunk:
+        return Chunk(chunk.sequence_index, chunk.offset, [], "") if self._is_echo_alone else chunk
+
+    def _finish(self, position: int, finished: Finished) -> dict[str, Any]:
+        return CUT if self._is_echo_alone else finish_fields(finished, self._live[position].request.stopping)
+
+    def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        if self._is_echo_alone:
+            usages = [dataclasses.replace(usage, generated_tokens=0) for usage in usages]
+        return usage_fields(usages)
+
+    def _prompt_logprobs(self, position: int) -> dict[str, Any]:
+        if self._body.prompt_logprobs is None or self._texts is None:
+            return {}
+        logprobs = self._live[position].prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(self._texts, logprobs, self._body.prompt_logprobs)}
+
+    def _make_choice(self, prompt: Prompt | None, echo: str, live: LiveRequest) -> "_Choice":
+        request = live.request
+        if self._body.logprobs is None or self._texts is None:
+            return _Choice(live, echo, None, None)
+        shapers = [
+            CompletionLogprobs(
+                self._texts,
+                self._tokenizer.detokenizer(include_special_tokens=with_special_tokens),
+                self._body.logprobs,
+                text_offset=text_offset,
+            )
+            # A prompt that came as text is echoed unchanged, without the special tokens that precede it.
+            for with_special_tokens, text_offset in (
+                (request.output.include_special_tokens and not isinstance(prompt, TextPrompt), 0),
+                (request.output.include_special_tokens, len(echo)),
+            )
+        ]
+        return _Choice(live, echo, shapers[0] if self._body.echo else None, shapers[1])
+
+
+class _Choice:
+    """One choice of a stream. Its first piece has the prompt, where the answer echoes it."""
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        echo: str,
+        prompt_logprobs: CompletionLogprobs | None,
+        logprobs: CompletionLogprobs | None,
+    ) -> None:
+        self._live = live
+        self._echo = echo
+        self._prompt_logprobs = prompt_logprobs
+        self._logprobs = logprobs
+
+    def take(self, chunk: Chunk) -> dict[str, Any]:
+        """The next piece of the choice: text and log probabilities."""
+        text, self._echo = self._echo + chunk.text, ""
+        return {"text": text, "logprobs": self._shape(chunk)}
+
+    def _shape(self, chunk: Chunk) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        shaped = self._logprobs.shape(chunk.token_ids, chunk.logprobs)
+        if self._prompt_logprobs is None:
+            return shaped if chunk.token_ids else None
+        # The first token of a prompt has no log probability.
+        prompt = self._prompt_logprobs.shape(
+            self._live.request.prompt_token_ids, LazyList(lambda: chain([None], self._live.prompt_logprobs))
+        )
+        self._prompt_logprobs = None
+        return {name: values and _joined(values, shaped[name]) for name, values in prompt.items()}
+
+
+def _joined(first: LazyList, second: LazyList | None) -> LazyList:
+    return LazyList(lambda: chain(first, second or ()))

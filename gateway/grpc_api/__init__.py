@@ -1,1 +1,0 @@
-"""The gRPC front: quire.gateway.v1."""

@@ -1,1 +1,0 @@
-"""The Open Inference Protocol over the same generator and validator as GenerationService."""

@@ -1,0 +1,22 @@
+"""Bodies of the HTTP API as it parses them, without an event loop."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from gateway.api.body import BodyLimits
+from gateway.api.openai.read import parse_body
+from gateway.api.openai.schemas import Body
+
+BodyType = TypeVar("BodyType", bound=Body)
+BODY_LIMITS = BodyLimits(max_bytes=1 << 22, max_messages=10_000)
+
+
+def parse(kind: type[BodyType], body: bytes | Mapping[str, Any], limits: BodyLimits = BODY_LIMITS) -> BodyType:
+    """The body as `parse_body` returns it, which waits for nothing but its turns. Raises as it does."""
+    parsing = parse_body(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), limits)
+    try:
+        while True:
+            parsing.send(None)
+    except StopIteration as end:
+        return end.value
