@@ -15,6 +15,7 @@ from quire.rpc.errors import InvalidArgument, NotFound, Unavailable
 from quire.version import VERSION
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.parameters import row_sampling
 from tests.support.tokenizers import byte_level, write_model_directory
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
@@ -227,7 +228,7 @@ async def test_contract_defaults_hold_where_the_model_says_nothing(plain_gateway
     request = generation_pb2.GenerateRequest(text="hello")
     request.stopping.max_tokens = 2
     await plain_gateway.generation.Generate(request)
-    assert scheduler.submits[0].sampling.temperature == 1
+    assert row_sampling(scheduler.submits[0]).sampling.temperature == 1
     assert list(scheduler.submits[0].eos_token_ids) == [1]
 
 
