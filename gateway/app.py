@@ -123,7 +123,7 @@ class Gateway:
         kserve = KServeServicer(generator)
         app = make_http_app(generator, kserve, metrics, authenticator, settings, started_at_s=int(time.time()))
         bodies = BodyMemory(settings.max_total_body_bytes)
-        http = HttpServer.bind(app, settings, bodies, metrics.count_refused_connection, tls.public)
+        http = HttpServer(app, settings, bodies, metrics.count_refused_connection, tls.public)
         idle_calls = IdleCalls()
         interceptors: list[grpc.aio.ServerInterceptor] = [
             # The first one is the first to see a call.

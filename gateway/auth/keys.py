@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, NewType, Protocol, Self
+from typing import Annotated, Any, NewType, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -281,24 +281,8 @@ def _shown(value: object) -> str:
     return json.dumps(value, default=str)[:80]
 
 
-class Authenticator(Protocol):
-    """Authenticates the callers of both fronts."""
-
-    def authenticate(self, authorizations: Sequence[str | bytes]) -> Caller:
-        """The caller, from the authorization headers of a call. Raises Unauthenticated."""
-        ...
-
-    def refresh(self) -> None:
-        """Reads changed keys."""
-        ...
-
-    async def watch(self) -> None:
-        """Calls `refresh` every second, until it is cancelled."""
-        ...
-
-
 class NoAuthenticator:
-    """Authentication is off: all callers are the same one, whatever key they send."""
+    """Authentication is off: all callers are the same one, whatever key they send. It has the methods of `KeyRing`."""
 
     def __init__(self) -> None:
         self._caller = anyone()
@@ -353,6 +337,7 @@ class KeyRing:
         return len(self._by_hash)
 
     def authenticate(self, authorizations: Sequence[str | bytes]) -> Caller:
+        """The caller, from the authorization headers of a call. Raises Unauthenticated."""
         known = self._by_hash.get(hash_of(shown_key(authorizations)))
         if known is None:
             raise Unauthenticated("the API key is not valid", reason="INVALID_API_KEY")
@@ -361,6 +346,7 @@ class KeyRing:
         return known.caller
 
     async def watch(self) -> None:
+        """Calls `refresh` every second, until it is cancelled."""
         while True:
             await asyncio.sleep(_POLL_INTERVAL_S)
             self.refresh()
@@ -407,6 +393,9 @@ class KeyRing:
 
     def _is_expired(self, entry: KeyEntry) -> bool:
         return entry.expires_at is not None and self._now() >= entry.expires_at
+
+
+Authenticator = KeyRing | NoAuthenticator
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:

@@ -11,7 +11,6 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -30,7 +29,7 @@ from gateway.api.openai.routes import openai_routes
 from gateway.api.openapi import openapi_route
 from gateway.auth.keys import Authenticator
 from gateway.metrics import GatewayMetrics
-from gateway.requests.generator import Generator
+from gateway.request.generator import Generator
 from gateway.server.bodies import BodyMemory, IncomingBody
 from gateway.server.middleware import (
     ANY_HOST,
@@ -117,26 +116,6 @@ def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """Limits of the connections to one port.
-
-    Attributes:
-        max_header_bytes: Of a request.
-        max_connections: At once, including those in their TLS handshake; further ones are closed.
-        handshake_timeout_s: For the TLS handshake.
-        sender_timeout_s: For the headers of a request, from the start of the connection or their own first byte, and
-            once more for its body.
-        reader_timeout_s: For a client to take something while output waits for it.
-    """
-
-    max_header_bytes: int
-    max_connections: int
-    handshake_timeout_s: float
-    sender_timeout_s: float
-    reader_timeout_s: float
-
-
 class Places:
     """Counts the connections to one port. Each holds a place from its first moment to its last."""
 
@@ -165,12 +144,16 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self,
         app: Starlette,
-        listener: socket.socket,
-        limits: HttpLimits,
+        settings: GatewaySettings,
         bodies: BodyMemory,
         on_refusal: Callable[[], None],
-        https: HttpsFiles | None,
+        tls: ServerTls | None,
     ) -> None:
+        """Listens where the settings say. `on_refusal` is called for each connection that is too many.
+
+        Raises:
+            ConfigurationError: it cannot listen there, or the files of `tls` cannot be used.
+        """
         super().__init__(
             uvicorn.Config(
                 app,
@@ -185,40 +168,15 @@ class HttpServer(uvicorn.Server):
                 timeout_keep_alive=_KEEP_ALIVE_S,
             )
         )
-        self._listener = listener
-        self._limits = limits
-        self._places = Places(limits.max_connections, on_refusal)
+        self._settings = settings
+        self._places = Places(settings.max_connections, on_refusal)
         self._bodies = bodies
-        self._https = https
-        self.address = str(TcpAddress(*listener.getsockname()[:2]))
-
-    @classmethod
-    def bind(
-        cls,
-        app: Starlette,
-        settings: GatewaySettings,
-        bodies: BodyMemory,
-        on_refusal: Callable[[], None],
-        tls: ServerTls | None,
-    ) -> "HttpServer":
-        """Listens where the settings say. `on_refusal` is called for each connection that is too many.
-
-        Raises:
-            ConfigurationError: it cannot listen there, or the files of `tls` cannot be used.
-        """
-        limits = HttpLimits(
-            max_header_bytes=_MAX_HEADER_BYTES,
-            max_connections=settings.max_connections,
-            handshake_timeout_s=settings.handshake_timeout,
-            sender_timeout_s=settings.slow_sender_timeout,
-            reader_timeout_s=settings.slow_reader_timeout,
-        )
-        https = None if tls is None else HttpsFiles(tls)
+        self._https = None if tls is None else HttpsFiles(tls)
         host, port = settings.http_host, settings.http_port
         check_bindable(TcpAddress(host, port), reuse_port=settings.reuse_port)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024, reuse_port=settings.reuse_port)
-        return cls(app, listener, limits, bodies, on_refusal, https)
+        self._listener = socket.create_server((host, port), family=family, backlog=1024, reuse_port=settings.reuse_port)
+        self.address = str(TcpAddress(*self._listener.getsockname()[:2]))
 
     async def run_until_stopped(self) -> None:
         await self.serve(sockets=[self._listener])
@@ -235,7 +193,7 @@ class HttpServer(uvicorn.Server):
     async def _listen(self, listener: socket.socket) -> Any:
         if self._https is not None:
             context = self._https.context()
-            return TlsListener(listener, context, self._make_protocol, self._limits, self._places)
+            return TlsListener(listener, context, self._make_protocol, self._settings.handshake_timeout, self._places)
         loop = asyncio.get_running_loop()
         return await loop.create_server(self._make_protocol, sock=listener, backlog=self.config.backlog)
 
@@ -244,7 +202,7 @@ class HttpServer(uvicorn.Server):
             config=self.config,
             server_state=self.server_state,
             app_state={},
-            limits=self._limits,
+            settings=self._settings,
             places=self._places,
             bodies=self._bodies,
             handshake=handshake,
@@ -278,14 +236,14 @@ class TlsListener:
         listener: socket.socket,
         context: ssl.SSLContext,
         make_protocol: Callable[[object], asyncio.Protocol],
-        limits: HttpLimits,
+        handshake_timeout_s: float,
         places: Places,
     ) -> None:
         """`make_protocol` makes the protocol of a connection, from the holder of its place during the handshake."""
         self._listener = listener
         self._context = context
         self._make_protocol = make_protocol
-        self._limits = limits
+        self._handshake_timeout_s = handshake_timeout_s
         self._places = places
         self._handshakes: set[asyncio.Task[None]] = set()
         self._listener.setblocking(False)
@@ -327,7 +285,7 @@ class TlsListener:
                 lambda: self._make_protocol(holder),
                 connection,
                 ssl=self._context,
-                ssl_handshake_timeout=self._limits.handshake_timeout_s,
+                ssl_handshake_timeout=self._handshake_timeout_s,
             )
         except OSError as error:  # of which ssl.SSLError and broken connections are some
             _logger.debug("a TLS handshake failed: %s", error)
@@ -362,7 +320,7 @@ class HttpConnection(H11Protocol):
     def __init__(
         self,
         *args: Any,
-        limits: HttpLimits,
+        settings: GatewaySettings,
         places: Places,
         bodies: BodyMemory,
         handshake: object | None = None,
@@ -370,8 +328,8 @@ class HttpConnection(H11Protocol):
     ) -> None:
         """Takes the arguments of uvicorn's protocol. `handshake` holds the place that this connection already has."""
         super().__init__(*args, **kwargs)
-        self.conn = _ConnectionState(limits.max_header_bytes)
-        self._limits = limits
+        self.conn = _ConnectionState(_MAX_HEADER_BYTES)
+        self._settings = settings
         self._places = places
         self._handshake = handshake
         self._bodies = bodies
@@ -387,7 +345,7 @@ class HttpConnection(H11Protocol):
         super().connection_made(transport)
         self._places.give_back(self._handshake)
         if self._places.take(self):
-            self._reading = self._cut_later(self._limits.sender_timeout_s, "sent no request in time")
+            self._reading = self._cut_later(self._settings.slow_sender_timeout, "sent no request in time")
         else:
             transport.abort()
 
@@ -396,7 +354,7 @@ class HttpConnection(H11Protocol):
         if self.conn.their_state is not h11.IDLE:
             self._reading = _stopped(self._reading)
         elif self._reading is None:
-            self._reading = self._cut_later(self._limits.sender_timeout_s, "did not end its headers in time")
+            self._reading = self._cut_later(self._settings.slow_sender_timeout, "did not end its headers in time")
 
     def send_400_response(self, msg: str) -> None:
         """Called for what is not HTTP. An answer that has begun cannot be followed by another one."""
@@ -429,7 +387,7 @@ class HttpConnection(H11Protocol):
             has_started = True
             await send(message)
 
-        timeout_s = self._limits.sender_timeout_s
+        timeout_s = self._settings.slow_sender_timeout
         body = IncomingBody(receive, send_and_note, self._bodies, timeout_s, self._has_whole_body)
         try:
             await self._application(scope, body.receive, body.send)
@@ -449,7 +407,7 @@ class HttpConnection(H11Protocol):
     def _watch_reader(self) -> None:
         """Cuts the connection where the client has taken nothing when the time is over."""
         num_waiting = self.transport.get_write_buffer_size()
-        self._writing = self.loop.call_later(self._limits.reader_timeout_s, self._look_at_reader, num_waiting)
+        self._writing = self.loop.call_later(self._settings.slow_reader_timeout, self._look_at_reader, num_waiting)
 
     def _look_at_reader(self, num_waited: int) -> None:
         if self.transport.get_write_buffer_size() < num_waited:

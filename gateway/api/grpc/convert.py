@@ -4,6 +4,7 @@ GenerateRequest and GenerateStreamRequest, ChatRequest and ChatStreamRequest hav
 so have their responses. They are converted by the same functions.
 """
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from gateway.request.types import (
     TokenPrompt,
 )
 from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.rpc.errors import invalid_field
 
 GenerateMessage = generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest
@@ -56,21 +57,13 @@ _REASONS = {
 
 
 def options_of_generate(message: GenerateMessage) -> RequestOptions:
-    """What the caller asked for, as it came: `validation` checks it. The prompt is None where there is none.
-
-    Lists are the message's own: they may have millions of entries, and most of those are refused for their number.
-    """
-    prompt: Prompt | None = None
-    match message.WhichOneof("prompt"):
-        case "text":
-            prompt = TextPrompt(message.text)
-        case "token_ids":
-            prompt = TokenPrompt(message.token_ids.ids)
-    return _options(message, prompt)
+    """The request of the caller, not validated. Lists are the message's own: they may have millions of entries, which
+    are refused for their number."""
+    return _options(message, prompt_of(message, "prompt"))
 
 
 def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
-    """Likewise of a chat."""
+    """The same for a chat."""
     return _options(message, ChatPrompt(_ChatMessages(message.messages)))
 
 
@@ -95,19 +88,9 @@ class _ChatMessages(Sequence[ChatMessage]):
         return ChatMessage(message.role, message.content)
 
 
-def tokenize_input(message: generation_pb2.TokenizeRequest) -> TextPrompt | ChatPrompt | None:
-    """None where neither a text nor a chat is given."""
-    match message.WhichOneof("input"):
-        case "text":
-            return TextPrompt(message.text)
-        case "chat":
-            return ChatPrompt(_ChatMessages(message.chat.messages))
-    return None
-
-
-def prefix_of(message: prefix_pb2.PinPrefixRequest) -> Prompt | None:
-    """None where no prefix is given."""
-    match message.WhichOneof("prefix"):
+def prompt_of(message: Any, oneof: str) -> Any:
+    """The text, token ids or chat that is set in a `oneof`; None where none is."""
+    match message.WhichOneof(oneof):
         case "text":
             return TextPrompt(message.text)
         case "token_ids":
@@ -186,33 +169,17 @@ def optional(message: Any, field: str) -> Any:
 
 def limits_message(limits: Limits) -> model_pb2.Limits:
     """The limits of requests, as clients see them."""
-    return model_pb2.Limits(
-        max_message_bytes=limits.max_message_bytes,
-        max_prompt_tokens=limits.max_prompt_tokens,
-        max_n=limits.max_n,
-        max_logprobs=limits.max_logprobs,
-        max_stop_strings=limits.max_stop_strings,
-        max_stop_string_bytes=limits.max_stop_string_bytes,
-        max_chat_messages=limits.max_chat_messages,
-        max_logit_bias=MAX_LOGIT_BIAS,
-        max_stop_token_ids=limits.max_stop_token_ids,
-    )
+    names = {each.name for each in model_pb2.Limits.DESCRIPTOR.fields} - {"max_logit_bias"}
+    return model_pb2.Limits(max_logit_bias=MAX_LOGIT_BIAS, **{name: getattr(limits, name) for name in names})
 
 
 def replica_message(address: str, connected: bool, welcome: Welcome | None) -> model_pb2.Replica:
-    """A replica that was never reached has its address and nothing else."""
-    if welcome is None:
-        return model_pb2.Replica(scheduler_address=address, connected=connected)
-    return model_pb2.Replica(
-        scheduler_address=address,
-        connected=connected,
-        scheduler_epoch=welcome.scheduler_epoch,
-        block_size=welcome.block_size,
-        num_gpu_blocks=welcome.num_gpu_blocks,
-        num_host_blocks=welcome.num_host_blocks,
-        max_num_seqs=welcome.max_num_seqs,
-        max_num_batched_tokens=welcome.max_num_batched_tokens,
-    )
+    """`welcome` is None for a replica that was never reached."""
+    replica = model_pb2.Replica(scheduler_address=address, connected=connected)
+    if welcome is not None:
+        names = {each.name for each in model_pb2.Replica.DESCRIPTOR.fields} - {"scheduler_address", "connected"}
+        replica.MergeFrom(model_pb2.Replica(**{name: getattr(welcome, name) for name in names}))
+    return replica
 
 
 def _options(message: GenerateMessage | ChatRequestMessage, prompt: Prompt | None) -> RequestOptions:
@@ -262,12 +229,4 @@ def _logprobs_message(position: PositionLogprobs) -> common_pb2.PositionLogprobs
 
 
 def _usage_message(usage: Usage) -> common_pb2.Usage:
-    return common_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        generated_tokens=usage.generated_tokens,
-        queue_ms=usage.queue_ms,
-        prefill_ms=usage.prefill_ms,
-        decode_ms=usage.decode_ms,
-        preemptions=usage.preemptions,
-    )
+    return common_pb2.Usage(**dataclasses.asdict(usage))

@@ -12,11 +12,11 @@ from gateway.api.grpc import convert
 from gateway.auth.caller import current_caller
 from gateway.replicas.events import Event
 from gateway.replicas.live import LiveRequest
-from gateway.requests.answer_memory import AS_MESSAGE, STREAMED
-from gateway.requests.generator import Generator
-from gateway.requests.prompts import Prefixes, TextService
+from gateway.request.answer_memory import AS_MESSAGE, STREAMED
+from gateway.request.generator import Generator
+from gateway.request.prompts import Prefixes, TextService
+from gateway.request.running import REFUSAL_S, Result, answer, answer_event
 from gateway.requests.request import RequestOptions
-from gateway.requests.running import REFUSAL_S, Result, answer, answer_event
 from gateway.requests.validation import find_model
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,
@@ -95,7 +95,7 @@ class GenerationServicer:
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         tokenized = await self._texts.tokenize(
             convert.optional(request, "model"),
-            convert.tokenize_input(request),
+            convert.prompt_of(request, "input"),
             add_special_tokens=request.add_special_tokens or not request.HasField("add_special_tokens"),
         )
         if len(tokenized.token_ids) <= convert.FEW_TOKENS:
@@ -210,7 +210,7 @@ class PrefixServicer:
     async def PinPrefix(self, request: PinPrefixRequest, context: Context) -> PinPrefixResponse:
         pinned = await self._prefixes.pin(
             convert.optional(request, "model"),
-            convert.prefix_of(request),
+            convert.prompt_of(request, "prefix"),
             convert.optional(request, "time_to_live_ms"),
             timeout_s=context.time_remaining(),
         )

@@ -15,10 +15,10 @@ from gateway.api.kserve.tensors import Element, Tensor, add_output, check_tensor
 from gateway.api.openai.read import body_of, completion_options, param_name
 from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import TokenTexts, logprobs_by_token_id
+from gateway.metrics import Durations, RequestStatistics
 from gateway.replicas.events import Chunk, Finished, GeneratedSequence, PositionLogprobs, Usage
 from gateway.requests.field_names import renamed
 from gateway.requests.request import RequestOptions, TextPrompt
-from gateway.requests.request_statistics import Durations, RequestStatistics
 from gateway.requests.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import QuireError

@@ -16,8 +16,8 @@ from gateway.api.openai.stream import ChatCall, CompletionCall, OpenAiService
 from gateway.api.openapi import ApiRoute
 from gateway.auth.caller import current_caller
 from gateway.model import ServedModel
-from gateway.requests.generator import Generator
-from gateway.requests.prompts import TextService
+from gateway.request.generator import Generator
+from gateway.request.prompts import TextService
 from gateway.requests.request import ChatPrompt, TextPrompt
 from gateway.requests.validation import find_model
 from quire.rpc.errors import QuireError, invalid_field

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
-from typing import Protocol
 
 from starlette.responses import Response
 
@@ -16,15 +15,15 @@ from gateway.api.answers import StreamedResponse, WholeResponse, as_json, json_p
 from gateway.api.errors import HttpError, error_answer
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
-from gateway.api.openai.write import ChatShaper, CompletionShaper, Head, Shaper, TokenTexts
+from gateway.api.openai.write import ChatShaper, CompletionShaper, Head, TokenTexts
 from gateway.auth.caller import current_caller
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
-from gateway.requests.answer_memory import IN_PIECES, STREAMED, CallMemory
-from gateway.requests.generator import Generator
+from gateway.request.answer_memory import IN_PIECES, STREAMED, CallMemory
+from gateway.request.generator import Generator
+from gateway.request.running import answer_event, events, results_of, running
 from gateway.requests.limits import MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
 from gateway.requests.request import Prompt, RequestOptions, TextPrompt, TokenPrompt
-from gateway.requests.running import answer_event, events, results_of, running
 from gateway.requests.validation import check_model, check_prompt
 from gateway.requests.violations import Violations
 from gateway.text.tokenizer import Tokenizer
@@ -34,39 +33,10 @@ from quire.rpc.errors import QuireError
 _HEADER_VALUE = re.compile(r"[!-~]{1,256}")
 
 
-class Call(Protocol):
-    """What a call asks for, and how its answer is shaped."""
-
-    @property
-    def head(self) -> Head: ...
-
-    @property
-    def body(self) -> GenerationBody: ...
-
-    @property
-    def wants_token_texts(self) -> bool:
-        """Whether the answer shows single tokens."""
-        ...
-
-    @property
-    def shows_prompt_by_choice(self) -> bool:
-        """Whether each choice has the log probabilities of its prompt."""
-        ...
-
-    async def requests(self, generator: Generator) -> list[RequestOptions]:
-        """Its requests, not validated yet. Raises QuireError or HttpError where the call is wrong."""
-        ...
-
-    def param_name(self, position: int, field: str) -> str:
-        """The name in the body of a field of the request at `position`."""
-        ...
-
-    async def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper: ...
-
-
 class ChatCall:
     """A chat completion: one request."""
 
+    # Whether each choice has the log probabilities of its prompt.
     shows_prompt_by_choice = False
 
     def __init__(self, body: ChatBody, model: str) -> None:
@@ -75,15 +45,18 @@ class ChatCall:
 
     @property
     def wants_token_texts(self) -> bool:
+        """Whether the answer shows single tokens."""
         return bool(self.body.logprobs) or self.body.prompt_logprobs is not None
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
+        """Its requests, not validated yet. Raises QuireError or HttpError where the call is wrong."""
         return [chat_options(self.body, _request_id(self.body, self.head))]
 
     def param_name(self, position: int, field: str) -> str:
+        """The name in the body of a field of the request at `position`."""
         return param_name(self.body, field)
 
-    async def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper:
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> ChatShaper:
         return ChatShaper(self.head, self.body, live[0], texts)
 
 
@@ -125,7 +98,9 @@ class CompletionCall:
             return name
         return f"prompt[{position}]{name.removeprefix('prompt')}"
 
-    async def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> Shaper:
+    async def shaper(
+        self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None
+    ) -> CompletionShaper:
         tokenizer = generator.model.tokenizer
         echoes: list[str] = []
         for prompt, each in zip(self._prompts, live, strict=True):
@@ -193,6 +168,9 @@ def _check_shared_id(request_id: str | None, num_prompts: int) -> None:
     violations.raise_if_any()
 
 
+Call = ChatCall | CompletionCall
+
+
 class OpenAiService:
     """Answers calls."""
 
@@ -245,17 +223,15 @@ class OpenAiService:
         requests = await call.requests(self._generator)
         texts = await self._texts_for(call)
         usages: list[Usage] = []
-        async with (
-            self._streaming(call, requests) as live,
-            aclosing(events(live)) as all_events,
-        ):
+        async with self._streaming(call, requests) as live, aclosing(events(live)) as all_events:
             running_now += live
             shaper = await call.shaper(self._generator, live, texts)
             async for position, event in all_events:
                 if isinstance(event, Completed):
                     usages.append(event.usage)
                 else:
-                    yield await answer_event(live[position], event, partial(_chunk, shaper, position, event))
+                    make = partial(_chunk, shaper, position, event)
+                    yield await answer_event(live[position], event, make)
             options = call.body.stream_options
             if options is not None and options.include_usage:
                 yield as_json(shaper.usage_chunk(usages))
@@ -281,7 +257,7 @@ class OpenAiService:
         return self._token_texts
 
 
-def _chunk(shaper: Shaper, position: int, event: Chunk | Finished) -> bytes:
+def _chunk(shaper: ChatShaper | CompletionShaper, position: int, event: Chunk | Finished) -> bytes:
     return as_json(shaper.chunk(position, event))
 
 

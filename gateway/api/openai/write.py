@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from gateway.api.answers import LazyList
 from gateway.api.openai.read import is_echo_alone
@@ -26,8 +26,8 @@ from gateway.replicas.events import (
     Usage,
 )
 from gateway.replicas.live import LiveRequest
+from gateway.request.running import Result
 from gateway.requests.request import Prompt, TextPrompt
-from gateway.requests.running import Result
 from gateway.text.detokenizer import TextPieces
 from gateway.text.tokenizer import Tokenizer
 from quire.common.v1.common_pb2 import StoppingParameters
@@ -41,25 +41,6 @@ _ANCHOR = "a"
 # JSON has no infinity, the log probability of excluded tokens. Clients know this value for it.
 _LOWEST = -9999.0
 _ROLE = {"role": "assistant"}
-
-
-class Shaper(Protocol):
-    """Makes the answer to a call from the events of its requests.
-
-    `position` is that of a request among those of the call; sequences have an index in their request.
-    """
-
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The answer of a call that does not stream."""
-        ...
-
-    def chunk(self, position: int, event: Chunk | Finished) -> dict[str, Any]:
-        """One chunk of a stream."""
-        ...
-
-    def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        """The last chunk of a stream that was asked for the usage."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +252,10 @@ def _finite(logprob: float) -> float:
 
 
 class ChatShaper:
-    """The answer to a chat request; each sequence is the content of one assistant message."""
+    """The answer to a chat request; each sequence is the content of one assistant message.
+
+    In the methods, `position` is that of a request among those of the call; sequences have an index in their request.
+    """
 
     def __init__(self, head: Head, body: ChatBody, live: LiveRequest, texts: TokenTexts | None) -> None:
         """`texts` are needed where the answer has log probabilities."""

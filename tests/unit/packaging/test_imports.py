@@ -55,6 +55,8 @@ def may_see_generated_code(file: Path) -> bool:
     return (
         file.stem.endswith(("_pb2", "_pb2_grpc", "convert", "servicer", "client"))
         or file.is_relative_to(ROOT / "quire" / "client")
+        or file.is_relative_to(ROOT / "gateway" / "api" / "grpc")
+        or file.is_relative_to(ROOT / "gateway" / "api" / "kserve")
         or file.relative_to(ROOT).as_posix() in VIEWERS
         or file.stem in {"app", "compatibility", "connections", "outbox", "worker_link", "__main__"}
     )

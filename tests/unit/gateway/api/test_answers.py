@@ -11,8 +11,8 @@ import pytest
 from gateway.api.answers import LazyList, WholeResponse, as_json, json_pieces
 from gateway.api.openai import stream as service
 from gateway.api.openai.stream import Call, OpenAiService
-from gateway.requests.answer_memory import AnswerLimits, AnswerMemory
-from gateway.requests.generator import Generator
+from gateway.request.answer_memory import AnswerLimits, AnswerMemory
+from gateway.request.generator import Generator
 from quire.rpc.errors import ResourceExhausted
 
 

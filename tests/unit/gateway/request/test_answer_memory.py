@@ -8,6 +8,7 @@ import pytest
 from gateway.api.answers import json_pieces
 from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import CompletionShaper, Head, TokenTexts
+from gateway.replicas.convert import event_batch_from
 from gateway.replicas.ledger import Ledger
 from gateway.request.answer_memory import (
     AS_MESSAGE,
