@@ -208,17 +208,17 @@ class PrefixServicer:
         self._prefixes = prefixes
 
     async def PinPrefix(self, request: PinPrefixRequest, context: Context) -> PinPrefixResponse:
-        pinned = await self._prefixes.pin(
+        pin = await self._prefixes.pin(
             convert.optional(request, "model"),
             convert.prompt_of(request, "prefix"),
             convert.optional(request, "time_to_live_ms"),
             timeout_s=context.time_remaining(),
         )
         return PinPrefixResponse(
-            pin_id=pinned.pin.pin_id,
-            pinned_tokens=pinned.pin.num_tokens,
-            pinned_blocks=pinned.pin.num_blocks,
-            time_to_live_ms=pinned.time_to_live_ms,
+            pin_id=pin.pin_id,
+            pinned_tokens=pin.num_tokens,
+            pinned_blocks=pin.num_blocks,
+            time_to_live_ms=pin.time_to_live_ms,
         )
 
     async def UnpinPrefix(self, request: UnpinPrefixRequest, context: Context) -> UnpinPrefixResponse:
