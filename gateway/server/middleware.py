@@ -4,7 +4,7 @@ The order of the middleware is that of `make_http_app`.
 """
 
 import ipaddress
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -49,12 +49,8 @@ class DrainMiddleware:
         self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_and_close(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._is_draining():
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-            await send(message)
-
-        await self._app(scope, receive, send_and_close)
+        headers = {b"connection": b"close"}
+        await self._app(scope, receive, lambda message: send(_with(message, headers if self._is_draining() else {})))
 
 
 class RequestIdMiddleware:
@@ -68,14 +64,15 @@ class RequestIdMiddleware:
         if sent is None:
             return await self._app(scope, receive, send)
         set_client_request_id(sent.decode("latin-1"))
+        return await self._app(scope, receive, lambda message: send(_with(message, {_REQUEST_ID: sent})))
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                others = [header for header in message.get("headers", ()) if header[0] != _REQUEST_ID]
-                message = {**message, "headers": [*others, (_REQUEST_ID, sent)]}
-            await send(message)
 
-        return await self._app(scope, receive, send_with_id)
+def _with(message: Message, headers: Mapping[bytes, bytes]) -> Message:
+    """The message; where it begins an answer, with these headers in place of others of their names."""
+    if message["type"] != "http.response.start":
+        return message
+    others = [header for header in message.get("headers", ()) if header[0] not in headers]
+    return {**message, "headers": [*others, *headers.items()]}
 
 
 class UnexpectedErrorMiddleware:

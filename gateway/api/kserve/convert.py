@@ -169,7 +169,7 @@ def _json_fields(violations: Violations, tensor: Tensor) -> dict[str, Any]:
         violations.add(tensor.element(0), "is not valid JSON")
         return {}
     if not isinstance(fields, dict):
-        violations.add(tensor.element(0), "is no JSON object")
+        violations.add(tensor.element(0), "is not a JSON object")
         return {}
     return {name[:_MAX_NAME]: value for name, value in fields.items()}
 
@@ -203,7 +203,9 @@ class Inference:
         outputs: The names of the outputs.
         num_top: The number of most likely tokens that log probabilities have besides the chosen one.
         raw: Whether tensors are raw bytes, in the request and in the response.
-        fields: Paths of fields in the request.
+        body: The sampling parameters, as a completion.
+        sampling: Where they are in the request.
+        text_input: The input of the prompts.
     """
 
     id: str
@@ -214,13 +216,6 @@ class Inference:
     outputs: frozenset[str]
     num_top: int
     raw: bool
-    fields: "RequestFields"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFields:
-    """Paths of fields in a request."""
-
     body: CompletionBody
     sampling: SamplingFields
     text_input: Tensor
@@ -262,7 +257,9 @@ def read_inference(request: pb.ModelInferRequest, *, in_stream: bool) -> Inferen
         outputs=outputs,
         num_top=logprobs or 0,
         raw=bool(request.raw_input_contents),
-        fields=RequestFields(body, sampling, inputs["text_input"]),
+        body=body,
+        sampling=sampling,
+        text_input=inputs["text_input"],
     )
 
 
@@ -366,27 +363,25 @@ class Responder:
     def piece(self, chunk: Chunk) -> pb.ModelStreamInferResponse:
         """The next piece of a streamed text; the cumulative log probability is that of all pieces so far."""
         self._cumulative_logprob += _summed(chunk.logprobs)
-        values: dict[str, list[Element]] = {
-            "text_output": [chunk.text.encode()],
-            "finish_reason": [b""],
-            "cumulative_logprob": [self._cumulative_logprob],
-            "logprobs": [self._logprobs(chunk.logprobs)],
-            "num_input_tokens": [0],
-            "num_output_tokens": [len(chunk.token_ids)],
-        }
-        return in_stream(self._response(values), is_final=False)
+        return self._in_stream(chunk.text, "", self._logprobs(chunk.logprobs), 0, len(chunk.token_ids), is_final=False)
 
     def last(self, finished: Finished, usage: Usage) -> pb.ModelStreamInferResponse:
         """The end of a streamed text: why it ended, and the number of prompt tokens."""
+        logprobs = self._logprobs([])
+        return self._in_stream("", finished.reason.value, logprobs, usage.prompt_tokens, 0, is_final=True)
+
+    def _in_stream(
+        self, text: str, reason: str, logprobs: bytes, num_input: int, num_output: int, *, is_final: bool
+    ) -> pb.ModelStreamInferResponse:
         values: dict[str, list[Element]] = {
-            "text_output": [b""],
-            "finish_reason": [finished.reason.value.encode()],
+            "text_output": [text.encode()],
+            "finish_reason": [reason.encode()],
             "cumulative_logprob": [self._cumulative_logprob],
-            "logprobs": [self._logprobs([])],
-            "num_input_tokens": [usage.prompt_tokens],
-            "num_output_tokens": [0],
+            "logprobs": [logprobs],
+            "num_input_tokens": [num_input],
+            "num_output_tokens": [num_output],
         }
-        return in_stream(self._response(values), is_final=True)
+        return in_stream(self._response(values), is_final=is_final)
 
     def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> bytes:
         """Log probabilities as JSON: for each token an object of the chosen and the most likely ones, by token id."""

@@ -201,7 +201,7 @@ class KServeServicer:
 
 def _refusal(inference: Inference, position: int, error: QuireError) -> QuireError:
     """An error of the prompt at `position`, with the protocol's paths of fields."""
-    return renamed(error, partial(inference.fields.path, position))
+    return renamed(error, partial(inference.path, position))
 
 
 def _wants_status(context: Context) -> bool:
