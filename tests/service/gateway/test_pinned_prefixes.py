@@ -182,14 +182,6 @@ async def test_bad_pins_are_named_with_value_and_limit(gateway, scheduler, reque
     assert not scheduler.pin_requests
 
 
-async def test_two_prefixes_in_one_request_are_refused(gateway, scheduler):
-    data = PinPrefixRequest(text=LONG_TEXT).SerializeToString() + pin_chat(("user", "x")).SerializeToString()
-    error = await error_of(gateway.channel.unary_unary(PREFIX_SERVICE + "PinPrefix")(data))
-    assert isinstance(error, InvalidArgument)
-    assert error.violations[0].field == "chat"
-    assert not scheduler.pin_requests
-
-
 async def test_an_empty_pin_id_is_refused(gateway):
     error = await error_of(gateway.prefixes.UnpinPrefix(UnpinPrefixRequest()))
     assert isinstance(error, InvalidArgument)
