@@ -20,7 +20,7 @@ class GatewayFlags(ServiceFlags):
     http_host: str = setting("127.0.0.1", "where to listen for HTTP")
     http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535)
     allowed_origins: tuple[str, ...] = setting(
-        (), "origins of pages that browsers let call the HTTP API (CORS); * is all of them", metavar="ORIGIN"
+        (), "origins of pages that may call the HTTP API from a browser (CORS); * is all of them", metavar="ORIGIN"
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -31,7 +31,7 @@ class GatewayFlags(ServiceFlags):
     tls_client_auth: bool = setting(False, "callers must show a certificate that ca.pem of --tls-dir has signed")
     public_cert: Path | None = setting(
         None,
-        "certificate of both ports, the chain after it, in the place of the gateway's in --tls-dir",
+        "certificate of both ports, followed by its chain; replaces the gateway's in --tls-dir",
         metavar="FILE",
     )
     public_key: Path | None = setting(None, "key of --public-cert, not encrypted", metavar="FILE")
@@ -48,11 +48,11 @@ class GatewayFlags(ServiceFlags):
     )
     request_id_prefix: str = setting("req-", "start of the request ids that the gateway makes")
     max_message_bytes: int = setting(
-        4 * 1024 * 1024, "largest message that a client may send", parse=parse_bytes, minimum=1024
+        4 * 1024 * 1024, "maximum bytes of a message of a client", parse=parse_bytes, minimum=1024
     )
     max_total_body_bytes: int = setting(
         256 * 1024 * 1024,
-        "largest sum of the requests that clients send and that are held at once; see docs/security.md",
+        "maximum bytes of all requests that are held at once, as clients send them; see docs/security.md",
         parse=parse_bytes,
         minimum=1024,
     )
@@ -69,23 +69,26 @@ class GatewayFlags(ServiceFlags):
     max_total_answer_bytes: int = setting(
         256 << 20, "maximum memory of the answers to all calls", parse=parse_bytes, minimum=1024, metavar="BYTES"
     )
-    max_prompt_tokens: int | None = setting(None, "longest prompt; none is what the model takes", minimum=1)
-    max_logprobs: int = setting(20, "most log probabilities of a position", minimum=0)
-    max_stop_strings: int = setting(16, "most stop strings of a request", minimum=0)
-    max_stop_string_bytes: int = setting(1024, "longest stop string, in UTF-8", minimum=1)
-    max_stop_token_ids: int = setting(128, "most stop token ids of a request", minimum=0)
-    max_chat_messages: int = setting(1024, "most messages of a conversation", minimum=1, maximum=MAX_CHAT_MESSAGES)
+    max_prompt_tokens: int | None = setting(None, "maximum tokens of a prompt; none is what the model takes", minimum=1)
+    max_logprobs: int = setting(20, "maximum log probabilities of a position", minimum=0)
+    max_stop_strings: int = setting(16, "maximum stop strings of a request", minimum=0)
+    max_stop_string_bytes: int = setting(1024, "maximum bytes of a stop string, in UTF-8", minimum=1)
+    max_stop_token_ids: int = setting(128, "maximum stop token ids of a request", minimum=0)
+    max_chat_messages: int = setting(1024, "maximum messages of a conversation", minimum=1, maximum=MAX_CHAT_MESSAGES)
     max_call_sequences: int = setting(
         1024, "maximum sequences of a call: those that run for each prompt, times the prompts", minimum=1
     )
-    max_chunk_tokens: int = setting(256, "most tokens in one message to a slow client", minimum=1)
+    max_chunk_tokens: int = setting(256, "maximum tokens in one message to a slow client", minimum=1)
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
 
     max_connections: int = setting(
-        4096, "most connections to each port of a gateway; further ones are closed", minimum=1, maximum=1 << 20
+        4096, "maximum connections to each port of a gateway; further ones are closed", minimum=1, maximum=1 << 20
     )
     max_streams_per_connection: int = setting(
-        4096, "most calls at once in one gRPC connection; further ones wait in the client", minimum=1, maximum=1 << 20
+        4096,
+        "maximum calls at once in one gRPC connection; further ones wait in the client",
+        minimum=1,
+        maximum=1 << 20,
     )
     handshake_timeout: float = setting(
         10.0, "seconds that a client may take to set a connection up", minimum=0.1, maximum=3600, metavar="SECONDS"
@@ -99,7 +102,7 @@ class GatewayFlags(ServiceFlags):
 
     sse_keepalive: float = setting(
         15.0,
-        "seconds without output after which a stream of server-sent events says that it is alive; 0 never says so",
+        "seconds without output after which a stream of server-sent events sends a comment; 0 never does",
         minimum=0,
         metavar="SECONDS",
     )
@@ -109,7 +112,7 @@ class GatewayFlags(ServiceFlags):
     )
     failover_delay: float = setting(
         5.0,
-        "seconds after which requests leave a scheduler that is lost, or not ready",
+        "seconds after which requests move away from a scheduler that is lost, or not ready",
         minimum=0,
         metavar="SECONDS",
     )
@@ -118,7 +121,7 @@ class GatewayFlags(ServiceFlags):
     )
     niceness: int = setting(
         5,
-        "how far gateways stand back for the other services on the same processors, see nice(1)",
+        "niceness of gateways, which leaves processors to the other services; see nice(1)",
         minimum=0,
         maximum=19,
     )
@@ -126,14 +129,14 @@ class GatewayFlags(ServiceFlags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tls_client_auth and self.tls_dir is None:
-            raise ValueError("--tls-client-auth asks for certificates, which needs TLS; give --tls-dir")
+            raise ValueError("--tls-client-auth needs TLS; give --tls-dir")
         if self.max_total_body_bytes < self.max_message_bytes:
             raise ValueError(
                 f"--max-total-body-bytes is {self.max_total_body_bytes}, less than one message may have "
                 f"(--max-message-bytes, {self.max_message_bytes})"
             )
         if (self.public_cert is None) != (self.public_key is None):
-            raise ValueError("--public-cert and --public-key go together; one of them is not given")
+            raise ValueError("--public-cert and --public-key go together; give both, or none")
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,9 @@ class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
 
     schedulers: tuple[str, ...] = setting(("127.0.0.1:50052",), "addresses of the schedulers, one per replica")
     reuse_port: bool = setting(False, "share both ports with other gateways of the same user on this machine")
-    hand_over: bool = setting(False, "close both ports as soon as this gateway drains; those that share them serve on")
+    hand_over: bool = setting(
+        False, "close both ports as soon as this gateway drains; other gateways that share them go on"
+    )
     local_socket: Path | None = setting(
         None, "unix socket on which to serve gRPC too, to reach this gateway where ports are shared", metavar="PATH"
     )
