@@ -16,8 +16,8 @@ from gateway.request.answer_memory import AS_MESSAGE, STREAMED
 from gateway.request.generator import Generator
 from gateway.request.prompts import Prefixes, TextService
 from gateway.request.running import REFUSAL_S, Result, answer, answer_event
-from gateway.requests.request import RequestOptions
-from gateway.requests.validation import find_model
+from gateway.request.types import RequestOptions
+from gateway.request.validation import find_model
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,
     CancelResponse,

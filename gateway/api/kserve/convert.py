@@ -17,9 +17,8 @@ from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import TokenTexts, logprobs_by_token_id
 from gateway.metrics import Durations, RequestStatistics
 from gateway.replicas.events import Chunk, Finished, GeneratedSequence, PositionLogprobs, Usage
-from gateway.requests.field_names import renamed
-from gateway.requests.request import RequestOptions, TextPrompt
-from gateway.requests.violations import Violations, shortened
+from gateway.request.types import RequestOptions, TextPrompt
+from gateway.request.violations import Violations, renamed, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import QuireError
 

@@ -18,7 +18,7 @@ from gateway.api.kserve.convert import MAX_PARAMETERS
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.kserve.tensors import MAX_ELEMENTS
 from gateway.api.openapi import ApiRoute
-from gateway.requests.violations import Violations, shortened
+from gateway.request.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError
 

@@ -17,8 +17,8 @@ from gateway.api.openai.schemas import (
     Message,
     check_supported,
 )
-from gateway.requests.limits import MAX_PROMPTS
-from gateway.requests.request import (
+from gateway.request.limits import MAX_PROMPTS
+from gateway.request.types import (
     ChatMessage,
     ChatPrompt,
     Prompt,
@@ -27,7 +27,7 @@ from gateway.requests.request import (
     TokenPrompt,
     write,
 )
-from gateway.requests.violations import Violations
+from gateway.request.violations import Violations
 from gateway.turns import Turns
 from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters

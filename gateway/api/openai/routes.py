@@ -18,8 +18,8 @@ from gateway.auth.caller import current_caller
 from gateway.model import ServedModel
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
-from gateway.requests.request import ChatPrompt, TextPrompt
-from gateway.requests.validation import find_model
+from gateway.request.types import ChatPrompt, TextPrompt
+from gateway.request.validation import find_model
 from quire.rpc.errors import QuireError, invalid_field
 
 # Tokens that are written in less than a millisecond.

@@ -12,8 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from gateway.auth.caller import HIGHEST_PRIORITY
-from gateway.requests.limits import MAX_LOGIT_BIAS
-from gateway.requests.violations import Violations
+from gateway.request.limits import MAX_LOGIT_BIAS
+from gateway.request.violations import Violations
 
 Element = TypeVar("Element")
 # An error names the first bad element; a body may have millions.

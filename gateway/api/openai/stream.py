@@ -21,11 +21,11 @@ from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, STREAMED, CallMemory
 from gateway.request.generator import Generator
+from gateway.request.limits import MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
 from gateway.request.running import answer_event, events, results_of, running
-from gateway.requests.limits import MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
-from gateway.requests.request import Prompt, RequestOptions, TextPrompt, TokenPrompt
-from gateway.requests.validation import check_model, check_prompt
-from gateway.requests.violations import Violations
+from gateway.request.types import Prompt, RequestOptions, TextPrompt, TokenPrompt
+from gateway.request.validation import check_model, check_prompt
+from gateway.request.violations import Violations
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import Turns
 from quire.rpc.errors import QuireError

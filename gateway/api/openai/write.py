@@ -27,7 +27,7 @@ from gateway.replicas.events import (
 )
 from gateway.replicas.live import LiveRequest
 from gateway.request.running import Result
-from gateway.requests.request import Prompt, TextPrompt
+from gateway.request.types import Prompt, TextPrompt
 from gateway.text.detokenizer import TextPieces
 from gateway.text.tokenizer import Tokenizer
 from quire.common.v1.common_pb2 import StoppingParameters

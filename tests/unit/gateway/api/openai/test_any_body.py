@@ -11,8 +11,8 @@ from gateway.api.body import BodyLimits, load_json
 from gateway.api.errors import error_answer
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
-from gateway.requests.limits import Limits, Pool
-from gateway.requests.validation import check_request
+from gateway.request.limits import Limits, Pool
+from gateway.request.validation import check_request
 from quire.rpc.errors import QuireError
 from tests.support.openai_bodies import parse
 
