@@ -99,7 +99,7 @@ def services_find_each_other(manifests: Manifests, pods: list[Pod]) -> Iterator[
         for address in (*getattr(pod.settings, "workers", ()), *getattr(pod.settings, "schedulers", ())):
             called = reachable.get(address)
             if called is None:
-                yield f"{pod.name}: nobody is at {address}; there are {', '.join(sorted(reachable))}"
+                yield f"{pod.name}: no pod is at {address}; there are {', '.join(sorted(reachable))}"
             elif called.owner["spec"]["serviceName"] not in headless:
                 yield f"{called.name}: its Service {called.owner['spec']['serviceName']} is not there or not headless"
             elif not _lets_in(manifests, called, pod):
@@ -169,7 +169,7 @@ def _allows(rule: Mapping[str, Any], caller: Pod) -> bool:
 
 
 def _restarting_probes(pod: Pod) -> Collection[str]:
-    """Those that end a pod. A worker waits for nobody: where it does not come to serve, it may be started again."""
+    """Those that end a pod. A worker waits for no other service: one that does not come to serve may be restarted."""
     return ("livenessProbe",) if isinstance(pod.settings, WorkerSettings) else ("startupProbe", "livenessProbe")
 
 

@@ -134,7 +134,7 @@ class LocalServer:
 
         Raises:
             ServiceRefused: a service refused its configuration.
-            QuireError: a request failed for another reason than that nobody serves yet.
+            QuireError: a request failed for another reason than that no process serves yet.
         """
         await self._unless_failed(asyncio.ensure_future(self._canaries()))
 

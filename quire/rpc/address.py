@@ -72,7 +72,7 @@ def is_local(text: str) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment."""
+    """A port on which no process listens at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

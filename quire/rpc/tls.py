@@ -1,8 +1,8 @@
 """TLS on TCP links: who a process is, who may call it, and certificates that may change while it runs.
 
 Certificates name the role of their holder; docs/security.md says how to make them. Each handshake uses the files as
-they are then; connections that are open keep what they began with. Unix sockets are not encrypted: whoever may open the
-file may call.
+they are then; connections that are open keep what they began with. Unix sockets are not encrypted: a process that may
+open the file may call.
 """
 
 import functools

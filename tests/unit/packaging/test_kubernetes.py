@@ -107,7 +107,7 @@ BROKEN = {
     "a wrong address of a worker": (
         *("StatefulSet", "scheduler", replaced("--workers=worker-$(REPLICA).worker.quire.svc:50053",
           "--workers=worker-$(REPLICA).workers.quire.svc:50053")),
-        "scheduler: nobody is at worker-0.workers.quire.svc:50053",
+        "scheduler: no pod is at worker-0.workers.quire.svc:50053",
     ),
     "a variable that is not set": (
         *("StatefulSet", "scheduler", replaced("--workers=worker-$(REPLICA).worker.quire.svc:50053",
