@@ -9,7 +9,7 @@ import pytest
 from google.rpc import code_pb2
 from tokenizers import Tokenizer
 
-from quire.compatibility import ModelFingerprint, ProtocolVersions
+from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.model_directory import resolve_model
 from quire.rpc.errors import FailedPrecondition, Unavailable
 from tests.support.fake_scheduler import FakeScheduler, counting_rule
@@ -32,7 +32,8 @@ async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_re
     async with running_gateway(newer, other, connect_timeout=0.5) as gateway, httpx.AsyncClient() as http:
         assert isinstance(await error_of(gateway.generation.GenerateStream(stream_request("hello"))), Unavailable)
         reason = (await http.get(f"{gateway.http_url}/ready")).json()["reason"]
-        assert "the scheduler speaks versions 8 to 9 of quire.scheduler.v1, this gateway version 1" in reason
+        ours = f"this gateway {SCHEDULER_PROTOCOL}"
+        assert f"the scheduler speaks versions 8 to 9 of quire.scheduler.v1, {ours}" in reason
         assert "have different models: tokenizer" in reason
         assert reason.count("give both the same one by --model") == 1
         # However often it tries, and it does, it says so once.
