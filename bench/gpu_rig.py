@@ -6,22 +6,23 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quire.common.v1.common_pb2 import SamplingParameters
-from worker_svc.device.decode_graphs import GraphRecorder
+from worker_svc.device.graphs import GraphRecorder
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, block_bytes, pool_geometry
-from worker_svc.device.model_runner import LaunchedStep, ModelRunner
-from worker_svc.info import ModelGeometry, WorkerLimits
+from worker_svc.device.runner import LaunchedStep, ModelRunner
 from worker_svc.models.base import CausalLM
-from worker_svc.steps import (
+from worker_svc.step import (
     AdmittedStep,
     AssignRow,
     Batch,
     CacheOperations,
     Int32Array,
+    ModelGeometry,
     RowChanges,
     RowSampling,
     SealedBlocks,
     Step,
     StepOutput,
+    WorkerLimits,
 )
 
 BLOCK_SIZE = 16

@@ -12,10 +12,9 @@ import torch
 from bench.gpu_checks import Check
 from bench.gpu_model import config_of, make_model
 from bench.gpu_rig import BLOCK_SIZE, GREEDY, Rig
-from worker_svc.device.cuda_graphs import CudaGraphRecorder
-from worker_svc.device.decode_graphs import GraphRecorder
+from worker_svc.device.graphs import CudaGraphRecorder, GraphRecorder
 from worker_svc.models.base import CausalLM
-from worker_svc.steps import StepOutput
+from worker_svc.step import StepOutput
 
 Answer = tuple[int, float]
 NUM_ROWS = 13

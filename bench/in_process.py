@@ -12,7 +12,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan, StepResult
-from worker_svc import steps
+from worker_svc import step as steps
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker

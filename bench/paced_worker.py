@@ -19,14 +19,22 @@ import numpy as np
 from quire.model_directory import resolve_model
 from quire.rpc.process import run_service
 from quire.settings import load_settings
+from worker_svc.device.block_moves import SealInventory
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.sealed_blocks import SealInventory
-from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.servicer import WorkerServicer, start_server
-from worker_svc.protocol.worker import Worker
+from worker_svc.protocol.stream import Worker, WorkerServicer, start_server
 from worker_svc.settings import WorkerSettings
-from worker_svc.steps import AdmittedStep, SealedBlocks, Step, StepOutput, StepTimings
+from worker_svc.step import (
+    AdmittedStep,
+    ModelGeometry,
+    PoolGeometry,
+    SealedBlocks,
+    Step,
+    StepOutput,
+    StepTimings,
+    WorkerInfo,
+    WorkerLimits,
+)
 
 _MAX_MODEL_LEN = 32768
 _TOKEN_ID = 65

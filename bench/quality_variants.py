@@ -9,10 +9,10 @@ import torch
 from bench.pool import fill_pool
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.recorded_forward import make_forward
-from worker_svc.info import WorkerLimits
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.registry import load_model
+from worker_svc.step import WorkerLimits
 from worker_svc.weights import Quantization
 
 _BLOCK_SIZE = 16

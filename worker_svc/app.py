@@ -12,8 +12,8 @@ from quire.tracing import Tracer, open_tracer
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.hang_guard import end_when_hung
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.prefill_spans import PrefillSpans
-from worker_svc.protocol.servicer import WorkerServicer, start_server
+from worker_svc.protocol.stream import WorkerServicer, start_server
+from worker_svc.protocol.tracing import PrefillSpans
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
 

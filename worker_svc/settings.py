@@ -55,10 +55,10 @@ class WorkerFlags(StepFlags):
         metavar="BYTES",
     )
     max_num_seqs: int = setting(
-        256, "most sequences that run at once, rows of the persistent batch", minimum=1, maximum=65536
+        256, "maximum of sequences that run at once, rows of the persistent batch", minimum=1, maximum=65536
     )
-    max_num_batched_tokens: int = setting(2048, "most tokens of one step", minimum=1, maximum=1 << 20)
-    max_model_len: int | None = setting(None, "longest sequence; none is what the model knows", minimum=1)
+    max_num_batched_tokens: int = setting(2048, "maximum of tokens of one step", minimum=1, maximum=1 << 20)
+    max_model_len: int | None = setting(None, "longest sequence in tokens; not given, that of the model", minimum=1)
     num_threads: int | None = setting(
         None, "threads of one operation on cpu; none gives each processor that may be used one", minimum=1
     )
@@ -77,7 +77,7 @@ class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
     listen: str = setting("127.0.0.1:50053", "address to listen on: HOST:PORT or unix:PATH")
     tensor_parallel_rank: int = setting(0, "which of the ranks this worker is", minimum=0)
     tensor_parallel_address: str = setting(
-        "127.0.0.1:50063", "where the ranks meet: HOST:PORT, on which rank 0 listens for the others"
+        "127.0.0.1:50063", "address of the ranks' rendezvous: HOST:PORT, on which rank 0 listens for the others"
     )
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """From settings to a worker that is ready for steps."""
 
+import ctypes
 import logging
 import threading
 import time
@@ -14,19 +15,17 @@ from quire.model_directory import ModelDirectory, resolve_model
 from quire.processors import available_memory, num_processors
 from quire.rpc.address import is_local
 from quire.settings import ConfigurationError
-from worker_svc.device.cuda_graphs import check_cuda_graphs, record_cuda_graphs
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.graphs import check_cuda_graphs
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
-from worker_svc.device.lost_device import is_lost
-from worker_svc.device.model_runner import ModelRunner
-from worker_svc.device.profiling import memory_for_pool, warm_up
-from worker_svc.heap import release_freed_memory
-from worker_svc.info import ModelGeometry, WorkerInfo, WorkerLimits
+from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
-from worker_svc.parallel.meeting import meet
-from worker_svc.protocol.worker import Worker
+from worker_svc.parallel.rendezvous import rendezvous
+from worker_svc.profiling import memory_for_pool, warm_up
+from worker_svc.protocol.stream import Worker
 from worker_svc.settings import WorkerSettings
+from worker_svc.step import ModelGeometry, WorkerInfo, WorkerLimits
 from worker_svc.thread_binding import bind_threads
 from worker_svc.weights import Quantization
 
@@ -37,18 +36,18 @@ _logger = logging.getLogger(__name__)
 
 
 def build_worker(settings: WorkerSettings, device_loop: DeviceLoop, stopping: threading.Event | None = None) -> Worker:
-    """Loads the model, sizes and allocates the pool, and runs a first step. To be called in the device thread.
+    """Loads the model, sizes and allocates the pool, and runs the first steps. To be called in the device thread.
 
     Args:
         stopping: set when this process is told to stop; then the end of another rank is no reason to leave.
 
     Raises:
-        ConfigurationError: the model, the device or the pool cannot be had as the settings say.
+        ConfigurationError: the model, the device or the pool cannot be as the settings say.
     """
     device = choose_device(settings.device, settings.tensor_parallel_rank)
-    # torch counts the processors of the machine, whatever a container's limit leaves of them.
+    # torch counts the processors of the machine and ignores the limits of a container.
     torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_processors()))
-    ranks = meet(settings, device, stopping or threading.Event())
+    ranks = rendezvous(settings, device, stopping or threading.Event())
     directory = ModelDirectory.open(resolve_model(settings.model))
     dtype = resolve_dtype(directory.config, settings.dtype, device)
     _logger.info("loading %s from %s in %s on %s", directory.architecture, directory.path, dtype, device)
@@ -62,7 +61,7 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop, stopping: th
             model_impl=settings.model_impl,
             quantization=Quantization(settings.quantization),
         )
-        release_freed_memory()
+        _release_freed_memory()
         worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory))
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
@@ -83,7 +82,7 @@ def make_worker(
     """The worker of a loaded model.
 
     Raises:
-        ConfigurationError: the device has no attention for the model's heads, or the pool or graphs cannot be had as
+        ConfigurationError: the device has no attention for the model's heads, or the pool or the graphs cannot be as
             the settings say.
     """
     _check_head_dim(model)
@@ -98,7 +97,7 @@ def make_worker(
     if with_graphs:
         record_cuda_graphs(runner, model.device)
     warm_up(runner, pool.geometry, geometry.max_model_len, limits)
-    # The tokens of a whole step, and of each of its sequences a block that they do not fill.
+    # The tokens of a whole step, and a partly filled block for each of its sequences.
     pool.populate(-(-limits.max_num_batched_tokens // settings.block_size) + limits.max_num_rows)
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
     # One generation for all ranks, so that the same bytes of a step are right for each of them.
@@ -108,9 +107,9 @@ def make_worker(
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
-    """The device of a setting; auto takes CUDA where torch sees it. ConfigurationError when it is not there.
+    """The device of a setting; auto takes CUDA where torch sees it. ConfigurationError when there is none.
 
-    Of several GPUs each rank takes its own, and makes it the current one of the calling thread, to which kernels go.
+    Of several GPUs each rank takes its own, and makes it the current one of the calling thread, which queues kernels.
     """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
@@ -123,10 +122,10 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
 
 
 def model_geometry(model: CausalLM, max_model_len: int | None) -> ModelGeometry:
-    """What the scheduler needs to know; sequences may be kept shorter than the model's, never longer."""
+    """The geometry that the scheduler sees. Sequences may be limited to fewer tokens than the model supports."""
     if max_model_len is not None and max_model_len > model.max_model_len:
         raise ConfigurationError(
-            f"--max-model-len is {max_model_len}; this model knows {model.max_model_len} positions"
+            f"--max-model-len is {max_model_len}; this model has at most {model.max_model_len} positions"
         )
     return ModelGeometry(
         architecture=model.architecture,
@@ -153,7 +152,7 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
         num_gpu_blocks=settings.num_gpu_blocks,
         kv_cache_memory=settings.kv_cache_memory,
         swap_space=settings.swap_space,
-        most_useful_blocks=limits.max_num_rows * -(-geometry.max_model_len // settings.block_size),
+        max_useful_blocks=limits.max_num_rows * -(-geometry.max_model_len // settings.block_size),
         dtype=dtype,
         num_padding_blocks=int(settings.cuda_graphs == "on"),
         host_memory=_memory_of_each_rank(settings),
@@ -162,7 +161,7 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
     if model.device.type == "cuda" and request.num_gpu_blocks is None and request.kv_cache_memory is None:
         available = memory_for_pool(model, geometry, limits, settings.block_size, settings.gpu_memory_utilization)
     shape = pool_geometry(model, request, available)
-    # A rank with less memory decides for all: a block is a block on each of them.
+    # The rank with the least memory decides for all: each block is on every rank.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
     pool = allocate_pool(shape, model.device, dtype, with_padding=request.num_padding_blocks > 0)
@@ -181,7 +180,7 @@ def _make_pool(model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, s
 
 
 def _memory_of_each_rank(settings: WorkerSettings) -> int | None:
-    """What is available on this machine now, shared by the ranks that are on it. None of them has a pool yet."""
+    """The memory that is available on this machine, divided by its ranks. None of them has a pool yet."""
     available = available_memory()
     ranks_here = settings.tensor_parallel_size if is_local(settings.tensor_parallel_address) else 1
     return None if available is None else available // ranks_here
@@ -199,7 +198,7 @@ def requested_pool_dtype(name: str, model: CausalLM) -> torch.dtype:
 
 
 class LoadingProgress:
-    """Logs how far loading is, every few seconds and at the end."""
+    """Logs the progress of loading, every few seconds and at the end."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -210,3 +209,25 @@ class LoadingProgress:
             return
         self._last = now
         _logger.info("%s: %.0f of %.0f MiB", what, done / 2**20, total / 2**20)
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether the device takes no more work of this process, as after an illegal address. Waits for queued work."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _release_freed_memory() -> None:
+    """Returns freed memory that the C library keeps to the system, where it can.
+
+    Loading allocates and frees every matrix once before it is packed. Measured with a 160M model: 45 MB stay unused in
+    bfloat16, 117 MB in float32.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

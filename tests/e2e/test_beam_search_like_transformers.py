@@ -29,7 +29,7 @@ from tests.support.metrics import read_metric
 from tests.support.models import VOCAB_SIZE, make_shape
 from tests.support.sampling import make_row_sampling
 from tests.support.serving import serving
-from worker_svc.protocol.worker import Worker
+from worker_svc.protocol.stream import Worker
 from worker_svc.settings import WorkerSettings
 
 # 128 rows of up to 84 tokens and 800 slots: blocks run out by themselves, too. The host has room for most that leave.

@@ -13,9 +13,9 @@ from tests.support.in_process import InProcessReplica, config_of
 from tests.support.models import make_shape
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.kv_pool import allocate_pool
-from worker_svc.device.model_runner import ModelRunner
+from worker_svc.device.runner import ModelRunner
 from worker_svc.models.registry import load_model
-from worker_svc.protocol.worker import Worker
+from worker_svc.protocol.stream import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
 

@@ -6,12 +6,12 @@ So are those of one model on several machines, or in containers of their own.
 import sys
 
 from worker_svc.__main__ import main
-from worker_svc.parallel import shared_memory
+from worker_svc.parallel import rendezvous
 
 
 def keep_apart() -> None:
     """From now on this process finds no memory that another rank would share."""
-    shared_memory._open = lambda name, size: None
+    rendezvous._open_memory = lambda name, size: None
 
 
 if __name__ == "__main__":

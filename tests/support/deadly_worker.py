@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from worker_svc.__main__ import main
-from worker_svc.device.model_runner import ModelRunner
-from worker_svc.steps import AdmittedStep
+from worker_svc.device.runner import ModelRunner
+from worker_svc.step import AdmittedStep
 
 DEADLY_SEED = 666
 HANGING_SEED = 667

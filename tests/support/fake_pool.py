@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from worker_svc.steps import CacheOperations
+from worker_svc.step import CacheOperations
 
 _MASK = 2**63 - 1
 

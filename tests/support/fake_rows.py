@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tests.support.fake_pool import BlockError, FakePool, Prefixes
-from worker_svc.steps import Batch, RowChanges, RowSampling
+from worker_svc.step import Batch, RowChanges, RowSampling
 
 
 class SharedBlockError(BlockError):

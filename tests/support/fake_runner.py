@@ -11,8 +11,8 @@ from quire.logprob_columns import LogprobColumns
 from tests.support.fake_pool import BlockError, FakePool
 from tests.support.fake_rows import FakeRows
 from tests.support.logprobs import Line, columns_of
-from worker_svc.device.sealed_blocks import SealInventory
-from worker_svc.steps import (
+from worker_svc.device.block_moves import SealInventory
+from worker_svc.step import (
     AdmittedStep,
     Batch,
     Int32Array,
@@ -79,7 +79,7 @@ class FakeStep:
 
 
 class FakeRunner:
-    """A `worker_svc.protocol.worker.SealingRunner` without a model.
+    """A `worker_svc.protocol.stream.SealingRunner` without a model.
 
     Rows that draw get the tokens of `token_at`, rows that search the candidates of `candidates_at`. `num_steps` counts
     the steps that were begun; while `hang` is set none goes on, and one that computes a row with one of `deadly_seeds`

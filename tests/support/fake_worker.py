@@ -17,10 +17,9 @@ from quire.rpc.server import RpcServer
 from tests.support.fake_pool import BlockError
 from tests.support.fake_runner import FakeRunner, Switch
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.info import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.servicer import HEARTBEAT_INTERVAL_S, WorkerServicer, start_server
-from worker_svc.protocol.worker import Worker
+from worker_svc.protocol.stream import HEARTBEAT_INTERVAL_S, Worker, WorkerServicer, start_server
+from worker_svc.step import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 
 _DEVICE_STOP_S = 10.0
 

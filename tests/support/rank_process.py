@@ -23,13 +23,11 @@ import torch
 from tests.support.apart_worker import keep_apart
 from tests.support.steps import make_step
 from worker_svc.device.device_loop import DeviceLoop, StepLane
-from worker_svc.parallel import meeting as parallel
-from worker_svc.parallel.meeting import Patience
-from worker_svc.parallel.ranks import Ranks
-from worker_svc.parallel.shared_ranks import SharedMemoryRanks
+from worker_svc.parallel import rendezvous as parallel
+from worker_svc.parallel.ranks import Ranks, SharedMemoryRanks
+from worker_svc.parallel.rendezvous import Patience
 from worker_svc.settings import WorkerSettings
-from worker_svc.steps import AdmittedStep, StepOutput, StepTimings
-from worker_svc.superseded import SupersededError
+from worker_svc.step import AdmittedStep, StepOutput, StepTimings, SupersededError
 
 VOCAB_SIZE = 5
 
@@ -107,7 +105,7 @@ def fail(ranks: Ranks) -> None:
 
 def meet_and_run(settings: WorkerSettings, what: str, by: str, patience: Patience) -> None:
     stopping = threading.Event()
-    ranks = parallel.meet(settings, torch.device("cpu"), stopping, patience)
+    ranks = parallel.rendezvous(settings, torch.device("cpu"), stopping, patience)
     assert isinstance(ranks, SharedMemoryRanks) == (by == "memory")
     run(ranks, what, stopping)
 
@@ -116,7 +114,7 @@ def main(rank: str, size: str, address: str, what: str, by: str, meeting_s: str)
     if by == "messages":
         keep_apart()
     # Without a pause between two looks at the store, so that the end of the process meets one.
-    patience = Patience(timedelta(seconds=float(meeting_s)), beat_s=0.0)
+    patience = Patience(timedelta(seconds=float(meeting_s)), heartbeat_s=0.0)
     settings = WorkerSettings(
         tensor_parallel_rank=int(rank), tensor_parallel_size=int(size), tensor_parallel_address=address
     )

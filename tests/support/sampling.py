@@ -6,7 +6,7 @@ from typing import Any
 from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
 from quire.common.v1.common_pb2 import SamplingParameters, StoppingParameters, TokenIds
 from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.steps import RowSampling
+from worker_svc.step import RowSampling
 
 
 def make_sampling(**changes: Any) -> RowSampling:

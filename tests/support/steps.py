@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tests.support.sampling import make_sampling
-from worker_svc.steps import (
+from worker_svc.step import (
     AssignRow,
     Batch,
     CacheOperations,

@@ -11,7 +11,7 @@ from quire.scheduler.v1 import scheduler_pb2_grpc
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.scheduler_process import running_scheduler, state_of, until, wait_attached
-from worker_svc.info import WorkerInfo
+from worker_svc.step import WorkerInfo
 
 
 class LlamaWorkerConfig(FakeWorkerConfig):

@@ -9,7 +9,7 @@ from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from tests.support.tiny_causal_lm import TinyCausalLM
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.servicer import WorkerServicer, start_server
+from worker_svc.protocol.stream import WorkerServicer, start_server
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
 

@@ -1,4 +1,4 @@
-"""The flat batch of one step: what the model computes and which logits are sampled, without Python per token."""
+"""The flat batch of one step: the input of the model and the logits to sample from, without Python per token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from torch import Tensor
 from worker_svc.device.rows import Rows
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import ModelInput
-from worker_svc.steps import Batch, Int32Array
+from worker_svc.step import Batch, Int32Array
 from worker_svc.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The new tokens of all rows one after the other: T tokens of R rows, as int64 arrays on the host."""
+    """The new tokens of all rows, concatenated: T tokens of R rows, as int64 arrays on the host."""
 
     rows: NDArray[np.int64]
     """[R]"""
@@ -47,7 +47,7 @@ class Layout:
 
 
 def build_model_input(batch: Batch, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
-    """The new tokens of all rows one after the other, where they lie in the pool, and what they attend to."""
+    """The new tokens of all rows, concatenated, their places in the pool, and the context that they attend to."""
     layout = Layout.of(batch)
     if rows.token_ids.device.type == "cpu":
         return input_on_host(layout, rows, kv_caches, block_size)
@@ -55,7 +55,7 @@ def build_model_input(batch: Batch, rows: Rows, kv_caches: Sequence[Tensor], blo
 
 
 def input_on_host(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
-    """`build_model_input` by numpy, whose operations on a few numbers take a fraction of what torch's do."""
+    """`build_model_input` by numpy, whose operations on a few numbers take a fraction of the time of torch's."""
     tables, num_blocks = rows.block_tables.numpy(), -(-layout.max_seq_len // block_size)
     blocks, offsets = np.divmod(layout.positions, block_size)
     block_ids = tables[layout.row_of_token, blocks].astype(np.int64)
@@ -72,7 +72,7 @@ def input_on_host(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block
 
 
 def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
-    """`build_model_input` in one transfer of a few numbers a token; token and block ids are gathered on the device."""
+    """`build_model_input` with one transfer of a few numbers a token; the device gathers token and block ids."""
     parts = (layout.row_of_token, layout.positions, layout.rows, layout.query_start_loc, layout.seq_lens)
     packed = to_device(np.concatenate(parts), rows.token_ids.device)
     token_rows, positions, batch_rows, query_start_loc, seq_lens = packed.split([len(part) for part in parts])
@@ -90,7 +90,7 @@ def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], blo
 
 
 def pad_batch(batch: Batch, num_rows: int, padding_row: int) -> Batch:
-    """The batch with so many rows: those behind its own compute the first token of `padding_row`, and none samples."""
+    """The batch with so many rows: additional rows compute the first token of `padding_row`, and do not sample."""
     missing = num_rows - len(batch.rows)
     ones = np.ones(missing, np.int32)
     return Batch(
@@ -102,31 +102,31 @@ def pad_batch(batch: Batch, num_rows: int, padding_row: int) -> Batch:
 
 
 def samples_every_token(batch: Batch) -> bool:
-    """Whether each row has one token, and one row samples from it, in the order of the batch."""
+    """Whether each row has one token from which one row samples, in the order of the batch. Not for an empty batch."""
     return np.array_equal(batch.samples[:, 1], batch.rows) and int(batch.num_new_tokens.max()) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """Which logits are needed and who samples from them."""
+    """The logits that are needed, and the rows that sample from them."""
 
     rows: Int32Array
     """[s], the rows that sample."""
     positions: NDArray[np.int64]
-    """[s], index in each sampling row's sequence of the token that is drawn."""
+    """[s], index of the drawn token in the sequence of its row."""
     logit_tokens: NDArray[np.int64]
-    """[l], index in the flat batch of the tokens whose logits are needed, each once."""
+    """[l], indices in the flat batch of the tokens whose logits are needed, each once."""
     logit_of_row: NDArray[np.int64] | None
-    """[s], which of those logits each row samples from; None when it is one each in order."""
+    """[s], index of the logits that each row samples from; None when there is one for each row, in order."""
 
 
 def plan_samples(batch: Batch) -> SamplePlan:
-    """Logits that several rows sample from (the n samples of one prompt) are computed once."""
+    """The samples of a batch. Logits that several rows sample from (the n samples of one prompt) are computed once."""
     samplers, sources = batch.samples.T
     ends = batch.num_computed_tokens.astype(np.int64) + batch.num_new_tokens
     last_tokens = np.cumsum(batch.num_new_tokens, dtype=np.int64) - 1
     if np.array_equal(sources, batch.rows):
-        # The usual step, in which no two rows sample from the same logits.
+        # The usual step: every row samples from its own logits.
         return SamplePlan(samplers, ends, last_tokens, None)
     order = np.argsort(batch.rows)
     places = order[np.searchsorted(batch.rows, sources, sorter=order)]
@@ -139,20 +139,20 @@ def plan_samples(batch: Batch) -> SamplePlan:
 def finite_tokens(batch: Batch, hidden: Tensor) -> Tensor | None:
     """Whether the hidden state of each new token is finite, [T] bool; None where every row samples.
 
-    NaN in a hidden state stays through all later layers and the final norm, and reaches every token that attends to its
-    keys and values. So a chunk whose final hidden states are finite was computed from finite keys and values.
+    NaN in a hidden state remains in all later layers and the final norm, and spreads to every token that attends to its
+    keys and values. So a chunk with finite final hidden states was computed from finite keys and values.
     """
     if not _samples_nothing(batch).any():
         return None
-    # In float32 a sum of finite numbers is finite, unless they are of no use anyway.
+    # A float32 sum of finite numbers of usable size is finite.
     return hidden[: int(batch.num_new_tokens.sum())].sum(-1, dtype=torch.float32).isfinite()
 
 
 def non_finite_chunks(batch: Batch, is_finite: NDArray[np.bool_]) -> tuple[int, ...]:
-    """The rows that sample nothing and have a token that is not finite, by what `finite_tokens` says of each."""
+    """The rows that do not sample and have a token that is not finite. `is_finite` comes from `finite_tokens`."""
     new = batch.num_new_tokens.astype(np.int64)
-    is_sound = np.logical_and.reduceat(is_finite, np.cumsum(new) - new)
-    return tuple(batch.rows[_samples_nothing(batch) & ~is_sound].tolist())
+    is_chunk_finite = np.logical_and.reduceat(is_finite, np.cumsum(new) - new)
+    return tuple(batch.rows[_samples_nothing(batch) & ~is_chunk_finite].tolist())
 
 
 def _samples_nothing(batch: Batch) -> NDArray[np.bool_]:

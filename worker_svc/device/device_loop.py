@@ -1,7 +1,7 @@
 """The threads that run steps, so that the event loop never waits for the device.
 
-One thread launches steps in the order in which they came. Where the device works asynchronously a second one waits for
-their outputs, so that a step can be launched while the one before it runs.
+One thread launches steps in order. Where the device works asynchronously a second one waits for their outputs, so that
+a step can be launched while the previous one runs.
 """
 
 import logging
@@ -13,9 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from worker_svc.leaving import leave_process
-from worker_svc.steps import AdmittedStep, StepOutput
-from worker_svc.superseded import SupersededError
+from worker_svc.hang_guard import leave_process
+from worker_svc.step import AdmittedStep, StepOutput, SupersededError
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ class Launched(Protocol):
 
 
 class StepRunner(Protocol):
-    """What runs steps: `ModelRunner`, or a stand-in."""
+    """Runs steps: `ModelRunner`, or a fake."""
 
     @property
     def is_asynchronous(self) -> bool: ...
@@ -37,11 +36,11 @@ class StepRunner(Protocol):
 
 
 class StepLane:
-    """The steps of one session. When one of them fails, those behind it are dropped.
+    """The steps of one session. When one of them fails, the later ones are dropped.
 
     Attributes:
         has_failed: no further step is launched.
-        has_ended: the failure was told, after the outputs of all steps before it.
+        has_ended: the failure was reported, after the outputs of all earlier steps.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class _CallJob(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _NotLaunched:
-    """A step that could not be launched, which is told in its turn."""
+    """A step that could not be launched. It is reported in its turn."""
 
     error: Exception
 
@@ -94,10 +93,10 @@ class _Running:
 
 
 class DeviceLoop:
-    """Runs steps and calls one after the other, away from the event loop."""
+    """Runs steps and calls one after the other, outside the event loop's thread."""
 
     def __init__(self, name: str = "device", leave: Callable[[str], object] = leave_process) -> None:
-        """`leave` ends the process, for another one to take its place."""
+        """`leave` ends the process, for its supervisor to start another."""
         self._jobs: queue.SimpleQueue[_StepJob | _CallJob | None] = queue.SimpleQueue()
         self._running: queue.SimpleQueue[_Running | _CallJob | None] = queue.SimpleQueue()
         self._runner: StepRunner | None = None
@@ -115,7 +114,7 @@ class DeviceLoop:
         self._waiter.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Lets what is queued finish, then ends the threads; False when the device did not let them go in time."""
+        """Finishes what is queued, then ends the threads; False when they have not ended in time."""
         self._jobs.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in (self._launcher, self._waiter):
@@ -128,22 +127,22 @@ class DeviceLoop:
         is_lost: Callable[[], bool] = lambda: False,
         on_failure: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Names what runs steps; before the first `submit`.
+        """Sets the runner, before the first `submit`.
 
         Args:
-            is_lost: whether the device takes no more work of this process; asked after an error.
-            on_failure: is told of an error before that, and before the session is. Not of a step that is superseded.
+            is_lost: whether the device takes no more work of this process; called after an error.
+            on_failure: called with an error before that, and before the session hears of it. Not for a superseded step.
         """
         self._runner = runner
         self._is_lost = is_lost
         self._on_failure = on_failure
 
     def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
-        """Queues a step behind all that came before."""
+        """Queues a step."""
         self._jobs.put(_StepJob(lane, admitted, time.monotonic_ns()))
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Runs a function in the launching thread when all earlier steps are finished; not if cancelled by then."""
+        """Runs a function in the launching thread when all earlier steps are finished, if it is not cancelled yet."""
         future: Future[T] = Future()
         self._jobs.put(_CallJob(function, future))
         return future
@@ -200,20 +199,20 @@ class DeviceLoop:
             _logger.info("step %d is dropped: %s", job.admitted.step.step_id, error)
             self._end(job, error)
         except Exception as error:
-            self._judge(job, error)
+            self._check_device(job, error)
             self._end(job, error)
         else:
             del self._started_ns[id(job)]
             if not job.lane.has_ended:
                 job.lane.on_output(output)
 
-    def _judge(self, job: _StepJob, error: Exception) -> None:
-        """Ends the process where it cannot go on after this."""
+    def _check_device(self, job: _StepJob, error: Exception) -> None:
+        """Ends the process where it cannot go on after this error."""
         failed = f"step {job.admitted.step.step_id} failed on the device"
         _logger.error(failed, exc_info=error)
         self._on_failure(failed)
         if self._is_lost():
-            # Told to the scheduler as a refusal, it would be blamed on one request after the other.
+            # The scheduler would take a refusal for a fault of one request after the other.
             self._leave("the device takes no more work of this process")
 
     def _end(self, job: _StepJob, error: Exception) -> None:

@@ -16,8 +16,8 @@ from kernels.host_memory import lazy_zeros, populate
 from kernels.int8 import line_bytes
 from quire.processors import available_memory
 from quire.settings import ConfigurationError
-from worker_svc.info import PoolGeometry
 from worker_svc.models.base import CausalLM
+from worker_svc.step import PoolGeometry
 
 CPU_POOL_BYTES = 1 << 30
 CPU_SWAP_BYTES = 1 << 30
@@ -28,20 +28,20 @@ _FIRST_PART_S = 0.1
 _KEPT_FREE = 1 << 28
 _LOWEST_PRIORITY = 19
 _REST = 9.0
-"""In the background, so that a system that is slow to give memory serves requests meanwhile: a virtual machine cannot
-be interrupted while its host finds a page."""
+"""Share of rest in the background, so that a system that allocates memory slowly serves requests meanwhile: a virtual
+machine cannot be interrupted while its host finds a page."""
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """The tensors of all layers, each [2, num_blocks, num_kv_heads, block_size, head_dim], or lines of int8."""
+    """The tensors of all layers, each [2, num_blocks, num_kv_heads, block_size, head_dim]; in int8 with wider lines."""
 
     geometry: PoolGeometry
     gpu: tuple[Tensor, ...]
     host: tuple[Tensor, ...]
     padding_block: int | None = None
-    """A further block of `gpu`, which no sequence ever has: rows that pad a batch write there."""
+    """An extra block of `gpu` that no sequence has: rows that pad a batch write there."""
 
     def populate(self, num_first_blocks: int) -> None:
         """Populates the pages of a pool on the CPU, since the first step that touches a page waits for it.
@@ -61,23 +61,23 @@ class KvPool:
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """What the settings say about the pool's size, and what a pool could use at most."""
+    """The pool's size in the settings, and the largest useful size."""
 
     block_size: int
     num_gpu_blocks: int | None
-    """Wins over all sizes."""
+    """Overrides all sizes."""
     kv_cache_memory: int | None
     """Bytes; None takes the default of the device."""
     swap_space: int | None
     """Bytes, 0 for no host pool; None takes the default of the device."""
-    most_useful_blocks: int
-    """Blocks of as many full sequences as a step can have; the default pool of a CPU is never larger."""
+    max_useful_blocks: int
+    """Blocks of as many full sequences as a step can have, the maximum of the default pool of a CPU."""
     dtype: torch.dtype | None = None
-    """What keys and values are stored in; None takes the model's."""
+    """Of keys and values; None takes the model's."""
     num_padding_blocks: int = 0
-    """Of the memory, what is not for sequences."""
+    """Blocks of the memory that are not for sequences."""
     host_memory: int | None = None
-    """Bytes of this machine that may be taken for pools; None where that is not known."""
+    """Bytes of this machine that pools may take; None where unknown."""
 
 
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype | None = None) -> int:
@@ -95,7 +95,7 @@ def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: 
     """How many blocks the device gets.
 
     Args:
-        available_bytes: What profiling left on an accelerator; None on the CPU.
+        available_bytes: Left on an accelerator by profiling; None on the CPU.
 
     Raises:
         ConfigurationError: not one block fits.
@@ -103,18 +103,19 @@ def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: 
     if request.num_gpu_blocks is not None:
         return request.num_gpu_blocks
     if request.kv_cache_memory is not None:
-        memory, most, advice = request.kv_cache_memory, None, "raise --kv-cache-memory"
+        memory, maximum, advice = request.kv_cache_memory, None, "raise --kv-cache-memory"
     elif available_bytes is not None:
-        memory, most, advice = available_bytes, None, "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
+        advice = "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
+        memory, maximum = available_bytes, None
     else:
-        memory, most, advice = _half_at_most(CPU_POOL_BYTES, request.host_memory), request.most_useful_blocks, None
+        memory, maximum, advice = _half_at_most(CPU_POOL_BYTES, request.host_memory), request.max_useful_blocks, None
     count = max(memory, 0) // bytes_per_block - request.num_padding_blocks
     if count < 1:
         raise ConfigurationError(
             f"the KV pool has {max(memory, 0)} bytes and one block takes {bytes_per_block}; "
             f"{advice or 'set --kv-cache-memory'} or lower --block-size"
         )
-    return count if most is None else min(count, most)
+    return count if maximum is None else min(count, maximum)
 
 
 def num_host_blocks(
@@ -152,16 +153,16 @@ def num_host_blocks(
 
 
 def _half_at_most(num_bytes: int, left_bytes: int | None) -> int:
-    """What is taken without being asked for leaves as much again."""
+    """Bytes to take by default: at most half of what is left."""
     return num_bytes if left_bytes is None else min(num_bytes, left_bytes // 2)
 
 
 def _check_memory(request: PoolRequest, pool_bytes: int) -> None:
-    """Before anything is mapped: pages are taken when they are touched, and a process for which there are none left is
-    killed then.
+    """Checks the size of a pool on the CPU before it is mapped: pages are allocated when they are touched, and a
+    process that gets none is killed.
 
     Raises:
-        ConfigurationError: this machine does not have the memory of a pool on the CPU.
+        ConfigurationError: this machine does not have the memory.
     """
     if request.host_memory is None or pool_bytes <= request.host_memory:
         return
@@ -201,14 +202,14 @@ def allocate_pool(
 ) -> KvPool:
     """Allocates all tensors: the device's zero, the host's untouched, and pinned where the device copies by DMA.
 
-    Memory of the host that is not pinned is given by the system as blocks are first written to; see `KvPool.populate`.
+    The system allocates host memory that is not pinned when blocks are first written; see `KvPool.populate`.
 
     Args:
         dtype: of keys and values.
-        with_padding: with a block more on the device, for rows that pad a batch.
+        with_padding: adds a block on the device for rows that pad a batch.
 
     Raises:
-        ConfigurationError: the memory is not there.
+        ConfigurationError: there is not enough memory.
     """
     gpu_shape = _layer_shape(geometry, geometry.num_gpu_blocks + with_padding, dtype)
     host_shape = (geometry.num_layers, *_layer_shape(geometry, geometry.num_host_blocks, dtype))

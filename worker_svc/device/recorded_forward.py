@@ -1,6 +1,6 @@
-"""The forward pass on the CPU as one call of the kernels' library, of a model whose layers are operations of it alone.
+"""The forward pass on the CPU as one call of the kernels' library, for models whose layers consist of its operations.
 
-What CUDA graphs are for a GPU, without their padding: a recording runs with as many tokens and rows as a step has.
+It is to the CPU what CUDA graphs are to a GPU, without padding: a recording runs with the tokens and rows of a step.
 """
 
 import logging
@@ -11,21 +11,21 @@ import torch
 
 from kernels.cpu.recording import NotRecordableError, record
 from worker_svc.device.kv_pool import KvPool
-from worker_svc.info import WorkerLimits
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import CausalLM, ModelInput, NativeCausalLM
+from worker_svc.step import WorkerLimits
 
 Forward = Callable[[ModelInput], torch.Tensor]
-"""Gives a step's hidden states after the final norm, [T, hidden], which may be overwritten by the next step."""
+"""Returns a step's hidden states after the final norm, [T, hidden], which the next step may overwrite."""
 
 Decodes = Callable[[ModelInput], torch.Tensor]
-"""Gives the logits of all rows, [R, vocab] float32, of a step in which each row has one token."""
+"""Returns the logits of all rows, [R, vocab] float32, of a step in which each row has one token."""
 
 _logger = logging.getLogger(__name__)
 
 
 def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> Forward:
-    """The model's forward pass over this pool: recorded where that can be, else the model itself."""
+    """The model's forward pass over this pool: recorded where possible, else the model itself."""
     if not _is_recordable(model):
         return model
     try:
@@ -37,9 +37,9 @@ def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
 
 
 def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: WorkerLimits) -> Decodes | None:
-    """The layers and the output layer in one recording, for steps of decodes alone; None where that cannot be.
+    """The layers and the output layer in one recording, for steps of decodes alone; None where not possible.
 
-    The threads go on from one to the other, instead of falling asleep and waking between them.
+    In one recording the threads go on from the layers to the output layer instead of sleeping and waking between them.
     """
     if not _is_recordable(model):
         return None
@@ -56,14 +56,14 @@ def _is_recordable(model: CausalLM) -> TypeGuard[NativeCausalLM]:
 
 
 class RecordedForward:
-    """Runs a model's layers from a recording, over tensors that each step's input is copied to.
+    """Runs a model's layers from a recording, on tensors to which each step's input is copied.
 
     Args:
-        room: as large as the largest step, over the pool that all steps are to use.
-        finish: done with the hidden states at last, and recorded too.
+        room: tensors of the size of the largest step, over the pool of all steps.
+        finish: applied to the hidden states, and recorded too.
 
     Raises:
-        NotRecordableError: the layers compute something that is no operation of the library.
+        NotRecordableError: the layers compute something that is not an operation of the library.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RecordedForward:
         num_tokens, num_rows = inputs.token_ids.shape[0], inputs.attention.seq_lens.shape[0]
         attention = inputs.attention
         self._embedded[:num_tokens] = self._model.embed(inputs)
-        # By numpy, which takes a fraction of torch's time for a few numbers.
+        # By numpy, which takes a fraction of the time of torch for a few numbers.
         self._positions[:num_tokens] = inputs.positions
         self._slot_mapping[:num_tokens] = attention.slot_mapping
         self._block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
@@ -103,7 +103,7 @@ class RecordedForward:
 
 
 def room_for(pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int) -> ModelInput:
-    """Tensors for steps of up to so many tokens and rows, whatever is in them."""
+    """Uninitialised tensors for steps of at most so many tokens and rows."""
     attention = AttentionMetadata(
         slot_mapping=torch.empty(num_tokens, dtype=torch.int64),
         block_tables=torch.empty(num_rows, pool.geometry.blocks_for(max_model_len), dtype=torch.int32),

@@ -1,25 +1,24 @@
-"""The persistent batch: what the device keeps of each row between steps.
+"""The persistent batch: the state of each row that stays between steps.
 
-A step carries only what changed. The tokens stay on the device, so that a row feeds on its own last sample without the
-scheduler having seen it. `RowLedger` has checked all that arrives here.
+A step carries only changes. The tokens stay on the device, so that a row continues with its own last sample before the
+scheduler has seen it. `RowLedger` has checked all changes.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from worker_svc.sampling.prompt_table import PromptColumns
-from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.steps import AssignRow, Int32Array, RowChanges, SetTokens
+from worker_svc.sampling.sampling_table import PromptColumns, SamplingColumns
+from worker_svc.step import AssignRow, Int32Array, RowChanges, SetTokens
 from worker_svc.to_device import to_device
 
 
 class Rows:
     """Tokens, block tables, sampling parameters and prompts of all rows.
 
-    `token_ids` is [rows, max_model_len + 1] int32: the last place takes a token that is sampled after the last position
-    and never computed. `block_tables` is [rows, blocks of max_model_len] int32. What lies beyond a row's length means
-    nothing.
+    `token_ids` is [rows, max_model_len + 1] int32: the last column is for a token that is sampled after the last
+    position and never computed. `block_tables` is [rows, blocks of max_model_len] int32. Entries beyond a row's length
+    are undefined.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
@@ -29,12 +28,12 @@ class Rows:
         self.prompts = PromptColumns.empty(num_rows)
 
     def hold_padding(self, row: int, block: int) -> None:
-        """Makes a row, which no step names, one of a single token 0 in this block."""
+        """Makes a row that no step names hold a single token 0 in this block."""
         self.token_ids[row] = 0
         self.block_tables[row] = block
 
     def apply(self, changes: RowChanges) -> None:
-        """Takes over the changes of one step. A released row needs nothing: who gets it next overwrites it."""
+        """Applies the changes of one step. A released row needs none: its next sequence overwrites it."""
         self._assign(changes.assign)
         self._fork(changes.fork)
         for reseed in changes.reseed:
@@ -74,7 +73,7 @@ class Rows:
             self._write_runs(self.token_ids, rows, starts, [each.token_ids for each in changes])
 
     def _write_runs(self, target: Tensor, rows: list[int], starts: list[int], runs: list[Int32Array]) -> None:
-        """Writes each run of values into its row from its start on, all in one scatter."""
+        """Writes each run of values to its row from its start on, in one scatter."""
         lengths = np.array([len(run) for run in runs])
         ends = np.cumsum(lengths)
         columns = np.arange(ends[-1]) + np.repeat(np.array(starts) - (ends - lengths), lengths)

@@ -1,9 +1,11 @@
-"""Streams of device work, and the marks by which one waits for another.
+"""Streams of device work, the marks by which one waits for another, and times of stages.
 
-Within a stream work runs in the order in which it was queued. Where the device has no streams, as the CPU, all work is
-done when it was queued and nothing waits.
+Within a stream work runs in the order in which it was queued. A device without streams, as the CPU, has done all work
+when it was queued, and nothing waits.
 """
 
+import itertools
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,11 +17,11 @@ class Mark(Protocol):
     """A place in a stream."""
 
     def is_passed(self) -> bool:
-        """Whether all that was queued before it is done; does not wait."""
+        """Whether all that was queued before it is done. Does not wait."""
         ...
 
     def wait(self) -> None:
-        """Makes the calling thread wait until that is so."""
+        """Blocks the calling thread until then."""
         ...
 
 
@@ -31,11 +33,11 @@ class Stream(Protocol):
         ...
 
     def wait_for(self, mark: Mark) -> None:
-        """What is queued from now on starts after the mark; the calling thread goes on."""
+        """What is queued from now on starts after the mark. Does not block the calling thread."""
         ...
 
     def used(self) -> AbstractContextManager[object]:
-        """What torch and Triton queue in this context goes here."""
+        """A context in which torch and Triton queue here."""
         ...
 
 
@@ -51,7 +53,7 @@ class Streams:
 
     @classmethod
     def of(cls, device: torch.device) -> "Streams":
-        """To be called in the thread that queues steps: what it queues without a context is `compute`."""
+        """To be called in the thread that queues steps: what it queues outside a context goes to `compute`."""
         if device.type != "cuda":
             return cls(IN_ORDER, IN_ORDER, IN_ORDER)
         compute = torch.cuda.current_stream(device)
@@ -60,7 +62,7 @@ class Streams:
 
 
 class CudaMark:
-    """An event that was recorded. A thread that waits for it sleeps."""
+    """A recorded event. A thread that waits for it sleeps."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -69,8 +71,7 @@ class CudaMark:
         return self.event.query()
 
     def wait(self) -> None:
-        # A thread that has no device yet would get a context on the first one, hundreds of MiB in the memory of another
-        # rank.
+        # A thread without a current device would get a context on the first one, hundreds of MiB of another rank's GPU.
         with torch.cuda.device(self.event.device):
             self.event.synchronize()
 
@@ -112,3 +113,28 @@ class _InOrder:
 
 
 IN_ORDER: Stream = _InOrder()
+
+
+class Stopwatch:
+    """Times of the stages of one step on the device; on CUDA by events, which do not block the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._marks: list[torch.cuda.Event] = []
+        self._times_ns: list[int] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Ends a stage."""
+        if self._on_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._times_ns.append(time.perf_counter_ns())
+
+    def stages_us(self) -> list[int]:
+        """Duration of each stage in microseconds. To be called when the device has passed the last mark."""
+        if self._on_cuda:
+            return [round(a.elapsed_time(b) * 1000) for a, b in itertools.pairwise(self._marks)]
+        return [(b - a) // 1000 for a, b in itertools.pairwise(self._times_ns)]

@@ -1,15 +1,21 @@
 """The ranks that share one model by tensor parallelism (Megatron-LM), as layers and runner see them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
+from kernels import exchange
+from kernels.exchange import SharedGroup
 from quire.settings import ConfigurationError
+from worker_svc.step import SupersededError
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of `total` features, heads or rows that one rank holds: `start` up to `end`."""
+    """One rank's part of a number of features, heads or rows: `start` up to `end`."""
 
     start: int
     end: int
@@ -24,13 +30,13 @@ class Shard:
 
 
 class Ranks:
-    """One rank alone. `DistributedRanks` and `SharedMemoryRanks` beside it talk to others.
+    """A rank alone. The subclasses communicate with other ranks.
 
-    Every rank gets the same steps and draws the same tokens: what the operations return is bitwise the same on all.
+    Every rank gets the same steps and draws the same tokens: the operations return bitwise the same on all ranks.
 
     Attributes:
-        rank: which of `size` this process is.
-        is_recordable: whether sums and gathers are operations of `kernels`, so that a recording can hold them.
+        rank: index of this process among `size`.
+        is_recordable: whether sums and gathers are operations of `kernels`, so that a recording can contain them.
     """
 
     is_recordable = True
@@ -40,7 +46,7 @@ class Ranks:
         self.size = size
 
     def shard(self, total: int, num_shards: int | None = None) -> Shard:
-        """This rank's part of `total`, the last one smaller where it does not divide evenly.
+        """This rank's part of `total`. The last part is smaller where it does not divide evenly.
 
         Args:
             num_shards: where there are fewer parts than ranks, neighbouring ranks hold the same one.
@@ -59,33 +65,123 @@ class Ranks:
         return part
 
     def smallest(self, *numbers: int) -> tuple[int, ...]:
-        """The least value of each number over all ranks."""
+        """The smallest value of each number over all ranks."""
         return numbers
 
     def agree(self, scheduler_epoch: int, step_id: int) -> None:
-        """Waits until all ranks are about to run the same step, so that all of them run it or none.
+        """Waits until all ranks are about to run the same step, so that either all of them run it or none.
 
-        A sum over two different steps would be nonsense, and one over a step that some ranks do not have would wait for
-        them without end. Where a rank has come to a higher epoch, those that have not drop what is older, step by step.
-        Step 0 is the beginning of an epoch.
+        A sum over two different steps would be wrong, and one over a step that some ranks do not have would never
+        return. Where a rank has reached a higher epoch, the others drop their older steps one by one. Step 0 is the
+        beginning of an epoch.
 
         Raises:
             SupersededError: another rank is at a higher epoch.
         """
 
     def fail(self, why: str) -> None:
-        """Something went wrong in this rank, maybe in it alone: ends the process where others would wait for it."""
+        """Something failed in this rank, maybe in it alone. Ends the process where other ranks would wait for it."""
 
 
 ALONE = Ranks()
 
 
+class DistributedRanks(Ranks):
+    """Ranks that exchange messages by torch.distributed: Gloo on the CPU, NCCL on GPUs. Used by the device thread only.
+
+    Host numbers go by Gloo on every device, so that ranks agree on a step without waiting for the GPU.
+
+    Args:
+        leave: ends this process, with the reason.
+    """
+
+    is_recordable = False
+
+    def __init__(self, rank: int, size: int, leave: Callable[[str], NoReturn]) -> None:
+        super().__init__(rank, size)
+        self._leave = leave
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        self._run(lambda: dist.all_reduce(partial))
+        return partial
+
+    def gather_columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
+        width = -(-total // self.size)
+        part = torch.nn.functional.pad(part, (0, width - part.shape[1])).contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        self._run(lambda: dist.all_gather(parts, part))
+        return torch.cat(parts, dim=1)[:, :total].contiguous()
+
+    def smallest(self, *numbers: int) -> tuple[int, ...]:
+        values = torch.tensor(numbers, dtype=torch.int64)
+        self._run(lambda: dist.all_reduce(values, dist.ReduceOp.MIN))
+        return tuple(values.tolist())
+
+    def agree(self, scheduler_epoch: int, step_id: int) -> None:
+        own = [scheduler_epoch, step_id]
+        of_all = self._gather(own)
+        while any(each != own for each in of_all):
+            newest = max(epoch for epoch, _ in of_all)
+            if newest > scheduler_epoch:
+                raise SupersededError(
+                    f"epoch {scheduler_epoch} ended before step {step_id}: another rank is at epoch {newest}"
+                )
+            if any(epoch == newest and step != step_id for epoch, step in of_all):
+                self._leave(f"rank {self.rank} is at epoch and step {scheduler_epoch, step_id}, another rank is not")
+            # The others are at older epochs. Each drops its step, and gathers again for its next one.
+            of_all = self._gather(own)
+
+    def fail(self, why: str) -> None:
+        self._leave(f"rank {self.rank}: {why}")
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        """The numbers of all ranks, in their order."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        of_all = [torch.empty_like(own) for _ in range(self.size)]
+        self._run(lambda: dist.all_gather(of_all, own))
+        return [each.tolist() for each in of_all]
+
+    def _run(self, operation: Callable[[], object]) -> None:
+        try:
+            operation()
+        except RuntimeError as error:
+            self._leave(f"rank {self.rank} cannot reach another rank: {error}")
+
+
+class SharedMemoryRanks(DistributedRanks):
+    """Ranks of one machine, with models on the CPU, that exchange tensors in shared memory. Used by one thread.
+
+    Sums and gathers are operations of the kernels' library here, so that a forward pass of several ranks can be
+    recorded, and each takes microseconds instead of a message by Gloo.
+
+    Args:
+        memory: as described in `kernels.exchange`, for `size` ranks.
+    """
+
+    is_recordable = True
+
+    def __init__(self, rank: int, size: int, leave: Callable[[str], NoReturn], memory: torch.Tensor) -> None:
+        super().__init__(rank, size, leave)
+        self._group = SharedGroup(rank, size, memory)
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        return exchange.all_reduce(partial, self._group)
+
+    def gather_columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
+        return exchange.all_gather(part, self._group, total)
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        own = torch.tensor([numbers], dtype=torch.int64)
+        of_all = exchange.all_gather(own, self._group, len(numbers) * self.size)
+        return of_all.view(self.size, len(numbers)).tolist()
+
+
 def heads_of_rank(ranks: Ranks, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-    """How many heads of query, and of key and value, one rank has. Ranks share a head of key and value where there are
-    fewer than ranks.
+    """The numbers of query heads, and of key and value heads, of one rank. Ranks share a head of key and value where
+    there are fewer of them than ranks.
 
     Raises:
-        ConfigurationError: the heads cannot be dealt out evenly.
+        ConfigurationError: the heads cannot be divided evenly.
     """
     if num_heads % ranks.size:
         raise ConfigurationError(

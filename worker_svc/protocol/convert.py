@@ -1,8 +1,8 @@
 """What the scheduler sends, from messages to values.
 
-Whatever a StepRequest can get wrong by itself is refused here: lengths, ranges, contradictions within a list. What
-depends on the rows' present content is `RowLedger`'s to refuse. Neither changes anything before all is checked. Where
-what a row samples by is at fault, the step goes on and that row alone fails (`SamplingReader`).
+Errors of a StepRequest by itself are refused here: lengths, ranges, contradictions within a list. `RowLedger` refuses
+what contradicts the present content of the rows. Neither changes anything before everything is checked. Where the
+sampling parameters of a row are wrong, the step runs and that row alone fails (`SamplingReader`).
 """
 
 import numpy as np
@@ -12,10 +12,9 @@ from quire.arrays import decode_int32
 from quire.compatibility import ProtocolVersions, check_protocol
 from quire.rpc.errors import FailedPrecondition, invalid_field
 from quire.worker.v1 import worker_pb2
-from worker_svc.info import WorkerInfo
-from worker_svc.protocol.step_rules import check_batch, check_cache_operations, check_row_changes
+from worker_svc.protocol.validate import check_batch, check_cache_operations, check_row_changes
 from worker_svc.sampling.sampling_table import SamplingReader
-from worker_svc.steps import (
+from worker_svc.step import (
     HASH_BYTES,
     AssignRow,
     Batch,
@@ -27,6 +26,7 @@ from worker_svc.steps import (
     SetTokens,
     Step,
     StepHeader,
+    WorkerInfo,
 )
 
 RunRequest = worker_pb2.RunRequest
@@ -63,7 +63,7 @@ def step_of(request: RunRequest) -> StepRequest:
 
 
 def step_header(message: StepRequest) -> StepHeader:
-    """Whom a step is for, unchecked."""
+    """The ids of a step, unchecked."""
     return StepHeader(message.step_id, message.scheduler_epoch, message.worker_generation)
 
 

@@ -1,8 +1,8 @@
-"""Who may command the worker, and which step comes next. Pure: no clock, no I/O, no device.
+"""Which scheduler the worker obeys, and which step is next. Pure: no clock, no I/O, no device.
 
-An epoch is one incarnation of the scheduler (or one attachment of it), a generation one incarnation of this worker.
-The scheduler may run ahead by `max_steps_in_flight` steps. Answers are remembered for as many steps, so that a step
-that is repeated because its answer was lost is answered again and not run again.
+An epoch is one incarnation of the scheduler (or one attachment of it), a generation one incarnation of this worker. The
+scheduler may be `max_steps_in_flight` steps ahead. The answers to as many steps are kept, so that a step that is
+repeated because its answer was lost is answered again and not run again.
 """
 
 import enum
@@ -10,21 +10,21 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from quire.rpc.errors import FailedPrecondition
-from worker_svc.steps import StepHeader, StepOutput
+from worker_svc.step import StepHeader, StepOutput
 
 
 class Verdict(enum.Enum):
-    """What to do with a step that needs no stored answer."""
+    """What to do with a step that has no stored answer."""
 
     RUN = enum.auto()
     """It is the next one."""
     IN_FLIGHT = enum.auto()
-    """It runs already; its answer will come."""
+    """It is running; its answer will follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The step was answered already, with this."""
+    """The step was answered before, with this output."""
 
     output: StepOutput
 
@@ -43,7 +43,7 @@ class Session:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that started and were not answered."""
+        """Number of steps that started and are not answered."""
         return self._last_started - self._last_finished
 
     @property
@@ -52,10 +52,11 @@ class Session:
         return self._last_finished
 
     def judge(self, header: StepHeader) -> Verdict | Replay:
-        """What to do with a step; changes nothing.
+        """What to do with a step. Changes nothing.
 
         Raises:
-            FailedPrecondition: another epoch or generation, a gap, a step that is forgotten, or too many in flight.
+            FailedPrecondition: another epoch or generation, a gap, a step whose answer is no longer kept, or too many
+                steps in flight.
         """
         self._check_addressee(header)
         step_id, expected = header.step_id, self._last_started + 1
@@ -76,12 +77,12 @@ class Session:
         return Verdict.RUN
 
     def start(self, step_id: int) -> None:
-        """The step was judged RUN, found valid, and is queued."""
+        """The step was judged RUN, is valid, and is queued."""
         assert step_id == self._last_started + 1
         self._last_started = step_id
 
     def finish(self, output: StepOutput) -> None:
-        """The oldest step in flight has its answer."""
+        """The oldest step in flight is answered."""
         assert output.step_id == self._last_finished + 1 <= self._last_started
         self._last_finished = output.step_id
         self._answers[output.step_id] = output
@@ -108,12 +109,12 @@ class Session:
 
 
 _VACANT_S = 30.0
-"""A lower epoch is let in once it was refused for so long while nobody was attached. Epochs come from a clock: where it
-has gone back, a scheduler that starts anew would otherwise be refused for as long as it went back."""
+"""A lower epoch is accepted after it was refused for so long while no scheduler was attached. Epochs come from a clock:
+after it was set back, a restarted scheduler would otherwise be refused for as long as it was set back."""
 
 
 class Sessions:
-    """All attachments in the life of a worker: at most one lives, and epochs do not fall while anybody is there."""
+    """All sessions of a worker: at most one is active, and epochs do not decrease while a scheduler is attached."""
 
     def __init__(self, worker_generation: int, max_steps_in_flight: int) -> None:
         self._worker_generation = worker_generation
@@ -123,7 +124,7 @@ class Sessions:
         self._current: Session | None = None
 
     def attach(self, epoch: int, now: float) -> Session:
-        """A new session; the one before ends.
+        """A new session; the previous one ends.
 
         Args:
             now: monotonic, in seconds.
@@ -145,7 +146,7 @@ class Sessions:
         return self._current
 
     def _is_vacant(self, now: float) -> bool:
-        """Whether nobody has been attached since a stale epoch was first refused, long enough ago."""
+        """Whether no scheduler has been attached since a stale epoch was first refused, long enough ago."""
         if self._current is not None and not self._current.ended:
             self._vacant_since = None
             return False

@@ -1,19 +1,43 @@
-"""What requests ask to be done to their logits before a token is drawn: bans, biases and penalties.
+"""Changes of logits that requests ask for, before a token is drawn: bans, biases and penalties.
 
-Only rows that ask for something cost anything. What a rule needs of the tokens so far is read from the rows' token
-buffer at the time of the step, so that a forked, replayed or recomputed row gets what an undisturbed one gets.
+Only rows that ask for them cost anything. Rules read the tokens so far from the rows' token buffer at the time of the
+step, so that a forked, replayed or recomputed row gets what an undisturbed one gets.
 """
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_svc.sampling.history import History, RuledRow
-from worker_svc.sampling.penalties import apply_penalties
 from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.steps import Int32Array
+from worker_svc.step import Int32Array, LogitRules
 from worker_svc.to_device import to_device
+
+# Tokens are looked up in tables of rows x length. Rows of similar length share one, of at most so many entries.
+_MAX_ENTRIES = 2**19
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The tokens so far of the sampling rows. All but `token_ids` have shape [n]."""
+
+    token_ids: Tensor
+    """[rows of the worker, width] int32 on the device."""
+    rows: NDArray[np.integer]
+    num_prompt_tokens: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    """Prompt and output."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuledRow:
+    """A sampling row with rules, and its place among the sampling rows."""
+
+    place: int
+    rules: LogitRules
 
 
 def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History) -> None:
@@ -22,8 +46,8 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
     In this order: tokens that are not allowed get -infinity; the bias is added, and stop tokens before min_tokens and
     last tokens of bad words get -infinity; then repetition, frequency and presence penalty (`apply_penalties`).
 
-    Rows that report candidates (beam search) become log probabilities first and are not normalised again: there the
-    rules work on scores, as in transformers.
+    Logits of rows that report candidates (beam search) are converted to log probabilities first and not normalised
+    again: their rules change scores, as in transformers.
 
     Args:
         logits: [n, vocab] float32.
@@ -84,7 +108,7 @@ def _add_bias(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
 
 
 def _ban_bad_words(logits: Tensor, ruled: list[RuledRow], history: History) -> None:
-    """The last token of a bad word cannot follow the others of it. The output alone is looked at."""
+    """Bans the last token of a bad word after its other tokens. Only the output is searched."""
     if not ruled:
         return
     sequences = [(each.place, sequence) for each in ruled for sequence in each.rules.bad_sequences]
@@ -92,7 +116,7 @@ def _ban_bad_words(logits: Tensor, ruled: list[RuledRow], history: History) -> N
     prefix_lengths = np.array([len(sequence) - 1 for _, sequence in sequences])
     is_complete = prefix_lengths <= (history.num_tokens - history.num_prompt_tokens)[places]
     width = int(prefix_lengths.max())
-    # Prefixes end where the tokens so far end.
+    # Prefixes are aligned with the end of the tokens so far.
     prefixes = np.zeros((len(sequences), width), np.int64)
     for line, (_, sequence) in enumerate(sequences):
         prefixes[line, width - len(sequence) + 1 :] = sequence[:-1]
@@ -106,3 +130,71 @@ def _ban_bad_words(logits: Tensor, ruled: list[RuledRow], history: History) -> N
     differs = (found != to_device(prefixes, logits.device)) & (back <= lengths[:, None])
     is_banned = (complete > 0) & ~differs.any(dim=1)
     logits.index_put_((lines, last), torch.where(is_banned, -torch.inf, 0.0), accumulate=True)
+
+
+def apply_penalties(logits: Tensor, penalised: Sequence[RuledRow], history: History) -> None:
+    """Changes the logits of these rows in place: those of the tokens that a row has, and no others.
+
+    The penalties are those of vLLM: repetition divides positive logits and multiplies the others, of each token in
+    prompt or output; frequency and presence count the output alone.
+
+    Occurrences are counted in the logits themselves: the entries of the tokens that occur are read, set to zero,
+    counted up, and overwritten with their new values, so that nothing of the size of the vocabulary is allocated.
+    Measured on two cores, 256 rows of 1,000 tokens over a vocabulary of 32,000, all three penalties: 5 ms; with a table
+    of counts for each row 64 ms.
+
+    Args:
+        logits: [n, vocab] float32, contiguous.
+        penalised: Rows that have at least one token each.
+        history: Tokens of the n rows.
+    """
+    for piece in _pieces(penalised, history):
+        _penalise(logits, piece, history)
+
+
+def _pieces(penalised: Sequence[RuledRow], history: History) -> Iterator[list[RuledRow]]:
+    """Rows in groups that share a table. Shortest first, so that the last row of a group has the table's width."""
+    piece: list[RuledRow] = []
+    for row in sorted(penalised, key=lambda row: int(history.num_tokens[row.place])):
+        if piece and (len(piece) + 1) * int(history.num_tokens[row.place]) > _MAX_ENTRIES:
+            yield piece
+            piece = []
+        piece.append(row)
+    if piece:
+        yield piece
+
+
+def _penalise(logits: Tensor, piece: list[RuledRow], history: History) -> None:
+    places = np.array([row.place for row in piece])
+    columns = (places, history.rows[places], history.num_prompt_tokens[places], history.num_tokens[places])
+    numbers = np.stack(columns).astype(np.int64)
+    lines, rows, prompt_ends, ends = to_device(numbers, logits.device)[:, :, None]
+    longest = int(numbers[3].max())
+    tokens = history.token_ids[:, :longest].index_select(0, rows.squeeze(1)).long()
+    positions = torch.arange(longest, device=logits.device)
+    # Entries beyond a row's end are undefined; the row's first token replaces them.
+    entries = torch.where(positions < ends, tokens, tokens[:, :1]) + lines * logits.shape[1]
+    flat = logits.view(-1)
+    values = flat.take(entries)
+    penalties = np.array([_penalties(row.rules) for row in piece], np.float32).T
+    repetition, frequency, presence = to_device(penalties.copy(), logits.device)[:, :, None]
+    penalised = values
+    if (penalties[0] != 1).any():
+        penalised = torch.where(values > 0, values / repetition, values * repetition)
+    if penalties[1:].any():
+        is_output = (positions >= prompt_ends) & (positions < ends)
+        counts = _counts(flat, entries, is_output)
+        penalised = penalised - frequency * counts - presence * (counts > 0)
+    # A token that occurs several times is written as often, with the same value.
+    flat.put_(entries, penalised)
+
+
+def _penalties(rules: LogitRules) -> tuple[float, float, float]:
+    return rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
+
+
+def _counts(scratch: Tensor, entries: Tensor, counted: Tensor) -> Tensor:
+    """How often the entry at each place is among the counted ones, [m, longest]. Overwrites the entries."""
+    scratch.put_(entries, torch.zeros_like(counted, dtype=scratch.dtype))
+    scratch.put_(entries, counted.to(scratch.dtype), accumulate=True)
+    return scratch.take(entries)

@@ -1,4 +1,4 @@
-"""How each row samples: from what the gateway and the scheduler sent to columns on the host.
+"""How each row samples: from the messages of gateway and scheduler to columns on the host.
 
 A new parameter is checked in `SamplingReader.read` and gets a column here, or a field of `LogitRules`.
 """
@@ -17,8 +17,7 @@ from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
-from worker_svc.info import ModelGeometry, WorkerLimits
-from worker_svc.steps import Int32Array, LogitRules, RowSampling
+from worker_svc.step import Int32Array, LogitRules, ModelGeometry, RowSampling, WorkerLimits
 
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -181,3 +180,29 @@ class SamplingColumns:
 
 
 _COLUMNS = tuple(column.name for column in fields(SamplingColumns))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptColumns:
+    """Properties of every row's prompt, on the host: parallel arrays of shape [rows]."""
+
+    num_tokens: NDArray[np.int64]
+    wants_logprobs: NDArray[np.bool_]
+    num_logprobs: NDArray[np.int64]
+    """How many of the most likely tokens are reported beside each prompt token."""
+
+    @classmethod
+    def empty(cls, num_rows: int) -> "PromptColumns":
+        """Columns of zeros."""
+        return cls(np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64))
+
+    def put(self, row: int, num_tokens: int, logprobs: int | None) -> None:
+        """Sets the properties of one row."""
+        self.num_tokens[row] = num_tokens
+        self.wants_logprobs[row] = logprobs is not None
+        self.num_logprobs[row] = logprobs or 0
+
+    def copy_rows(self, parents: Int32Array, children: Int32Array) -> None:
+        """Copies the parents' properties to the children."""
+        for column in (self.num_tokens, self.wants_logprobs, self.num_logprobs):
+            column[children] = column[parents]

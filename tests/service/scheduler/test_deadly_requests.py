@@ -28,7 +28,7 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
-from worker_svc.protocol.worker import Worker
+from worker_svc.protocol.stream import Worker
 
 ENOUGH = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
 DEADLY = 3

@@ -27,8 +27,8 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
-from worker_svc.protocol.worker import Worker
-from worker_svc.steps import AdmittedStep, Step
+from worker_svc.protocol.stream import Worker
+from worker_svc.step import AdmittedStep, Step
 
 
 async def test_a_gateway_that_leaves_has_its_requests_aborted_after_the_grace_period(scheduler, worker):

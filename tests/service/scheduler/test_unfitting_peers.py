@@ -23,7 +23,7 @@ from tests.support.scheduler_process import (
     wait_attached,
     wait_nothing_in_use,
 )
-from worker_svc.protocol import answer_convert, convert
+from worker_svc.protocol import convert, wire
 
 NO_VERSION = ProtocolVersions(0, 0)
 NEWER = ProtocolVersions(8, 9)
@@ -64,9 +64,7 @@ WORKER_LINES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("who_refuses", "modules"), [("the scheduler", (answer_convert,)), ("the worker", (answer_convert, convert))]
-)
+@pytest.mark.parametrize(("who_refuses", "modules"), [("the scheduler", (wire,)), ("the worker", (wire, convert))])
 async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_speaks_one_in_common(
     worker: FakeWorker,
     tmp_path,

@@ -142,7 +142,7 @@ async def test_prompt_logprobs_are_those_of_the_model_at_any_chunk_size(tmp_path
 async def test_prompt_logprobs_of_a_long_prompt_never_make_all_logits_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker_svc.sampling.prompt_logprobs.PIECE", 3)
+    monkeypatch.setattr("worker_svc.sampling.logprobs.PIECE", 3)
     model, widths = TinyCausalLM(), []
 
     def watch(logits: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import TCPStore
 from quire.rpc.address import free_port
 from quire.rpc.process import LOST_PEER_EXIT_STATUS
 from quire.settings import ConfigurationError
-from worker_svc.parallel import meeting as parallel
-from worker_svc.parallel.meeting import Patience, meet, warn_if_exposed
+from worker_svc.parallel import rendezvous as parallel
+from worker_svc.parallel.rendezvous import Patience, rendezvous, warn_if_exposed
 from worker_svc.settings import WorkerSettings
 
 TIMEOUT_S = 60
@@ -116,7 +116,7 @@ def test_ranks_leave_when_a_step_fails_on_one_of_them(by: str) -> None:
         (status, errors), (other_status, _) = [ended(rank) for rank in ranks]
         assert (status, other_status) == (LOST_PEER_EXIT_STATUS, LOST_PEER_EXIT_STATUS)
         assert "no room on rank 0" in errors
-        assert "rank 0: step 1 failed on the device; the ranks are to meet anew; leaving" in errors
+        assert "rank 0: step 1 failed on the device; the ranks need a new rendezvous; leaving" in errors
 
 
 @BOTH_WAYS
@@ -127,7 +127,7 @@ def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int, by: str
         ranks[victim].kill()
         status, errors = ended(survivor, "\n")
         assert status == LOST_PEER_EXIT_STATUS
-        assert "the ranks are to meet anew; leaving" in errors
+        assert "the ranks need a new rendezvous; leaving" in errors
 
 
 @pytest.mark.parametrize(("victim", "survivors"), [(0, (1, 2)), (1, (0, 2))])
@@ -147,7 +147,7 @@ def test_a_rank_to_which_the_others_do_not_come_in_time_leaves_and_may_try_again
     with running_rank(rank, 2, free_port(), "sum", "memory", meeting_s=1.0) as alone:
         status, errors = ended(alone)
     assert status == LOST_PEER_EXIT_STATUS
-    assert "the 2 ranks did not meet at --tensor-parallel-address" in errors
+    assert "not all of the 2 ranks came to --tensor-parallel-address" in errors
 
 
 def test_a_rank_waits_no_longer_for_one_that_died_while_they_met() -> None:
@@ -166,7 +166,7 @@ def test_an_address_that_is_taken_is_a_wrong_setting() -> None:
     address = f"127.0.0.1:{taken.port}"
     settings = WorkerSettings(tensor_parallel_size=2, tensor_parallel_address=address)
     with pytest.raises(ConfigurationError, match=f"rank 0 cannot listen on --tensor-parallel-address {address}"):
-        meet(settings, torch.device("cpu"), threading.Event())
+        rendezvous(settings, torch.device("cpu"), threading.Event())
 
 
 def test_what_all_do_together_may_be_as_late_as_their_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +179,8 @@ def test_what_all_do_together_may_be_as_late_as_their_meeting(monkeypatch: pytes
     monkeypatch.setattr(parallel, "_entered", lambda rank: "entered")
     settings = WorkerSettings(tensor_parallel_size=2, tensor_parallel_address=f"127.0.0.1:{free_port()}")
     patience = Patience(timedelta(seconds=TIMEOUT_S))
-    meet(settings, torch.device("cpu"), threading.Event(), patience)
-    assert [options["timeout"] for options in made] == [patience.meeting]
+    rendezvous(settings, torch.device("cpu"), threading.Event(), patience)
+    assert [options["timeout"] for options in made] == [patience.rendezvous]
 
 
 @pytest.mark.parametrize(("address", "warned"), [("10.0.0.3:50063", True), ("127.0.0.1:50063", False)])

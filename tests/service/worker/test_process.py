@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.rpc.channel import open_channel
 from tests.support.worker_client import StepClient, ints, make_assign, make_batch, worker_stub
-from worker_svc.protocol.servicer import SERVICE_NAME
+from worker_svc.protocol.stream import SERVICE_NAME
 
 START_S = 60.0
 SMALL = ("--num-gpu-blocks", "64", "--num-threads", "1", "--device", "cpu")

@@ -17,8 +17,8 @@ from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch, worker_stub
 from tests.support.worker_server import running_worker
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.servicer import WorkerServicer, start_server
-from worker_svc.superseded import SupersededError
+from worker_svc.protocol.stream import WorkerServicer, start_server
+from worker_svc.step import SupersededError
 
 PROMPT = [3, 1, 4, 1, 5]
 BLOCKS = [2, 9]

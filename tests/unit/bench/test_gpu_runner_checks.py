@@ -10,7 +10,7 @@ import torch
 from bench.gpu_model import config_of, make_model
 from bench.gpu_runner_checks import Again, check_graphs, check_swaps
 from tests.support.cpu_kernels import without_packed_products
-from worker_svc.device import cache_ops
+from worker_svc.device import block_moves
 from worker_svc.models.llama import LlamaForCausalLM
 
 SMALL = {
@@ -48,7 +48,7 @@ def test_the_check_of_graphs_sees_one_that_does_nothing(model: LlamaForCausalLM)
 def test_the_check_of_swaps_sees_one_that_is_lost(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, lost: int | None
 ) -> None:
-    swap_blocks = cache_ops.ops.swap_blocks
+    swap_blocks = block_moves.ops.swap_blocks
     num_calls = 0
 
     def lossy(*arguments: Any) -> None:
@@ -58,7 +58,7 @@ def test_the_check_of_swaps_sees_one_that_is_lost(
         if lost is None or num_calls != 2 + lost:
             swap_blocks(*arguments)
 
-    monkeypatch.setattr(cache_ops.ops, "swap_blocks", lossy)
+    monkeypatch.setattr(block_moves.ops, "swap_blocks", lossy)
     check = check_swaps(model, np.random.default_rng(1), blocks_a_row=4, rounds=3)
     assert check.passed == (lost is None)
     assert num_calls == 6

@@ -4,7 +4,7 @@ import numpy as np
 
 from tests.support.steps import int32
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.steps import StepOutput, StepTimings
+from worker_svc.step import StepOutput, StepTimings
 
 
 def test_steps_that_finished_are_counted_with_their_tokens_failures_and_times() -> None:

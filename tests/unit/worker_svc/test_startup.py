@@ -1,6 +1,14 @@
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
+from quire.local.settings import ServeSettings
 from quire.model_directory import resolve_model
 from quire.settings import ConfigurationError, load_settings
 from tests.support.graph_recorder import CallingRecorder
@@ -8,8 +16,10 @@ from tests.support.in_process import load_worker
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
 from worker_svc import startup
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.parallel.ranks import Ranks
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import choose_device, make_worker, model_geometry
+from worker_svc.startup import choose_device, is_lost, make_worker, model_geometry, requested_pool_dtype
+from worker_svc.thread_binding import processors_for
 
 
 def load(*flags: str, **environ: str) -> WorkerSettings:
@@ -111,3 +121,105 @@ def test_a_worker_reports_what_the_settings_and_the_model_say() -> None:
     assert (info.pool.num_gpu_blocks, info.pool.block_size, info.pool.head_dim) == (12, 4, 8)
     assert (info.model.max_model_len, info.model.architecture) == (20, "TinyForCausalLM")
     assert (info.limits.max_num_rows, info.limits.max_num_batched_tokens) == (3, 2048)
+
+
+# In a process of its own: bound threads stay bound. Prints the processors of each thread of the team.
+_BIND = """
+import json, os, sys, threading
+import torch
+from worker_svc.parallel.ranks import Ranks
+from worker_svc.thread_binding import bind_threads
+
+torch.set_num_threads(int(sys.argv[1]))
+before = set(os.listdir("/proc/self/task"))
+torch.ones(1 << 20).add_(1)  # the team starts with the first operation that is worth it
+team = {str(threading.get_native_id()), *set(os.listdir("/proc/self/task")) - before}
+bind_threads(Ranks())
+print(json.dumps(sorted(sorted(os.sched_getaffinity(int(thread))) for thread in team)))
+"""
+
+
+def _bound(num_threads: int, **environ: str) -> list[list[int]]:
+    process = subprocess.run(
+        [sys.executable, "-c", _BIND, str(num_threads)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environ,
+        check=True,
+    )
+    return json.loads(process.stdout)
+
+
+def test_as_many_threads_as_processors_take_one_each() -> None:
+    assert list(processors_for(Ranks(), 3, [1, 4, 5])) == [1, 4, 5]
+
+
+def test_ranks_of_one_machine_take_processors_of_their_own() -> None:
+    assert list(processors_for(Ranks(0, 2), 2, [0, 1, 2, 3])) == [0, 1]
+    assert list(processors_for(Ranks(1, 2), 2, [0, 1, 2, 3])) == [2, 3]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_fewer_or_more_threads_than_processors_stay_unbound(num_threads: int) -> None:
+    assert list(processors_for(Ranks(), num_threads, [0, 1])) == []
+
+
+def test_a_single_processor_needs_no_binding() -> None:
+    assert list(processors_for(Ranks(), 1, [0])) == []
+
+
+def test_each_thread_of_the_team_is_bound_to_its_processor() -> None:
+    available = sorted(os.sched_getaffinity(0))
+    expected = [[processor] for processor in available] if len(available) > 1 else [available]
+    assert _bound(len(available)) == expected
+
+
+def test_a_user_who_binds_threads_is_left_to_it() -> None:
+    available = sorted(os.sched_getaffinity(0))
+    assert all(len(processors) == len(available) for processors in _bound(len(available), OMP_PLACES="{0:1024}"))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_gpu_is_lost_when_waiting_for_it_fails(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    def synchronize(device: torch.device) -> None:
+        assert device == torch.device("cuda", 1)
+        if lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert is_lost(torch.device("cuda", 1)) == lost
+
+
+def test_a_processor_is_never_lost() -> None:
+    assert not is_lost(torch.device("cpu"))
+
+
+def test_the_same_memory_has_more_than_three_times_the_blocks_of_float32() -> None:
+    settings = WorkerSettings(kv_cache_memory=1 << 22)
+    plain, rounded = (
+        load_worker(Path(resolve_model(None)), each).info.pool
+        for each in (settings, replace(settings, kv_cache_dtype="int8"))
+    )
+    assert (plain.dtype, rounded.dtype) == ("float32", "int8")
+    assert rounded.num_gpu_blocks > 3 * plain.num_gpu_blocks
+    assert rounded.num_gpu_blocks * rounded.block_bytes <= 1 << 22
+
+
+def test_a_pool_of_int8_is_refused_on_another_device() -> None:
+    model = TinyCausalLM()
+    assert requested_pool_dtype("int8", model) == torch.int8
+    assert requested_pool_dtype("auto", model) == model.dtype
+    model.device = torch.device("cuda")
+    with pytest.raises(ConfigurationError, match="--kv-cache-dtype is int8, which is for cpu, and the device is cuda"):
+        requested_pool_dtype("int8", model)
+
+
+@pytest.mark.parametrize("cls", [WorkerSettings, ServeSettings])
+def test_flags_and_variables_are_there_and_checked(cls: type) -> None:
+    environ = {"QUIRE_QUANTIZATION": "int8-dynamic", "QUIRE_KV_CACHE_DTYPE": "int8"}
+    settings = load_settings(cls, [], environ, program="quire")
+    assert (settings.quantization, settings.kv_cache_dtype) == ("int8-dynamic", "int8")
+    for flag in ("--quantization=int4", "--kv-cache-dtype=fp8"):
+        with pytest.raises(ConfigurationError, match="expected one of"):
+            load_settings(cls, [flag], {}, program="quire")

@@ -1,0 +1,170 @@
+"""The flat batch against a construction token by token."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.sampling import make_sampling
+from tests.support.steps import make_assign, make_batch, make_changes
+from worker_svc.device.batch import (
+    Layout,
+    build_model_input,
+    finite_tokens,
+    input_on_device,
+    input_on_host,
+    non_finite_chunks,
+    plan_samples,
+)
+from worker_svc.device.rows import Rows
+from worker_svc.models.base import ModelInput
+from worker_svc.step import LogitRules, ReseedRow, SetTokens
+
+BLOCK_SIZE = 4
+NUM_ROWS, MAX_LEN, MAX_BLOCKS = 7, 40, 10
+
+
+def make_rows() -> Rows:
+    return Rows(NUM_ROWS, MAX_LEN, MAX_BLOCKS, torch.device("cpu"))
+
+
+def random_sequences(generator: np.random.Generator) -> list[tuple[list[int], list[int]]]:
+    """Tokens and block table of each row; blocks are in no order."""
+    block_ids = generator.permutation(200)
+    sequences = []
+    for row in range(NUM_ROWS):
+        length = int(generator.integers(1, MAX_LEN))
+        tokens = generator.integers(0, 1000, length).tolist()
+        sequences.append((tokens, block_ids[row * 10 : row * 10 + -(-length // BLOCK_SIZE)].tolist()))
+    return sequences
+
+
+@pytest.mark.parametrize("most_new", [1, MAX_LEN])
+@pytest.mark.parametrize("build", [input_on_host, input_on_device])
+def test_the_batch_is_that_of_a_loop_over_tokens(build: Callable[..., ModelInput], most_new: int) -> None:
+    generator = np.random.default_rng(8)
+    for _ in range(30):
+        rows, sequences = make_rows(), random_sequences(generator)
+        assign = [make_assign(row, tokens, table) for row, (tokens, table) in enumerate(sequences)]
+        rows.apply(make_changes(assign=assign))
+        chosen = generator.permutation(NUM_ROWS)[: int(generator.integers(1, NUM_ROWS + 1))].tolist()
+        computed = [int(generator.integers(0, len(sequences[row][0]))) for row in chosen]
+        new = [
+            min(int(generator.integers(1, len(sequences[row][0]) - done + 1)), most_new)
+            for row, done in zip(chosen, computed, strict=True)
+        ]
+        inputs = build(Layout.of(make_batch(chosen, new, computed)), rows, [], BLOCK_SIZE)
+        token_ids, positions, slots, starts = [], [], [], [0]
+        for row, count, done in zip(chosen, new, computed, strict=True):
+            tokens, table = sequences[row]
+            for position in range(done, done + count):
+                token_ids.append(tokens[position])
+                positions.append(position)
+                slots.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            starts.append(len(token_ids))
+        lengths = [done + count for done, count in zip(computed, new, strict=True)]
+        attention = inputs.attention
+        assert inputs.token_ids.tolist() == token_ids
+        assert inputs.positions.tolist() == positions
+        assert attention.slot_mapping.tolist() == slots
+        assert attention.query_start_loc.tolist() == starts
+        assert attention.seq_lens.tolist() == lengths
+        assert attention.max_query_len == max(new)
+        assert attention.max_seq_len == max(lengths)
+        assert attention.block_tables.shape == (len(chosen), -(-max(lengths) // BLOCK_SIZE))
+        for line, row, length in zip(attention.block_tables.tolist(), chosen, lengths, strict=True):
+            used = -(-length // BLOCK_SIZE)
+            assert line[:used] == sequences[row][1][:used]
+        assert inputs.token_ids.dtype == inputs.positions.dtype == attention.slot_mapping.dtype == torch.int64
+        assert attention.block_tables.dtype == attention.seq_lens.dtype == torch.int32
+        assert attention.query_start_loc.dtype == torch.int32
+
+
+def test_sampled_tokens_are_the_next_input_of_their_row() -> None:
+    rows = make_rows()
+    rows.apply(make_changes(assign=[make_assign(2, [5, 6], [3]), make_assign(5, [7], [4])]))
+    rows.append(torch.tensor([2, 5]), torch.tensor([2, 1]), torch.tensor([80, 90]))
+    inputs = build_model_input(make_batch([5, 2], [1, 1], [1, 2]), rows, [], BLOCK_SIZE)
+    assert inputs.token_ids.tolist() == [90, 80]
+    assert inputs.attention.slot_mapping.tolist() == [4 * 4 + 1, 3 * 4 + 2]
+
+
+def test_row_changes_apply_in_order() -> None:
+    rows = make_rows()
+    rows.apply(
+        make_changes(
+            assign=[make_assign(0, [1, 2, 3], [8], make_sampling(seed=4, top_k=9)), make_assign(1, [4], [9])],
+            fork=[(0, 3), (1, 0)],
+            reseed=[ReseedRow(3, 2**64 - 1)],
+            set_tokens=[SetTokens(3, 1, np.array([20, 30], np.int32))],
+            deltas=[(3, 0, 12), (3, 1, 13)],
+        )
+    )
+    assert rows.token_ids[3, :3].tolist() == [1, 20, 30]
+    assert rows.block_tables[3, :2].tolist() == [12, 13]
+    assert rows.sampling.seed[3] == 2**64 - 1
+    assert rows.sampling.top_k[3] == 9
+    # All parents are read before a child is written.
+    assert rows.token_ids[0, 0] == 4
+    assert rows.block_tables[0, 0] == 9
+
+
+def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
+    rows = make_rows()
+    rules = LogitRules(presence_penalty=1.0)
+    sampling = make_sampling(
+        temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=7, logprobs=2, num_candidates=None, rules=rules
+    )
+    rows.apply(make_changes(assign=[make_assign(0, [1], [1], sampling)], fork=[(0, 6)]))
+    (copied,) = zip(
+        *(getattr(rows.sampling.take(np.array([6])), name) for name in rows.sampling.__slots__), strict=True
+    )
+    assert copied == (0.5, 3, 0.25, 0.125, 7, True, 2, 0, True, rules)
+
+
+def test_each_row_samples_after_its_last_token() -> None:
+    plan = plan_samples(make_batch([4, 0, 2], [3, 1, 2], [0, 9, 5], [(2, 2), (4, 4)]))
+    assert plan.rows.tolist() == [2, 4]
+    assert plan.logit_tokens.tolist() == [5, 2]
+    assert plan.positions.tolist() == [7, 3]
+    assert plan.logit_of_row is None
+
+
+def test_a_step_in_which_every_row_samples_is_planned_like_any_other() -> None:
+    plan = plan_samples(make_batch([4, 0, 2], [3, 1, 2], [0, 9, 5], [(4, 4), (0, 0), (2, 2)]))
+    assert plan.rows.tolist() == [4, 0, 2]
+    assert plan.logit_tokens.tolist() == [2, 3, 5]
+    assert plan.positions.tolist() == [3, 10, 7]
+    assert plan.logit_of_row is None
+
+
+def test_rows_that_sample_from_one_row_share_its_logits() -> None:
+    plan = plan_samples(make_batch([4, 0], [3, 1], [0, 9], [(4, 4), (0, 0), (6, 4)]))
+    assert plan.logit_of_row is not None
+    assert plan.logit_tokens.tolist() == [2, 3]
+    assert plan.logit_of_row.tolist() == [0, 1, 0]
+    assert plan.positions.tolist() == [3, 10, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_sample_nothing_are_reported_where_a_token_is_not_finite(dtype: torch.dtype) -> None:
+    batch = make_batch([4, 2, 7, 1], [3, 1, 2, 2], [0, 9, 4, 0], [(2, 2), (1, 1)])
+    # Behind the tokens of the batch lies what pads it.
+    hidden = torch.full((10, 64), 60_000.0).to(dtype)
+    hidden[8:] = torch.nan
+    finite = finite_tokens(batch, hidden)
+    assert finite is not None
+    assert non_finite_chunks(batch, finite.numpy()) == ()
+    for token, found in [(0, (4,)), (2, (4,)), (3, ()), (4, (7,)), (7, ())]:
+        for value in (torch.nan, torch.inf, -torch.inf):
+            spoilt = hidden.clone()
+            spoilt[token, 5] = value
+            finite = finite_tokens(batch, spoilt)
+            assert finite is not None
+            assert non_finite_chunks(batch, finite.numpy()) == found
+
+
+def test_a_step_in_which_every_row_samples_is_not_looked_at() -> None:
+    batch = make_batch([0, 3], [1, 5], [4, 0])
+    assert finite_tokens(batch, torch.full((6, 4), torch.nan)) is None

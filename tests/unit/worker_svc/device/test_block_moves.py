@@ -1,0 +1,305 @@
+"""Swaps beside the steps, on streams that run in any order that is allowed, leave and read what they do one by one."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import ops
+from tests.support.fake_streams import FakeDevice
+from tests.support.steps import int32, make_assign, make_changes, make_operations, make_step
+from worker_svc.device import block_moves
+from worker_svc.device.block_moves import BlockMoves, SealInventory
+from worker_svc.device.kv_pool import KvPool
+from worker_svc.device.streams import IN_ORDER, Stream
+from worker_svc.step import AdmittedStep, PoolGeometry, SealedBlocks
+
+NUM_BLOCKS, NUM_HOST_BLOCKS = 10, 12
+Pairs = list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Planned:
+    """A step, and what its batch reads and writes."""
+
+    admitted: AdmittedStep
+    reads: list[int]
+    writes: list[int]
+
+
+@dataclass(slots=True)
+class Planner:
+    """Plans random steps as a scheduler may: blocks are free for the next step as soon as their sequence left."""
+
+    rng: random.Random
+    free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
+    free_host: list[int] = field(default_factory=lambda: list(range(NUM_HOST_BLOCKS)))
+    running: dict[int, list[int]] = field(default_factory=dict)
+    swapped: list[list[int]] = field(default_factory=list)
+    num_rows: int = 0
+
+    def plan(self) -> Planned:
+        released: list[int] = []
+        swap_out: Pairs = []
+        for row in list(self.running):
+            choice = self.rng.random()
+            if choice < 0.15:
+                released.append(row)
+                self.free += self.running.pop(row)
+            elif choice < 0.35 and len(self.free_host) >= len(self.running[row]):
+                released.append(row)
+                swap_out += self._leave(row)
+        # The scheduler hands out the block first that was freed last, or first: whichever.
+        self.rng.shuffle(self.free)
+        swap_in, assigned = self._come_back()
+        copies = self._copy_a_shared_block()
+        self._grow()
+        self._begin(assigned)
+        reads = [block for blocks in self.running.values() for block in blocks]
+        writes = [blocks[-1] for blocks in self.running.values()]
+        changes = make_changes(release=released, assign=[make_assign(row, [1], [0]) for row in assigned])
+        step = make_step(changes, operations=make_operations(swap_out, swap_in, copies))
+        return Planned(AdmittedStep(step, int32(writes)), reads, writes)
+
+    def _leave(self, row: int) -> Pairs:
+        blocks = self.running.pop(row)
+        host = [self.free_host.pop() for _ in blocks]
+        self.swapped.append(host)
+        self.free += blocks
+        return list(zip(blocks, host, strict=True))
+
+    def _come_back(self) -> tuple[Pairs, list[int]]:
+        swap_in: Pairs = []
+        rows = []
+        for host in list(self.swapped):
+            if len(host) <= len(self.free) and self.rng.random() < 0.5:
+                self.swapped.remove(host)
+                blocks = [self.free.pop() for _ in host]
+                swap_in += zip(host, blocks, strict=True)
+                self.free_host += host
+                rows.append(self._enter(blocks))
+        return swap_in, rows
+
+    def _enter(self, blocks: list[int]) -> int:
+        self.num_rows += 1
+        self.running[self.num_rows] = blocks
+        return self.num_rows
+
+    def _copy_a_shared_block(self) -> Pairs:
+        """As if another sequence had shared it, which keeps the source."""
+        if not self.running or not self.free or self.rng.random() < 0.8:
+            return []
+        blocks = self.rng.choice(list(self.running.values()))
+        source, blocks[-1] = blocks[-1], self.free.pop()
+        self.free.append(source)
+        return [(source, blocks[-1])]
+
+    def _grow(self) -> None:
+        for blocks in self.running.values():
+            if self.free and self.rng.random() < 0.3:
+                blocks.append(self.free.pop())
+
+    def _begin(self, assigned: list[int]) -> None:
+        if self.free and self.rng.random() < 0.5:
+            assigned.append(self._enter([self.free.pop()]))
+
+
+def make_pool() -> KvPool:
+    geometry = PoolGeometry(1, NUM_BLOCKS, NUM_HOST_BLOCKS, 1, 1, 1, "float32", 8)
+    gpu, host = (torch.zeros(2, count, 1, 1, 1) for count in (NUM_BLOCKS, NUM_HOST_BLOCKS))
+    return KvPool(geometry, (gpu,), (host,))
+
+
+def contents(tensors: Sequence[torch.Tensor]) -> list[float]:
+    return tensors[0][0, :, 0, 0, 0].tolist()
+
+
+class Model:
+    """Reads and writes the blocks of a batch; every value that it writes is new."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self._blocks = pool.gpu[0][0, :, 0, 0, 0]
+        self.seen: list[list[float]] = []
+
+    def run(self, planned: Planned) -> None:
+        self.seen.append(self._blocks[planned.reads].tolist())
+        for place, block in enumerate(planned.writes):
+            self._blocks[block] = len(self.seen) * 100 + place
+
+
+def run_steps(
+    steps: Sequence[Planned], compute: Stream, swaps: Stream, queue: Callable[[Callable[[], None]], None]
+) -> tuple[list[list[float]], KvPool]:
+    """What each step saw, and the pool as it was left, or will be once all that is queued has run."""
+    pool = make_pool()
+    model, moves = Model(pool), BlockMoves(pool, compute, swaps)
+    for planned in steps:
+        moves.apply(planned.admitted)
+        queue(lambda planned=planned: model.run(planned))
+    return model.seen, pool
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_swaps_beside_steps_give_what_one_after_the_other_gives(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    planner = Planner(rng)
+    steps = [planner.plan() for _ in range(60)]
+    expected, expected_pool = run_steps(steps, IN_ORDER, IN_ORDER, lambda work: work())
+    device = FakeDevice(rng)
+
+    def queued(operation: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments: device.queue(lambda: operation(*arguments))
+
+    monkeypatch.setattr(block_moves.ops, "swap_blocks", queued(ops.swap_blocks))
+    monkeypatch.setattr(block_moves.ops, "copy_blocks", queued(ops.copy_blocks))
+
+    def queue(work: Callable[[], None]) -> None:
+        device.queue(work)
+        device.advance_some(8)
+
+    actual, pool = run_steps(steps, device.compute, device.swaps, queue)
+    device.finish()
+    assert actual == expected
+    assert contents(pool.gpu) == contents(expected_pool.gpu)
+    assert contents(pool.host) == contents(expected_pool.host)
+
+
+class Recorded:
+    """A device that only the test lets run, and the names of what has run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.ran = FakeDevice(random.Random(0)), []
+        self.moves = BlockMoves(make_pool(), self.device.compute, self.device.swaps)
+        monkeypatch.setattr(block_moves.ops, "swap_blocks", lambda *_: self.queue("swap"))
+        monkeypatch.setattr(block_moves.ops, "copy_blocks", lambda *_: self.queue("copy"))
+
+    def queue(self, name: str) -> None:
+        self.device.queue(lambda: self.ran.append(name))
+
+    def step(self, name: str, *, release: Sequence[int] = (), writes: Sequence[int] = (), **operations: Pairs) -> None:
+        step = make_step(make_changes(release=release), operations=make_operations(**operations))
+        self.moves.apply(AdmittedStep(step, int32(writes)))
+        self.queue(name)
+
+    def drain(self, name: str) -> None:
+        """Lets one stream run as far as it gets alone."""
+        stream = getattr(self.device, name)
+        while stream.can_run:
+            stream.run_one()
+
+
+def test_a_step_that_does_not_write_to_what_leaves_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    recorded.step("first", release=[0], writes=[5], swap_out=[(1, 0)])
+    recorded.drain("compute")
+    assert recorded.ran == ["first"]
+    recorded.step("second", writes=[1])
+    recorded.drain("compute")
+    assert recorded.ran == ["first"]
+    recorded.drain("swaps")
+    recorded.drain("compute")
+    assert recorded.ran == ["first", "swap", "second"]
+
+
+def test_what_leaves_is_read_after_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    recorded.step("first", writes=[1])
+    recorded.step("second", release=[0], swap_out=[(1, 0)])
+    recorded.drain("swaps")
+    assert recorded.ran == []
+
+
+def test_what_comes_into_blocks_that_nobody_uses_does_not_wait_for_the_step_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = Recorded(monkeypatch)
+    recorded.step("first")
+    recorded.drain("compute")
+    recorded.step("second")
+    recorded.step("third", swap_in=[(0, 1)])
+    recorded.drain("compute")
+    recorded.drain("swaps")
+    assert recorded.ran == ["first", "second", "swap"]
+    recorded.step("fourth", release=[0], swap_in=[(1, 2)])
+    recorded.drain("swaps")
+    # Its blocks may be those of the third step, which has not run.
+    assert recorded.ran == ["first", "second", "swap"]
+
+
+def test_what_comes_is_waited_for_by_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    recorded.step("first", swap_in=[(0, 1)], copy=[(1, 2)])
+    recorded.drain("compute")
+    assert recorded.ran == []
+    recorded.drain("swaps")
+    recorded.drain("compute")
+    assert recorded.ran == ["swap", "copy", "first"]
+
+
+def test_saves_that_have_arrived_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    for block in range(8):
+        recorded.step("step", release=[0], writes=[9], swap_out=[(block, block)])
+        recorded.drain("compute")
+        recorded.drain("swaps")
+    assert len(recorded.moves._saves) <= 1
+
+
+def test_copies_are_handed_on_as_the_host_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[torch.Tensor] = []
+    monkeypatch.setattr(block_moves.ops, "copy_blocks", lambda _, pairs: handed.append(pairs))
+    pool = make_pool()
+    elsewhere = KvPool(pool.geometry, tuple(layer.to("meta") for layer in pool.gpu), pool.host)
+    step = make_step(make_changes(), operations=make_operations([], [], [(1, 2)]))
+    BlockMoves(elsewhere, IN_ORDER, IN_ORDER).apply(AdmittedStep(step, int32([])))
+    assert [pairs.tolist() for pairs in handed] == [[[1, 2]]]
+    assert handed[0].is_cpu
+
+
+def make_seals(**hashes: int) -> SealedBlocks:
+    """Block ids (as "b3") and the byte that fills the hash of each."""
+    block_ids = np.array([int(name[1:]) for name in hashes], np.int32)
+    return SealedBlocks(block_ids, np.array([[byte] * 32 for byte in hashes.values()], np.uint8))
+
+
+def found(inventory: SealInventory) -> dict[int, int]:
+    sealed = inventory.snapshot()
+    return {int(block): int(line[0]) for block, line in zip(sealed.block_ids, sealed.hashes, strict=True)}
+
+
+def test_seals_are_listed_by_block() -> None:
+    inventory = SealInventory(8)
+    inventory.add(make_seals(b5=1, b2=2), 1)
+    assert found(inventory) == {2: 2, 5: 1}
+
+
+def test_a_block_that_is_sealed_again_gets_the_new_hash() -> None:
+    inventory = SealInventory(8)
+    inventory.add(make_seals(b5=1), 1)
+    inventory.add(make_seals(b5=9), 2)
+    assert found(inventory) == {5: 9}
+
+
+def test_a_block_that_is_written_loses_its_seal() -> None:
+    inventory = SealInventory(8)
+    inventory.add(make_seals(b5=1, b6=2), 1)
+    inventory.begin_write(np.array([5]), 2)
+    assert found(inventory) == {6: 2}
+
+
+def test_a_step_seals_the_blocks_that_it_has_written_itself() -> None:
+    inventory = SealInventory(8)
+    inventory.begin_write(np.array([5]), 3)
+    inventory.add(make_seals(b5=1), 3)
+    assert found(inventory) == {5: 1}
+
+
+def test_a_seal_is_not_taken_where_a_later_step_has_begun_to_write() -> None:
+    inventory = SealInventory(8)
+    inventory.begin_write(np.array([5, 6]), 3)
+    inventory.begin_write(np.array([6]), 4)
+    inventory.add(make_seals(b5=1, b6=2), 3)
+    assert found(inventory) == {5: 1}

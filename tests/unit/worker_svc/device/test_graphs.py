@@ -1,0 +1,384 @@
+"""Decode batches that are padded and replayed give what the same batches give as they are."""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from quire.model_directory import resolve_model
+from quire.settings import ConfigurationError
+from tests.support.cpu_kernels import without_packed_products
+from tests.support.fake_cuda import FakeCuda
+from tests.support.graph_recorder import CallingRecorder
+from tests.support.sampling import make_sampling
+from tests.support.steps import make_assign, make_batch, make_changes, make_step
+from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
+from worker_svc.device.batch import pad_batch
+from worker_svc.device.graphs import (
+    MAX_GRAPH_ROWS,
+    CudaGraphRecorder,
+    GraphShape,
+    GraphShapes,
+    check_cuda_graphs,
+)
+from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, num_gpu_blocks, pool_geometry
+from worker_svc.device.runner import ModelRunner, record_cuda_graphs
+from worker_svc.device.streams import IN_ORDER, Streams
+from worker_svc.models.base import CausalLM, ModelInput
+from worker_svc.models.registry import load_model
+from worker_svc.startup import model_geometry
+from worker_svc.step import AdmittedStep, PoolGeometry, RowChanges, StepOutput, WorkerLimits
+
+NUM_ROWS, NUM_BLOCKS = 19, 130
+CPU = torch.device("cpu")
+
+
+def make_pool(model: CausalLM, block_size: int) -> KvPool:
+    """Everything in it is NaN, which a row that reads what it should not would show."""
+    request = PoolRequest(block_size, NUM_BLOCKS, None, 0, 0)
+    pool = allocate_pool(pool_geometry(model, request, None), CPU, model.dtype, with_padding=True)
+    for layer in pool.gpu:
+        layer.fill_(torch.nan)
+    return pool
+
+
+class Driver:
+    """Rows with prompts in a runner; every output is kept."""
+
+    def __init__(self, model: CausalLM, block_size: int, recorder: CallingRecorder | None) -> None:
+        self.pool = make_pool(model, block_size)
+        limits = WorkerLimits(NUM_ROWS, 2048, 2, 4)
+        self.runner = ModelRunner(model, self.pool, model_geometry(model, None), limits)
+        self.lengths: dict[int, int] = {}
+        self.outputs: list[StepOutput] = []
+        self._block_size = block_size
+        if recorder is not None:
+            self.num_graphs = self.runner.record_graphs(recorder)
+
+    def prefill(self, prompts: dict[int, list[int]], temperature: float = 1.0) -> None:
+        blocks = -(-MAX_MODEL_LEN // self._block_size)
+        assign = [
+            make_assign(
+                row,
+                tokens,
+                list(range(row * blocks, (row + 1) * blocks)),
+                make_sampling(temperature=temperature, seed=row, logprobs=2),
+            )
+            for row, tokens in prompts.items()
+        ]
+        self.lengths |= {row: len(tokens) for row, tokens in prompts.items()}
+        self._run(list(prompts), [len(tokens) for tokens in prompts.values()], make_changes(assign=assign))
+
+    def decode(self, rows: Sequence[int]) -> None:
+        self._run(rows, [1] * len(rows), make_changes())
+
+    def _run(self, rows: Sequence[int], new: Sequence[int], changes: RowChanges) -> None:
+        computed = [self.lengths[row] - count for row, count in zip(rows, new, strict=True)]
+        step = make_step(changes, make_batch(rows, new, computed))
+        self.outputs.append(self.runner.launch(AdmittedStep(step, np.zeros(0, np.int32))).wait())
+        for row in rows:
+            self.lengths[row] += 1
+
+
+def assert_same(eager: Driver, graphs: Driver) -> None:
+    for expected, actual in zip(eager.outputs, graphs.outputs, strict=True):
+        assert expected.token_ids.tolist() == actual.token_ids.tolist()
+        assert expected.failed_rows == actual.failed_rows == ()
+        assert expected.logprobs is not None
+        assert actual.logprobs is not None
+        assert expected.logprobs.samples.tolist() == actual.logprobs.samples.tolist()
+        one, other = (each.logprobs.columns.chosen_logprobs for each in (expected, actual))
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_name", ["one layer", "quire-tiny"])
+def test_random_decode_batches_give_the_same_tokens_as_without_graphs(model_name: str) -> None:
+    is_tiny = model_name == "one layer"
+    with without_packed_products():
+        model = TinyCausalLM() if is_tiny else load_model(resolve_model(None), device=CPU, dtype=torch.float32)
+    recorder = CallingRecorder()
+    drivers = [Driver(model, 8, None), Driver(model, 8, recorder)]
+    generator = np.random.default_rng(3)
+    prompts = {row: generator.integers(3, 60, int(generator.integers(1, 20))).tolist() for row in range(NUM_ROWS)}
+    for driver in drivers:
+        driver.prefill(prompts)
+    for _ in range(20):
+        rows = generator.permutation(NUM_ROWS)[: int(generator.integers(1, NUM_ROWS + 1))].tolist()
+        for driver in drivers:
+            driver.decode(rows)
+    assert_same(*drivers)
+    assert recorder.replays.total() == 20
+    assert len(recorder.replays) > 3
+    assert recorder.num_recorded == drivers[1].num_graphs
+
+
+def test_mixed_and_prefill_batches_are_not_replayed() -> None:
+    recorder = CallingRecorder()
+    driver = Driver(TinyCausalLM(), 4, recorder)
+    driver.prefill({0: [5, 6, 7], 1: [8, 9]})
+    assert not recorder.replays
+    driver.decode([1, 0])
+    assert recorder.replays.total() == 1
+
+
+def test_padding_writes_to_its_own_block_and_to_no_other() -> None:
+    driver = Driver(TinyCausalLM(), 4, CallingRecorder())
+    padding = driver.pool.padding_block
+    assert padding == NUM_BLOCKS
+    (layer,) = driver.pool.gpu
+    assert not layer[:, padding, :, 0].isnan().any()
+    driver.prefill({row: [row + 1, 2] for row in range(5)})
+    before = layer.clone()
+    driver.decode([0, 1, 2, 3, 4])
+    changed = (layer.nan_to_num(0) != before.nan_to_num(0)).any(dim=(0, 2, 3, 4)).nonzero().flatten().tolist()
+    assert changed == [row * 12 for row in range(5)]
+
+
+def test_a_shorter_batch_after_a_longer_one_writes_nothing_for_the_rows_that_left() -> None:
+    driver = Driver(TinyCausalLM(), 4, CallingRecorder())
+    driver.prefill({row: [row + 1, 2, 3, 4, 5] for row in range(8)})
+    driver.decode(range(8))
+    (layer,) = driver.pool.gpu
+    # As if others had these blocks since.
+    others = layer[:, 5 * 12 : NUM_BLOCKS]
+    others.fill_(torch.nan)
+    # Five rows are padded to eight as well.
+    driver.decode(range(5))
+    assert others.isnan().all()
+
+
+def test_the_model_sees_one_of_the_recorded_shapes_and_the_same_tensors_each_time() -> None:
+    model = TinyCausalLM()
+    driver = Driver(model, 4, CallingRecorder())
+    driver.prefill({row: [row + 1, 2] for row in range(7)})
+    seen: list[ModelInput] = []
+    model.before_step = seen.append
+    for count in (5, 7, 6, 1, 3):
+        driver.decode(range(count))
+    assert [len(inputs.token_ids) for inputs in seen] == [8, 8, 8, 1, 4]
+    assert {inputs.attention.max_seq_len for inputs in seen} == {MAX_MODEL_LEN}
+    for part in ("slot_mapping", "block_tables", "query_start_loc", "seq_lens"):
+        assert len({getattr(inputs.attention, part).data_ptr() for inputs in seen}) == 1
+    assert len({inputs.token_ids.data_ptr() for inputs in seen}) == 1
+    assert len({inputs.attention.block_tables.stride() for inputs in seen}) == 1
+
+
+def test_a_padded_batch_samples_for_its_own_rows_only() -> None:
+    batch = make_batch([4, 2], [1, 1], [6, 9])
+    padded = pad_batch(batch, 4, 31)
+    assert padded.rows.tolist() == [4, 2, 31, 31]
+    assert padded.num_new_tokens.tolist() == [1, 1, 1, 1]
+    assert padded.num_computed_tokens.tolist() == [6, 9, 0, 0]
+    assert padded.samples.tolist() == batch.samples.tolist()
+    assert pad_batch(batch, 2, 31).rows.tolist() == [4, 2]
+
+
+def test_the_padding_block_comes_out_of_the_memory_of_the_pool() -> None:
+    plain, padded = (PoolRequest(4, None, 1000, 0, 0, num_padding_blocks=count) for count in (0, 1))
+    assert num_gpu_blocks(plain, 100, None) == 10
+    assert num_gpu_blocks(padded, 100, None) == 9
+    with pytest.raises(ConfigurationError, match="--kv-cache-memory"):
+        num_gpu_blocks(padded, 1000, None)
+    geometry = PoolGeometry(4, 9, 0, 1, 2, 8, "float32", 512)
+    assert allocate_pool(geometry, CPU, torch.float32, with_padding=True).gpu[0].shape[1] == 10
+    assert allocate_pool(geometry, CPU, torch.float32).padding_block is None
+
+
+def test_graphs_without_cuda_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match="--cuda-graphs is on, which is for cuda, and the device is cpu; use off"
+    ):
+        check_cuda_graphs(TinyCausalLM())
+
+
+def test_a_failed_recording_leaves_a_runner_that_works() -> None:
+    class Failing(CallingRecorder):
+        def record(self, work: Callable[[], None]) -> Callable[[], None]:
+            raise RuntimeError("capture failed")
+
+    model = TinyCausalLM()
+    driver = Driver(model, 4, None)
+    with pytest.raises(RuntimeError, match="capture failed"):
+        driver.runner.record_graphs(Failing())
+    plain = Driver(model, 4, None)
+    for each in (driver, plain):
+        each.prefill({0: [5, 6, 7]})
+        each.decode([0])
+    assert_same(plain, driver)
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    return fake
+
+
+def make_runner() -> ModelRunner:
+    model = TinyCausalLM()
+    pool = allocate_pool(pool_geometry(model, PoolRequest(4, 9, None, 0, 0), None), model.device, model.dtype)
+    padded = allocate_pool(pool.geometry, model.device, model.dtype, with_padding=True)
+    return ModelRunner(model, padded, model_geometry(model, None), WorkerLimits(3, 64, 2, 4))
+
+
+def test_work_is_warmed_up_and_recorded_on_one_side_stream_and_replayed_where_torch_queues(cuda: FakeCuda) -> None:
+    recorder = CudaGraphRecorder(GPU)
+    replays = [recorder.record(cuda.work), recorder.record(cuda.work)]
+    for number in (1, 2):
+        assert cuda.calls[:6] == [
+            "stream 1 waits for default",
+            "use stream 1",
+            "work on stream 1",
+            "work on stream 1",
+            f"record graph {number} in pool, thread_local, on stream 1",
+            "work on stream 1",
+        ]
+        del cuda.calls[:6]
+    assert not cuda.calls
+    replays[1]()
+    assert cuda.calls == ["replay graph 2 on default"]
+
+
+def test_no_garbage_is_collected_while_a_graph_is_recorded(cuda: FakeCuda) -> None:
+    enabled: list[bool] = []
+    CudaGraphRecorder(GPU).record(lambda: enabled.append(gc.isenabled()))
+    assert enabled == [True, True, False]
+    assert gc.isenabled()
+
+
+def test_after_a_recording_that_fails_steps_go_where_they_went_before(cuda: FakeCuda) -> None:
+    def fail() -> None:
+        if "record" in cuda.calls[-1]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaGraphRecorder(GPU).record(fail)
+    assert cuda.current == "default"
+    assert gc.isenabled()
+
+
+def test_the_error_that_broke_a_recording_is_logged_with_the_one_at_its_end(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextmanager
+    def broken(*_: object, **__: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    runner = make_runner()
+    monkeypatch.setattr(torch.cuda, "graph", broken)
+    monkeypatch.setattr(runner, "record_graphs", lambda recorder: recorder.record(lambda: fail_when_recorded(2)))
+    rounds: list[int] = []
+
+    def fail_when_recorded(warm_ups: int) -> None:
+        rounds.append(len(rounds))
+        if len(rounds) > warm_ups:
+            raise ValueError("this is what went wrong")
+
+    with caplog.at_level(logging.WARNING):
+        record_cuda_graphs(runner, GPU)
+    assert "cannot be recorded: operation failed due to a previous error during capture" in caplog.text
+    assert "this is what went wrong" in caplog.text
+
+
+@pytest.mark.usefixtures("cuda")
+def test_recording_that_fails_is_logged_and_steps_run_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", fail)
+    with caplog.at_level(logging.WARNING):
+        record_cuda_graphs(make_runner(), GPU)
+    assert "decodes run without CUDA graphs, which cannot be recorded: operation not permitted" in caplog.text
+
+
+def test_a_runner_that_records_says_how_many_graphs_there_are(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        record_cuda_graphs(make_runner(), GPU)
+    # Of 1, 2 and 3 rows.
+    assert cuda.num_graphs == 3
+    assert "3 CUDA graphs in" in caplog.text
+
+
+def test_streams_of_a_gpu_wait_for_each_other_by_events(cuda: FakeCuda) -> None:
+    streams = Streams.of(GPU)
+    mark = streams.compute.mark()
+    streams.swaps.wait_for(mark)
+    with streams.swaps.used():
+        cuda.work()
+    streams.results.wait_for(streams.swaps.mark())
+    assert not mark.is_passed()
+    mark.wait()
+    assert cuda.calls == [
+        "stream 1 waits for event of default",
+        "use stream 1",
+        "work on stream 1",
+        "stream 2 waits for event of stream 1",
+        "to cuda:0",
+        "host waits for event of default",
+        "back from cuda:0",
+    ]
+
+
+def test_the_cpu_has_no_streams() -> None:
+    assert Streams.of(torch.device("cpu")) == Streams(IN_ORDER, IN_ORDER, IN_ORDER)
+
+
+def test_row_counts_go_by_eights_up_to_the_most_rows() -> None:
+    assert GraphShapes.up_to(40, 100).row_counts == (1, 2, 4, 8, 16, 24, 32, 40)
+    assert GraphShapes.up_to(10, 100).row_counts == (1, 2, 4, 8, 10)
+    assert GraphShapes.up_to(3, 100).row_counts == (1, 2, 3)
+    assert GraphShapes.up_to(1, 100).row_counts == (1,)
+
+
+def test_no_graph_has_more_rows_than_pays() -> None:
+    assert GraphShapes.up_to(65536, 100).row_counts[-1] == MAX_GRAPH_ROWS
+
+
+@pytest.mark.parametrize(
+    ("longest", "expected"),
+    [
+        (1, (1,)),
+        (1024, (1024,)),
+        (1025, (1024, 1025)),
+        (8192, (1024, 4096, 8192)),
+        (131072, (1024, 4096, 16384, 65536, 131072)),
+    ],
+)
+def test_lengths_grow_fourfold_up_to_the_longest_sequence(longest: int, expected: tuple[int, ...]) -> None:
+    assert GraphShapes.up_to(8, longest).lengths == expected
+
+
+def test_a_batch_gets_the_smallest_shape_that_holds_it() -> None:
+    shapes = GraphShapes.up_to(20, 5000)
+    for num_rows in range(1, 21):
+        for length in (1, 1023, 1024, 1025, 4096, 4097, 5000):
+            shape = shapes.fit(num_rows, length)
+            assert shape is not None
+            smaller = [s for s in shapes if s.num_rows >= num_rows and s.max_seq_len >= length]
+            assert shape == min(smaller, key=lambda s: (s.num_rows, s.max_seq_len))
+            assert shape.num_rows - num_rows < 8
+
+
+def test_a_batch_beyond_all_shapes_gets_none() -> None:
+    shapes = GraphShapes.up_to(1000, 50)
+    assert shapes.fit(MAX_GRAPH_ROWS + 1, 5) is None
+    assert shapes.fit(1, 51) is None
+
+
+def test_all_shapes_are_there_once_the_largest_first() -> None:
+    shapes = GraphShapes.up_to(9, 1500)
+    listed = list(shapes)
+    assert listed[0] == shapes.largest == GraphShape(9, 1500)
+    assert len(listed) == len(set(listed)) == 5 * 2

@@ -1,0 +1,279 @@
+import ctypes
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.settings import ConfigurationError
+from tests.support.processes import wait_true
+from tests.support.steps import int32, make_operations, make_step
+from tests.support.tiny_causal_lm import TinyCausalLM
+from worker_svc.device import kv_pool
+from worker_svc.device.block_moves import BlockMoves
+from worker_svc.device.kv_pool import (
+    KvPool,
+    PoolRequest,
+    allocate_pool,
+    block_bytes,
+    num_gpu_blocks,
+    num_host_blocks,
+    pool_geometry,
+)
+from worker_svc.device.streams import IN_ORDER
+from worker_svc.step import AdmittedStep, CacheOperations
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+# Two heads of 8, one layer, float32, keys and values, 4 tokens.
+BLOCK_BYTES = 2 * 2 * 8 * 4 * 4
+
+
+def make_request(**changes: Any) -> PoolRequest:
+    return PoolRequest(
+        **{
+            "block_size": 4,
+            "num_gpu_blocks": None,
+            "kv_cache_memory": None,
+            "swap_space": 0,
+            "max_useful_blocks": 100,
+            **changes,
+        }
+    )
+
+
+def make_pool(num_blocks: int = 6, host_blocks: int = 3) -> KvPool:
+    model = TinyCausalLM()
+    request = make_request(num_gpu_blocks=num_blocks, swap_space=host_blocks * BLOCK_BYTES)
+    pool = allocate_pool(pool_geometry(model, request, None), model.device, model.dtype)
+    for block in range(num_blocks):
+        pool.gpu[0][:, block] = block + 1
+    pool.host[0].zero_()
+    return pool
+
+
+def apply_moves(operations: CacheOperations, pool: KvPool) -> None:
+    BlockMoves(pool, IN_ORDER, IN_ORDER).apply(AdmittedStep(make_step(operations=operations), int32(())))
+
+
+def resident_bytes() -> int:
+    """Memory of this process that the system has really given."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def populated_bytes(tensor: torch.Tensor) -> int:
+    """How much of a contiguous tensor that begins and ends with a page the system has given."""
+    page = mmap.PAGESIZE
+    present = (ctypes.c_ubyte * (tensor.nbytes // page))()
+    found = ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), present)
+    assert found == 0
+    return page * sum(each & 1 for each in present)
+
+
+def contents(tensor: torch.Tensor) -> list[float]:
+    """The value that fills each block."""
+    assert (tensor == tensor[:1, :, :1, :1, :1]).all()
+    return tensor[0, :, 0, 0, 0].tolist()
+
+
+def test_a_block_holds_keys_and_values_of_all_layers() -> None:
+    assert block_bytes(TinyCausalLM(), 4) == BLOCK_BYTES
+    assert block_bytes(TinyCausalLM(torch.bfloat16), 4) == BLOCK_BYTES // 2
+
+
+def test_a_count_wins_over_all_sizes() -> None:
+    assert num_gpu_blocks(make_request(num_gpu_blocks=7, kv_cache_memory=1), BLOCK_BYTES, 10**9) == 7
+
+
+def test_the_given_memory_is_used_whole() -> None:
+    assert num_gpu_blocks(make_request(kv_cache_memory=500 * BLOCK_BYTES + 1), BLOCK_BYTES, None) == 500
+
+
+def test_the_default_on_a_cpu_is_never_more_than_can_be_used() -> None:
+    assert num_gpu_blocks(make_request(), BLOCK_BYTES, None) == 100
+    assert num_gpu_blocks(make_request(max_useful_blocks=10**9), BLOCK_BYTES, None) == 2**30 // BLOCK_BYTES
+
+
+def test_an_accelerator_gives_what_profiling_left() -> None:
+    assert num_gpu_blocks(make_request(), BLOCK_BYTES, 1234 * BLOCK_BYTES) == 1234
+
+
+@pytest.mark.parametrize(
+    ("changes", "available", "advice"),
+    [
+        ({"kv_cache_memory": BLOCK_BYTES - 1}, None, "--kv-cache-memory"),
+        ({}, -5, "--gpu-memory-utilization"),
+    ],
+)
+def test_a_pool_without_a_block_is_refused_with_the_way_out(
+    changes: dict[str, Any], available: int | None, advice: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=advice):
+        num_gpu_blocks(make_request(**changes), BLOCK_BYTES, available)
+
+
+def test_a_pool_beyond_all_memory_is_refused_in_one_line() -> None:
+    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=2**45), None)
+    with pytest.raises(ConfigurationError, match="cannot allocate the KV pool") as raised:
+        allocate_pool(geometry, torch.device("cpu"), torch.float32)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_host_pool_on_a_cpu_is_as_large_as_the_other_up_to_a_gibibyte() -> None:
+    assert num_host_blocks(None, BLOCK_BYTES, CPU, 100) == 100
+    assert num_host_blocks(None, 1 << 20, CPU, 5000) == 1024
+
+
+def test_the_host_pool_beside_cuda_has_four_gibibytes() -> None:
+    assert num_host_blocks(None, 1 << 20, CUDA, 5) == 4096
+
+
+@pytest.mark.parametrize(("swap_space", "count"), [(0, 0), (BLOCK_BYTES, 1), (10 * BLOCK_BYTES - 1, 9)])
+def test_a_given_swap_space_is_used_whole(swap_space: int, count: int) -> None:
+    for device in (CPU, CUDA):
+        assert num_host_blocks(swap_space, BLOCK_BYTES, device, 5) == count
+
+
+@pytest.mark.parametrize(
+    ("swap_space", "way_out"),
+    [
+        (BLOCK_BYTES - 1, f"one block takes {BLOCK_BYTES}; raise it, or use 0"),
+        (9001, "this worker can have 9000 bytes of memory beside the KV pool, set it to at most that"),
+    ],
+)
+def test_a_swap_space_that_cannot_be_is_refused_with_value_and_limit(swap_space: int, way_out: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--swap-space is {swap_space} bytes.* {way_out}"):
+        num_host_blocks(swap_space, BLOCK_BYTES, CPU, 5, left_bytes=9000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_memory": 64 << 30}, f"--kv-cache-memory is {64 << 30} bytes; this worker can have {1 << 30} bytes"),
+        (
+            {"num_gpu_blocks": 1 << 22},
+            f"--num-gpu-blocks is {1 << 22}, which take {BLOCK_BYTES << 22} bytes; .* at most",
+        ),
+        (
+            {"num_gpu_blocks": 1 << 21, "swap_space": 1 << 30},
+            r"--swap-space is 1073741824 bytes; .* beside the KV pool",
+        ),
+    ],
+)
+def test_a_pool_that_memory_does_not_hold_is_refused_before_any_of_it_is_taken(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        pool_geometry(TinyCausalLM(), make_request(host_memory=1 << 30, **changes), None)
+
+
+def test_what_was_not_asked_for_leaves_half_of_the_memory() -> None:
+    request = make_request(host_memory=1 << 20, swap_space=None, max_useful_blocks=10**9)
+    geometry = pool_geometry(TinyCausalLM(), request, None)
+    assert geometry.num_gpu_blocks * BLOCK_BYTES == 1 << 19
+    assert geometry.num_host_blocks * BLOCK_BYTES == 1 << 18
+
+
+def test_a_large_pool_is_zero_and_takes_no_memory_before_it_is_used() -> None:
+    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(1 << 30) // BLOCK_BYTES), None)
+    before = resident_bytes()
+    pool = allocate_pool(geometry, CPU, torch.float32)
+    assert not pool.gpu[0][:, -1].any()
+    assert resident_bytes() - before < 32 << 20
+
+
+def make_large_pool() -> KvPool:
+    """256 MiB, nothing of which was touched."""
+    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=(256 << 20) // BLOCK_BYTES), None)
+    return allocate_pool(geometry, CPU, torch.float32)
+
+
+def test_a_pool_is_populated_in_the_background_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a busy machine each part takes long, and the rest after it much longer.
+    monkeypatch.setattr(kv_pool, "_REST", 0.0)
+    pool = make_large_pool()
+    pool.gpu[0][:, 7] = 7.0
+    pool.populate(1)
+    pool.gpu[0][:, -1] = 8.0
+    wait_true(lambda: populated_bytes(pool.gpu[0]) == pool.gpu[0].nbytes, timeout_s=60)
+    assert (pool.gpu[0][:, 7] == 7.0).all()
+    assert (pool.gpu[0][:, -1] == 8.0).all()
+    assert not pool.gpu[0][:, 8].any()
+
+
+def test_blocks_that_are_handed_out_first_are_populated_before_the_start_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_pool, "_populate_beside", lambda layers, end: None)
+    monkeypatch.setattr(kv_pool, "_FIRST_PART_S", 60.0)
+    pool = make_large_pool()
+    first = (64 << 20) // BLOCK_BYTES
+    pool.populate(first)
+    for part in pool.gpu[0]:
+        assert populated_bytes(part[:first]) == 32 << 20
+        # A huge page at the end may reach further.
+        assert populated_bytes(part) < 40 << 20
+
+
+def test_a_start_waits_for_blocks_a_short_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(kv_pool, "_populate_beside", lambda layers, end: started.append(end))
+    monkeypatch.setattr(kv_pool, "_FIRST_PART_S", 0.0)
+    pool = make_large_pool()
+    pool.populate(pool.geometry.num_gpu_blocks)
+    wait_true(lambda: started == [128 << 20])
+    assert populated_bytes(pool.gpu[0]) == 0
+
+
+def test_population_stops_where_memory_runs_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_pool, "available_memory", lambda: 1 << 28)
+    pool = make_large_pool()
+    before = resident_bytes()
+    pool.populate(1)
+    wait_true(lambda: "memory runs short" in caplog.text)
+    assert resident_bytes() - before < 32 << 20
+
+
+def test_host_memory_is_taken_only_as_blocks_are_swapped_out() -> None:
+    blocks = (256 << 20) // BLOCK_BYTES
+    geometry = pool_geometry(TinyCausalLM(), make_request(num_gpu_blocks=8, swap_space=blocks * BLOCK_BYTES), None)
+    before = resident_bytes()
+    pool = allocate_pool(geometry, CPU, torch.float32)
+    apply_moves(make_operations(swap_out=[(0, 0), (1, blocks - 1)]), pool)
+    assert pool.host[0].nbytes == 256 << 20
+    assert resident_bytes() - before < 32 << 20
+
+
+def test_tensors_have_the_layout_of_the_contract() -> None:
+    pool = make_pool(6, 3)
+    assert pool.geometry.num_host_blocks == 3
+    assert pool.gpu[0].shape == (2, 6, 2, 4, 8)
+    assert pool.host[0].shape == (2, 3, 2, 4, 8)
+    assert len(pool.gpu) == len(pool.host) == pool.geometry.num_layers
+    assert all(each.is_contiguous() for each in pool.host)
+
+
+def test_moves_are_applied_out_in_copy() -> None:
+    pool = make_pool()
+    # Block 1 leaves and its place is taken at once; what came in is copied on.
+    apply_moves(make_operations(swap_out=[(4, 0), (1, 2)]), pool)
+    assert contents(pool.host[0]) == [5.0, 0.0, 2.0]
+    operations = make_operations(swap_out=[(0, 1)], swap_in=[(1, 3), (0, 0)], copy=[(3, 5), (0, 2)])
+    apply_moves(operations, pool)
+    assert contents(pool.host[0]) == [5.0, 1.0, 2.0]
+    assert contents(pool.gpu[0]) == [5.0, 2.0, 5.0, 1.0, 5.0, 1.0]
+    assert sorted(operations.written_blocks.tolist()) == [0, 2, 3, 5]
+
+
+def test_host_blocks_are_used_again_in_the_next_step_and_in_the_same() -> None:
+    pool = make_pool()
+    apply_moves(make_operations(swap_out=[(1, 0)]), pool)
+    # What comes in was put out a moment before; then its place on the host is taken by another.
+    apply_moves(make_operations(swap_out=[(5, 2)], swap_in=[(0, 1), (2, 3), (2, 4)]), pool)
+    apply_moves(make_operations(swap_out=[(0, 0), (2, 2)]), pool)
+    apply_moves(make_operations(swap_in=[(0, 5), (2, 0)]), pool)
+    assert contents(pool.gpu[0]) == [3.0, 2.0, 3.0, 6.0, 6.0, 1.0]

@@ -1,0 +1,134 @@
+"""A forward pass from a recording gives what the model gives, bit for bit, however tokens and rows vary."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu.recording import NotRecordableError
+from kernels.int8 import line_bytes
+from tests.support.cpu_kernels import ISAS, torch_threads, without_packed_products
+from tests.support.models import VOCAB_SIZE, make_shape
+from tests.support.more_models import NATIVE, make_family
+from tests.support.paged import PagedRunner, Span
+from worker_svc.device.kv_pool import KvPool
+from worker_svc.device.recorded_forward import RecordedForward, make_decodes, make_forward, room_for
+from worker_svc.models.base import CausalLM, NativeCausalLM
+from worker_svc.models.registry import load_model
+from worker_svc.step import PoolGeometry, WorkerLimits
+from worker_svc.weights import Quantization
+
+BLOCK_SIZE, MAX_MODEL_LEN = 5, 64
+LIMITS = WorkerLimits(max_num_rows=4, max_num_batched_tokens=90, max_steps_in_flight=2, max_logprobs=0)
+STEPS = (
+    (Span(0, 0, 30), Span(1, 0, 1), Span(2, 0, 16)),
+    (Span(2, 16, 17), Span(0, 30, 59), Span(3, 0, 60)),
+    (Span(0, 59, 60),),
+    (Span(1, 1, 2), Span(2, 17, 18), Span(3, 60, 61)),
+)
+
+needs_library = pytest.mark.parametrize("threads", [1, 2] if ISAS else [])
+
+
+def load(
+    directory: Path, dtype: torch.dtype = torch.bfloat16, quantization: Quantization = Quantization.NONE
+) -> CausalLM:
+    return load_model(directory, device=torch.device("cpu"), dtype=dtype, quantization=quantization)
+
+
+def make_runner(model: CausalLM) -> PagedRunner:
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(3, VOCAB_SIZE, (64,), generator=generator).tolist() for _ in range(4)]
+    return PagedRunner(model, sequences, block_size=BLOCK_SIZE)
+
+
+def pool_of(runner: PagedRunner) -> KvPool:
+    pool, model = runner.pools[0], runner.model
+    geometry = PoolGeometry(
+        BLOCK_SIZE, pool.shape[1], 0, model.num_layers, model.num_kv_heads, model.head_dim, str(pool.dtype), 0
+    )
+    return KvPool(geometry, tuple(runner.pools), ())
+
+
+def record(runner: PagedRunner) -> RecordedForward:
+    assert isinstance(runner.model, NativeCausalLM)
+    # Twice what a sequence needs: `PagedRunner` gives each row blocks to spare.
+    return RecordedForward(runner.model, room_for(pool_of(runner), 2 * MAX_MODEL_LEN, num_tokens=90, num_rows=4))
+
+
+@needs_library
+@pytest.mark.parametrize("quantization", Quantization)
+def test_int8_in_the_pool_and_the_weights_is_recorded_too(
+    threads: int, quantization: Quantization, tmp_path: Path
+) -> None:
+    make_family(tmp_path, NATIVE["qwen3"])
+    model = load(tmp_path, quantization=quantization)
+    plain, recorded = make_runner(model), make_runner(model)
+    for runner in (plain, recorded):
+        shape = (*runner.pools[0].shape[:-1], line_bytes(model.head_dim))
+        runner.pools = [torch.zeros(shape, dtype=torch.int8) for _ in runner.pools]
+    recorded.forward = record(recorded)
+    with torch_threads(threads):
+        for spans in STEPS:
+            assert torch.equal(recorded.step(*spans), plain.step(*spans))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(recorded.pools, plain.pools, strict=True))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *NATIVE,
+        "llama-gqa-untied-32",
+        "gpt2-untied-64",
+        "gpt2-80",
+        "opt-pre-norm-32",
+        "opt-untied-80",
+        "opt-post-norm-projected-64",
+    ],
+)
+def test_hidden_states_are_those_of_the_model(family: str, dtype: torch.dtype, threads: int, tmp_path: Path) -> None:
+    _ = make_family(tmp_path, NATIVE[family]) if family in NATIVE else make_shape(tmp_path, family)
+    model = load(tmp_path, dtype)
+    plain, recorded = make_runner(model), make_runner(model)
+    recorded.forward = record(recorded)
+    with torch_threads(threads):
+        for spans in STEPS:
+            assert torch.equal(recorded.step(*spans), plain.step(*spans))
+    for mine, theirs in zip(recorded.pools, plain.pools, strict=True):
+        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+
+
+@needs_library
+@pytest.mark.parametrize("family", NATIVE)
+def test_logits_of_decodes_are_those_of_the_model(family: str, threads: int, tmp_path: Path) -> None:
+    make_family(tmp_path, NATIVE[family])
+    model = load(tmp_path)
+    plain, recorded = make_runner(model), make_runner(model)
+    decodes = make_decodes(model, pool_of(recorded), 2 * MAX_MODEL_LEN, LIMITS)
+    assert decodes is not None
+    with torch_threads(threads):
+        for spans in STEPS:
+            expected = plain.step(*spans)
+            if all(span.end - span.start == 1 for span in spans):
+                assert torch.equal(decodes(recorded.inputs(*spans)), expected)
+            else:
+                recorded.step(*spans)
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa-untied-32", "opt-post-norm-projected-64"])
+def test_a_model_of_other_operations_runs_as_it_is(
+    shape: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_shape(tmp_path, shape)
+    with without_packed_products():
+        model = load(tmp_path)
+    runner = make_runner(model)
+    with caplog.at_level(logging.DEBUG, "worker_svc"):
+        assert make_forward(model, pool_of(runner), MAX_MODEL_LEN, LIMITS) is model
+    assert "operations of the model run one by one" in caplog.text
+    with pytest.raises(NotRecordableError):
+        record(runner)
+    assert make_decodes(model, pool_of(runner), MAX_MODEL_LEN, LIMITS) is None

@@ -1,0 +1,252 @@
+"""What a step does on a GPU between its messages never waits for what the GPU computes.
+
+On torch's meta device there are no values, so that whatever would read one raises: an item, a mask, the places of what
+is not zero."""
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.settings import ConfigurationError, load_settings
+from tests.support.fake_cuda import FREE_BYTES, STEP_BYTES, TOTAL_BYTES
+from tests.support.meta_gpu import GPU, MetaGpu
+from tests.support.sampling import make_sampling
+from tests.support.steps import int32, make_assign, make_batch, make_changes, make_operations, make_step
+from worker_svc.device.batch import build_model_input, pad_batch
+from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.graphs import GraphShape, StaticInput
+from worker_svc.device.rows import Rows
+from worker_svc.device.runner import ModelRunner
+from worker_svc.models.llama import LlamaForCausalLM
+from worker_svc.profiling import memory_for_pool
+from worker_svc.protocol.stream import Worker
+from worker_svc.sampling.logit_rules import History, apply_logit_rules
+from worker_svc.sampling.logprobs import gather_candidates, gather_logprobs
+from worker_svc.sampling.sampler import draw
+from worker_svc.settings import WorkerSettings
+from worker_svc.startup import make_worker, model_geometry
+from worker_svc.step import AdmittedStep, LogitRules, SetTokens, Step, StepOutput, WorkerLimits
+from worker_svc.weights import Loadable, Placement
+
+META = torch.device("meta")
+BLOCK_SIZE, NUM_COLUMNS, VOCAB = 16, 8, 1000
+RULES = LogitRules(
+    presence_penalty=0.5,
+    frequency_penalty=0.1,
+    repetition_penalty=1.1,
+    bias_token_ids=int32([3, 4]),
+    bias_values=np.array([1, 2], np.float32),
+    allowed_token_ids=int32([1, 2, 3, 4]),
+    bad_sequences=(int32([3]), int32([1, 2, 3])),
+    min_tokens=9,
+    stop_token_ids=int32([2]),
+)
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "logprobs": 3},
+    {"rules": RULES, "logprobs": 0},
+    {"num_candidates": 4},
+    {"num_candidates": 4, "rules": RULES},
+]
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
+    """One of each kind, with three tokens, and one that pads."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    rows = Rows(len(KINDS) + 1, NUM_COLUMNS * BLOCK_SIZE, NUM_COLUMNS, META)
+    rows.hold_padding(len(KINDS), 5)
+    samplings = (make_sampling(**kind) for kind in KINDS)
+    assign = [make_assign(row, [1, 2, 3], [0], sampling) for row, sampling in enumerate(samplings)]
+    rows.apply(make_changes(assign=assign))
+    return rows
+
+
+def test_changes_of_rows_wait_for_nothing(rows: Rows) -> None:
+    changes = make_changes(fork=[(0, 1)], set_tokens=[SetTokens(2, 1, int32([9, 9]))], deltas=[(0, 1, 4)])
+    rows.apply(changes)
+
+
+@pytest.mark.parametrize("new", [1, 2])
+def test_the_input_of_a_model_waits_for_nothing(rows: Rows, new: int) -> None:
+    batch = make_batch(range(4), [new] * 4, [3 - new] * 4)
+    inputs = build_model_input(batch, rows, (), BLOCK_SIZE)
+    assert inputs.token_ids.shape == inputs.attention.slot_mapping.shape == (4 * new,)
+    assert inputs.attention.block_tables.shape == (4, 1)
+
+
+def test_the_input_of_a_graph_waits_for_nothing(rows: Rows) -> None:
+    batch = pad_batch(make_batch(range(5), [1] * 5, [2] * 5), 8, len(KINDS))
+    static = StaticInput.allocate(16, NUM_COLUMNS, (), META)
+    static.fill(build_model_input(batch, rows, (), BLOCK_SIZE))
+    assert static.view(GraphShape(8, 128)).attention.block_tables.shape == (8, NUM_COLUMNS)
+
+
+@pytest.mark.parametrize("places", [[*range(len(KINDS))], *([place] for place in range(len(KINDS))), [2, 2], [1, 6]])
+def test_sampling_waits_for_nothing(rows: Rows, places: list[int]) -> None:
+    columns, positions = rows.sampling.take(np.array(places)), np.full(len(places), 3)
+    logits = torch.empty(len(places), VOCAB, device=META)
+    history = History(rows.token_ids, np.array(places), rows.prompts.num_tokens[places], positions)
+    apply_logit_rules(logits, columns, history)
+    drawn = draw(logits, columns, positions)
+    logprobs = gather_logprobs(logits, drawn.token_ids, columns)
+    candidates = gather_candidates(logits, columns)
+    rows.append(torch.zeros(len(places), dtype=torch.int64, device=META), drawn.token_ids, drawn.token_ids)
+    assert (drawn.token_ids.shape, drawn.token_ids.dtype) == ((len(places),), torch.int64)
+    asked = [make_sampling(**KINDS[place]) for place in places]
+    assert (logprobs is not None) == any(each.logprobs is not None for each in asked)
+    assert (candidates is not None) == any(each.num_candidates is not None for each in asked)
+
+
+# Triton is published for some platforms only.
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("no Triton", allow_module_level=True)
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> MetaGpu:
+    return MetaGpu(monkeypatch)
+
+
+def make_model(**fields: Any) -> LlamaForCausalLM:
+    model = LlamaForCausalLM.from_config({**CONFIG, **fields}, Placement(GPU, torch.bfloat16))
+    for layer in (module for module in model.modules() if isinstance(module, Loadable)):
+        layer.load(lambda spec: torch.empty(spec.shape, dtype=torch.bfloat16, device=GPU))
+    return model.eval()
+
+
+def start(*flags: str, **fields: Any) -> Worker:
+    settings = load_settings(WorkerSettings, flags, {}, program="quire worker")
+    return make_worker(make_model(**fields), settings, DeviceLoop())
+
+
+def run(worker: Worker, step: Step, *written: int) -> StepOutput:
+    assert isinstance(worker.runner, ModelRunner)
+    return worker.runner.launch(AdmittedStep(step, int32(written))).wait()
+
+
+def make_prefill(*lengths: int) -> Step:
+    """Sequences in the first rows, each in blocks of its own."""
+    assign = [make_assign(row, [1] * n, range(300 * row, 300 * row + n // 16 + 1)) for row, n in enumerate(lengths)]
+    return make_step(make_changes(assign=assign), make_batch(range(len(lengths)), lengths, [0] * len(lengths)))
+
+
+def make_decodes(*lengths: int) -> Step:
+    return make_step(make_changes(), make_batch(range(len(lengths)), [1] * len(lengths), lengths))
+
+
+def test_the_pool_gets_what_memory_is_left_when_the_largest_step_runs(gpu: MetaGpu) -> None:
+    with gpu:
+        pool = start("--max-num-seqs", "3", "--swap-space", "1MiB").info.pool
+    left = int(TOTAL_BYTES * 0.9) - (TOTAL_BYTES - FREE_BYTES) - STEP_BYTES
+    assert pool.num_gpu_blocks == left // pool.block_bytes
+    assert pool.num_host_blocks == (1 << 20) // pool.block_bytes
+
+
+def test_the_largest_step_has_the_longest_context_that_may_come(gpu: MetaGpu) -> None:
+    """For which attention puts the pieces of all rows beside each other."""
+    with gpu:
+        model = make_model()
+        gpu.launches.clear()
+        memory_for_pool(model, model_geometry(model, None), WorkerLimits(4, 32, 2, 64), 16, 0.9)
+    assert "_join_kernel" in {name for name, _ in gpu.launches}
+
+
+def test_heads_that_the_kernels_do_not_take_are_refused(gpu: MetaGpu) -> None:
+    message = "head_dim is 512.*LlamaForCausalLM.*; it must be at most 256 on cuda"
+    with gpu, pytest.raises(ConfigurationError, match=message):
+        start("--num-gpu-blocks", "10", head_dim=512)
+
+
+@pytest.mark.parametrize(("num_blocks", "swap_space", "moves"), [(2, "1MiB", 3), (1, "1MiB", 2), (2, "0", 1)])
+def test_every_move_of_blocks_that_may_come_was_made_before_the_first_step(
+    gpu: MetaGpu, num_blocks: int, swap_space: str, moves: int
+) -> None:
+    """A kernel that runs for the first time is compiled first."""
+    with gpu:
+        start("--max-num-seqs", "3", "--num-gpu-blocks", str(num_blocks), "--swap-space", swap_space)
+    streams = [stream for name, stream in gpu.launches if name == "_move_blocks_kernel"]
+    assert len(streams) == moves
+    assert streams.count("default") == (num_blocks > 1)
+
+
+def test_results_leave_on_a_stream_of_their_own(gpu: MetaGpu) -> None:
+    with gpu:
+        worker = start("--max-num-seqs", "3", "--num-gpu-blocks", "1000", "--swap-space", "0")
+        for step in (make_prefill(5, 700), make_decodes(5, 700)):
+            gpu.cuda.calls.clear()
+            gpu.launches.clear()
+            output = run(worker, step)
+            assert len(output.token_ids) == 2
+            assert (output.timings.cache_operations_us, output.timings.model_us, output.timings.sample_us) == (250,) * 3
+            waits, used, *_, waited, _ = gpu.cuda.calls
+            results = used.removeprefix("use ")
+            assert waits == f"{results} waits for event of default"
+            assert waited == f"host waits for event of {results}"
+            assert {stream for _, stream in gpu.launches} == {"default"}
+
+
+def test_decodes_are_replayed_and_prefills_are_launched(gpu: MetaGpu) -> None:
+    with gpu:
+        worker = start("--max-num-seqs", "3", "--num-gpu-blocks", "1000", "--swap-space", "0", "--cuda-graphs", "on")
+        # For 1, 2 and 3 rows, and for contexts of up to 1024 and 4096 tokens.
+        assert gpu.cuda.num_graphs == 6
+        assert gpu.cuda.current == "default"
+        gpu.cuda.calls.clear()
+        run(worker, make_prefill(5, 700))
+        assert not any("replay" in call for call in gpu.cuda.calls)
+        gpu.launches.clear()
+        for lengths in ((5, 700), (6,), (7, 1024)):
+            run(worker, make_decodes(*lengths))
+    # Graphs are numbered as they were recorded, the largest first.
+    assert [call for call in gpu.cuda.calls if "replay" in call] == [
+        "replay graph 4 on default",
+        "replay graph 6 on default",
+        "replay graph 3 on default",
+    ]
+    assert gpu.launches == []
+
+
+def test_swaps_run_beside_the_steps_and_copies_among_them(gpu: MetaGpu) -> None:
+    with gpu:
+        worker = start("--max-num-seqs", "3", "--num-gpu-blocks", "1000", "--swap-space", "1MiB")
+        run(worker, make_prefill(5, 700))
+        gpu.launches.clear()
+        operations = make_operations(swap_out=[(5, 1)], swap_in=[(2, 9)], copy=[(3, 4)])
+        run(worker, make_step(make_changes(release=[1]), make_batch([0], [1], [5]), operations), 0)
+    moves = [stream for name, stream in gpu.launches if name == "_move_blocks_kernel"]
+    assert len(moves) == 3
+    assert moves[0] == moves[1] != "default"
+    assert moves[2] == "default"
+
+
+def test_rows_of_every_kind_are_sampled(gpu: MetaGpu) -> None:
+    kinds = [{"top_p": 0.9, "logprobs": 2, "prompt_logprobs": 1}, {"num_candidates": 4}, {"temperature": 0.0}]
+    assign = [make_assign(row, [1] * 5, [row], make_sampling(**kind)) for row, kind in enumerate(kinds)]
+    with gpu:
+        worker = start("--max-num-seqs", "4", "--num-gpu-blocks", "1000", "--swap-space", "0")
+        output = run(worker, make_step(make_changes(assign=assign), make_batch(range(3), [5] * 3, [0] * 3)))
+        # Nothing that comes back is true, so that no row has usable logits.
+        assert output.failed_rows == (0, 1, 2)
+        samples = [(0, 0), (3, 0)]
+        forked = run(worker, make_step(make_changes(fork=[(0, 3)]), make_batch([0], [1], [5], samples)))
+    assert np.array_equal(forked.rows, [0, 3])

@@ -1,0 +1,139 @@
+"""Connections by which ranks notice each other's death."""
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from kernels import exchange
+from worker_svc.parallel import rendezvous
+from worker_svc.parallel.rendezvous import Lifelines, share_memory
+
+
+def make_lifelines() -> tuple[Lifelines, "queue.Queue[str]"]:
+    """Lifelines, and the reasons for which they would have ended their process."""
+    reasons: queue.Queue[str] = queue.Queue()
+    leave: Callable[[str], Any] = reasons.put
+    return Lifelines(leave), reasons
+
+
+def test_a_token_may_come_in_pieces_and_an_end_without_goodbye_is_a_death() -> None:
+    lifelines, reasons = make_lifelines()
+    port, token, host = lifelines.offer("127.0.0.1", 9).split(" ", 2)
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for letter in token.encode():
+            connection.sendall(bytes([letter]))
+    assert reasons.get(timeout=10) == "rank 0 died"
+
+
+def test_a_rank_that_ends_in_order_says_so_to_the_rank_that_holds_its_connection() -> None:
+    ending, _ = make_lifelines()
+    first, reasons = make_lifelines()
+    first.connect(1, ending.offer("127.0.0.1", 9))
+    while reasons.empty():
+        # Nothing is said to a connection that has yet to be taken.
+        ending.say_goodbye()
+    assert reasons.get() == "rank 1 ended in order"
+
+
+def test_a_connection_that_takes_long_to_come_about_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_fail = threading.Event()
+
+    def create_connection(*_: object) -> NoReturn:
+        may_fail.wait()
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    lifelines, reasons = make_lifelines()
+    lifelines.connect(1, "9 token 192.0.2.1")
+    lifelines.say_goodbye()
+    may_fail.set()
+    assert reasons.empty()
+
+
+SIZE, TIMEOUT_S = 3, 30
+
+
+class ThreadStore:
+    """A store for ranks that are threads."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._values, TIMEOUT_S), f"nobody has set {key}"
+            return self._values[key].encode()
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(rendezvous, "_SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def shared_by_all() -> list[torch.Tensor | None]:
+    store = ThreadStore()
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(lambda rank: share_memory(store, rank, SIZE), range(SIZE)))
+
+
+def fail(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_what_one_rank_writes_all_others_read_and_no_file_is_left(directory: Path) -> None:
+    memories = [memory for memory in shared_by_all() if memory is not None]
+    assert len(memories) == SIZE
+    for memory in memories:
+        assert memory.shape == (exchange.shared_bytes(SIZE),)
+        assert not memory.any()
+    memories[1][-1] = 7
+    assert [int(memory[-1]) for memory in memories] == [7] * SIZE
+    assert list(directory.iterdir()) == []
+
+
+def on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = rendezvous.os.open
+
+    def open_but_for_others(path: Path, flags: int, *mode: int) -> int:
+        if not flags & rendezvous.os.O_CREAT and threading.current_thread().name.endswith("_1"):
+            raise FileNotFoundError(2, "No such file or directory")
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(rendezvous.os, "open", open_but_for_others)
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.os, "posix_fallocate", fail)
+
+
+def without_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_SHARED_MEMORY", Path("/nonexistent"))
+
+
+def without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.exchange, "can_exchange", lambda: False)
+
+
+@pytest.mark.parametrize("spoil", [on_another_machine, without_room, without_a_directory, without_a_library])
+def test_where_one_rank_has_none_none_has(
+    spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        spoil(patch)
+        assert shared_by_all() == [None] * SIZE
+    assert list(directory.iterdir()) == []

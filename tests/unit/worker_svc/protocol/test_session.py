@@ -1,0 +1,144 @@
+import numpy as np
+import pytest
+
+from quire.rpc.errors import FailedPrecondition
+from worker_svc.protocol.session import Replay, Session, Sessions, Verdict
+from worker_svc.step import StepHeader, StepOutput, StepTimings
+
+GENERATION = 99
+EPOCH = 5
+
+
+def make_session() -> Session:
+    return Session(EPOCH, GENERATION, max_steps_in_flight=2)
+
+
+def make_header(step_id: int, epoch: int = EPOCH, generation: int = GENERATION) -> StepHeader:
+    return StepHeader(step_id, epoch, generation)
+
+
+def make_output(step_id: int) -> StepOutput:
+    none = np.zeros(0, np.int32)
+    return StepOutput(step_id, none, none, (), (), (), StepTimings(0, 0, 0, 0))
+
+
+def run_steps(session: Session, last: int) -> None:
+    for step_id in range(session.last_finished_step_id + 1, last + 1):
+        assert session.judge(make_header(step_id)) is Verdict.RUN
+        session.start(step_id)
+        session.finish(make_output(step_id))
+
+
+def reason_of(session: Session, header: StepHeader) -> str:
+    with pytest.raises(FailedPrecondition) as raised:
+        session.judge(header)
+    return raised.value.reason
+
+
+def test_steps_run_from_one_on_without_gaps() -> None:
+    session = make_session()
+    assert reason_of(session, make_header(0)) == "STEP_GAP"
+    assert reason_of(session, make_header(2)) == "STEP_GAP"
+    run_steps(session, 3)
+    assert reason_of(session, make_header(5)) == "STEP_GAP"
+    assert session.judge(make_header(4)) is Verdict.RUN
+
+
+def test_judging_changes_nothing() -> None:
+    session = make_session()
+    assert session.judge(make_header(1)) is Verdict.RUN
+    assert session.judge(make_header(1)) is Verdict.RUN
+    assert session.num_in_flight == 0
+
+
+def test_only_so_many_steps_may_be_unanswered() -> None:
+    session = make_session()
+    session.start(1)
+    session.start(2)
+    assert reason_of(session, make_header(3)) == "TOO_MANY_STEPS_IN_FLIGHT"
+    session.finish(make_output(1))
+    assert session.judge(make_header(3)) is Verdict.RUN
+
+
+def test_a_repeated_step_is_answered_from_memory_as_long_as_it_is_remembered() -> None:
+    session = make_session()
+    run_steps(session, 4)
+    for step_id in (3, 4):
+        verdict = session.judge(make_header(step_id))
+        assert isinstance(verdict, Replay)
+        assert verdict.output.step_id == step_id
+    assert reason_of(session, make_header(2)) == "STEP_GAP"
+
+
+def test_a_repeated_step_that_still_runs_is_not_run_again() -> None:
+    session = make_session()
+    session.start(1)
+    assert session.judge(make_header(1)) is Verdict.IN_FLIGHT
+
+
+def test_steps_of_another_epoch_or_generation_are_refused() -> None:
+    session = make_session()
+    assert reason_of(session, make_header(1, epoch=EPOCH - 1)) == "WRONG_EPOCH"
+    assert reason_of(session, make_header(1, epoch=EPOCH + 1)) == "WRONG_EPOCH"
+    assert reason_of(session, make_header(1, generation=1)) == "WRONG_GENERATION"
+
+
+def test_an_ended_session_takes_no_steps() -> None:
+    session = make_session()
+    session.end()
+    assert reason_of(session, make_header(1)) == "SESSION_ENDED"
+
+
+def test_a_higher_epoch_ends_the_session_before() -> None:
+    sessions = Sessions(GENERATION, 2)
+    old = sessions.attach(3, 0.0)
+    new = sessions.attach(4, 0.0)
+    assert old.ended
+    assert not new.ended
+    assert new.judge(make_header(1, epoch=4)) is Verdict.RUN
+
+
+def assert_stale(sessions: Sessions, epoch: int, now: float) -> None:
+    with pytest.raises(FailedPrecondition) as raised:
+        sessions.attach(epoch, now)
+    assert raised.value.reason == "STALE_EPOCH"
+
+
+def test_epochs_do_not_fall_while_anybody_is_there() -> None:
+    sessions = Sessions(GENERATION, 2)
+    current = sessions.attach(3, 0.0)
+    for now in (0.0, 20.0, 100.0, 1000.0):
+        assert_stale(sessions, 2, now)
+    assert not current.ended
+    current.end()
+    assert_stale(sessions, 2, 1001.0)
+
+
+def test_a_lower_epoch_is_let_in_once_nobody_was_there_for_long() -> None:
+    sessions = Sessions(GENERATION, 2)
+    sessions.attach(90, 0.0).end()
+    for now in (50.0, 60.0, 79.9):
+        assert_stale(sessions, 5, now)
+    assert sessions.attach(5, 80.0).epoch == 5
+    assert sessions.attach(6, 80.5).epoch == 6
+    assert_stale(sessions, 5, 500.0)
+
+
+def test_whoever_attaches_meanwhile_starts_the_time_anew() -> None:
+    sessions = Sessions(GENERATION, 2)
+    sessions.attach(90, 0.0).end()
+    assert_stale(sessions, 5, 10.0)
+    sessions.attach(91, 20.0).end()
+    for now in (41.0, 70.9):
+        assert_stale(sessions, 5, now)
+    assert sessions.attach(5, 71.0).epoch == 5
+
+
+def test_an_epoch_can_be_attached_again_only_after_its_session_ended() -> None:
+    sessions = Sessions(GENERATION, 2)
+    first = sessions.attach(3, 0.0)
+    with pytest.raises(FailedPrecondition) as raised:
+        sessions.attach(3, 0.0)
+    assert raised.value.reason == "EPOCH_ATTACHED"
+    first.end()
+    assert not sessions.attach(3, 0.0).ended

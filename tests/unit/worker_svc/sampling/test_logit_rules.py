@@ -1,0 +1,200 @@
+"""Bans, biases and penalties against a few lines of numpy that look at one row at a time."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.sampling import make_columns, make_sampling
+from worker_svc.sampling import logit_rules
+from worker_svc.sampling.logit_rules import History, apply_logit_rules
+from worker_svc.sampling.logprobs import gather_candidates
+from worker_svc.sampling.sampler import draw
+from worker_svc.step import LogitRules
+
+VOCAB, WIDTH = 40, 24
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence and what it asks for."""
+
+    prompt: list[int]
+    output: list[int]
+    rules: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+
+def make_rules(row: Row) -> LogitRules | None:
+    arrays = ("bias_token_ids", "allowed_token_ids", "stop_token_ids")
+    values = {name: np.array(value, np.int32) if name in arrays else value for name, value in row.rules.items()}
+    if "bias_values" in values:
+        values["bias_values"] = np.array(values["bias_values"], np.float32)
+    values["bad_sequences"] = tuple(np.array(each, np.int32) for each in row.rules.get("bad_sequences", ()))
+    return LogitRules(**values) if row.rules else None
+
+
+def oracle(logits: np.ndarray, row: Row) -> np.ndarray:
+    """What one row's logits become, by the definitions of the contract."""
+    result, rules, output = logits.astype(np.float64), row.rules, row.output
+    if rules.get("allowed_token_ids"):
+        result[[token not in rules["allowed_token_ids"] for token in range(len(logits))]] = -np.inf
+    for token, value in zip(rules.get("bias_token_ids", ()), rules.get("bias_values", ()), strict=True):
+        result[token] += value
+    if len(output) < rules.get("min_tokens", 0):
+        result[rules.get("stop_token_ids", [])] = -np.inf
+    for *prefix, last in rules.get("bad_sequences", ()):
+        if output[len(output) - len(prefix) :] == prefix and len(prefix) <= len(output):
+            result[last] = -np.inf
+    for token in set(row.tokens):
+        penalty = rules.get("repetition_penalty", 1.0)
+        result[token] = result[token] / penalty if result[token] > 0 else result[token] * penalty
+    for token in set(output):
+        result[token] -= rules.get("frequency_penalty", 0.0) * output.count(token) + rules.get("presence_penalty", 0.0)
+    return result
+
+
+def make_logits(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn((count, VOCAB), generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def make_history(rows: list[Row]) -> History:
+    """The rows lie anywhere in the buffer, and what is behind their tokens is left over from others."""
+    generator = np.random.default_rng(5)
+    places = generator.permutation(len(rows) + 3)[: len(rows)]
+    buffer = generator.integers(0, VOCAB, (len(rows) + 3, WIDTH)).astype(np.int32)
+    for place, row in zip(places, rows, strict=True):
+        buffer[place, : len(row.tokens)] = row.tokens
+    lengths = np.array([len(row.tokens) for row in rows])
+    return History(torch.from_numpy(buffer), places, np.array([len(row.prompt) for row in rows]), lengths)
+
+
+def ruled_logits(rows: list[Row], logits: torch.Tensor) -> np.ndarray:
+    changed = logits.clone()
+    columns = make_columns([make_sampling(rules=make_rules(row)) for row in rows])
+    apply_logit_rules(changed, columns, make_history(rows))
+    return changed.numpy()
+
+
+def assert_as_the_oracle_says(rows: list[Row]) -> None:
+    logits = make_logits(len(rows))
+    for found, line, row in zip(ruled_logits(rows, logits), logits.numpy(), rows, strict=True):
+        np.testing.assert_allclose(found, oracle(line, row), rtol=1e-5, atol=1e-5)
+
+
+PROMPT, OUTPUT = [1, 2, 3, 4, 3], [7, 7, 8, 2, 7]
+RULES: list[dict[str, Any]] = [
+    {"presence_penalty": 1.5},
+    {"presence_penalty": -2.0},
+    {"frequency_penalty": 0.7},
+    {"frequency_penalty": -0.7, "presence_penalty": 0.2},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.5},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"bias_token_ids": [0, 7, 39], "bias_values": [100.0, -3.5, 0.25]},
+    {"allowed_token_ids": [7]},
+    {"allowed_token_ids": [5, 5, 7, 2, 39]},
+    {"bad_sequences": [[9]]},
+    {"bad_sequences": [[2, 7, 11]]},
+    {"bad_sequences": [[8, 7, 11]]},
+    {"bad_sequences": [[7, 12], [7, 12], [2, 7, 12], [6, 2, 7, 13], [14]]},
+    {"bad_sequences": [[3, *OUTPUT, 20], [*OUTPUT, 21], [9] * 40, [*OUTPUT * 6, 22]]},
+    {"min_tokens": 5, "stop_token_ids": [0, 7]},
+    {"min_tokens": 6, "stop_token_ids": [0, 7]},
+    {
+        "allowed_token_ids": [2, 3, 7, 8, 9, 10],
+        "bias_token_ids": [2, 9],
+        "bias_values": [5.0, -5.0],
+        "min_tokens": 9,
+        "stop_token_ids": [10],
+        "bad_sequences": [[7, 9], [8]],
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.1,
+    },
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_a_rule_does_what_its_definition_says(rules: dict[str, Any]) -> None:
+    assert_as_the_oracle_says([Row(PROMPT, OUTPUT, rules)])
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_a_rule_holds_for_the_first_output_token(rules: dict[str, Any]) -> None:
+    assert_as_the_oracle_says([Row([*PROMPT, 2, 7], [], rules)])
+
+
+def test_rows_with_and_without_rules_do_not_touch_each_other() -> None:
+    rows = [Row(PROMPT[:length], OUTPUT[: 5 - length], rules) for length in (1, 3, 5) for rules in [*RULES, {}]]
+    assert_as_the_oracle_says(rows)
+
+
+def test_rows_that_ask_for_nothing_keep_their_logits_and_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logit_rules, "to_device", None)
+    logits = make_logits(3)
+    assert (ruled_logits([Row([1], [2])] * 3, logits) == logits.numpy()).all()
+
+
+def test_penalties_are_the_same_when_they_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Row(PROMPT, OUTPUT, rules) for rules in RULES]
+    whole = ruled_logits(rows, make_logits(len(rows)))
+    monkeypatch.setattr(logit_rules, "_MAX_ENTRIES", 2 * len(PROMPT + OUTPUT) + 1)
+    assert (ruled_logits(rows, make_logits(len(rows))) == whole).all()
+
+
+def test_rows_of_any_length_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logit_rules, "_MAX_ENTRIES", 20)
+    rules = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4}
+    lengths = (19, 1, 4, 4, 20, 2, 11)
+    rows = [Row([7] * (length - length // 2), [3, 5, 3, 39] * 3, rules) for length in lengths]
+    assert_as_the_oracle_says(
+        [Row(row.prompt, row.output[: length // 2], rules) for row, length in zip(rows, lengths, strict=True)]
+    )
+
+
+def test_a_token_that_is_banned_stays_banned_under_penalties_and_nan_stays() -> None:
+    rules = {"repetition_penalty": 1.3, "frequency_penalty": -0.7, "presence_penalty": -9.0}
+    logits = make_logits(2)
+    logits[0, 7], logits[1, 2] = -np.inf, np.nan
+    found = ruled_logits([Row(PROMPT, OUTPUT, rules)] * 2, logits)
+    assert found[0, 7] == -np.inf
+    assert np.isnan(found[1]).tolist() == [token == 2 for token in range(VOCAB)]
+
+
+def test_rules_of_a_beam_change_scores_and_nothing_is_normalised_again() -> None:
+    row = Row(PROMPT, OUTPUT, {"min_tokens": 9, "stop_token_ids": [0], "repetition_penalty": 1.3})
+    columns = make_columns([make_sampling(temperature=0.0, num_candidates=5, rules=make_rules(row)), make_sampling()])
+    logits = make_logits(2)
+    scores = oracle(logits[0].log_softmax(0).numpy(), row)
+    apply_logit_rules(logits, columns, make_history([row, Row([1], [])]))
+    gathered = gather_candidates(logits, columns)
+    assert gathered is not None
+    np.testing.assert_allclose(gathered.logprobs[0], np.sort(scores)[: -5 - 1 : -1], rtol=1e-5)
+    assert gathered.token_ids[0].tolist() == np.argsort(-scores)[:5].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_what_is_banned_is_never_drawn(temperature: float) -> None:
+    count = 500
+    sampling = make_sampling(
+        temperature=temperature, rules=make_rules(Row([], [], {"allowed_token_ids": [3, 4, 5], "bad_sequences": [[4]]}))
+    )
+    logits, columns = torch.zeros((count, VOCAB)), make_columns([sampling] * count)
+    apply_logit_rules(logits, columns, make_history([Row([1], [])] * count))
+    drawn = draw(logits, columns, np.arange(count))
+    assert drawn.is_finite.all()
+    assert set(drawn.token_ids.tolist()) == ({3, 5} if temperature else {3})
+
+
+def test_a_row_to_which_nothing_is_left_is_named() -> None:
+    rows = [Row([1], [], {"allowed_token_ids": [3], "bad_sequences": [[3]]}), Row([1], [])]
+    columns = make_columns([make_sampling(rules=make_rules(row)) for row in rows])
+    logits = make_logits(2)
+    apply_logit_rules(logits, columns, make_history(rows))
+    assert draw(logits, columns, np.zeros(2, np.int64)).is_finite.tolist() == [False, True]

@@ -1,0 +1,122 @@
+"""Whole blocks of the pool: their moves before a step, and the seals of those whose content is final.
+
+The moves are swap out, swap in and copy-on-write, in this order. Swaps have a stream of their own:
+
+* A swap out reads its blocks after all earlier steps. The step waits for it only where it writes one of these blocks.
+* A swap in writes its blocks after the steps that may still use them. A step that frees blocks releases or forks a row,
+  or copies a shared block. Only before such a step may the previous one use a block that is free now.
+* A swap in is done before the step computes.
+"""
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels import ops
+from worker_svc.device.kv_pool import KvPool
+from worker_svc.device.streams import Mark, Stream
+from worker_svc.step import HASH_BYTES, AdmittedStep, Int32Array, SealedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """Blocks that are being copied to the host."""
+
+    blocks: Int32Array
+    done: Mark
+
+
+class BlockMoves:
+    """Queues the moves of all steps, in their order. Used by the device thread alone."""
+
+    def __init__(self, pool: KvPool, compute: Stream, swaps: Stream) -> None:
+        self._pool = pool
+        self._compute = compute
+        self._swaps = swaps
+        # Oldest first; they end in this order.
+        self._saves: list[_Save] = []
+        # After all work that may use blocks which are free when the next step is planned, unless that step frees some.
+        self._free_since = compute.mark()
+
+    def apply(self, admitted: AdmittedStep) -> None:
+        """Queues all moves of a step. Work that is queued on the compute stream afterwards sees them done."""
+        operations = admitted.step.cache_operations
+        start, free_since = self._compute.mark(), self._free_since
+        if len(operations.swap_out):
+            self._swap_out(operations.swap_out, start)
+        if len(operations.swap_in):
+            self._swap_in(operations.swap_in, start if _frees_blocks(admitted) else free_since)
+        if self._saves:
+            self._wait_for_saves(admitted.written_blocks)
+        self._free_since = start
+        if len(operations.copy):
+            # Of the pairs on the host it is known that no block is both read and written, which needs no buffer.
+            ops.copy_blocks(self._pool.gpu, torch.from_numpy(operations.copy.astype(np.int64)))
+            # The source may be free by now.
+            self._free_since = self._compute.mark()
+
+    def _swap_out(self, pairs: Int32Array, start: Mark) -> None:
+        self._swaps.wait_for(start)
+        with self._swaps.used():
+            ops.swap_blocks(self._pool.gpu, self._pool.host, torch.from_numpy(pairs.astype(np.int64)))
+        self._saves.append(_Save(pairs[:, 0], self._swaps.mark()))
+
+    def _swap_in(self, pairs: Int32Array, start: Mark) -> None:
+        self._swaps.wait_for(start)
+        with self._swaps.used():
+            ops.swap_blocks(self._pool.host, self._pool.gpu, torch.from_numpy(pairs.astype(np.int64)))
+        self._compute.wait_for(self._swaps.mark())
+        # All earlier swaps out are done by then.
+        self._saves.clear()
+
+    def _wait_for_saves(self, written: Int32Array) -> None:
+        while self._saves and self._saves[0].done.is_passed():
+            del self._saves[0]
+        overwritten = [index for index, save in enumerate(self._saves) if np.isin(written, save.blocks).any()]
+        if overwritten:
+            last = overwritten[-1]
+            self._compute.wait_for(self._saves[last].done)
+            del self._saves[: last + 1]
+
+
+def _frees_blocks(admitted: AdmittedStep) -> bool:
+    """Whether blocks that the previous step uses may have been freed."""
+    changes = admitted.step.row_changes
+    return any(len(each) > 0 for each in (changes.release, changes.fork, admitted.step.cache_operations.copy))
+
+
+class SealInventory:
+    """The blocks of the GPU pool whose content is final, with the hash that the scheduler gave them.
+
+    A later scheduler takes them into its prefix cache, so a seal must never outlive its content: a block loses its seal
+    before it is written, and gets one only after the step that finished it. Steps have a number that rises over all
+    sessions. A step may be launched before an earlier one has finished, so a block is sealed only where no later step
+    has begun to write it. On a GPU two threads use an inventory.
+    """
+
+    def __init__(self, num_gpu_blocks: int) -> None:
+        self._lock = threading.Lock()
+        self._sealed = np.zeros(num_gpu_blocks, dtype=bool)
+        self._last_written = np.zeros(num_gpu_blocks, dtype=np.int64)
+        self._hashes = np.zeros((num_gpu_blocks, HASH_BYTES), dtype=np.uint8)
+
+    def begin_write(self, block_ids: NDArray[np.integer], step_number: int) -> None:
+        """A step is about to write these blocks."""
+        with self._lock:
+            self._sealed[block_ids] = False
+            self._last_written[block_ids] = step_number
+
+    def add(self, sealed: SealedBlocks, step_number: int) -> None:
+        """A step has finished, and these blocks are final. A block that was sealed before gets the new hash."""
+        with self._lock:
+            is_current = self._last_written[sealed.block_ids] <= step_number
+            self._hashes[sealed.block_ids[is_current]] = sealed.hashes[is_current]
+            self._sealed[sealed.block_ids[is_current]] = True
+
+    def snapshot(self) -> SealedBlocks:
+        """All sealed blocks by rising block id."""
+        block_ids = np.flatnonzero(self._sealed).astype(np.int32)
+        return SealedBlocks(block_ids, self._hashes[block_ids])

@@ -1,0 +1,248 @@
+"""Decode graphs: forward passes of decode batches that are recorded once and replayed on CUDA, so that the host queues
+one graph instead of hundreds of kernels.
+
+A batch is padded to a recorded shape by rows that compute token 0 at position 0 in a block of their own, which no
+sequence has. Prefill and mixed batches, logits and sampling are queued kernel by kernel.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.settings import ConfigurationError
+from worker_svc.layers.attention import AttentionMetadata
+from worker_svc.models.base import CausalLM, ModelInput, NativeCausalLM
+from worker_svc.step import Batch
+
+# Larger batches gain little: the device works longer on each kernel than the host takes to queue it.
+MAX_GRAPH_ROWS = 512
+# The number of pieces into which attention cuts a context is fixed when a graph is recorded, for its longest context.
+# Much shorter contexts leave most of the pieces empty, so there is a graph for each four times as long.
+MIN_GRAPH_LENGTH = 1024
+LENGTH_FACTOR = 4
+# torch, Triton and the libraries below must not initialise at a first call while a graph is recorded.
+_NUM_WARM_UPS = 2
+
+Replay = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """What is fixed in a graph: the number of rows, of one new token each, and the longest context."""
+
+    num_rows: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShapes:
+    """All shapes; both tuples are in rising order."""
+
+    row_counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def up_to(cls, max_num_rows: int, max_model_len: int) -> "GraphShapes":
+        """The shapes for batches of at most so many rows, and contexts of at most so many tokens."""
+        max_rows = min(max_num_rows, MAX_GRAPH_ROWS)
+        counts = sorted({*(count for count in (1, 2, 4) if count < max_rows), *range(8, max_rows, 8), max_rows})
+        lengths = []
+        length = MIN_GRAPH_LENGTH
+        while length < max_model_len:
+            lengths.append(length)
+            length *= LENGTH_FACTOR
+        return cls(tuple(counts), (*lengths, max_model_len))
+
+    @property
+    def largest(self) -> GraphShape:
+        return GraphShape(self.row_counts[-1], self.lengths[-1])
+
+    def fit(self, num_rows: int, max_seq_len: int) -> GraphShape | None:
+        """The smallest shape that holds such a batch; None where none does."""
+        count = next((count for count in self.row_counts if count >= num_rows), None)
+        length = next((length for length in self.lengths if length >= max_seq_len), None)
+        return None if count is None or length is None else GraphShape(count, length)
+
+    def __iter__(self) -> Iterator[GraphShape]:
+        """The largest first: the others reuse the memory that it allocates."""
+        for count in reversed(self.row_counts):
+            for length in reversed(self.lengths):
+                yield GraphShape(count, length)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticInput:
+    """`ModelInput` for N rows of one new token each, in tensors that keep their addresses, which graphs record.
+
+    `block_tables` is [N, blocks of a sequence].
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    kv_caches: Sequence[Tensor]
+
+    @classmethod
+    def allocate(
+        cls, num_rows: int, num_columns: int, kv_caches: Sequence[Tensor], device: torch.device
+    ) -> "StaticInput":
+        """Zeros, to be filled before the first use."""
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            token_ids=zeros(num_rows, dtype=torch.int64),
+            positions=zeros(num_rows, dtype=torch.int64),
+            slot_mapping=zeros(num_rows, dtype=torch.int64),
+            block_tables=zeros(num_rows, num_columns, dtype=torch.int32),
+            # In every batch each row has one token.
+            query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+            seq_lens=zeros(num_rows, dtype=torch.int32),
+            kv_caches=kv_caches,
+        )
+
+    def fill(self, inputs: ModelInput) -> None:
+        """Copies a batch of at most N rows of one token each. The rest keeps its values."""
+        attention = inputs.attention
+        num_rows, num_columns = attention.block_tables.shape
+        self.token_ids[:num_rows].copy_(inputs.token_ids)
+        self.positions[:num_rows].copy_(inputs.positions)
+        self.slot_mapping[:num_rows].copy_(attention.slot_mapping)
+        self.block_tables[:num_rows, :num_columns].copy_(attention.block_tables)
+        self.seq_lens[:num_rows].copy_(attention.seq_lens)
+
+    def view(self, shape: GraphShape) -> ModelInput:
+        """The first rows. Block tables keep their full width, so that every shape has the same strides."""
+        num_rows = shape.num_rows
+        attention = AttentionMetadata(
+            slot_mapping=self.slot_mapping[:num_rows],
+            block_tables=self.block_tables[:num_rows],
+            query_start_loc=self.query_start_loc[: num_rows + 1],
+            seq_lens=self.seq_lens[:num_rows],
+            max_query_len=1,
+            max_seq_len=shape.max_seq_len,
+        )
+        return ModelInput(self.token_ids[:num_rows], self.positions[:num_rows], attention, self.kv_caches)
+
+
+class GraphRecorder(Protocol):
+    """Makes work repeatable."""
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """Runs `work`, which takes nothing from the host and always uses the same tensors. The result runs it again on
+        the values that these tensors have then."""
+        ...
+
+
+class DecodeGraphs:
+    """One graph a shape, over the same input and output tensors. Used by the device thread alone."""
+
+    def __init__(
+        self, shapes: GraphShapes, inputs: StaticInput, hidden: Tensor, replays: Mapping[GraphShape, Replay]
+    ) -> None:
+        self._shapes = shapes
+        self._inputs = inputs
+        self._hidden = hidden
+        self._replays = replays
+
+    @classmethod
+    def record(
+        cls,
+        model: CausalLM,
+        shapes: GraphShapes,
+        padding: ModelInput,
+        num_columns: int,
+        recorder: GraphRecorder,
+    ) -> "DecodeGraphs":
+        """Records all shapes. Raises whatever the device raises.
+
+        Args:
+            padding: A batch of padding alone, of as many rows as the largest shape has.
+            num_columns: Blocks of the longest sequence.
+        """
+        largest = shapes.largest
+        inputs = StaticInput.allocate(largest.num_rows, num_columns, padding.kv_caches, model.device)
+        inputs.fill(padding)
+        hidden = torch.empty_like(model(inputs.view(largest)))
+
+        def forward(shape: GraphShape) -> None:
+            hidden[: shape.num_rows].copy_(model(inputs.view(shape)))
+
+        return cls(shapes, inputs, hidden, {shape: recorder.record(partial(forward, shape)) for shape in shapes})
+
+    def shape_for(self, batch: Batch) -> GraphShape | None:
+        """The shape to pad this batch to; None when it must run as it is."""
+        if int(batch.num_new_tokens.max()) > 1:
+            return None
+        return self._shapes.fit(len(batch.rows), int(batch.num_computed_tokens.max()) + 1)
+
+    def run(self, shape: GraphShape, inputs: ModelInput) -> Tensor:
+        """Hidden states [rows of the shape, hidden] of a batch that was padded to it, valid until the next run."""
+        self._inputs.fill(inputs)
+        self._replays[shape]()
+        return self._hidden[: shape.num_rows]
+
+
+class CudaGraphRecorder:
+    """Records on a stream of its own. All graphs share one memory pool: they never run at the same time, and their
+    results are copied out of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        # The stream starts after all that is queued, and `torch.cuda.graph` waits for the device before it records.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        # Around all of it: where a recording cannot be ended, `torch.cuda.graph` leaves its stream the current one, and
+        # the following steps would go there, past every mark.
+        with torch.cuda.stream(self._stream):
+            for _ in range(_NUM_WARM_UPS):
+                work()
+            with _no_garbage_collection(), self._recording(graph):
+                work()
+        return graph.replay
+
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        # Driver calls of other threads are not recorded and do not end the recording.
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Objects that the collector frees may call the driver in ways that end the recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def check_cuda_graphs(model: CausalLM) -> None:
+    """ConfigurationError when this model cannot run with `--cuda-graphs on`."""
+    if model.device.type != "cuda":
+        raise ConfigurationError(
+            f"--cuda-graphs is on, which is for cuda, and the device is {model.device.type}; use off"
+        )
+    if model.ranks.size > 1:
+        raise ConfigurationError(
+            f"--cuda-graphs is on and --tensor-parallel-size is {model.ranks.size}; graphs are for 1 rank, use off"
+        )
+    if not isinstance(model, NativeCausalLM):
+        raise ConfigurationError(
+            f"--cuda-graphs is on and {model.architecture} runs through transformers' code, which may wait for the "
+            "device; use off"
+        )

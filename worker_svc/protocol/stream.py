@@ -1,0 +1,283 @@
+"""The worker's service: one loaded worker, and its Run calls with steps in and answers out.
+
+The reader of a call judges, checks and queues steps; the device threads post outputs to the event loop; the generator
+`responses` sends whatever is ready. An error that the reader finds is sent after the answers to all earlier steps, so
+that the scheduler knows the last step that ran.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import grpc.aio
+
+from quire.rpc.errors import FailedPrecondition, Internal, QuireError, Unavailable
+from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
+from quire.worker.v1 import worker_pb2, worker_pb2_grpc
+from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
+from worker_svc.metrics import WorkerMetrics
+from worker_svc.protocol.convert import RunRequest, StepDecoder, StepRequest, epoch_of, step_header, step_of
+from worker_svc.protocol.session import Replay, Session, Sessions, Verdict
+from worker_svc.protocol.validate import RowLedger
+from worker_svc.protocol.wire import (
+    RunResponse,
+    acknowledgement,
+    attached_message,
+    heartbeat_message,
+    info_message,
+    result_message,
+)
+from worker_svc.step import AdmittedStep, SealedBlocks, Step, StepOutput, SupersededError, WorkerInfo
+
+HEARTBEAT_INTERVAL_S = 0.5
+SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+_RETRY_WHILE_LOADING_MS = 200
+_NO_STEP = 0
+"""The number of the step at which ranks agree on an epoch, before the first step of a session."""
+_RANKS_TIMEOUT_S = 3.0
+"""Less than a scheduler waits for the answer, so that it learns what is missing."""
+_logger = logging.getLogger(__name__)
+
+
+class SealingRunner(StepRunner, Protocol):
+    """A runner that knows the blocks whose content is final."""
+
+    def sealed_blocks(self) -> SealedBlocks: ...
+
+
+class Worker:
+    """One loaded worker: its sessions, its rows, and the threads that run its steps. Used by the event loop."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        runner: SealingRunner,
+        device_loop: DeviceLoop,
+        agree: Callable[[int, int], object] = lambda epoch, step_id: None,
+    ) -> None:
+        """`agree` is `Ranks.agree`, for a worker of several ranks."""
+        self.info = info
+        self.decoder = StepDecoder(info)
+        self.runner = runner
+        self._device_loop = device_loop
+        self._agree = agree
+        self._ledger = RowLedger(info.pool, info.model, info.limits)
+        self._sessions = Sessions(info.worker_generation, info.limits.max_steps_in_flight)
+        self._supersede: Callable[[QuireError], None] | None = None
+
+    def attach(self, epoch: int, on_superseded: Callable[[QuireError], None]) -> Session:
+        """Gives the worker to a scheduler: the previous session ends and all rows are released.
+
+        Args:
+            on_superseded: Called when a higher epoch takes the worker away from this session.
+
+        Raises:
+            FailedPrecondition: the epoch is stale, or attached at this moment.
+        """
+        session = self._sessions.attach(epoch, time.monotonic())
+        if self._supersede is not None:
+            self._supersede(SupersededError(f"epoch {epoch} has taken this worker over"))
+        self._supersede = on_superseded
+        self._ledger.reset()
+        return session
+
+    async def sealed_blocks(self, epoch: int, ranks_timeout_s: float = _RANKS_TIMEOUT_S) -> SealedBlocks:
+        """Waits until all steps of earlier sessions are finished; returns the blocks whose content is final then.
+
+        Each of several ranks waits until all ranks have reached this epoch. A rank that waits in a step which its
+        scheduler did not send to all ranks drops that step meanwhile.
+
+        Raises:
+            SupersededError: another rank is at a higher epoch.
+            Unavailable: no step runs, and not all ranks have come within the timeout. The device goes on waiting until
+                they reach this epoch or a higher one.
+        """
+
+        def take_inventory() -> SealedBlocks:
+            self._agree(epoch, _NO_STEP)
+            return self.runner.sealed_blocks()
+
+        inventory = self._device_loop.call(take_inventory)
+        taken = asyncio.wrap_future(inventory)
+        try:
+            while not taken.done():
+                await asyncio.wait([taken], timeout=ranks_timeout_s)
+                if not taken.done() and not self.busy_ms() and self.info.world_size > 1:
+                    raise Unavailable(
+                        f"this is rank {self.info.rank} of {self.info.world_size}, and not all were attached under "
+                        f"epoch {epoch} within {ranks_timeout_s:g} s; --workers of a scheduler must name all ranks of "
+                        "one group, in order"
+                    )
+            return taken.result()
+        finally:
+            # Directly: the event loop's future would pass it on in the loop's next turn.
+            inventory.cancel()
+
+    def admit(self, step: Step) -> AdmittedStep:
+        """Checks a step against the rows and applies it to them. InvalidArgument when it contradicts them."""
+        return AdmittedStep(step, self._ledger.admit(step))
+
+    def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
+        """Queues an admitted step."""
+        self._device_loop.submit(lane, admitted)
+
+    def busy_ms(self) -> int:
+        """How long the device has been in its current step; 0 when idle."""
+        return self._device_loop.busy_ms()
+
+
+class _End:
+    """The reader has read everything, and everything is answered."""
+
+
+class StepStream:
+    """The state of one Run call. FailedPrecondition when the epoch is refused."""
+
+    def __init__(self, worker: Worker, metrics: WorkerMetrics, epoch: int, *, heartbeat_interval_s: float) -> None:
+        self._worker = worker
+        self._metrics = metrics
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._outgoing: asyncio.Queue[RunResponse | QuireError | _End] = asyncio.Queue()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._session = worker.attach(epoch, on_superseded=self._outgoing.put_nowait)
+        post = asyncio.get_running_loop().call_soon_threadsafe
+        self._answer = result_message if worker.info.rank == 0 else acknowledgement
+        self._lane = StepLane(
+            on_output=lambda output: post(self._finish, output),
+            on_failure=lambda step_id, error: post(self._fail, step_id, error),
+        )
+
+    async def responses(self, requests: AsyncIterator[RunRequest]) -> AsyncGenerator[RunResponse, None]:
+        """Serves the call after its first message. Raises the QuireError that ends it."""
+        session = self._session
+        _logger.info("epoch %d attached", session.epoch)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            sealed = await self._worker.sealed_blocks(session.epoch)
+            self._metrics.attached()
+            yield attached_message(session.epoch, self._worker.info, sealed)
+            tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._send_heartbeats())]
+            while not isinstance(item := await self._outgoing.get(), _End):
+                if isinstance(item, QuireError):
+                    raise item
+                yield item
+        finally:
+            session.end()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            _logger.info("epoch %d ended after step %d", session.epoch, session.last_finished_step_id)
+
+    async def _read(self, requests: AsyncIterator[RunRequest]) -> None:
+        end: QuireError | _End = _End()
+        try:
+            async for request in requests:
+                self._take(step_of(request))
+        except QuireError as error:
+            end = error
+        except Exception as error:
+            _logger.exception("a step could not be taken")
+            end = Internal(f"the step could not be taken: {error}", reason="UNEXPECTED")
+        await self._idle.wait()
+        self._outgoing.put_nowait(end)
+
+    def _take(self, message: StepRequest) -> None:
+        """Answers a repeated step from memory, or queues the next one when it is valid."""
+        verdict = self._session.judge(step_header(message))
+        if isinstance(verdict, Replay):
+            self._outgoing.put_nowait(self._answer(verdict.output))
+        if verdict is not Verdict.RUN:
+            return
+        admitted = self._worker.admit(self._worker.decoder.decode(message))
+        self._session.start(message.step_id)
+        self._idle.clear()
+        self._worker.submit(self._lane, admitted)
+
+    def _finish(self, output: StepOutput) -> None:
+        self._session.finish(output)
+        self._metrics.step_finished(output)
+        self._outgoing.put_nowait(self._answer(output))
+        if not self._session.num_in_flight:
+            self._idle.set()
+
+    def _fail(self, step_id: int, error: BaseException) -> None:
+        self._session.end()
+        if isinstance(error, SupersededError):
+            self._outgoing.put_nowait(error)
+            return
+        self._metrics.step_failed()
+        detail = f"step {step_id} failed on the device: {type(error).__name__}: {error}"
+        self._outgoing.put_nowait(Internal(detail, reason="STEP_FAILED"))
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_interval_s)
+            # Any other response is a sign of life too, and a peer that does not read must not fill memory.
+            if self._outgoing.empty():
+                heartbeat = heartbeat_message(self._session.last_finished_step_id, self._worker.busy_ms())
+                self._outgoing.put_nowait(heartbeat)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """quire.worker.v1.WorkerService of one worker. Until it is loaded, every call is UNAVAILABLE."""
+
+    def __init__(self, metrics: WorkerMetrics, *, heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S) -> None:
+        self._metrics = metrics
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._loaded: Worker | None = None
+        # The last reason to refuse a scheduler.
+        self._refused: str | None = None
+
+    def open(self, worker: Worker) -> None:
+        """Serves calls from now on."""
+        self._loaded = worker
+
+    async def Run(
+        self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.RunResponse]:
+        epoch = self._epoch_of(await anext(request_iterator, worker_pb2.RunRequest()))
+        stream = StepStream(self._worker(), self._metrics, epoch, heartbeat_interval_s=self._heartbeat_interval_s)
+        async with aclosing(stream.responses(request_iterator)) as responses:
+            async for response in responses:
+                yield response
+
+    async def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetInfoResponse:
+        return worker_pb2.GetInfoResponse(info=info_message(self._worker().info))
+
+    def _epoch_of(self, request: worker_pb2.RunRequest) -> int:
+        try:
+            return epoch_of(request)
+        except FailedPrecondition as error:
+            # A refused scheduler tries again several times a second.
+            if str(error) != self._refused:
+                self._refused = str(error)
+                _logger.warning("refused: %s", error)
+            raise
+
+    def _worker(self) -> Worker:
+        if self._loaded is None:
+            raise Unavailable(
+                "the worker is loading its model", reason="LOADING", retry_after_ms=_RETRY_WHILE_LOADING_MS
+            )
+        return self._loaded
+
+
+async def start_server(servicer: WorkerServicer, address: str, **options: Any) -> RpcServer:
+    """Listens and serves; `options` are those of `RpcServer.start`.
+
+    Steps may have any size: one step may assign all rows, each with a long prompt or a long list of allowed tokens, and
+    what a scheduler has accepted must run.
+    """
+    return await RpcServer.start(
+        address,
+        lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server),
+        [SERVICE_NAME],
+        max_message_bytes=UNLIMITED_MESSAGE_BYTES,
+        **options,
+    )

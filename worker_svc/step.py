@@ -1,0 +1,315 @@
+"""The values of the step protocol: what a worker is, one step of the scheduler, and its results.
+
+`protocol.wire` converts them from and to messages; all other modules work with them. Arrays are int32 numpy arrays;
+pairs have shape [n, 2], triples [n, 3]. A row is a slot of the persistent batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.common.v1.common_pb2 import SamplingParameters
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+from quire.logprob_columns import LogprobColumns
+from quire.rpc.errors import FailedPrecondition
+
+Int32Array = NDArray[np.int32]
+
+HASH_BYTES = 32
+
+
+class SupersededError(FailedPrecondition):
+    """A scheduler of a higher epoch has taken over this worker, or another rank of its group."""
+
+    default_reason = "SUPERSEDED"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGeometry:
+    """The KV pool: for each layer a tensor [2, num_blocks, num_kv_heads, block_size, head_dim]."""
+
+    block_size: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    block_bytes: int
+    """Of one block: keys and values of all layers."""
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens of one sequence."""
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """The properties of the model that the scheduler needs."""
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    """Width of the logits; token ids are below this."""
+    max_model_len: int
+    """Largest number of positions of one sequence."""
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """Bounds of one step."""
+
+    max_num_rows: int
+    max_num_batched_tokens: int
+    max_steps_in_flight: int
+    max_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One incarnation of a worker process."""
+
+    worker_generation: int
+    rank: int
+    world_size: int
+    pool: PoolGeometry
+    model: ModelGeometry
+    limits: WorkerLimits
+    fingerprint: ModelFingerprint = UNKNOWN_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class StepHeader:
+    """The ids by which a session accepts or refuses a step."""
+
+    step_id: int
+    scheduler_epoch: int
+    worker_generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOperations:
+    """Moves of whole blocks, done in this order before the model runs."""
+
+    swap_out: Int32Array
+    """Pairs (gpu block, host block)."""
+    swap_in: Int32Array
+    """Pairs (host block, gpu block)."""
+    copy: Int32Array
+    """Pairs (source gpu block, destination gpu block)."""
+
+    @property
+    def written_blocks(self) -> Int32Array:
+        """GPU blocks that the moves write."""
+        return np.concatenate((self.swap_in[:, 1], self.copy[:, 1]))
+
+
+def _no_tokens() -> Int32Array:
+    return np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitRules:
+    """Changes of a row's logits before a token is drawn; the defaults change nothing."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias_token_ids: Int32Array = field(default_factory=_no_tokens)
+    """Each token once."""
+    bias_values: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    allowed_token_ids: Int32Array = field(default_factory=_no_tokens)
+    """Empty allows all."""
+    bad_sequences: tuple[Int32Array, ...] = ()
+    """Token sequences that must not be generated. None is empty."""
+    min_tokens: int = 0
+    """None of `stop_token_ids` is chosen before this many output tokens."""
+    stop_token_ids: Int32Array = field(default_factory=_no_tokens)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far matter."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether no logit is ever changed."""
+        delays_stop = self.min_tokens > 0 and len(self.stop_token_ids) > 0
+        has_lists = len(self.bias_token_ids) or len(self.allowed_token_ids) or self.bad_sequences
+        return not (self.has_penalties or delays_stop or has_lists)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSampling:
+    """How a row samples: the gateway's message, checked, and what the scheduler adds for this sequence."""
+
+    parameters: SamplingParameters
+    """Absent values are filled in. It is not changed any more."""
+    seed: int = 0
+    logprobs: int | None = None
+    """Reports the log probability of the chosen token and of this many of the most likely tokens."""
+    num_candidates: int | None = None
+    """Reports this many of the most likely tokens, and draws none."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for each prompt token but the first, when the position before it is computed."""
+    rules: LogitRules | None = None
+    """None when no logit is changed."""
+    refusal: str | None = None
+    """Why the parameters cannot be used: the row runs, and fails when it samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssignRow:
+    """Puts a sequence into a row that holds none."""
+
+    row: int
+    token_ids: Int32Array
+    block_table: Int32Array
+    sampling: RowSampling
+    num_prompt_tokens: int
+    """How many of `token_ids` are prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReseedRow:
+    """Gives a forked row its own random numbers."""
+
+    row: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetTokens:
+    """Replaces the tokens of a row from a position on."""
+
+    row: int
+    position: int
+    token_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class RowChanges:
+    """Changes of the persistent batch, applied in this order."""
+
+    release: Int32Array
+    assign: tuple[AssignRow, ...]
+    fork: Int32Array
+    """Pairs (parent row, child row). All parents are read before any child is written."""
+    reseed: tuple[ReseedRow, ...]
+    set_tokens: tuple[SetTokens, ...]
+    block_table_deltas: Int32Array
+    """Triples (row, logical index, block id)."""
+
+    @property
+    def are_none(self) -> bool:
+        """True for most steps: the rows only get their next tokens."""
+        lists = (self.release, self.assign, self.fork, self.reseed, self.set_tokens, self.block_table_deltas)
+        return not any(map(len, lists))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens to compute: parallel arrays, one entry a row."""
+
+    rows: Int32Array
+    num_new_tokens: Int32Array
+    num_computed_tokens: Int32Array
+    samples: Int32Array
+    """Pairs (row that samples, row of this batch from whose last token's logits)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedBlocks:
+    """Blocks whose content is final, and the hash of each as `[n, HASH_BYTES]` bytes."""
+
+    block_ids: Int32Array
+    hashes: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The work of one step, in the order of the fields."""
+
+    step_id: int
+    scheduler_epoch: int
+    cache_operations: CacheOperations
+    row_changes: RowChanges
+    batch: Batch
+    sealed: SealedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedStep:
+    """A step that was found valid."""
+
+    step: Step
+    batch_blocks: Int32Array
+    """GPU blocks that its batch writes."""
+
+    @property
+    def written_blocks(self) -> Int32Array:
+        """GPU blocks that it writes, by moves or by its batch."""
+        return np.concatenate((self.step.cache_operations.written_blocks, self.batch_blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log probabilities of some of a step's sampled tokens."""
+
+    samples: Int32Array
+    """Indices into `StepOutput.rows`, rising."""
+    columns: LogprobColumns
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The log probabilities of consecutive prompt tokens of a row."""
+
+    row: int
+    first_position: int
+    """Index into the sequence of the first of them."""
+    columns: LogprobColumns
+
+
+@dataclass(frozen=True, slots=True)
+class RowCandidates:
+    """The most likely next tokens of a row, best first."""
+
+    row: int
+    token_ids: Int32Array
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Durations in microseconds."""
+
+    queue_us: int
+    cache_operations_us: int
+    model_us: int
+    sample_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The results of a step, in the order of `Batch.samples`."""
+
+    step_id: int
+    rows: Int32Array
+    token_ids: Int32Array
+    logprobs: TokenLogprobs | None
+    """None when no row asks for them."""
+    candidates: tuple[RowCandidates, ...]
+    failed_rows: tuple[int, ...]
+    """Rows that drew no token, since their logits were not finite or their sampling was refused."""
+    timings: StepTimings
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    num_computed_tokens: int = 0
+    """Tokens of the batch."""
+    non_finite_chunks: tuple[int, ...] = ()
+    """Rows that do not sample, with a new token whose hidden state is not finite."""
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    """The reasons of those of `failed_rows` whose sampling was refused."""
