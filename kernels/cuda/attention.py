@@ -136,23 +136,23 @@ def prefill_tiling(head_dim: int, dtype: torch.dtype) -> PrefillTiling:
 
 
 @triton.jit
-def _piece_tokens(context, num_splits, LEAST: tl.constexpr, TILE: tl.constexpr):
-    """Tokens in each piece of a context, the last one excepted: at least LEAST, else a multiple of the tile."""
-    return tl.maximum(tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE, LEAST)
+def _piece_tokens(context, num_splits, MIN_PIECE: tl.constexpr, TILE: tl.constexpr):
+    """Tokens in each piece of a context, the last one excepted: at least MIN_PIECE, else a multiple of the tile."""
+    return tl.maximum(tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE, MIN_PIECE)
 
 
 @triton.jit(do_not_specialize=("table_stride", "num_splits"), do_not_specialize_on_alignment=_INDEXES)
 def _decode_kernel(
     output, partial, partial_lse, query, kv_cache, block_tables, query_start_loc, seq_lens,
     alibi_slopes, sinks, scale, soft_cap, sliding_window, query_stride, value_offset, table_stride, num_splits,
-    SHAPE: Shape, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
+    SHAPE: Shape, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, MIN_PIECE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     # Heads of a row and a piece run side by side: their tiles are neighbours in memory.
     place, head = tl.program_id(0) // SHAPE.num_kv_heads, tl.program_id(0) % SHAPE.num_kv_heads
     row, split = place // num_splits, place % num_splits
     token, next_token = tl.load(query_start_loc + row), tl.load(query_start_loc + row + 1)
     seq_len = tl.load(seq_lens + row)
-    begin, end = _find_piece(seq_len, sliding_window, split, num_splits, LEAST, TILE)  # pyright: ignore[reportGeneralTypeIssues]
+    begin, end = _find_piece(seq_len, sliding_window, split, num_splits, MIN_PIECE, TILE)  # pyright: ignore[reportGeneralTypeIssues]
     # One branch for both, so that the lengths are not waited for one after the other.
     if next_token - token != 1 or begin >= seq_len:
         return
@@ -182,12 +182,12 @@ def _decode_kernel(
 
 
 @triton.jit
-def _find_piece(seq_len, sliding_window, split, num_splits, LEAST: tl.constexpr, TILE: tl.constexpr):
+def _find_piece(seq_len, sliding_window, split, num_splits, MIN_PIECE: tl.constexpr, TILE: tl.constexpr):
     """Where piece `split` of a context begins and ends; it begins beyond the context where there are fewer pieces."""
     first = 0
     if sliding_window is not None:
         first = tl.maximum(seq_len - sliding_window, 0)
-    length = _piece_tokens(seq_len - first, num_splits, LEAST, TILE)
+    length = _piece_tokens(seq_len - first, num_splits, MIN_PIECE, TILE)
     begin = first + split * length
     return begin, tl.minimum(begin + length, seq_len)
 
@@ -212,7 +212,7 @@ def _attend_to_piece(
 @triton.jit(do_not_specialize=("num_splits",), do_not_specialize_on_alignment=_INDEXES)
 def _join_kernel(
     output, partial, partial_lse, query_start_loc, seq_lens, sliding_window, num_splits,
-    SHAPE: Shape, TILE: tl.constexpr, LEAST: tl.constexpr,
+    SHAPE: Shape, TILE: tl.constexpr, MIN_PIECE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) // SHAPE.num_heads, tl.program_id(0) % SHAPE.num_heads
     token = tl.load(query_start_loc + row)
@@ -221,7 +221,7 @@ def _join_kernel(
     context = tl.load(seq_lens + row)
     if sliding_window is not None:
         context = tl.minimum(context, sliding_window)
-    used = tl.cdiv(context, _piece_tokens(context, num_splits, LEAST, TILE))
+    used = tl.cdiv(context, _piece_tokens(context, num_splits, MIN_PIECE, TILE))
     first_line = row.to(tl.int64) * num_splits * SHAPE.num_heads + head
     dims = tl.arange(0, SHAPE.head_pad)
 
@@ -262,7 +262,7 @@ def decode_attention(
         SHAPE=batch.shape,
         GROUP_PAD=padded(batch.group, 16),
         TILE=tiling.tile,
-        LEAST=tiling.shortest_split,
+        MIN_PIECE=tiling.shortest_split,
         SPLIT=num_splits > 1,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -275,7 +275,7 @@ def decode_attention(
             *(scores.sliding_window, num_splits),
             SHAPE=batch.shape,
             TILE=tiling.tile,
-            LEAST=tiling.shortest_split,
+            MIN_PIECE=tiling.shortest_split,
             num_warps=2,
         )
 
@@ -310,8 +310,8 @@ def split_length(tiling: DecodeTiling, num_programs: int, max_seq_len: int, num_
     """
     slots = num_sms * tiling.programs_per_sm
     fewest = ceil_div(max_seq_len, tiling.longest_split)
-    most = max(fewest, min(ceil_div(max_seq_len, tiling.shortest_split), ceil_div(4 * slots, num_programs)))
-    counts = range(fewest, most + 1)
+    greatest = max(fewest, min(ceil_div(max_seq_len, tiling.shortest_split), ceil_div(4 * slots, num_programs)))
+    counts = range(fewest, greatest + 1)
     utilizations = [_utilization(num_programs * count, slots) for count in counts]
     enough = GOOD_ENOUGH * max(utilizations)
     pieces = next(count for count, each in zip(counts, utilizations, strict=True) if each >= enough)
@@ -346,7 +346,7 @@ def _prefill_kernel(
     sliding_window, query_stride, value_offset, table_stride, num_rows,
     SHAPE: Shape, TILE_TOKENS: tl.constexpr, QUERY_TILE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # The last tokens of a chunk see most keys: the longest programs start first, all heads of a tile side by side.
+    # The last tokens of a chunk see the most keys: the longest programs start first, all heads of a tile side by side.
     query_tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SHAPE.num_kv_heads
     head = tl.program_id(0) % SHAPE.num_kv_heads
     row = _find_row(query_start_loc, query_tile, num_rows, TILE_TOKENS)

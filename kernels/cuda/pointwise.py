@@ -3,6 +3,8 @@
 A program takes a line in a norm, a tile of a line in the activation, and the heads of a token in a rotation.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -73,45 +75,24 @@ def add_layer_norm(
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """`kernels.ops.layer_norm`."""
-    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not x.numel():
-        return output
-    lines, hidden = _as_lines(x), x.shape[-1]
-    launch(
-        _layer_norm_kernel,
-        (lines.shape[0],),
-        output,
-        lines,
-        None if weight is None else weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-        eps,
-        lines.stride(0),
-        HIDDEN=hidden,
-        HIDDEN_PAD=padded(hidden),
-        num_warps=_num_warps(hidden),
-    )
-    return output
+    weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
+    return _norm(_layer_norm_kernel, x, weight, bias, eps)
 
 
 def _rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    stride = 0 if residual is None else residual.stride(0)
+    return _norm(_rms_norm_kernel, x, residual, weight.contiguous(), eps, stride)
+
+
+def _norm(
+    kernel: Any, x: torch.Tensor, first: torch.Tensor | None, second: torch.Tensor | None, eps: float, *strides: int
+) -> torch.Tensor:
+    """Launches a norm kernel, whose `first` and `second` follow the lines of x."""
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not x.numel():
-        return output
-    lines, hidden = _as_lines(x), x.shape[-1]
-    launch(
-        _rms_norm_kernel,
-        (lines.shape[0],),
-        output,
-        lines,
-        residual,
-        weight.contiguous(),
-        eps,
-        lines.stride(0),
-        0 if residual is None else residual.stride(0),
-        HIDDEN=hidden,
-        HIDDEN_PAD=padded(hidden),
-        num_warps=_num_warps(hidden),
-    )
+    if x.numel():
+        lines, hidden = _as_lines(x), x.shape[-1]
+        sizes = {"HIDDEN": hidden, "HIDDEN_PAD": padded(hidden), "num_warps": _num_warps(hidden)}
+        launch(kernel, (lines.shape[0],), output, lines, first, second, eps, lines.stride(0), *strides, **sizes)
     return output
 
 
@@ -142,9 +123,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     output = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if not output.numel():
         return output
-    lines = x.reshape(-1, x.shape[-1])
-    if lines.stride(1) != 1:
-        lines = lines.contiguous()
+    lines = _as_lines(x)
     grid = (lines.shape[0], ceil_div(width, TILE))
     launch(_silu_and_mul_kernel, grid, output, lines, lines.stride(0), WIDTH=width, TILE=TILE)
     return output

@@ -197,7 +197,7 @@ class Running(NamedTuple):
     Attributes:
         best: [M], the highest score so far, minus infinity before the first.
         totals: [M, N] or [M, 1], sums of weights relative to the best. With a sum for each column of the tiles,
-            warps that share a query have nothing to tell each other until the end; it costs registers.
+            warps that share a query exchange nothing until the end; it costs registers.
         attended: [M, D], weighted sums of values.
     """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh PYTHON [pytest arguments]: builds the CPU library with sanitizers and runs the tests of the CPU kernels on it.
+# run.sh PYTHON [pytest flags]: builds the CPU library with sanitizers and runs the tests of the CPU kernels on it.
 #
 # SANITIZERS: the builds, each with the sanitizers that go together. ISAS: the instruction sets, by default the best one and
 # AVX2: the others share their code. What a sanitizer reports ends the test process.
@@ -21,5 +21,5 @@ for sanitizers in ${SANITIZERS:-address,undefined thread}; do
   fi
   # Address space randomization can place a library where ThreadSanitizer keeps its own memory.
   env "${environment[@]}" LD_PRELOAD="$runtimes" setarch --addr-no-randomize "$python" -m pytest -p no:cacheprovider \
-    --timeout 600 -m "" "${@:-tests/unit/kernels/cpu}"
+    --timeout 600 -m "" --capture=no --ignore tests/unit/kernels/cpu/test_library.py tests/unit/kernels/cpu tests/unit/kernels/test_*.py "$@"
 done

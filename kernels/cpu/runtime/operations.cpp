@@ -233,9 +233,10 @@ Status Operations::add_all_gather(const AllGatherArgs& args) {
     };
     for (int64_t row = 0; row < args.rows; row += at_once) {
       auto give = [=](int64_t begin, int64_t end, std::byte* to) {
+        const int64_t count = bytes(args.group.rank);
+        if (count == 0) return;  // x may be null then
         const std::byte* x = static_cast<const std::byte*>(args.x) + column;
-        for (int64_t i = begin; i < end; ++i)
-          std::memcpy(to + i * width, x + (row + i) * args.x_stride, bytes(args.group.rank));
+        for (int64_t i = begin; i < end; ++i) std::memcpy(to + i * width, x + (row + i) * args.x_stride, count);
       };
       auto take = [=](int64_t begin, int64_t end, const Round& round) {
         std::byte* output = static_cast<std::byte*>(args.output) + column;
@@ -264,94 +265,56 @@ int32_t run_added(const Context& context, int64_t threads, const Add& add) {
   }
 }
 
-// A part of a recording, for as many tokens and rows as there are now.
+// The arguments of a recorded operation, for as many tokens or lines as a run has.
+template <class Args>
+Args args_of(const RecordedOperation& recorded, int64_t Args::* count, const RunArgs& run) {
+  Args args = *static_cast<const Args*>(recorded.args);
+  args.*count = run.num_tokens * recorded.lines_per_token;
+  return args;
+}
+
 Status add(Operations& operations, const RecordedOperation& recorded, const RunArgs& run) {
-  const int64_t lines = run.num_tokens * recorded.lines_per_token;
   switch (recorded.operation) {
     case kPagedAttention: {
-      AttentionArgs args = *static_cast<const AttentionArgs*>(recorded.args);
-      args.num_tokens = lines;
+      AttentionArgs args = args_of(recorded, &AttentionArgs::num_tokens, run);
       args.num_rows = run.num_rows;
       return operations.add_paged_attention(args);
     }
     case kRmsNorm:
-    case kLayerNorm: {
-      NormArgs args = *static_cast<const NormArgs*>(recorded.args);
-      args.rows = lines;
-      return recorded.operation == kRmsNorm ? operations.add_rms_norm(args) : operations.add_layer_norm(args);
-    }
-    case kGate: {
-      SiluArgs args = *static_cast<const SiluArgs*>(recorded.args);
-      args.rows = lines;
-      return operations.add_silu_and_mul(args);
-    }
-    case kRotary: {
-      RotaryArgs args = *static_cast<const RotaryArgs*>(recorded.args);
-      args.num_tokens = lines;
-      return operations.add_rotary(args);
-    }
-    case kQuantize: {
-      QuantizeArgs args = *static_cast<const QuantizeArgs*>(recorded.args);
-      args.rows = lines;
-      return operations.add_quantize(args);
-    }
-    case kAllReduce: {
-      AllReduceArgs args = *static_cast<const AllReduceArgs*>(recorded.args);
-      args.rows = lines;
-      return operations.add_all_reduce(args);
-    }
-    case kAllGather: {
-      AllGatherArgs args = *static_cast<const AllGatherArgs*>(recorded.args);
-      args.rows = lines;
-      return operations.add_all_gather(args);
-    }
-    default: {
-      ProductArgs args = *static_cast<const ProductArgs*>(recorded.args);
-      args.num_tokens = lines;
-      return operations.add_product(args);
-    }
+      return operations.add_rms_norm(args_of(recorded, &NormArgs::rows, run));
+    case kLayerNorm:
+      return operations.add_layer_norm(args_of(recorded, &NormArgs::rows, run));
+    case kGate:
+      return operations.add_silu_and_mul(args_of(recorded, &SiluArgs::rows, run));
+    case kRotary:
+      return operations.add_rotary(args_of(recorded, &RotaryArgs::num_tokens, run));
+    case kQuantize:
+      return operations.add_quantize(args_of(recorded, &QuantizeArgs::rows, run));
+    case kAllReduce:
+      return operations.add_all_reduce(args_of(recorded, &AllReduceArgs::rows, run));
+    case kAllGather:
+      return operations.add_all_gather(args_of(recorded, &AllGatherArgs::rows, run));
+    default:
+      return operations.add_product(args_of(recorded, &ProductArgs::num_tokens, run));
   }
 }
 
 }  // namespace
 }  // namespace quire
 
-int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args) {
-  return quire::run_added(*context, args->threads,
-                          [&](quire::Operations& all) { return all.add_paged_attention(*args); });
-}
-
-int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args) {
-  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_rms_norm(*args); });
-}
-
-int32_t quire_layer_norm(const quire::Context* context, const quire::NormArgs* args) {
-  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_layer_norm(*args); });
-}
-
-int32_t quire_silu_and_mul(const quire::Context* context, const quire::SiluArgs* args) {
-  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_silu_and_mul(*args); });
-}
-
-int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args) {
-  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_rotary(*args); });
-}
-
-int32_t quire_quantize(const quire::Context* context, const quire::QuantizeArgs* args) {
-  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_quantize(*args); });
-}
-
-int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args) {
-  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_product(*args); });
-}
-
-int32_t quire_all_reduce(const quire::Context* context, const quire::AllReduceArgs* args) {
-  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_all_reduce(*args); });
-}
-
-int32_t quire_all_gather(const quire::Context* context, const quire::AllGatherArgs* args) {
-  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_all_gather(*args); });
-}
+#define QUIRE_OPERATION(name, Args)                                                                                  \
+  int32_t quire_##name(const quire::Context* context, const quire::Args* args) {                                     \
+    return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_##name(*args); }); \
+  }
+QUIRE_OPERATION(paged_attention, AttentionArgs)
+QUIRE_OPERATION(rms_norm, NormArgs)
+QUIRE_OPERATION(layer_norm, NormArgs)
+QUIRE_OPERATION(silu_and_mul, SiluArgs)
+QUIRE_OPERATION(rotary, RotaryArgs)
+QUIRE_OPERATION(quantize, QuantizeArgs)
+QUIRE_OPERATION(product, ProductArgs)
+QUIRE_OPERATION(all_reduce, AllReduceArgs)
+QUIRE_OPERATION(all_gather, AllGatherArgs)
 
 int32_t quire_run(const quire::Context* context, const quire::RunArgs* args) {
   return quire::run_added(*context, args->threads, [&](quire::Operations& all) {

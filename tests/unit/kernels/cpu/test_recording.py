@@ -114,6 +114,24 @@ def test_every_run_gives_what_the_operations_give_one_by_one(
             assert torch.equal(recorded.kv_cache, one_by_one.kv_cache)
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_begin_an_operation_when_all_have_ended_the_one_before(library: Library, threads: int) -> None:
+    """Of operations that several threads share: each panel of the product reads all lines of the norm."""
+    x, ones = torch.empty(MOST_TOKENS, 4096), torch.ones(4096)
+    weight = ops.pack_weight(torch.randn(512, 4096))
+    recorder = Recorder(library, MOST_TOKENS)
+    with recorder, recording_with(recorder.kernels):
+        output = ops.product(ops.rms_norm(x, ones, 1e-6), weight)
+    recording = recorder.recording((x, ones, weight))
+    for seed in range(20):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+        with torch_threads(threads):
+            recording.run(MOST_TOKENS, 1)
+        with recording_with(CpuKernels(library)):
+            expected = ops.product(ops.rms_norm(x, ones, 1e-6), weight)
+        assert torch.equal(output, expected), f"run {seed}"
+
+
 def test_a_block_that_is_not_there_stops_a_run_before_anything_is_written(library: Library) -> None:
     layer = Layer()
     recording, _ = record(library, layer)
