@@ -129,19 +129,20 @@ class RowTable:
 
     def decoding(self) -> Array:
         """Rows whose input is their own last sample, int64[n], rising."""
-        return np.flatnonzero(self.active & ~self.prefills & self._can_compute(slice(None)))
+        # A sequence that reaches its end with what is in flight needs no further step.
+        num_tokens = self.num_tokens
+        can_compute = (num_tokens < self.max_len) & (self.num_computed < num_tokens)
+        return np.flatnonzero(self.active & ~self.prefills & can_compute)
 
     def prefilling(self) -> Array:
         """Rows that compute what they came with, int64[n], in queue order; those of one group in order of their rows,
         so that who computes a shared block comes before who reads it."""
-        rows = np.flatnonzero(self.active & self.prefills)
-        rows = rows[self._can_compute(rows)]
-        return rows[np.argsort(self.order[rows], kind="stable")]
+        rows = self._that_can_compute(np.flatnonzero(self.active & self.prefills))
+        return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
 
     def sharing_tail(self) -> Array:
         """Decoding rows whose next token may go to a shared block, int64[n], rising."""
-        rows = np.flatnonzero(self.active & ~self.prefills & self.shares_tail)
-        return rows[self._can_compute(rows)]
+        return self._that_can_compute(np.flatnonzero(self.active & ~self.prefills & self.shares_tail))
 
     def without_slot(self, rows: Array) -> Array:
         """Those of `rows` whose next token has no slot in a block yet."""
@@ -151,10 +152,11 @@ class RowTable:
         """Tokens of the row that no planned step computes."""
         return int(self.num_tokens[row] - self.num_computed[row])
 
-    def _can_compute(self, rows: Array | slice) -> Array:
-        # A sequence that reaches its end with what is in flight needs no further step.
+    def _that_can_compute(self, rows: Array) -> Array:
+        if not len(rows):
+            return rows
         num_tokens = self.num_tokens[rows]
-        return (num_tokens < self.max_len[rows]) & (self.num_computed[rows] < num_tokens)
+        return rows[(num_tokens < self.max_len[rows]) & (self.num_computed[rows] < num_tokens)]
 
 
 class StepDraft:

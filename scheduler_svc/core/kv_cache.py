@@ -153,6 +153,10 @@ class BlockManager:
         return bool(sequences)
 
     @property
+    def has_retired(self) -> bool:
+        return bool(self._retired)
+
+    @property
     def retired_tables(self) -> list[list[BlockId]]:
         """The blocks of retired sequences, which will be free soon."""
         return [sequence.block_table for sequence in self._retired]

@@ -242,7 +242,8 @@ class Scheduler:
         before the decodes and waiting ones after the chunks. None enters in a step that preempts for want of blocks.
         """
         batch = self.batch
-        batch.blocks.reclaim()
+        if batch.blocks.has_retired:
+            batch.blocks.reclaim()
         self.expire_pins(now)
         if self.trials.are_on:
             if self.in_flight:
@@ -282,6 +283,8 @@ class Scheduler:
     def _preempt_for_decodes(self, now: float) -> bool:
         """Preempts until every decoding row can have the slot of its next token. Returns whether it preempted."""
         blocks = self.batch.blocks
+        if self.batch.blocks_for_decodes() <= blocks.pool.num_free:
+            return False
         victims = self.policy.victims(self.running)
         has_preempted = False
         while self.batch.blocks_for_decodes() > blocks.pool.num_free:

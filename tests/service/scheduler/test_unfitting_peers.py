@@ -59,8 +59,8 @@ async def answer_to(
 
 
 WORKER_LINES = {
-    "the scheduler": "the worker speaks versions 8 to 9 of quire.worker.v1, the scheduler version 1: ",
-    "the worker": "the scheduler speaks version 1 of quire.worker.v1, the worker versions 8 to 9: ",
+    "the scheduler": "the worker speaks versions 8 to 9 of quire.worker.v1, the scheduler version 2: ",
+    "the worker": "the scheduler speaks version 2 of quire.worker.v1, the worker versions 8 to 9: ",
 }
 
 
@@ -108,13 +108,13 @@ async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_spe
         (
             {"protocol": NEWER},
             "PROTOCOL_VERSION",
-            "{} speaks versions 8 to 9 of quire.scheduler.v1, the scheduler version 1: they have none in common; "
+            "{} speaks versions 8 to 9 of quire.scheduler.v1, the scheduler version 2: they have none in common; "
             "upgrade the scheduler",
         ),
         (
             {"protocol": NO_VERSION},
             "PROTOCOL_VERSION",
-            "{} speaks no version of quire.scheduler.v1, the scheduler version 1: they have none in common; upgrade {}",
+            "{} speaks no version of quire.scheduler.v1, the scheduler version 2: they have none in common; upgrade {}",
         ),
         (
             {"model": ModelFingerprint("c2", "t1")},
