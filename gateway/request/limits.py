@@ -1,4 +1,4 @@
-"""What a request may ask for, here and now."""
+"""The limits of requests: constants, and what settings and schedulers allow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,9 +65,9 @@ class Pool:
     block_size: int
 
     def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
-        """The most tokens that so many sequences of one prompt can have each, if they run alone.
+        """The maximum number of tokens of each of `num_sequences` sequences of one prompt, if they run alone.
 
-        They share the full blocks of the prompt and nothing else, and the last token of each is never computed.
+        They share the full blocks of the prompt and nothing else. The last token of each is never computed.
         """
         shared = prompt_tokens // self.block_size
         own = (self.num_blocks - shared) // num_sequences
@@ -76,16 +76,16 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The configured limits, narrowed by what the schedulers offer.
+    """The configured limits, narrowed by those of the schedulers.
 
     Attributes:
         pools: Of the replicas, each of which may get the request.
         vocab_size: Width of the logits; token ids are below it.
-        max_model_len: The most tokens of prompt and output together.
+        max_model_len: The maximum number of tokens, prompt and output.
         max_prompt_tokens: Always below max_model_len, so that at least one token can be generated.
-        longest_token_bytes: No token spells more text, in UTF-8.
-        max_n: The most sequences of one request.
-        max_call_sequences: The most sequences of all requests of one call, those that are not returned included.
+        longest_token_bytes: The maximum size of the text of one token, in UTF-8.
+        max_n: The maximum number of sequences of one request.
+        max_call_sequences: The maximum number of sequences of all requests of one call, including those not returned.
     """
 
     pools: tuple[Pool, ...]
@@ -103,21 +103,21 @@ class Limits:
     max_call_sequences: int
 
     def fewest_tokens(self, num_bytes: int) -> int:
-        """A text of so many bytes of UTF-8 has at least so many tokens."""
+        """The minimum number of tokens of a text with so many bytes in UTF-8."""
         return -(-num_bytes // self.longest_token_bytes)
 
     @property
     def max_tokenize_bytes(self) -> int:
-        """The longest text that is tokenized for its own sake, in UTF-8."""
+        """The maximum size of a text for Tokenize, in bytes of UTF-8."""
         return max(self.max_prompt_tokens * self.longest_token_bytes, MIN_TOKENIZE_BYTES)
 
     def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
-        """The most tokens of prompt and output together that each sequence can have on every replica."""
+        """The maximum number of tokens, prompt and output, of each sequence on every replica."""
         return min(self.max_model_len, *(pool.longest_sequence(prompt_tokens, num_sequences) for pool in self.pools))
 
 
 def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_token_bytes: int) -> Limits:
-    """What holds on every replica, since each of them may get the request."""
+    """The limits that hold on every replica, since any replica may get the request."""
     max_model_len = min(welcome.max_model_len for welcome in welcomes)
     longest_prompt = max_model_len - 1
     if settings.max_prompt_tokens is not None:

@@ -152,7 +152,7 @@ def resolve(
     eos_token_ids: tuple[int, ...],
     bad_sequences: Sequence[Sequence[int]] = (),
 ) -> Parameters:
-    """What valid options mean. `bad_sequences` are the bad words as tokens."""
+    """The parameters of valid options. `bad_sequences` are the bad words as tokens."""
     sampling = _sampling(options.sampling, model_defaults)
     stopping = StoppingParameters(min_tokens=0, ignore_eos=False, include_stop_string=False)
     stopping.MergeFrom(options.stopping)
@@ -164,12 +164,12 @@ def resolve(
 
 
 def drawn_seed(sampling: SamplingParameters) -> int:
-    """The seed of a request: the one that it names, or one of its own."""
+    """The seed of a request: its own, or a new random one."""
     return sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
 
 
 def _num_candidates(sampling: SamplingParameters) -> int:
-    """The sequences among which those that are returned are chosen."""
+    """The number of sequences from which the returned ones are chosen."""
     if sampling.HasField("beam_search"):
         return sampling.beam_search.beam_width
     return sampling.best_of or sampling.n or 1
@@ -202,7 +202,7 @@ def _sampling(asked: SamplingParameters, model_defaults: SamplingParameters) -> 
     sampling.best_of = _num_candidates(asked)
     if asked.HasField("beam_search"):
         for name, number in NUMBERS.items():
-            # The model's defaults of how to draw do not apply where nothing is drawn.
+            # A beam search draws nothing, so the model's defaults of how to draw do not apply.
             if number.in_beam_search is not None:
                 setattr(sampling, name, number.in_beam_search)
         beam = sampling.beam_search

@@ -1,7 +1,7 @@
-"""What a caller asks for, in one form for all front ends: the contract's own messages.
+"""Requests as values, in one form for all front ends: their parameters are the contract's own messages.
 
-`RequestOptions` are a request as it came in: an absent field is absent in its messages. `GenerationRequest` is what
-becomes of it once it is validated, tokenized and completed with defaults.
+`RequestOptions` is a request as it came in: an absent field is absent in its messages. `GenerationRequest` is the same
+request validated, tokenized and completed with defaults.
 """
 
 import math
@@ -19,7 +19,7 @@ from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, Stoppi
 from quire.tracing import TraceContext
 
 MAX_ENTRIES = 1 << 20
-"""Of a list in a message. No limit is above it; a longer one is refused without being copied."""
+"""The maximum length of a list in a message. No limit is above it; a longer list is refused without being copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """`name` says who speaks among several of one role; whether that is part of the prompt the template decides."""
+    """`name` tells speakers of one role apart. The chat template decides whether it is part of the prompt."""
 
     role: str
     content: str
@@ -51,8 +51,8 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """What the caller holds of one sequence: its tokens, characters of their text where it counts these, and the sum of
-    their log probabilities where it has that."""
+    """What the caller holds of one sequence: its tokens, and optionally the number of characters of their text and the
+    sum of their log probabilities."""
 
     token_ids: Sequence[int]
     num_characters: int | None = None
@@ -61,9 +61,9 @@ class HeldSequence:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """One request as the caller sent it, nothing checked.
+    """One request as the caller sent it, not validated.
 
-    A higher `priority` runs earlier; `priority_sign` times it is what the caller wrote, which errors show.
+    A higher `priority` runs earlier. Errors show `priority_sign * priority`, which is what the caller wrote.
     """
 
     prompt: Prompt | None
@@ -72,17 +72,17 @@ class RequestOptions:
     stopping: StoppingParameters = field(default_factory=StoppingParameters)
     output: OutputOptions = field(default_factory=OutputOptions)
     as_written: Mapping[str, Any] = field(default_factory=dict)
-    """Values that a field of the messages does not hold as the caller wrote them, by the field's path. The validator
-    judges these, and refuses each that its field cannot hold at all."""
+    """Values that the messages cannot hold exactly as the caller wrote them, by the path of the field. The validator
+    checks these instead, and refuses each value that is outside the range of its field."""
     request_id: str | None = None
     priority: int | None = None
     priority_sign: Literal[1, -1] = 1
     durable: bool = False
     continue_from: Sequence[HeldSequence] = ()
-    """What an earlier request gave; one entry a sequence, or none."""
+    """The output of an earlier request; one entry a sequence, or none."""
 
     def asked(self, path: str) -> Any:
-        """What the caller wrote in a field of the messages, for example "sampling.top_p"; None where it is absent."""
+        """The value that the caller wrote for a field, for example "sampling.top_p"; None if it is absent."""
         if path in self.as_written:
             return self.as_written[path]
         parent_of, name, has_presence = _place_of(path)
@@ -95,7 +95,7 @@ _GROUPS = {"sampling": SamplingParameters, "stopping": StoppingParameters, "outp
 
 @cache
 def _place_of(path: str) -> tuple[Callable[[RequestOptions], Message], str, bool]:
-    """Where a path leads: to the message that has the field, the field's name, and whether that can be absent."""
+    """Of the field at a path: how to get its message from the options, its name, and whether it can be absent."""
     group, *parts, name = path.split(".")
     descriptor = _GROUPS[group].DESCRIPTOR
     for part in parts:
@@ -104,8 +104,8 @@ def _place_of(path: str) -> tuple[Callable[[RequestOptions], Message], str, bool
 
 
 def write(message: Message, path: str, value: Any, as_written: dict[str, Any]) -> None:
-    """Writes what a caller wrote into the field that `path` ends with; None leaves it absent. What the field does not
-    hold as it was written goes to `as_written`."""
+    """Sets the field at the end of `path` to a value of a caller; None leaves it absent. A value that the field cannot
+    hold exactly goes to `as_written` as well."""
     if value is None:
         return
     name = path.rpartition(".")[2]
@@ -121,7 +121,7 @@ def write(message: Message, path: str, value: Any, as_written: dict[str, Any]) -
             setattr(message, name, value)
             is_held = getattr(message, name) == value
     except ValueError:
-        # Out of the range of the field's type, or no valid Unicode.
+        # Outside the range of the field's type, or not valid Unicode.
         message.ClearField(name)
         is_held = False
     if not is_held:
@@ -171,15 +171,15 @@ class GenerationRequest:
     """What the worker samples by: a serialized quire.common.v1.RowSampling."""
     priority: int = 0
     durable: bool = False
-    """It runs on without its reader for a while, and can be resumed."""
+    """The request runs on without a reader for a while, and can be resumed."""
     nonce: int = 0
-    """Tells it from others that have its id before or after it; 64 bits."""
+    """64 random bits that distinguish the request from others with the same id."""
     trace: TraceContext | None = None
-    """The span that schedulers continue, where the request is traced."""
+    """The span that the scheduler continues, if the request is traced."""
 
     @property
     def num_sequences(self) -> int:
-        """How many are returned, out of `best_of` that are sampled, or that a beam search finds."""
+        """The number of sequences that are returned, out of `best_of` that are sampled or searched."""
         return self.sampling.n
 
     @property
@@ -200,5 +200,5 @@ class GenerationRequest:
 
     @property
     def chooses(self) -> bool:
-        """Whether its sequences are chosen among others, and come when all of those have ended."""
+        """Whether the returned sequences are chosen when all have ended, so that none is delivered before."""
         return self.best_of > self.num_sequences or self.sampling.HasField("beam_search")

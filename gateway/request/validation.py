@@ -1,7 +1,7 @@
-"""The one validator, for every front end.
+"""The validator of requests, the same for every front end.
 
-It works on values, looks at all fields before it raises, and allocates nothing. Each violation names the field, its
-value and the limit.
+It checks all fields before it raises, and allocates nothing of the size of a request. Each violation names the field,
+its value and the limit.
 """
 
 import re
@@ -39,7 +39,7 @@ _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_LENGTH}}}")
 
 
 def check_model(model: str | None, served_model: str | None) -> None:
-    """Raises InvalidArgument when another model than the served one is asked to do something."""
+    """Raises InvalidArgument if a request names another model than the served one."""
     if (violation := wrong_model(model, served_model)) is not None:
         raise InvalidArgument(f"model {violation.description}", reason="MODEL_NOT_FOUND", violations=[violation])
 
@@ -51,9 +51,9 @@ def find_model(model: str, served_model: str | None) -> None:
 
 
 def wrong_model(model: str | None, served_model: str | None) -> FieldViolation | None:
-    """What is wrong with the name of a model; None where it is absent or right.
+    """The violation of a model name; None if the name is absent or right.
 
-    `served_model` is None for a caller who may use none, and is not told that there is one.
+    `served_model` is None for a caller who may use no model. Such a caller does not learn the name of the served one.
     """
     if served_model is None:
         shown = "is absent" if model is None else f'is "{shortened(model)}"'
@@ -64,13 +64,12 @@ def wrong_model(model: str | None, served_model: str | None) -> FieldViolation |
 
 
 def check_request(request: RequestOptions, limits: Limits, served_model: str | None) -> None:
-    """Checks everything but the number of prompt tokens, which only the tokenizer knows.
+    """Checks everything except the number of prompt tokens, which only the tokenizer knows.
 
-    `served_model` is None for a caller who may use none.
+    `served_model` is None for a caller who may use no model.
 
     Raises:
         InvalidArgument: the model is not served here, or fields are missing or out of range.
-        Unimplemented: a valid request for what this version does not do.
     """
     check_model(request.model, served_model)
     violations = Violations()
@@ -81,10 +80,10 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
 
 
 def check_another(request: RequestOptions, limits: Limits) -> None:
-    """Checks a request that has model and parameters of one that `check_request` has let pass.
+    """Checks a request with the model and the parameters of one that passed `check_request`.
 
     Raises:
-        InvalidArgument: its prompt or its id is at fault.
+        InvalidArgument: its prompt or its id is missing or out of range.
     """
     violations = Violations()
     check_prompt(violations, request.prompt, limits)
@@ -93,11 +92,11 @@ def check_another(request: RequestOptions, limits: Limits) -> None:
 
 
 def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> None:
-    """Checks what a call asks for by making so many requests with the same parameters. What is too much for one request
-    already is left to `check_request`.
+    """Checks what `num_requests` requests with the same parameters take together. What is too much for one request is
+    left to `check_request`.
 
     Raises:
-        InvalidArgument: there would be too many sequences, or too many copies of long parameters.
+        InvalidArgument: the call has too many sequences, or too many copies of long parameters.
     """
     violations = Violations()
     field, per_request = _sequences_of(request)
@@ -129,7 +128,7 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
 
 
 def _sequences_of(request: RequestOptions) -> tuple[str, int]:
-    """How many sequences run for a request, and the field that says so."""
+    """The field that gives the number of sequences of a request, and that number."""
     if request.sampling.HasField("beam_search"):
         field = "sampling.beam_search.beam_width"
     else:
@@ -165,7 +164,7 @@ def check_prompt(
     missing: FieldViolation = _MISSING_PROMPT,
     chat_field: str = "messages",
 ) -> None:
-    """Checks a prompt before it is tokenized. `missing` is what is wrong where there is none."""
+    """Checks a prompt before it is tokenized. `missing` is the violation if there is no prompt."""
     match prompt:
         case None:
             violations.add(missing.field, missing.description)
@@ -183,10 +182,9 @@ def check_prompt(
 
 
 def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *, field: str = "messages") -> bool:
-    """Checks all but the size of the messages, which are the request's field `field`; returns whether they are few
-    enough for their size to be looked at.
+    """Checks the messages in `field`, except their size. Returns whether they are few enough to check their size.
 
-    Which roles there are only the template knows.
+    Any role passes: only the chat template knows the roles.
     """
     if not prompt.messages:
         violations.add(field, "is empty; at least one message is needed")
@@ -208,7 +206,7 @@ def texts_of(prompt: ChatPrompt) -> Iterator[str]:
 
 
 def _check_prompt_size(violations: Violations, field: str, texts: Iterable[str], limits: Limits) -> None:
-    """Refuses a prompt that has too many tokens whatever they are, before the tokenizer spends time on it."""
+    """Refuses a text with so many bytes that it has too many tokens, before the tokenizer spends time on it."""
     fewest = limits.fewest_tokens(sum(map(utf8_size, texts)))
     _check_prompt_length(violations, field, fewest, limits, is_lower_bound=True)
 
@@ -229,13 +227,13 @@ def _check_prompt_length(
 
 
 def _context_length(limits: Limits) -> str:
-    """Programs look for these words to learn that another model or a shorter prompt is needed."""
+    """Client libraries search for these words to recognise a prompt that is too long."""
     return f"this model's maximum context length is {limits.max_model_len} tokens"
 
 
 def _check_name(violations: Violations, field: str, name: str) -> None:
     if len(name) > MAX_NAME_LENGTH:
-        violations.add(field, f"has {len(name):,} characters; the most is {MAX_NAME_LENGTH}")
+        violations.add(field, f"has {len(name):,} characters; the max is {MAX_NAME_LENGTH}")
     violations.check_text(field, name)
 
 
@@ -258,16 +256,16 @@ def check_prompt_tokens(field: str, token_ids: Sequence[int], limits: Limits) ->
 def resolve_max_tokens(
     field: str, token_ids: Sequence[int], max_tokens: int | None, num_sequences: int, limits: Limits
 ) -> int:
-    """The number of tokens to generate after a prompt, given as `field`: what is asked, or what is left for each of so
-    many sequences.
+    """The maximum number of tokens to generate after a prompt in `field`: `max_tokens`, or what is left for each of the
+    sequences.
 
     Raises:
-        InvalidArgument: as `check_prompt_tokens`, or the sum can never fit.
+        InvalidArgument: as `check_prompt_tokens`, or prompt and output exceed the context.
     """
     check_prompt_tokens(field, token_ids, limits)
     prompt_tokens = len(token_ids)
     if max_tokens is None:
-        # Where there is no room for one token of each, a scheduler says so, with its figures.
+        # If there is no room for one token of each, the scheduler refuses the request with its figures.
         return max(limits.longest_sequence(prompt_tokens, num_sequences) - prompt_tokens, 1)
     if prompt_tokens + max_tokens > limits.max_model_len:
         violations = Violations()
@@ -282,7 +280,7 @@ def resolve_max_tokens(
 
 
 def check_defaults(violations: Violations, defaults: RequestOptions) -> None:
-    """Checks what a model directory may say about sampling, which is bound as what a caller asks."""
+    """Checks the sampling defaults of a model directory by the limits of requests."""
     for name in NUMBERS:
         _check_number(violations, name, defaults)
 
@@ -295,7 +293,7 @@ def _check_number(violations: Violations, name: str, request: RequestOptions) ->
 
 
 def _check_drawing(violations: Violations, request: RequestOptions, limits: Limits) -> None:
-    """What has another meaning, or none, in a beam search."""
+    """Checks what does not apply to a beam search, or otherwise."""
     for name, number in NUMBERS.items():
         if number.in_beam_search is not None:
             _check_number(violations, name, request)
@@ -303,7 +301,7 @@ def _check_drawing(violations: Violations, request: RequestOptions, limits: Limi
     violations.check_range("sampling.n", n, 1, limits.max_n)
     violations.check_range("sampling.best_of", best_of, n or 1, limits.max_n)
     if request.asked("stopping.stop") and (best_of or n or 1) > (n or 1):
-        # The best have been chosen, as a whole, by the time their text is known.
+        # The best sequences are chosen before their text is known.
         violations.add(
             "stopping.stop",
             f"cannot be used where best_of, which is {shown(best_of)}, is above n, which is {shown(n or 1)}; use "
@@ -312,7 +310,7 @@ def _check_drawing(violations: Violations, request: RequestOptions, limits: Limi
 
 
 def _check_beam_search(violations: Violations, request: RequestOptions, limits: Limits) -> None:
-    """Checks `beam_search` and what contradicts it in the request that asks for it."""
+    """Checks `beam_search` and the parameters that contradict it."""
     width = request.asked("sampling.beam_search.beam_width")
     violations.check_range("sampling.beam_search.beam_width", width, 1, limits.max_n)
     length_penalty = request.asked("sampling.beam_search.length_penalty")
@@ -343,15 +341,15 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
         violations.add(
             "stopping.stop_token_ids",
             f"has {num_stop_tokens:,} entries, so that each of {width:,} beams would report "
-            f"{num_candidates:,} candidates; the most is {MAX_BEAM_CANDIDATES:,}",
+            f"{num_candidates:,} candidates; the max is {MAX_BEAM_CANDIDATES:,}",
         )
     if request.asked("stopping.stop"):
-        # The search has chosen among whole hypotheses by the time their text is known.
+        # Hypotheses are chosen before their text is known.
         violations.add("stopping.stop", "cannot be used with beam search; use stop_token_ids")
 
 
 def _check_sampling(violations: Violations, request: RequestOptions, limits: Limits) -> None:
-    """What has the same meaning whether tokens are drawn or searched for."""
+    """Checks what applies to sampling and to beam search."""
     violations.check_range("sampling.seed", request.asked("sampling.seed"), MIN_SEED, MAX_SEED)
     for name, number in NUMBERS.items():
         if number.in_beam_search is None:
@@ -393,6 +391,6 @@ def _check_texts(violations: Violations, field: str, texts: Sequence[str], max_b
         if not text:
             violations.add(f"{field}[{position}]", "is empty; it needs at least 1 character")
         elif num_bytes > max_bytes:
-            violations.add(f"{field}[{position}]", f"has {num_bytes:,} bytes; the most is {max_bytes:,}")
+            violations.add(f"{field}[{position}]", f"has {num_bytes:,} bytes; the max is {max_bytes:,}")
         else:
             violations.check_text(f"{field}[{position}]", text)

@@ -11,7 +11,7 @@ _MAX_VIOLATIONS = 16
 
 
 class Violations:
-    """Collects what is wrong with a request, up to a number that somebody may want to read."""
+    """Collects the violations of a request, at most as many as a person reads."""
 
     def __init__(self) -> None:
         self.found: list[FieldViolation] = []
@@ -19,19 +19,19 @@ class Violations:
 
     @property
     def are_enough(self) -> bool:
-        """Whether what else is wrong would not be told."""
+        """Whether further violations would be dropped."""
         return len(self.found) >= _MAX_VIOLATIONS
 
     def add(self, field: str, description: str, *, reason: str | None = None) -> None:
-        """`reason`, where there is one, becomes that of the error, whatever else is wrong."""
+        """`reason` becomes the reason of the error; the first one given wins."""
         if not self.are_enough:
             self.found.append(FieldViolation(field, description))
             self._reason = self._reason or reason
 
     def check_range(self, field: str, value: float | None, low: float, high: float, *, above_low: bool = False) -> None:
-        """`value` is in [low, high], or in (low, high] with `above_low`; NaN is in neither.
+        """Adds a violation unless `value` is absent, in [low, high], or in (low, high] with `above_low`.
 
-        Messages to the scheduler and the worker hold single precision, in which it must be above `low` still.
+        With `above_low` the value must be above `low` in single precision too, which is what the worker gets.
         """
         if value is None:
             return
@@ -42,12 +42,12 @@ class Violations:
     def check_count(self, field: str, values: Sized, limit: int) -> bool:
         if len(values) <= limit:
             return True
-        self.add(field, f"has {len(values):,} entries; the most is {limit:,}")
+        self.add(field, f"has {len(values):,} entries; the max is {limit:,}")
         return False
 
     def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
         """Names the first id that is out of range."""
-        # The list of a message takes four times as long for each look at it.
+        # Iterating over the list of a message takes four times as long as over a copy.
         token_ids = token_ids[:]
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             return
@@ -57,13 +57,13 @@ class Violations:
                 return
 
     def check_size(self, field: str, texts: Iterable[str], max_bytes: int) -> None:
-        """`texts` are together of at most `max_bytes` bytes in UTF-8."""
+        """Adds a violation if the texts together have more than `max_bytes` bytes in UTF-8."""
         num_bytes = sum(utf8_size(text) for text in texts)
         if num_bytes > max_bytes:
-            self.add(field, f"has {num_bytes:,} bytes; the most is {max_bytes:,}")
+            self.add(field, f"has {num_bytes:,} bytes; the max is {max_bytes:,}")
 
     def check_text(self, field: str, text: str) -> None:
-        """Text that UTF-8 cannot write (a lone surrogate) can come through JSON."""
+        """Adds a violation for text that UTF-8 cannot encode: JSON can hold lone surrogates."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -75,7 +75,7 @@ class Violations:
 
 
 def _single(value: float) -> float:
-    """The value as single precision has it; what is too large for that, as it is."""
+    """The value rounded to single precision; unchanged if it is too large for that."""
     try:
         return struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError:
@@ -83,22 +83,22 @@ def _single(value: float) -> float:
 
 
 def utf8_size(text: str) -> int:
-    """The number of bytes of a text in UTF-8; a lone surrogate has three."""
+    """The number of bytes of a text in UTF-8; a lone surrogate counts as three."""
     return len(text.encode(errors="surrogatepass"))
 
 
 def summary(violations: Sequence[FieldViolation]) -> str:
-    """All of them in one line."""
+    """All violations in one line."""
     return "; ".join(f"{violation.field} {violation.description}" for violation in violations)
 
 
 def shown(value: float) -> str:
-    """A number as people read it; JSON can bring one of thousands of digits."""
+    """A number formatted for people, shortened: a number in JSON can have thousands of digits."""
     return shortened(f"{value:,}" if isinstance(value, int) else f"{value:.7g}")
 
 
 def shortened(text: str) -> str:
-    """The start of a text that may be of any length."""
+    """The text, cut off after 80 characters."""
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 

@@ -200,7 +200,7 @@ def _options(message: GenerateMessage | ChatRequestMessage, prompt: Prompt | Non
 def _held_sequences(messages: Sequence[generation_pb2.HeldSequence]) -> tuple[HeldSequence, ...]:
     """Raises InvalidArgument where there are more than any request has, before they are converted."""
     if len(messages) > MAX_N:
-        raise invalid_field("continue_from", f"has {len(messages):,} entries; the most is {MAX_N}")
+        raise invalid_field("continue_from", f"has {len(messages):,} entries; the max is {MAX_N}")
     return tuple(
         HeldSequence(each.token_ids, optional(each, "num_characters"), optional(each, "cumulative_logprob"))
         for each in messages

@@ -95,8 +95,8 @@ BAD_PARAMETERS = [
     (sampling(presence_penalty=NAN), "sampling.presence_penalty", "nan"),
     (sampling(allowed_token_ids=[1] * 2049), "sampling.allowed_token_ids", "2,048"),
     (sampling(bad_words=[""]), "sampling.bad_words[0]", "empty"),
-    (sampling(bad_words=["ok", "x" * 129]), "sampling.bad_words[1]", "129 bytes; the most is 128"),
-    (sampling(bad_words=["x"] * 129), "sampling.bad_words", "129 entries; the most is 128"),
+    (sampling(bad_words=["ok", "x" * 129]), "sampling.bad_words[1]", "129 bytes; the max is 128"),
+    (sampling(bad_words=["x"] * 129), "sampling.bad_words", "129 entries; the max is 128"),
     (
         sampling(allowed_token_ids=[3, 4]) | stopping(min_tokens=2, stop_token_ids=[3, 4]),
         "sampling.allowed_token_ids",
@@ -226,7 +226,7 @@ async def test_too_many_messages_are_refused_before_they_are_converted(gateway, 
         error = await error_of(call)
         assert isinstance(error, InvalidArgument)
         assert [violation.field for violation in error.violations] == [field]
-        assert "65,536 entries; the most is 1,024" in error.message
+        assert "65,536 entries; the max is 1,024" in error.message
 
 
 async def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized(gateway, monkeypatch):
@@ -240,11 +240,11 @@ async def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized(gatew
     for call, field, says in [
         (generation.Generate(generation_pb2.GenerateRequest(text=text)), "text", "at least 285,715 tokens"),
         (generation.Chat(generation_pb2.ChatRequest(messages=messages)), "messages", "at least 285,715 tokens"),
-        (generation.Tokenize(generation_pb2.TokenizeRequest(text=text)), "text", "the most is 262,144"),
+        (generation.Tokenize(generation_pb2.TokenizeRequest(text=text)), "text", "the max is 262,144"),
         (
             generation.Tokenize(generation_pb2.TokenizeRequest(chat=generation_pb2.ChatMessages(messages=messages))),
             "chat.messages",
-            "the most is 262,144",
+            "the max is 262,144",
         ),
     ]:
         error = await error_of(call)

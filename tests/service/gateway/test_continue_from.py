@@ -146,7 +146,7 @@ def changed(request, change):
     ("change", "field", "says"),
     [
         (lambda r: r.continue_from.extend(held([5])), "continue_from", "has 2 entries; the request has 1"),
-        (lambda r: r.continue_from.extend(held(*[[5]] * 200)), "continue_from", "the most is 128"),
+        (lambda r: r.continue_from.extend(held(*[[5]] * 200)), "continue_from", "the max is 128"),
         (lambda r: setattr(r.sampling, "n", 2), "continue_from", "has 1 entries; the request has 2"),
         (lambda r: r.continue_from[0].token_ids.append(2048), "continue_from[0].token_ids[3]", "is 2048"),
         (lambda r: r.continue_from[0].token_ids.extend([5] * 9), "continue_from[0].token_ids", "max_tokens is 9"),

@@ -243,7 +243,7 @@ async def test_a_conversation_of_very_many_messages_is_refused_for_their_number(
     request = generation_pb2.ChatRequest(messages=[generation_pb2.ChatMessage(role="user", content="a")] * 380_000)
     error = await error_of(generation_pb2_grpc.GenerationServiceStub(channel).Chat(request, timeout=60))
     assert isinstance(error, InvalidArgument)
-    assert "messages has 380,000 entries; the most is 1,024" in error.message
+    assert "messages has 380,000 entries; the max is 1,024" in error.message
 
 
 async def test_a_raw_tensor_of_a_million_elements_is_refused_for_its_length(channel):

@@ -8,7 +8,7 @@ import pytest
 from gateway.model import ServedModel
 from gateway.replicas.events import Welcome
 from gateway.request.limits import limits_of
-from gateway.request.prepare import drawn_seed, resolve
+from gateway.request.prepare import resolve
 from gateway.request.types import ChatMessage
 from gateway.settings import GatewaySettings
 from quire.common.v1.common_pb2 import SamplingParameters
@@ -116,19 +116,6 @@ async def test_a_long_conversation_is_rendered_in_a_thread(tmp_path, executor):
     messages = [ChatMessage("user", "the cat ")] * 1000
     expected = byte_level().encode("the cat " * 1000, add_special_tokens=False).ids
     assert await model.chat.encode(messages) == expected
-
-
-def test_asked_wins_over_the_model_and_the_model_over_the_contract():
-    options = make_options(sampling={"temperature": 0.0, "seed": 0})
-    sampling = resolve(options, SamplingParameters(temperature=0.6, top_k=20), ()).sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 20, 1, 0)
-    assert drawn_seed(options.sampling) == 0
-
-
-def test_seeds_are_drawn_where_none_is_given():
-    seeds = {drawn_seed(SamplingParameters()) for _ in range(20)}
-    assert len(seeds) == 20
-    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_limits_are_those_that_hold_on_every_replica():

@@ -1,5 +1,6 @@
 """The validator itself; tests/service/gateway/test_bad_input.py goes through every rule by gRPC."""
 
+import dataclasses
 from contextlib import nullcontext
 
 import numpy as np
@@ -7,16 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.request.limits import Limits, Pool
-from gateway.request.prepare import check_choice, resolve
+from gateway.request.limits import MAX_CALL_PARAMETER_ENTRIES, MAX_CALL_STOP_BYTES, Limits, Pool
 from gateway.request.types import (
     ChatMessage,
     ChatPrompt,
     TextPrompt,
     TokenPrompt,
 )
-from gateway.request.validation import check_request, resolve_max_tokens
-from quire.common.v1.common_pb2 import SamplingParameters
+from gateway.request.validation import check_call, check_request, resolve_max_tokens
+from quire.common.v1.common_pb2 import EARLY_STOPPING_NEVER
 from quire.rpc.errors import InvalidArgument
 from tests.support.parameters import make_options
 
@@ -162,28 +162,9 @@ def test_a_number_of_very_many_digits_is_shortened():
 
 def test_names_of_speakers_have_a_length_and_are_text():
     check(ChatPrompt([ChatMessage("user", "hello", "x" * 64)]))
-    with pytest.raises(InvalidArgument, match=r"messages\[0\].name has 65 characters; the most is 64"):
+    with pytest.raises(InvalidArgument, match=r"messages\[0\].name has 65 characters; the max is 64"):
         check(ChatPrompt([ChatMessage("user", "hello", "x" * 65)]))
     assert fields_refused(ChatPrompt([ChatMessage("user", "hello", "\ud800")])) == ["messages[0].name"]
-
-
-@pytest.mark.parametrize(
-    ("bad_sequences", "min_tokens", "is_refused"),
-    [
-        ((), 0, False),
-        (((3,), (4,)), 0, True),
-        (((3,), (4, 4)), 0, False),
-        (((3,),), 1, True),
-        (((3,),), 0, False),
-    ],
-)
-def test_allowed_tokens_must_leave_a_choice(bad_sequences, min_tokens, is_refused):
-    options = make_options(
-        sampling={"allowed_token_ids": [3, 4]}, stopping={"stop_token_ids": [4], "min_tokens": min_tokens}
-    )
-    parameters = resolve(options, SamplingParameters(), eos_token_ids=())
-    with pytest.raises(InvalidArgument) if is_refused else nullcontext():
-        check_choice(parameters, bad_sequences)
 
 
 def test_logit_bias_of_a_negative_token_is_refused():
@@ -223,3 +204,130 @@ def test_prompts_that_do_not_fit(token_ids, max_tokens, field, says):
     with pytest.raises(InvalidArgument, match=says) as caught:
         resolve_max_tokens("text", token_ids, max_tokens, 1, LIMITS)
     assert caught.value.violations[0].field == field
+
+
+EVERYTHING_ELSE = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": 1,
+    "presence_penalty": 1.0,
+    "frequency_penalty": -1.0,
+    "repetition_penalty": 2.0,
+    "logit_bias": {3: 1.0},
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["x"],
+}
+
+
+def check_beams(width=4, *, stopping=None, limits=LIMITS, beam=None, **sampling):
+    sampling["beam_search"] = {"beam_width": width, **(beam or {})}
+    check_request(make_options(sampling=sampling, stopping=stopping), limits, "served")
+
+
+def beam_fields_refused(*args, **fields):
+    with pytest.raises(InvalidArgument) as caught:
+        check_beams(*args, **fields)
+    return [violation.field for violation in caught.value.violations]
+
+
+def test_beam_search_with_all_that_applies_to_it_passes():
+    check_beams(n=4, best_of=4, beam={"length_penalty": -10.0, "early_stopping": EARLY_STOPPING_NEVER})
+    sampling = {**EVERYTHING_ELSE, "beam_search": {"beam_width": 2}}
+    stopping = {"max_tokens": 5, "min_tokens": 2, "stop_token_ids": [3], "ignore_eos": True}
+    check_request(make_options(sampling=sampling, stopping=stopping), LIMITS, "served")
+
+
+def test_the_widest_beam_is_what_a_scheduler_runs_at_once():
+    limits = dataclasses.replace(LIMITS, max_n=3)
+    check_beams(3, limits=limits)
+    assert beam_fields_refused(4, limits=limits) == ["sampling.beam_search.beam_width"]
+
+
+def test_a_width_that_only_json_can_bring_is_refused():
+    assert beam_fields_refused(-1) == ["sampling.beam_search.beam_width"]
+
+
+def test_each_contradiction_is_named_once():
+    found = beam_fields_refused(
+        2, n=3, best_of=1, temperature=-1.0, top_k=5, top_p=0.0, min_p=2.0, stopping={"stop": ["x"]}
+    )
+    assert found == [
+        "sampling.n",
+        "sampling.best_of",
+        "sampling.temperature",
+        "sampling.top_k",
+        "sampling.top_p",
+        "sampling.min_p",
+        "stopping.stop",
+    ]
+
+
+def test_a_stop_string_says_what_to_use_instead():
+    with pytest.raises(InvalidArgument, match="stop cannot be used with beam search; use stop_token_ids"):
+        check_beams(stopping={"stop": ["x"]})
+
+
+@settings(deadline=None)
+@given(st.floats())
+def test_length_penalty_is_finite_and_bounded(value):
+    if -10 <= value <= 10:
+        check_beams(beam={"length_penalty": value})
+    else:
+        assert beam_fields_refused(beam={"length_penalty": value}) == ["sampling.beam_search.length_penalty"]
+
+
+def test_many_stop_tokens_in_a_wide_search_are_too_many_candidates():
+    limits = dataclasses.replace(LIMITS, max_stop_token_ids=64)
+    check_beams(16, stopping={"stop_token_ids": list(range(60))}, limits=limits)
+    with pytest.raises(InvalidArgument, match=r"stop_token_ids has 60 entries.*64 beams.*3,904 candidates.*2,048"):
+        check_beams(64, stopping={"stop_token_ids": list(range(60))}, limits=limits)
+
+
+def call_options(sampling=None, stop=()):
+    return make_options(sampling=sampling, stopping={"stop": list(stop)})
+
+
+def call_refused(call, num_requests):
+    with pytest.raises(InvalidArgument) as caught:
+        check_call(call, num_requests, LIMITS)
+    return caught.value.violations
+
+
+@pytest.mark.parametrize(
+    ("sampling", "num_prompts", "field"),
+    [
+        ({}, 257, "sampling.n"),
+        ({"n": 2}, 129, "sampling.n"),
+        ({"n": 1, "best_of": 128}, 3, "sampling.best_of"),
+        ({"beam_search": {"beam_width": 8}}, 33, "sampling.beam_search.beam_width"),
+    ],
+)
+def test_sequences_of_all_prompts_are_bounded_together(sampling, num_prompts, field):
+    (violation,) = call_refused(call_options(sampling), num_prompts)
+    assert violation.field == field
+    for part in (f"{num_prompts} prompts", "sequences together", "at most 256", "send fewer prompts"):
+        assert part in violation.description
+    check_call(call_options(sampling), num_prompts - 1, LIMITS)
+
+
+def test_what_one_request_may_not_have_is_left_to_its_own_check():
+    check_call(call_options({"n": 10**9}), 1, LIMITS)
+    check_call(call_options(stop=["x" * 10**6] * 100), 1, LIMITS)
+
+
+def test_stop_strings_of_all_sequences_are_bounded_together():
+    stop = ["x" * (MAX_CALL_STOP_BYTES // 256)]
+    check_call(call_options({"n": 4}, stop), 64, LIMITS)
+    (violation,) = call_refused(call_options({"n": 4}, [stop[0] + "x"]), 64)
+    assert violation.field == "stopping.stop"
+    assert "256 sequences" in violation.description
+
+
+def test_parameters_of_all_prompts_are_bounded_together():
+    limits_of_one = LIMITS.vocab_size
+    num_prompts = MAX_CALL_PARAMETER_ENTRIES // limits_of_one + 1
+    allowed = call_options({"allowed_token_ids": list(range(limits_of_one))})
+    violations = call_refused(allowed, num_prompts)
+    assert "sampling.allowed_token_ids" in [violation.field for violation in violations]

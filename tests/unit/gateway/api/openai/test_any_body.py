@@ -106,13 +106,13 @@ def test_a_body_of_very_many_fields_is_refused_for_their_number():
 def test_too_many_messages_are_refused_before_they_are_looked_at():
     with pytest.raises(QuireError) as caught:
         parse(ChatBody, json.dumps({"messages": [{"role": 5}] * 11}).encode(), BodyLimits(1 << 22, 10))
-    assert caught.value.message == "messages has 11 entries; the most is 10"
+    assert caught.value.message == "messages has 11 entries; the max is 10"
 
 
 def test_too_many_prompts_or_parts_are_refused_before_they_are_looked_at():
     with pytest.raises(QuireError) as caught:
         parse(CompletionBody, json.dumps({"prompt": [{}] * 1025}).encode())
-    assert caught.value.message == "prompt has 1,025 entries; the most is 1,024"
+    assert caught.value.message == "prompt has 1,025 entries; the max is 1,024"
     messages = [{"role": "user", "content": [5] * 3000}] * 3
     with pytest.raises(QuireError) as caught:
         parse(ChatBody, json.dumps({"messages": messages}).encode())

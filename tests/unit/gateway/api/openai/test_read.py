@@ -205,7 +205,7 @@ def test_errors_name_the_prompt_among_several():
 
 
 def test_too_many_prompts_and_none_are_refused():
-    with pytest.raises(InvalidArgument, match="prompt has 1,025 entries; the most is 1,024"):
+    with pytest.raises(InvalidArgument, match="prompt has 1,025 entries; the max is 1,024"):
         CompletionCall(completion(prompt=["a"] * (MAX_PROMPTS + 1)), "m")
     with pytest.raises(InvalidArgument, match=r"^prompt is missing$"):
         CompletionCall(completion(prompt=None), "m")
