@@ -11,19 +11,19 @@ from quire.settings import ConfigurationError, setting
 class SchedulerFlags(StepFlags):
     """How schedulers queue, preempt and keep requests."""
 
-    max_waiting_requests: int = setting(1024, "most requests that wait; more are refused", minimum=1)
-    max_waiting_tokens: int = setting(1_000_000, "most prompt tokens that wait; more are refused", minimum=1)
+    max_waiting_requests: int = setting(1024, "max requests that wait; more are refused", minimum=1)
+    max_waiting_tokens: int = setting(1_000_000, "max prompt tokens that wait; more are refused", minimum=1)
     tenant_overflow: float = setting(
         1.0,
-        "share of the bounds on waiting and on durable requests that tenants with less than an equal part of them may "
-        "take beyond them",
+        "share of the bounds on waiting and on durable requests by which tenants that use less than an equal part may "
+        "exceed them",
         minimum=0,
         maximum=1,
     )
     watermark: float = setting(0.01, "share of the blocks that admission leaves free", minimum=0, maximum=0.9)
     policy: str = setting(
         "fcfs",
-        "who goes first: first come, first served; by priority; or tenants in equal shares",
+        "which request goes first: first come, first served; by priority; or tenants in equal shares",
         choices=("fcfs", "priority", "fair"),
     )
     max_prefill_share: float = setting(
@@ -34,7 +34,7 @@ class SchedulerFlags(StepFlags):
     )
     preemption_mode: str = setting(
         "auto",
-        "how preempted requests give blocks back: swap to host memory, recompute, or by what they are",
+        "what preempted requests do with their blocks: swap to host memory, recompute, or what suits the request",
         choices=("auto", "swap", "recompute"),
     )
     pin_quota: float = setting(0.25, "share of the blocks that one tenant's pins may hold", minimum=0, maximum=1)
@@ -46,15 +46,17 @@ class SchedulerFlags(StepFlags):
         maximum=3600,
         metavar="SECONDS",
     )
-    max_durable_requests: int = setting(1024, "most durable requests that are kept", minimum=0)
+    max_durable_requests: int = setting(1024, "max durable requests that are kept", minimum=0)
     max_durable_tokens: int = setting(
         2_000_000,
-        "most tokens of durable requests, up to 1,024 more than each sequence has included; more requests are refused",
+        "max tokens of durable requests, counting up to 1,024 to come for each sequence; more requests are refused",
         minimum=0,
     )
-    max_steps_in_flight: int = setting(2, "steps that workers have before the first is answered", minimum=1, maximum=4)
+    max_steps_in_flight: int = setting(
+        2, "max steps that are sent to workers before the first one is answered", minimum=1, maximum=4
+    )
     trace_steps: str | None = setting(
-        None, "file to write what happens in each step to, for Chrome's tracing page; none writes none", metavar="FILE"
+        None, "file to write the parts of each step to, for Chrome's tracing page; absent writes none", metavar="FILE"
     )
 
 
@@ -65,8 +67,8 @@ class SchedulerSettings(SchedulerFlags, DrainFlags, ProcessFlags):
     listen: str = setting("127.0.0.1:50052", "where gateways connect, HOST:PORT or unix:PATH")
     workers: tuple[str, ...] = setting(("127.0.0.1:50053",), "addresses of the workers in order of rank, with commas")
     # Workers have both as well, where they size memory; the lower value counts. `quire serve` has the worker's.
-    max_num_seqs: int = setting(256, "most sequences that run at once", minimum=1)
-    max_num_batched_tokens: int = setting(2048, "most tokens of one step", minimum=1)
+    max_num_seqs: int = setting(256, "max sequences that run at once", minimum=1)
+    max_num_batched_tokens: int = setting(2048, "max tokens of one step", minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

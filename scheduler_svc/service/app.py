@@ -5,7 +5,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import grpc.aio
 
@@ -15,42 +14,16 @@ from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.tracing import open_tracer
-from scheduler_svc.core.events import ClientEvents
-from scheduler_svc.core.request import ClientId, RequestKey
-from scheduler_svc.service.connections import Connections
-from scheduler_svc.service.metrics import RequestCollector, SchedulerMetrics, StateCollector
-from scheduler_svc.service.prompt_logprobs import PromptLogprobs
-from scheduler_svc.service.readiness import Readiness
-from scheduler_svc.service.request_spans import RequestSpans
-from scheduler_svc.service.requests import GATEWAYS, DurableLimits, Requests
+from scheduler_svc.service.durable import DurableLimits
+from scheduler_svc.service.metrics import SchedulerMetrics
+from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.servicer import SchedulerServicer
 from scheduler_svc.service.step_loop import StepLoop
+from scheduler_svc.service.tracing import RequestSpans
 from scheduler_svc.settings import SchedulerSettings
 
 _logger = logging.getLogger(__name__)
 _SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
-
-
-@dataclass(frozen=True, slots=True)
-class _Audience:
-    """All that hear of what happens to requests."""
-
-    connections: Connections
-    requests: Requests
-    spans: RequestSpans
-
-    def deliver(self, step_id: int, events: dict[ClientId, ClientEvents]) -> None:
-        self.requests.deliver(step_id, events[GATEWAYS])
-        self.spans.delivered(events)
-
-    def deliver_prompt_logprobs(self, routed: dict[ClientId, list[PromptLogprobs]]) -> None:
-        self.requests.deliver_prompt_logprobs(routed.get(GATEWAYS, ()))
-
-    async def leave_none_unread(self) -> None:
-        """For a scheduler that drains, and so lets no gateway connect any more: once none is connected, nobody will
-        ever read what is live, and it ends."""
-        await self.connections.wait_none_open()
-        self.requests.end_all_unread()
 
 
 async def serve(settings: SchedulerSettings) -> None:
@@ -59,43 +32,19 @@ async def serve(settings: SchedulerSettings) -> None:
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.SCHEDULER)
     metrics = SchedulerMetrics()
     spans = RequestSpans(open_tracer(settings.otlp_traces_endpoint, "scheduler"), time.monotonic)
-
-    def abort(key: RequestKey) -> bool:
-        had_one = loop.abort(key)
-        spans.aborted(key)
-        return had_one
-
     limits = DurableLimits(
         settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace, settings.tenant_overflow
     )
-    requests = Requests(abort, lambda key: loop.progress(key), limits)
-    connections = Connections(requests)
-
-    def report_ready(is_ready: bool) -> None:
-        server.set_serving(is_ready)
-        connections.report_readiness(is_ready)
-
-    readiness = Readiness(report_ready)
-    audience = _Audience(connections, requests, spans)
-    loop = StepLoop(
-        settings,
-        metrics,
-        audience.deliver,
-        audience.deliver_prompt_logprobs,
-        readiness.set_attached,
-        requests.forget_outputs,
-        identity,
-    )
-    servicer = SchedulerServicer(loop, connections, requests, readiness, time.monotonic, spans)
-    metrics.watch(StateCollector(lambda: loop.scheduler))
-    metrics.watch(RequestCollector(requests))
+    requests = Requests(lambda key: loop.abort(key), lambda key: loop.progress(key), limits)
+    loop = StepLoop(settings, requests, metrics, spans, lambda is_ready: server.set_serving(is_ready), identity)
+    metrics.watch(lambda: loop.scheduler, requests)
 
     operators = None if identity is None else ServerTls.for_operators(identity)
-    server = await _start_server(settings, servicer, identity, operators)
+    server = await _start_server(settings, SchedulerServicer(loop, requests), identity, operators)
     try:
         with _metrics_server(settings, metrics, operators):
             _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))
-            await _run_and_drain(loop, servicer, audience, settings.drain_timeout)
+            await _run_and_drain(loop, requests, settings.drain_timeout)
     finally:
         await server.stop(grace_s=1.0)
         loop.trace.close()
@@ -105,7 +54,7 @@ async def serve(settings: SchedulerSettings) -> None:
 async def _start_server(
     settings: SchedulerSettings, servicer: SchedulerServicer, identity: TlsIdentity | None, operators: ServerTls | None
 ) -> RpcServer:
-    """Gateways submit requests; operators look on and drain."""
+    """Gateways submit requests; operators read the state, and drain."""
 
     def register(grpc_server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, grpc_server)
@@ -118,19 +67,17 @@ async def _start_server(
     return server
 
 
-async def _run_and_drain(
-    loop: StepLoop, servicer: SchedulerServicer, audience: _Audience, drain_timeout_s: float
-) -> None:
+async def _run_and_drain(loop: StepLoop, requests: Requests, drain_timeout_s: float) -> None:
     """Drives the steps until cancelled, and then on until the live requests are done or the time is over."""
     driver = asyncio.create_task(loop.run())
     try:
         await asyncio.shield(driver)
     except asyncio.CancelledError:
-        leaving = asyncio.create_task(audience.leave_none_unread())
+        ending = asyncio.create_task(requests.end_once_unread())
         try:
-            await servicer.drain(drain_timeout_s)
+            await loop.drain(drain_timeout_s)
         finally:
-            leaving.cancel()
+            ending.cancel()
         raise
     finally:
         driver.cancel()

@@ -1,23 +1,23 @@
 """Prometheus metrics of the scheduler."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from scheduler_svc.core.events import ClientEvents, RequestFailure
-from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.requests import Requests
 
+_PREFIX = "quire_scheduler_"
 _FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 
 
 class SchedulerMetrics:
-    """Counters that the step loop feeds, in a registry of their own."""
+    """Counters that the step loop increases, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -39,11 +39,10 @@ class SchedulerMetrics:
     def stepped(self, seconds: float) -> None:
         self._step_time.observe(seconds)
 
-    def delivered(self, events: dict[ClientId, ClientEvents]) -> None:
-        for batch in events.values():
-            self._generated.inc(len(batch.token_ids))
-            self._ended.labels("completed").inc(len(batch.completed))
-            self._ended.labels("failed").inc(len(batch.failed))
+    def delivered(self, events: ClientEvents) -> None:
+        self._generated.inc(len(events.token_ids))
+        self._ended.labels("completed").inc(len(events.completed))
+        self._ended.labels("failed").inc(len(events.failed))
 
     def aborted(self, count: int) -> None:
         """`count` requests were ended from outside: by their gateways, or by their ids."""
@@ -55,55 +54,51 @@ class SchedulerMetrics:
     def found_at_fault(self, failure: RequestFailure) -> None:
         self._at_fault.labels(failure.reason).inc()
 
-    def watch(self, state: Collector) -> None:
-        """Scrapes read these gauges, too."""
-        self.registry.register(state)
+    def watch(self, scheduler_of: Callable[[], Scheduler | None], requests: Requests) -> None:
+        """Scrapes read the state of the core and of the table of requests, too."""
+        self.registry.register(_State(scheduler_of, requests))
 
 
-class StateCollector(Collector):
-    """What the core holds and has done, read at scrape time."""
+class _State(Collector):
+    """What the core and the table of requests hold and have done, read at scrape time, in another thread."""
 
-    def __init__(self, scheduler_of: Callable[[], Scheduler | None]) -> None:
+    def __init__(self, scheduler_of: Callable[[], Scheduler | None], requests: Requests) -> None:
         self._scheduler_of = scheduler_of
+        self._requests = requests
 
-    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
+        requests = self._requests
+        yield _gauge("unread_requests", "Requests that wait for a reader.", requests.num_unread)
+        yield _gauge("durable_requests", "Durable requests that are kept.", requests.num_durable)
+        help_text = "Tokens of durable requests, those that may still come included."
+        yield _gauge("durable_tokens", help_text, requests.num_durable_tokens)
         scheduler = self._scheduler_of()
         if scheduler is None:
             return
-        pool = scheduler.batch.blocks.pool
-        requests = GaugeMetricFamily("quire_scheduler_live_requests", "Live requests.", labels=["queue"])
-        requests.add_metric(["waiting"], len(scheduler.waiting))
-        requests.add_metric(["running"], len(scheduler.running))
-        requests.add_metric(["swapped"], len(scheduler.swapped))
-        blocks = GaugeMetricFamily("quire_scheduler_gpu_blocks", "Blocks of the GPU pool.", labels=["state"])
-        blocks.add_metric(["free"], pool.num_free - pool.num_cached)
-        blocks.add_metric(["cached"], pool.num_cached)
-        blocks.add_metric(["used"], pool.num_used)
-        blocks.add_metric(["pinned"], scheduler.pins.num_pinned)
-        host = scheduler.swap_space.pool
-        host_blocks = GaugeMetricFamily("quire_scheduler_host_blocks", "Blocks of the host pool.", labels=["state"])
-        host_blocks.add_metric(["free"], host.num_free)
-        host_blocks.add_metric(["used"], host.num_used)
-        preempted = CounterMetricFamily("quire_scheduler_preemptions", "Preemptions.")
-        preempted.add_metric([], scheduler.num_preemptions)
-        swapped = CounterMetricFamily("quire_scheduler_swap_outs", "Preemptions by swap.")
-        swapped.add_metric([], scheduler.num_swap_outs)
-        yield from (requests, blocks, host_blocks, preempted, swapped)
-
-
-class RequestCollector(Collector):
-    """Gauges of what is kept of requests, read at scrape time."""
-
-    def __init__(self, requests: Requests) -> None:
-        self._requests = requests
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        unread = GaugeMetricFamily("quire_scheduler_unread_requests", "Requests that wait for a reader.")
-        unread.add_metric([], self._requests.num_unread)
-        requests = GaugeMetricFamily("quire_scheduler_durable_requests", "Durable requests that are kept.")
-        requests.add_metric([], self._requests.num_durable)
-        tokens = GaugeMetricFamily(
-            "quire_scheduler_durable_tokens", "Tokens of durable requests, those that may still come included."
+        queues = {"waiting": scheduler.waiting, "running": scheduler.running, "swapped": scheduler.swapped}
+        lengths = {name: len(queue) for name, queue in queues.items()}
+        yield _gauges("live_requests", "Live requests.", "queue", lengths)
+        pool, host = scheduler.batch.blocks.pool, scheduler.swap_space.pool
+        blocks = {
+            "free": pool.num_free - pool.num_cached,
+            "cached": pool.num_cached,
+            "used": pool.num_used,
+            "pinned": scheduler.pins.num_pinned,
+        }
+        yield _gauges("gpu_blocks", "Blocks of the GPU pool.", "state", blocks)
+        yield _gauges(
+            "host_blocks", "Blocks of the host pool.", "state", {"free": host.num_free, "used": host.num_used}
         )
-        tokens.add_metric([], self._requests.num_durable_tokens)
-        yield from (unread, requests, tokens)
+        yield CounterMetricFamily(f"{_PREFIX}preemptions", "Preemptions.", scheduler.num_preemptions)
+        yield CounterMetricFamily(f"{_PREFIX}swap_outs", "Preemptions by swap.", scheduler.num_swap_outs)
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(_PREFIX + name, help_text, value)
+
+
+def _gauges(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(_PREFIX + name, help_text, labels=[label])
+    for state, value in values.items():
+        family.add_metric([state], value)
+    return family

@@ -1,21 +1,252 @@
-"""Events on their way to one gateway."""
+"""Events on their way to readers: what a gateway's stream has not sent yet (`Outbox`), and what is kept of one request
+(`History`), so that a reader that has some of its events gets the rest."""
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
+import numpy as np
+
+from quire.logprob_columns import LogprobLog
 from quire.rpc.errors import QuireError
-from scheduler_svc.core.events import ClientEvents, Usage
-from scheduler_svc.core.request import Handle
-from scheduler_svc.service.client_events import by_request
+from scheduler_svc.core.events import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
+from scheduler_svc.core.request import Handle, Request
+from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
 MAX_SIZE = 50_000
-"""The most that goes out together: tokens, entries of log probabilities and ends, each about 16 bytes of a message.
+"""How much goes out together at most: tokens, entries of log probabilities and ends, each about 16 bytes of a message.
 
 A gateway takes messages of up to 64 MiB, and neither side does anything else while it makes or reads one.
 """
+
+End = SequenceEnd | RequestEnd | RequestFailure
+
+
+# Events of a batch, request by request
+
+
+def by_request(events: ClientEvents) -> dict[Handle, ClientEvents]:
+    """Splits events by request; the order within each request stays."""
+    parts: dict[Handle, ClientEvents] = {}
+
+    def part_of(handle: Handle) -> ClientEvents:
+        return parts.setdefault(handle, ClientEvents())
+
+    columns = events.logprobs.columns() if events.with_logprobs else None
+    begin = 0
+    for handle, run in groupby(events.handles):
+        end = begin + sum(1 for _ in run)
+        part = part_of(handle)
+        if columns is not None:
+            first, last = bisect_left(events.with_logprobs, begin), bisect_left(events.with_logprobs, end)
+            shift = len(part.handles) - begin
+            part.with_logprobs += [event + shift for event in events.with_logprobs[first:last]]
+            part.logprobs.append(columns.part(first, last))
+        part.handles += events.handles[begin:end]
+        part.sequence_indices += events.sequence_indices[begin:end]
+        part.offsets += events.offsets[begin:end]
+        part.token_ids += events.token_ids[begin:end]
+        begin = end
+    for handle, ending in ends_of(events):
+        add_end(part_of(handle), ending, handle)
+    return parts
+
+
+def select(events: ClientEvents, places: Sequence[int], handles: list[Handle]) -> ClientEvents:
+    """The tokens at `places`, in rising order, with `handles` in place of their own. The ends are left out."""
+    part = ClientEvents(
+        handles,
+        [events.sequence_indices[place] for place in places],
+        [events.offsets[place] for place in places],
+        [events.token_ids[place] for place in places],
+    )
+    if events.with_logprobs:
+        positions = {place: position for position, place in enumerate(events.with_logprobs)}
+        part.with_logprobs = [new for new, place in enumerate(places) if place in positions]
+        taken = [positions[places[new]] for new in part.with_logprobs]
+        part.logprobs.append(events.logprobs.columns().take(np.array(taken, np.int64)))
+    return part
+
+
+def ends_of(events: ClientEvents) -> Iterator[tuple[Handle, End]]:
+    """All ends, in order, each with the handle of its request."""
+    for end in (*events.finished, *events.completed):
+        yield end.handle, end
+    for failure in events.failed:
+        yield failure.key.handle, failure
+
+
+def add_end(events: ClientEvents, end: End, handle: Handle) -> None:
+    """Adds an end under another handle."""
+    match end:
+        case SequenceEnd():
+            events.finished.append(end._replace(handle=handle))
+        case RequestEnd():
+            events.completed.append(end._replace(handle=handle))
+        case RequestFailure():
+            events.failed.append(replace(end, key=end.key._replace(handle=handle)))
+
+
+# What is kept of one request
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a reader has of a request already: tokens of each sequence, the sequences that have ended for it, and
+    positions of the prompt with log probabilities."""
+
+    num_tokens: Mapping[int, int] = field(default_factory=dict)
+    ended: frozenset[int] = frozenset()
+    num_prompt_logprobs: int = 0
+
+    @classmethod
+    def of(cls, request: Request, num_prompt_logprobs: int) -> "Held":
+        """What a gateway says when it submits a request again."""
+        return cls(
+            {index: len(each.token_ids) for index, each in enumerate(request.emitted)},
+            frozenset(index for index, each in enumerate(request.emitted) if each.has_ended),
+            num_prompt_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceProgress:
+    """How many tokens a sequence has, and whether it has ended."""
+
+    index: int
+    num_tokens: int
+    has_ended: bool
+
+
+@dataclass(slots=True)
+class _Output:
+    """Consecutive tokens of one sequence, from offset `first` on; `logprobs` has one entry a token, or none."""
+
+    first: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: LogprobLog = field(default_factory=LogprobLog)
+
+
+class History:
+    """Events of one request in order. They may begin anywhere in the output, and have no gap after that."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, _Output] = {}
+        self._ends: dict[int, SequenceEnd] = {}
+        self._prompt_logprobs: list[PromptLogprobs] = []
+        self._completed: list[RequestEnd] = []
+        self._failed: list[RequestFailure] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in list(self._outputs.values()))
+
+    @property
+    def size(self) -> int:
+        """Tokens and log probabilities."""
+        logprobs = sum(output.logprobs.size for output in self._outputs.values())
+        return self.num_tokens + logprobs + sum(entry.columns.size for entry in self._prompt_logprobs)
+
+    def add_token(self, index: int, offset: int, token_id: int) -> None:
+        """Adds the next token of a sequence, without log probabilities."""
+        output = self._outputs.get(index)
+        if output is None:
+            output = self._outputs[index] = _Output(offset)
+        output.token_ids.append(token_id)
+
+    def add(self, events: ClientEvents) -> None:
+        """Adds the next events, which are all of this request."""
+        for index, offset, token_id in zip(events.sequence_indices, events.offsets, events.token_ids, strict=True):
+            self.add_token(index, offset, token_id)
+        if events.with_logprobs:
+            columns, positions = events.logprobs.columns(), np.arange(len(events.with_logprobs))
+            indices = np.array(events.sequence_indices)[events.with_logprobs]
+            for index in dict.fromkeys(indices.tolist()):
+                self._outputs[index].logprobs.append(columns.take(positions[indices == index]))
+        for _, end in ends_of(events):
+            self.add_end(end)
+
+    def add_end(self, end: End) -> None:
+        """Adds the end of a sequence or of the request, after its tokens."""
+        match end:
+            case SequenceEnd():
+                self._ends[end.sequence_index] = end
+            case RequestEnd():
+                self._completed.append(end)
+            case RequestFailure():
+                self._failed.append(end)
+
+    def add_prompt_logprobs(self, entry: PromptLogprobs) -> None:
+        self._prompt_logprobs.append(entry)
+
+    def add_emitted(self, request: Request) -> None:
+        """Adds what an earlier scheduler sent. The last token says how a sequence ended, unless a stop string ended it,
+        which gateways find themselves."""
+        for index, emitted in enumerate(request.emitted):
+            self._outputs[index] = _Output(0, list(map(int, emitted.token_ids)))
+            if emitted.has_ended:
+                last = emitted.token_ids[-1] if emitted.token_ids else None
+                stop_token_id = last if last in request.stop_token_ids else None
+                reason = FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP
+                num_tokens = len(emitted.token_ids)
+                self._ends[index] = SequenceEnd(request.key.handle, index, num_tokens, reason, stop_token_id)
+
+    def clear(self) -> None:
+        for kept in (self._outputs, self._ends, self._prompt_logprobs, self._completed, self._failed):
+            kept.clear()
+
+    def completes(self, held: Held, progress: Sequence[SequenceProgress] | None, num_prompt_logprobs: int) -> bool:
+        """Whether whatever a reader that has `held` is missing is kept here.
+
+        Args:
+            progress: How far each sequence is, as readers were told; None where the request is over.
+            num_prompt_logprobs: At how many positions of the prompt log probabilities were reported so far.
+        """
+        if self._failed:
+            return True
+        if progress is None and not self._completed:
+            return False
+        first_position = self._prompt_logprobs[0].first_position if self._prompt_logprobs else num_prompt_logprobs + 1
+        if first_position > held.num_prompt_logprobs + 1:
+            return False
+        if progress is None:
+            progress = [SequenceProgress(index, end.num_tokens, has_ended=True) for index, end in self._ends.items()]
+        return not any(self._lacks(each, held) for each in progress if each.index not in held.ended)
+
+    def _lacks(self, progress: SequenceProgress, held: Held) -> bool:
+        if progress.has_ended and progress.index not in self._ends:
+            return True
+        output = self._outputs.get(progress.index)
+        return held.num_tokens.get(progress.index, 0) < (progress.num_tokens if output is None else output.first)
+
+    def since(self, held: Held, handle: Handle) -> tuple[ClientEvents, list[PromptLogprobs]]:
+        """Copies what a reader does not have, under the handle that it knows the request by."""
+        events = ClientEvents()
+        for index, output in sorted(self._outputs.items()):
+            if index in held.ended:
+                continue
+            skipped = max(held.num_tokens.get(index, 0) - output.first, 0)
+            token_ids = output.token_ids[skipped:]
+            first_event = len(events.handles)
+            if len(output.logprobs):
+                events.with_logprobs += range(first_event, first_event + len(token_ids))
+                events.logprobs.append(output.logprobs.columns().part(skipped, len(output.logprobs)))
+            events.handles += [handle] * len(token_ids)
+            events.sequence_indices += [index] * len(token_ids)
+            events.offsets += range(output.first + skipped, output.first + len(output.token_ids))
+            events.token_ids += token_ids
+        ends = [end for index, end in sorted(self._ends.items()) if index not in held.ended]
+        for end in (*ends, *self._completed, *self._failed):
+            add_end(events, end, handle)
+        entries = [entry.since(held.num_prompt_logprobs + 1) for entry in self._prompt_logprobs]
+        return events, [replace(entry, handle=handle) for entry in entries if entry is not None]
+
+
+# What goes out to one gateway
 
 
 @dataclass(slots=True)
@@ -45,12 +276,12 @@ class Outgoing:
 
 
 class Outbox:
-    """Keeps events until the gateway's stream takes them. Putting never waits: what piles up behind a slow stream goes
+    """Holds events until the gateway's stream sends them. Putting never waits: what piles up behind a slow stream goes
     out together, in order, MAX_SIZE at a time. It holds no more than the tokens that the gateway's live requests may
     still generate.
 
-    What one request gets by one call goes out together, however much it is: a gateway that loses its scheduler half-way
-    through a selection of sequences would ask the next one to go on with what it has.
+    What one call puts for one request goes out together, however much it is: a gateway that loses its scheduler
+    half-way through a selection of sequences would submit it to the next one with the tokens that it has.
 
     A gateway that gives credit gets no more messages of events than it has given credit for. Each is kept until the
     gateway has taken it in; on a stream without credit that is as soon as it is written.
@@ -63,7 +294,7 @@ class Outbox:
         self._is_ready: bool | None = None
         self._credit: int | None = None
         self._wake = asyncio.Event()
-        self._closed = False
+        self.is_closed = False
 
     def put(self, step_id: int, events: ClientEvents) -> None:
         parts = [events] if _size_of(events) <= MAX_SIZE else by_request(events).values()
@@ -73,31 +304,26 @@ class Outbox:
             outgoing.batches.append(part)
 
     def put_prompt_logprobs(self, entries: Sequence[PromptLogprobs]) -> None:
-        """To be put before the events of their step, so that they never go out after the tokens that follow them."""
+        """Must come before the events of the same step, so that they never go out after the tokens that follow them."""
         for entry in entries:
-            outgoing = self._make_room(entry.columns.size)
-            outgoing.prompt_logprobs.append(entry)
+            self._make_room(entry.columns.size).prompt_logprobs.append(entry)
 
     def put_refusal(self, handle: Handle, error: QuireError) -> None:
         self._make_room(1).refusals.append((handle, error))
 
     def put_aborted(self, handle: Handle, usage: Usage | None) -> None:
-        """A request that the gateway has ended; None where it was not known."""
+        """Answers an Abort with what the request has cost; None where the request is not known."""
         self._make_room(1).aborted.append((handle, usage))
 
     def put_readiness(self, is_ready: bool) -> None:
-        """This replica is one to send requests to, or no longer."""
+        """Says whether this replica is one to send requests to."""
         self._is_ready = is_ready
         self._wake.set()
 
     def add_credit(self, num_messages: int) -> None:
-        """The gateway is ready for so many messages more."""
+        """The gateway is ready for so many more messages."""
         self._credit = (self._credit or 0) + num_messages
         self._wake.set()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
 
     @property
     def has_credit(self) -> bool:
@@ -110,13 +336,13 @@ class Outbox:
         return self._num_taken + len(self._sent)
 
     def close(self) -> None:
-        """Nobody reads any more."""
-        self._closed = True
+        """The stream is over."""
+        self.is_closed = True
         self._wake.set()
 
     def taken(self, num_messages: int) -> list[Outgoing]:
-        """The gateway has taken in so many messages of events, all together. Returns those that are new. Raises
-        ValueError where not so many were sent."""
+        """The gateway has taken in so many messages of events since the stream began. Returns those that are new.
+        Raises ValueError where fewer were sent."""
         if num_messages > self.num_sent:
             raise ValueError(f"{num_messages} messages were taken in, {self.num_sent} were sent")
         new = [self._sent.popleft() for _ in range(num_messages - self._num_taken)]
@@ -128,8 +354,8 @@ class Outbox:
         return [*self._sent, *self._waiting]
 
     async def take(self) -> Outgoing | None:
-        """Waits until `poll` has something, and returns that; None once the outbox is closed."""
-        while not self._closed:
+        """Waits until `poll` returns something, and returns that; None once the outbox is closed."""
+        while not self.is_closed:
             self._wake.clear()
             if (outgoing := self.poll()) is not None:
                 return outgoing
@@ -137,21 +363,18 @@ class Outbox:
         return None
 
     def poll(self) -> Outgoing | None:
-        """What may go out now, None where that is nothing. Events need credit, readiness does not."""
-        if self._closed or not (self._may_send_events or self._is_ready is not None):
+        """What may go out now; None where that is nothing. Events need credit, readiness does not."""
+        may_send_events = bool(self._waiting) and self._credit != 0
+        if self.is_closed or not (may_send_events or self._is_ready is not None):
             return None
         outgoing = Outgoing()
-        if self._may_send_events:
+        if may_send_events:
             outgoing = self._waiting.popleft()
             self._sent.append(outgoing)
             if self._credit is not None:
                 self._credit -= 1
         outgoing.is_ready, self._is_ready = self._is_ready, None
         return outgoing
-
-    @property
-    def _may_send_events(self) -> bool:
-        return bool(self._waiting) and self._credit != 0
 
     def _make_room(self, size: int) -> Outgoing:
         """Where to put something of this size."""

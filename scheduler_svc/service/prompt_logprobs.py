@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quire.logprob_columns import LogprobColumns
 from scheduler_svc.core.batch import RowTable
-from scheduler_svc.core.request import ClientId, Handle, Request
+from scheduler_svc.core.request import Handle, Request
 from scheduler_svc.core.step import StepPlan
 
 
@@ -76,15 +76,15 @@ class PromptLogprobsRouter:
         if self._asked:
             self._by_step[plan.step_id] = dict(self._asked)
 
-    def answered(self, step_id: int, reports: Iterable[RowPromptLogprobs]) -> dict[ClientId, list[PromptLogprobs]]:
-        """What the step's reports are to each client. Raises ValueError for a report that nobody can have asked for."""
+    def answered(self, step_id: int, reports: Iterable[RowPromptLogprobs]) -> list[PromptLogprobs]:
+        """The step's reports, by request. Raises ValueError for a report that no request asked for."""
         asked = self._by_step.pop(step_id, {})
-        routed: dict[ClientId, list[PromptLogprobs]] = {}
+        routed: list[PromptLogprobs] = []
         for report in reports:
             request = asked.get(report.row)
             if request is None:
                 raise ValueError(f"step {step_id} reports prompt logprobs of row {report.row}, which was not asked")
-            routed.setdefault(request.key.client, []).append(report.of(request))
+            routed.append(report.of(request))
         return routed
 
     def clear(self) -> None:

@@ -26,12 +26,12 @@ _BLOCKS_AT_ONCE = 1024
 
 
 async def state_message(
-    loop: StepLoop, *, include_sequences: bool, draining: bool, num_gateways: int
+    loop: StepLoop, *, include_sequences: bool, num_gateways: int
 ) -> scheduler_pb2.GetStateResponse:
     """Counters and, where asked, every live sequence with its block table."""
     message = scheduler_pb2.GetStateResponse(
         scheduler_epoch=loop.epoch,
-        draining=draining,
+        draining=loop.is_draining,
         connected_gateways=num_gateways,
         workers=_worker_messages(loop),
     )

@@ -1,178 +1,280 @@
-"""Drives the core: keeps the worker's pipeline of steps full and hands out what comes back."""
+"""Drives the core: attaches the workers, keeps their pipeline of steps full, and hands out what comes back.
+
+The story of a step: `_send_steps` plans it (`Scheduler.schedule`) and sends it to the workers. While they run it, the
+next one is planned. `_receive_results` receives the result, applies it (`Scheduler.apply`) and emits the events, which
+`Requests.deliver` puts into the outboxes of the gateways that read the requests.
+"""
 
 import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from quire.rpc.errors import AlreadyExists, InvalidArgument, ResourceExhausted
 from quire.rpc.tls import TlsIdentity
+from quire.tracing import TraceContext
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
-from scheduler_svc.core.events import ClientEvents, RequestFailure
-from scheduler_svc.core.pins import PIN_CLIENT, Pin
-from scheduler_svc.core.request import ClientId, Request, RequestKey
+from scheduler_svc.core.events import ClientEvents, RequestFailure, Usage, usage_of
+from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
+from scheduler_svc.core.request import (
+    ClientId,
+    DuplicateKeyError,
+    NeverFitsError,
+    PinQuotaError,
+    QueueFullError,
+    RefusedError,
+    Request,
+    RequestKey,
+)
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceStatus
+from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.service.gateway_convert import MODEL_CHANGED
-from scheduler_svc.service.history import SequenceProgress
 from scheduler_svc.service.metrics import SchedulerMetrics
-from scheduler_svc.service.pinning import Pinning
-from scheduler_svc.service.prompt_logprobs import PromptLogprobs, PromptLogprobsRouter
-from scheduler_svc.service.refusals import RetryAdvisor
+from scheduler_svc.service.outbox import SequenceProgress
+from scheduler_svc.service.prompt_logprobs import PromptLogprobsRouter
 from scheduler_svc.service.replica import ReplicaInfo
-from scheduler_svc.service.step_refusal import is_unexplained, refusal_of
-from scheduler_svc.service.step_trace import StepTrace
-from scheduler_svc.service.worker_group import StepLink, attach_workers
-from scheduler_svc.service.worker_link import InvalidAnswerError, WorkerHangsError, WorkerLostError, WorkerRefusedError
+from scheduler_svc.service.requests import GATEWAYS, Requests
+from scheduler_svc.service.tracing import RequestSpans, StepTrace
+from scheduler_svc.service.worker_link import (
+    InvalidAnswerError,
+    WorkerFaultyError,
+    WorkerGroup,
+    WorkerHangsError,
+    WorkerLink,
+    WorkerLostError,
+    WorkerRefusedError,
+    attach_workers,
+)
 from scheduler_svc.settings import SchedulerSettings
 
 _logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
-# A worker that starts is awaited by nobody but this scheduler.
+# Only this scheduler waits for a worker that starts, so it tries often.
 _LAST_ATTACH_BACKOFF_S = 0.2
 _ATTACH_TIMEOUT_S = 5.0
-_SHORTEST_TIMER_S = 0.001
-_LAST_WORDS_S = 0.1
+_MIN_TIMER_S = 0.001
+_LAST_READ_S = 0.1
 
-Deliver = Callable[[int, dict[ClientId, ClientEvents]], None]
-"""Takes the id of a step and what it meant for each client."""
 
-DeliverPromptLogprobs = Callable[[dict[ClientId, list[PromptLogprobs]]], None]
-"""Takes what a step said of prompts, before what it meant for each client."""
+class PinFailedError(Exception):
+    """The pin is gone before its blocks were computed."""
 
 
 class StepLoop:
-    """Owns the core and the worker. Everything here runs on one event loop, so the core needs no lock.
+    """Owns the core and the workers. Everything here runs on one event loop, so the core needs no lock.
 
-    `epoch` rises with every attachment, `version` where the worker that is attached is another one than before by its
-    pool, its model or its limits. `scheduler` and `replica` are None until a worker was attached once.
-    `report_attached` is told whenever the worker comes or goes; `forget_outputs` drops outputs of requests that are
-    over, since the tokenizer is another one. `tls` is who it is towards workers.
+    Attributes:
+        scheduler, replica: The core, and what the workers are; None until workers were attached once.
+        is_attached: Whether workers are attached now.
+        is_draining: Whether new requests are refused for good.
+        epoch: Rises with every attachment.
+        version: Rises where other workers are attached than before, by their pool, model or limits.
+        retry: When a request that is refused for a full queue may come back.
+        trace: The parts of each step (`--trace-steps`).
     """
 
     def __init__(
         self,
         settings: SchedulerSettings,
+        requests: Requests,
         metrics: SchedulerMetrics,
-        deliver: Deliver,
-        deliver_prompt_logprobs: DeliverPromptLogprobs,
-        report_attached: Callable[[bool], None],
-        forget_outputs: Callable[[], None],
+        spans: RequestSpans,
+        report_readiness: Callable[[bool], None],
         tls: TlsIdentity | None = None,
     ) -> None:
+        """`report_readiness` is called whenever `is_ready` changes; `tls` identifies this scheduler to workers."""
         self.scheduler: Scheduler | None = None
         self.replica: ReplicaInfo | None = None
         self.is_attached = False
+        self.is_draining = False
         self.epoch = int(time.time() * 1e3)
         self.version = 0
         self.retry = RetryAdvisor()
         self.trace = StepTrace.open(settings.trace_steps)
         self._settings = settings
-        self._tls = tls
+        self._requests = requests
         self._metrics = metrics
-        self._deliver = deliver
-        self._deliver_prompt_logprobs = deliver_prompt_logprobs
+        self._spans = spans
+        self._report_readiness = report_readiness
+        self._tls = tls
         self._prompt_logprobs = PromptLogprobsRouter()
-        self._pinning = Pinning()
+        self._pin_waiters: dict[Pin, asyncio.Future[None]] = {}
         self._pin_timer: asyncio.TimerHandle | None = None
-        self._report_attached = report_attached
-        self._forget_outputs = forget_outputs
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        # By step in flight.
         self._sent_at: dict[int, float] = {}
-        # When the worker that is attached answered last, or was attached.
+        # When the attached workers answered last, or were attached.
         self._answered_at = time.monotonic()
-        # Whether the worker that is attached has answered a step or sent a heartbeat.
+        # Whether the attached workers have answered a step or sent a heartbeat.
         self._has_heard = False
-        # Whether the worker that was lost last was one that lived, and hung or answered nonsense.
+        # Whether the workers that were lost last were alive, and hung or answered nonsense.
         self._was_faulty = False
-
-    def submit(self, request: Request) -> None:
-        """Queues a request. Raises the core's RefusedError."""
-        assert self.scheduler is not None, "no worker was attached yet"
-        self.scheduler.submit(request, time.monotonic())
-        self._idle.clear()
-        self._wake.set()
-
-    def abort(self, key: RequestKey) -> bool:
-        """Ends a request; its blocks are free at once. Returns whether there was one."""
-        had_one = self.scheduler is not None and self.scheduler.abort(key)
-        if had_one:
-            self._note_aborted(1)
-        return had_one
-
-    def progress(self, key: RequestKey) -> list[SequenceProgress] | None:
-        """How far the sequences of a live request are that are said to its reader; None where it is over."""
-        group = None if self.scheduler is None else self.scheduler.group(key)
-        if group is None:
-            return None
-        if group.request.selects:
-            # Which ones these are is known in the end.
-            return []
-        return [
-            SequenceProgress(each.index, each.num_output_tokens, each.status is SequenceStatus.FINISHED)
-            for each in group.sequences
-        ]
-
-    def abort_sequence(self, key: RequestKey, index: int) -> None:
-        """Ends one sequence of a request, and the request with its last one."""
-        num_live = self.num_live()
-        if self.scheduler is not None and self.scheduler.abort_sequence(key, index):
-            self._note_aborted(num_live - self.num_live())
-
-    async def pin(self, tenant: str, token_ids: list[int], time_to_live_s: float) -> Pin:
-        """Pins a prefix and returns once its blocks are computed. Raises the core's RefusedError, or PinFailedError."""
-        assert self.scheduler is not None, "no worker was attached yet"
-        pin = self.scheduler.pin(tenant, token_ids, time.monotonic(), time_to_live_s)
-        self._set_pin_timer()
-        self._idle.clear()
-        self._wake.set()
-        self._note_idle()
-        await self._pinning.wait(pin)
-        return pin
-
-    def unpin(self, tenant: str, pin_id: str) -> bool:
-        """Lets go of a pin. Returns whether the tenant had it."""
-        if self.scheduler is None or not self.scheduler.unpin(tenant, pin_id):
-            return False
-        self._pinning.settle(self.scheduler.pins)
-        self._wake.set()
-        self._note_idle()
-        return True
-
-    def _expire_pins(self) -> None:
-        assert self.scheduler is not None
-        self.scheduler.expire_pins(time.monotonic())
-        self._pinning.settle(self.scheduler.pins)
-        self._set_pin_timer()
-        self._wake.set()
-        self._note_idle()
-
-    def _set_pin_timer(self) -> None:
-        """Wakes up when the next pin ends; an idle scheduler plans no steps that would see to it. A timer may fire a
-        little early, so it is set again for as long as there are pins."""
-        if self._pin_timer is not None:
-            self._pin_timer.cancel()
-            self._pin_timer = None
-        if self.scheduler is not None and (ends_at := self.scheduler.pins.next_end) is not None:
-            delay_s = max(ends_at - time.monotonic(), _SHORTEST_TIMER_S)
-            self._pin_timer = asyncio.get_running_loop().call_later(delay_s, self._expire_pins)
 
     @property
     def worker_addresses(self) -> tuple[str, ...]:
         """In order of rank."""
         return self._settings.workers
 
-    async def wait_idle(self) -> None:
-        """Returns once no request is live."""
-        await self._idle.wait()
+    @property
+    def is_ready(self) -> bool:
+        """Whether this replica is one to send requests to."""
+        return self.is_attached and not self.is_draining
 
+    @property
     def num_live(self) -> int:
         return 0 if self.scheduler is None else self.scheduler.num_live
 
+    # Requests
+
+    def submit(self, request: Request, trace: TraceContext | None = None) -> None:
+        """Queues a request. Raises QuireError where the core refuses it.
+
+        Args:
+            trace: The gateway's span of the request; None where it does not trace the request.
+        """
+        self._spans.submit(request, trace, self._submit)
+        self._idle.clear()
+        self._wake.set()
+
+    def _submit(self, request: Request) -> SequenceGroup:
+        assert self.scheduler is not None, "no worker was attached yet"
+        with self._refusals():
+            self.scheduler.submit(request, time.monotonic())
+        return self.scheduler.waiting.get(request.key)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Turns the core's refusals into errors of the RPC."""
+        try:
+            yield
+        except DuplicateKeyError as error:
+            raise AlreadyExists(str(error)) from error
+        except QueueFullError as error:
+            retry_after_ms = self.retry.retry_after_ms(time.monotonic())
+            raise ResourceExhausted(str(error), reason="QUEUE_FULL", retry_after_ms=retry_after_ms) from error
+        except PinQuotaError as error:
+            raise ResourceExhausted(str(error), reason="PIN_QUOTA") from error
+        except NeverFitsError as error:
+            raise InvalidArgument(str(error), reason="NEVER_FITS") from error
+        except RefusedError as error:
+            raise InvalidArgument(str(error)) from error
+
+    def abort(self, key: RequestKey) -> bool:
+        """Ends a request; its blocks are free at once. Returns whether there was one."""
+        had_one = self.scheduler is not None and self.scheduler.abort(key)
+        if had_one:
+            self._note_aborted(1)
+        self._spans.aborted(key)
+        return had_one
+
+    def abort_sequence(self, key: RequestKey, index: int) -> None:
+        """Ends one sequence of a request, and the request with its last one."""
+        num_live = self.num_live
+        if self.scheduler is not None and self.scheduler.abort_sequence(key, index):
+            self._note_aborted(num_live - self.num_live)
+        self._spans.sequence_aborted(key)
+
+    def progress(self, key: RequestKey) -> list[SequenceProgress] | None:
+        """How much of each sequence of a live request its reader was sent; None where the request is over."""
+        group = None if self.scheduler is None else self.scheduler.group(key)
+        if group is None:
+            return None
+        if group.request.selects:
+            # Nothing is sent before the end.
+            return []
+        return [
+            SequenceProgress(each.index, each.num_output_tokens, each.status is SequenceStatus.FINISHED)
+            for each in group.sequences
+        ]
+
+    def usage_so_far(self, key: RequestKey) -> Usage | None:
+        """The usage of a live request, with its current phase counted up to now; None where the request is over."""
+        group = None if self.scheduler is None else self.scheduler.group(key)
+        if group is None:
+            return None
+        usage, line, now = usage_of(group), group.timeline, time.monotonic()
+        if line.started is None:
+            return usage._replace(queue_s=now - line.arrived)
+        if line.first_token is None:
+            return usage._replace(prefill_s=now - line.started)
+        return usage._replace(decode_s=now - line.first_token)
+
+    async def drain(self, timeout_s: float | None) -> int:
+        """Refuses new requests from now on, reports that, and waits until no request is live.
+
+        Returns how many still are when the time is over; None waits for as long as it takes.
+        """
+        self._set_ready(is_draining=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            _logger.warning("%d requests still live after draining for %s s", self.num_live, timeout_s)
+        return self.num_live
+
+    # Pins
+
+    async def pin(self, tenant: str, token_ids: list[int], time_to_live_s: float) -> Pin:
+        """Pins a prefix and returns once its blocks are computed. Raises QuireError where the core refuses it, or
+        PinFailedError."""
+        assert self.scheduler is not None, "no worker was attached yet"
+        with self._refusals():
+            pin = self.scheduler.pin(tenant, token_ids, time.monotonic(), time_to_live_s)
+        self._idle.clear()
+        self._pins_changed()
+        if not pin.is_held:
+            waiter = self._pin_waiters.setdefault(pin, asyncio.get_running_loop().create_future())
+            # Several callers may wait for one pin, and one of them may leave.
+            await asyncio.shield(waiter)
+        return pin
+
+    def unpin(self, tenant: str, pin_id: str) -> bool:
+        """Ends a pin. Returns whether the tenant had it."""
+        if self.scheduler is None or not self.scheduler.unpin(tenant, pin_id):
+            return False
+        self._pins_changed()
+        return True
+
+    def _expire_pins(self) -> None:
+        assert self.scheduler is not None
+        self.scheduler.expire_pins(time.monotonic())
+        self._pins_changed()
+
+    def _pins_changed(self) -> None:
+        """Sets the timer for the next pin that ends, since an idle scheduler plans no steps that would end it. A timer
+        may fire a little early, so it is set again for as long as there are pins."""
+        assert self.scheduler is not None
+        self._wake_pin_waiters(self.scheduler.pins)
+        if self._pin_timer is not None:
+            self._pin_timer.cancel()
+            self._pin_timer = None
+        if (ends_at := self.scheduler.pins.next_end) is not None:
+            delay_s = max(ends_at - time.monotonic(), _MIN_TIMER_S)
+            self._pin_timer = asyncio.get_running_loop().call_later(delay_s, self._expire_pins)
+        self._wake.set()
+        self._note_idle()
+
+    def _wake_pin_waiters(self, pins: Pins) -> None:
+        """Wakes the callers whose pins hold their blocks now, or are gone."""
+        waiters = self._pin_waiters
+        for pin in [pin for pin in waiters if pin.is_held or pins.of_tenant(pin.tenant, pin.pin_id) is not pin]:
+            waiter = waiters.pop(pin)
+            if pin.is_held:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(PinFailedError(f"pin {pin.pin_id} ended before its blocks were computed"))
+                # All callers may have left, and an exception that nobody retrieves is logged.
+                waiter.exception()
+
+    # Steps
+
     async def run(self) -> None:
-        """Attaches the worker, drives it, and starts again whenever it is lost. Runs until it is cancelled."""
+        """Attaches the workers, drives them, and starts again whenever they are lost. Runs until it is cancelled."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             link = await self._attach()
@@ -184,8 +286,8 @@ class StepLoop:
                 self._take_loss(error)
             if self.scheduler is not None:
                 self.scheduler.void_in_flight(time.monotonic())
-                if self.num_live():
-                    # Pins that held their blocks are computed again.
+                if self.num_live:
+                    # Pins that held blocks are computed again.
                     self._idle.clear()
             # A worker that is lost before it answers anything may be lost again by the same step.
             if self._has_heard:
@@ -194,149 +296,16 @@ class StepLoop:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
-    def _take_loss(self, error: WorkerLostError) -> None:
-        """Where the worker refused a step, or was lost and did not say why, the request at fault fails once it is
-        found."""
-        assert self.scheduler is not None
-        self._metrics.lost_worker()
-        self._was_faulty = isinstance(error, (WorkerHangsError, InvalidAnswerError))
-        refusal = refusal_of(error)
-        if refusal is not None:
-            self._fail_at_fault(self.scheduler.refuse_in_flight(refusal))
-        elif is_unexplained(error):
-            self.scheduler.lose_in_flight(str(error.__cause__) if isinstance(error, InvalidAnswerError) else None)
-
-    def _judge_loss(self, scheduler: Scheduler, *, was_alive: bool) -> None:
-        """Where the worker was lost before, what that says of the requests that ran."""
-        trials_were_on = scheduler.trials.are_on
-        self._fail_at_fault(scheduler.judge_loss(was_alive=was_alive))
-        if scheduler.trials.are_on and not trials_were_on:
-            _logger.warning(
-                "the worker is lost again and again; the requests that ran then are tried alone or in cohorts"
-            )
-
-    def _fail_at_fault(self, events: dict[ClientId, ClientEvents]) -> None:
-        for failure in itertools.chain.from_iterable(batch.failed for batch in events.values()):
-            _logger.warning("a request is at fault and fails: %s", failure.message)
-            self._metrics.found_at_fault(failure)
-        self._hand_out(0, events, time.monotonic())
-
-    async def _attach(self) -> StepLink:
-        backoff_s = _FIRST_BACKOFF_S
-        said = ""
-        while True:
-            self.epoch += 1
-            try:
-                link = await attach_workers(self.worker_addresses, self.epoch, _ATTACH_TIMEOUT_S, self._tls)
-                self._take_over(link)
-                return link
-            except WorkerLostError as error:
-                if str(error) != said:
-                    said = str(error)
-                    level = logging.WARNING if isinstance(error, WorkerRefusedError) else logging.INFO
-                    _logger.log(level, "%s; trying again", said)
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, _LAST_ATTACH_BACKOFF_S)
-
-    def _take_over(self, link: StepLink) -> None:
-        info = link.info
-        config = self._config(info)
-        if self.scheduler is None:
-            self.scheduler = Scheduler(config)
-        else:
-            if self.replica is not None and (changes := info.model_changes(self.replica)):
-                self._fail_for_model(self.scheduler, changes)
-                if not info.has_tokenizer_of(self.replica):
-                    self._forget_outputs()
-            if config != self.scheduler.config:
-                self._rebuild(config)
-        self.scheduler.restore_sealed(link.sealed)
-        self._judge_loss(self.scheduler, was_alive=info.is_same_worker(self.replica) and not self._was_faulty)
-        self._take_info(info)
-        self._sent_at.clear()
-        self._answered_at = time.monotonic()
-        self._prompt_logprobs.clear()
-        self._set_attached(True)
-        self._wake.set()
-        _logger.info(
-            "attached worker generation %d as epoch %d: %s, %d blocks of %d tokens, %d of them cached",
-            info.worker_generation,
-            self.epoch,
-            info.architecture,
-            info.num_gpu_blocks,
-            info.block_size,
-            self.scheduler.batch.blocks.pool.num_cached,
-        )
-
-    def _take_info(self, info: ReplicaInfo) -> None:
-        if not info.is_like(self.replica):
-            self.version += 1
-        self.replica = info
-
-    def _config(self, info: ReplicaInfo) -> SchedulerConfig:
-        settings = self._settings
-        max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
-        return SchedulerConfig(
-            num_blocks=info.num_gpu_blocks,
-            block_size=info.block_size,
-            # Each sequence has a token at the least in a step.
-            max_num_seqs=min(settings.max_num_seqs, info.max_num_rows, max_num_batched_tokens),
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            max_waiting_requests=settings.max_waiting_requests,
-            max_waiting_tokens=settings.max_waiting_tokens,
-            tenant_overflow=settings.tenant_overflow,
-            watermark=settings.watermark,
-            num_host_blocks=info.num_host_blocks,
-            policy=PolicyKind(settings.policy),
-            preemption_mode=PreemptionMode(settings.preemption_mode),
-            pin_quota=settings.pin_quota,
-            max_pinned=settings.max_pinned,
-            max_prefill_share=settings.max_prefill_share,
-        )
-
-    def _fail_for_model(self, scheduler: Scheduler, changes: list[str]) -> None:
-        """The worker came back with another model. Requests and pins of the one before are of no use: all of them end.
-        Gateways whose tokenizer still fits learn what the model is now when they connect again."""
-        message = (
-            f"the worker came back with another model (before and now: {', '.join(changes)}); this request began with "
-            "the one before and cannot go on: send it again"
-        )
-        for pin in list(scheduler.pins):
-            scheduler.unpin(pin.tenant, pin.pin_id)
-        self._pinning.settle(scheduler.pins)
-        _logger.warning(
-            "the worker came back with another model (before and now: %s); %d live requests fail",
-            ", ".join(changes),
-            self.num_live(),
-        )
-        events: dict[ClientId, ClientEvents] = {}
-        for key in [group.request.key for group in scheduler.groups()]:
-            scheduler.abort(key)
-            events.setdefault(key.client, ClientEvents()).failed.append(RequestFailure(key, MODEL_CHANGED, message))
-        self._hand_out(0, events, time.monotonic())
-        self._note_idle()
-
-    def _rebuild(self, config: SchedulerConfig) -> None:
-        """The worker came back with another pool: the live requests move over, in order of arrival."""
-        assert self.scheduler is not None
-        _logger.warning("the worker came back with another geometry: %s", config)
-        old, self.scheduler = self.scheduler, Scheduler(config)
-        for failure in self.scheduler.take_over(old, time.monotonic()):
-            self._hand_out(0, {failure.key.client: ClientEvents(failed=[failure])}, time.monotonic())
-        self._pinning.settle(self.scheduler.pins)
-        self._note_idle()
-
-    async def _drive(self, link: StepLink) -> None:
+    async def _drive(self, link: WorkerLink | WorkerGroup) -> None:
         """Sends steps and receives results until one of the two fails. Raises WorkerLostError."""
         receiving = asyncio.create_task(self._receive_results(link))
         halves = [receiving, asyncio.create_task(self._send_steps(link))]
         try:
             await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
             # A write to a stream that broke does not say why it broke; the next read does.
-            await asyncio.wait([receiving], timeout=_LAST_WORDS_S)
+            await asyncio.wait([receiving], timeout=_LAST_READ_S)
         finally:
-            self._set_attached(False)
+            self._set_ready(is_attached=False)
             for half in halves:
                 half.cancel()
             await link.close()
@@ -345,7 +314,8 @@ class StepLoop:
             if isinstance(outcome, Exception):
                 raise outcome
 
-    async def _send_steps(self, link: StepLink) -> None:
+    async def _send_steps(self, link: WorkerLink | WorkerGroup) -> None:
+        """Plans steps and sends them, as many ahead as the workers take."""
         scheduler = self.scheduler
         assert scheduler is not None
         depth = min(self._settings.max_steps_in_flight, link.info.max_steps_in_flight)
@@ -365,7 +335,8 @@ class StepLoop:
                 self.trace.planned(plan.step_id, plan.num_tokens, started, planned)
                 self.trace.sent(plan.step_id, planned, time.monotonic())
 
-    async def _receive_results(self, link: StepLink) -> None:
+    async def _receive_results(self, link: WorkerLink | WorkerGroup) -> None:
+        """Receives results, applies them to the core, and emits the events."""
         scheduler = self.scheduler
         assert scheduler is not None
         while True:
@@ -388,11 +359,11 @@ class StepLoop:
             self._wake.set()
             self.trace.answered(result.step_id, answer.worker_us, now)
             self.trace.applied(result.step_id, now, time.monotonic())
-            self._deliver_prompt_logprobs(prompt_logprobs)
-            self._hand_out(result.step_id, events, now)
+            self._requests.deliver_prompt_logprobs(prompt_logprobs)
+            self._emit(result.step_id, events)
 
-    def _check_progress(self, now: float, link: StepLink) -> None:
-        """A heartbeat came: the process lives, but its device may hang."""
+    def _check_progress(self, now: float, link: WorkerLink | WorkerGroup) -> None:
+        """A heartbeat came: the process is alive, but its device may hang. Raises WorkerHangsError."""
         if not self._sent_at:
             return
         # A step that was sent before the last answer came has waited for it.
@@ -400,33 +371,194 @@ class StepLoop:
         if seconds > self._settings.step_timeout:
             raise WorkerHangsError(f"worker {link.address} has not answered a step for {seconds:.1f} s")
 
-    def _hand_out(self, step_id: int, events: dict[ClientId, ClientEvents], now: float) -> None:
-        if events.pop(PIN_CLIENT, None) is not None:
-            assert self.scheduler is not None
-            self._pinning.settle(self.scheduler.pins)
+    def _emit(self, step_id: int, events: dict[ClientId, ClientEvents]) -> None:
+        """Hands out what happened to requests and pins."""
+        assert self.scheduler is not None
+        if PIN_CLIENT in events:
+            self._wake_pin_waiters(self.scheduler.pins)
             self._note_idle()
-        if not events:
-            return
-        self._deliver(step_id, events)
-        self._metrics.delivered(events)
-        ended = sum(len(batch.completed) + len(batch.failed) for batch in events.values())
-        if ended:
-            self._note_ended(ended, now)
+        if (batch := events.get(GATEWAYS)) is not None:
+            self._requests.deliver(step_id, batch)
+            self._spans.delivered(batch)
+            self._metrics.delivered(batch)
+            if num_ended := len(batch.completed) + len(batch.failed):
+                self._note_ended(num_ended)
+
+    # Workers come and go
+
+    async def _attach(self) -> WorkerLink | WorkerGroup:
+        backoff_s = _FIRST_BACKOFF_S
+        logged = ""
+        while True:
+            self.epoch += 1
+            try:
+                link = await attach_workers(self.worker_addresses, self.epoch, _ATTACH_TIMEOUT_S, self._tls)
+                self._take_over(link)
+                return link
+            except WorkerLostError as error:
+                if str(error) != logged:
+                    logged = str(error)
+                    level = logging.WARNING if isinstance(error, WorkerRefusedError) else logging.INFO
+                    _logger.log(level, "%s; trying again", logged)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _LAST_ATTACH_BACKOFF_S)
+
+    def _take_over(self, link: WorkerLink | WorkerGroup) -> None:
+        """Fits the core to the workers that were attached, before anything runs."""
+        info, before = link.info, self.replica
+        config = self._config(info)
+        if self.scheduler is None:
+            self.scheduler = Scheduler(config)
+        else:
+            if before is not None and (changes := info.model_changes(before)):
+                self._end_all(self.scheduler, ", ".join(changes))
+                if not info.has_tokenizer_of(before):
+                    self._requests.forget_outputs()
+            if config != self.scheduler.config:
+                self._rebuild(self.scheduler, config)
+        scheduler = self.scheduler
+        scheduler.restore_sealed(link.sealed)
+        self._judge_loss(scheduler, was_alive=info.is_same_worker(before) and not self._was_faulty)
+        self.replica = info
+        self.version += not info.is_like(before)
+        self._sent_at.clear()
+        self._answered_at = time.monotonic()
+        self._prompt_logprobs.clear()
+        self._set_ready(is_attached=True)
+        self._wake.set()
+        self._note_idle()
+        _logger.info(
+            "attached worker generation %d as epoch %d: %s, %d blocks of %d tokens, %d of them cached",
+            info.worker_generation,
+            self.epoch,
+            info.architecture,
+            info.num_gpu_blocks,
+            info.block_size,
+            scheduler.batch.blocks.pool.num_cached,
+        )
+
+    def _config(self, info: ReplicaInfo) -> SchedulerConfig:
+        settings = self._settings
+        max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
+        return SchedulerConfig(
+            num_blocks=info.num_gpu_blocks,
+            block_size=info.block_size,
+            # Each running sequence takes at least one token of a step.
+            max_num_seqs=min(settings.max_num_seqs, info.max_num_rows, max_num_batched_tokens),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            max_waiting_requests=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+            tenant_overflow=settings.tenant_overflow,
+            watermark=settings.watermark,
+            num_host_blocks=info.num_host_blocks,
+            policy=PolicyKind(settings.policy),
+            preemption_mode=PreemptionMode(settings.preemption_mode),
+            pin_quota=settings.pin_quota,
+            max_pinned=settings.max_pinned,
+            max_prefill_share=settings.max_prefill_share,
+        )
+
+    def _end_all(self, scheduler: Scheduler, changes: str) -> None:
+        """The worker came back with another model: all requests fail, and all pins end. Gateways whose tokenizer still
+        fits learn what the model is now when they connect again."""
+        message = (
+            f"the worker came back with another model (before and now: {changes}); this request began with the one "
+            "before and cannot go on: send it again"
+        )
+        for pin in list(scheduler.pins):
+            scheduler.unpin(pin.tenant, pin.pin_id)
+        self._wake_pin_waiters(scheduler.pins)
+        _logger.warning(
+            "the worker came back with another model (before and now: %s); %d live requests fail",
+            changes,
+            self.num_live,
+        )
+        keys = [group.request.key for group in scheduler.groups()]
+        for key in keys:
+            scheduler.abort(key)
+        failures = [RequestFailure(key, MODEL_CHANGED, message) for key in keys]
+        self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})
+
+    def _rebuild(self, old: Scheduler, config: SchedulerConfig) -> None:
+        """The worker came back with another pool: live requests move over, in order of arrival."""
+        _logger.warning("the worker came back with another geometry: %s", config)
+        self.scheduler = Scheduler(config)
+        failures = self.scheduler.take_over(old, time.monotonic())
+        self._wake_pin_waiters(self.scheduler.pins)
+        self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})
+
+    def _take_loss(self, error: WorkerLostError) -> None:
+        """Where the worker refused a step, or was lost and did not say why, the request at fault fails once it is
+        found."""
+        assert self.scheduler is not None
+        self._metrics.lost_worker()
+        self._was_faulty = isinstance(error, WorkerFaultyError)
+        if error.refusal is not None:
+            self._fail_at_fault(self.scheduler.refuse_in_flight(error.refusal))
+        elif error.is_unexplained:
+            self.scheduler.lose_in_flight(error.detail)
+
+    def _judge_loss(self, scheduler: Scheduler, *, was_alive: bool) -> None:
+        """Where the worker was lost before, finds out what that says of the requests that ran."""
+        trials_were_on = scheduler.trials.are_on
+        self._fail_at_fault(scheduler.judge_loss(was_alive=was_alive))
+        if scheduler.trials.are_on and not trials_were_on:
+            _logger.warning(
+                "the worker is lost again and again; the requests that ran then are tried alone or in cohorts"
+            )
+
+    def _fail_at_fault(self, events: dict[ClientId, ClientEvents]) -> None:
+        for failure in itertools.chain.from_iterable(batch.failed for batch in events.values()):
+            _logger.warning("a request is at fault and fails: %s", failure.message)
+            self._metrics.found_at_fault(failure)
+        self._emit(0, events)
+
+    # What changes is reported
+
+    def _set_ready(self, *, is_attached: bool | None = None, is_draining: bool = False) -> None:
+        was_ready = self.is_ready
+        self.is_attached = self.is_attached if is_attached is None else is_attached
+        self.is_draining = self.is_draining or is_draining
+        if self.is_ready != was_ready:
+            self._requests.report_readiness(self.is_ready)
+            self._report_readiness(self.is_ready)
 
     def _note_aborted(self, count: int) -> None:
-        """`count` requests were ended from outside, 0 where one still has other sequences; what they held is free."""
+        """`count` requests were ended from outside, 0 where one still has other sequences. What they held is free."""
         self._metrics.aborted(count)
-        self._note_ended(count, time.monotonic())
+        self._note_ended(count)
         self._wake.set()
 
-    def _note_ended(self, count: int, now: float) -> None:
-        self.retry.ended(count, now)
+    def _note_ended(self, count: int) -> None:
+        self.retry.ended(count, time.monotonic())
         self._note_idle()
 
-    def _set_attached(self, attached: bool) -> None:
-        self.is_attached = attached
-        self._report_attached(attached)
-
     def _note_idle(self) -> None:
-        if self.num_live() == 0:
+        if not self.num_live:
             self._idle.set()
+
+
+class RetryAdvisor:
+    """Says when a refused caller should come back: when about one place in the queue comes free, by the pace at which
+    requests ended in the last seconds."""
+
+    _MIN_MS, _UNKNOWN_MS = 50, 1_000
+    _MAX_ENDS = 64
+    # Of an older end it is not known whether there was anything to do since.
+    _WINDOW_S = 10.0
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=self._MAX_ENDS)
+
+    def ended(self, count: int, now: float) -> None:
+        """`count` requests ended at `now`, in seconds, for whatever reason."""
+        self._ends.extend([now] * count)
+
+    def retry_after_ms(self, now: float) -> int:
+        """Milliseconds to wait, from 50 to 5,000; 1,000 where the pace is not known."""
+        while self._ends and now - self._ends[0] > self._WINDOW_S:
+            self._ends.popleft()
+        if len(self._ends) < 2:
+            return self._UNKNOWN_MS
+        return max(int((now - self._ends[0]) / len(self._ends) * 1e3), self._MIN_MS)

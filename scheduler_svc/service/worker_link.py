@@ -1,12 +1,15 @@
-"""The step stream to one worker."""
+"""The step streams to the workers of a replica: to one worker, or to a group of ranks that is driven as one."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 import grpc.aio
 
+from quire.compatibility import check_model
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import FailedPrecondition, InvalidArgument, from_rpc_error
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, QuireError, from_rpc_error
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES
 from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
@@ -23,10 +26,11 @@ from scheduler_svc.service.worker_convert import (
 )
 
 _RUN = "/quire.worker.v1.WorkerService/Run"
-_LOOK_INTERVAL_S = 1.0
-_MOST_SILENT_LOOKS = 10
-"""A living worker sends a heartbeat each half a second."""
-
+_CHECK_INTERVAL_S = 1.0
+_MAX_SILENT_CHECKS = 10
+"""A live worker sends a heartbeat every half second."""
+_STEP_FAILURES = frozenset({"STEP_FAILED", "UNEXPECTED"})
+"""Reasons with which a worker says that it could not run or take a step."""
 _CALL_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 """What an operation on a broken call raises."""
 
@@ -34,23 +38,64 @@ _CALL_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 class WorkerLostError(Exception):
     """The worker's stream broke, or the worker does not answer. Every step in flight is void."""
 
+    @property
+    def refusal(self) -> str | None:
+        """What the worker said against the oldest step in flight: it answers all steps before the one that it refuses.
+
+        None where the worker was lost for another reason (it died, hangs, or belongs to another scheduler), which says
+        nothing about the step.
+        """
+        status = self._status
+        if status is None or not (isinstance(status, InvalidArgument) or status.reason in _STEP_FAILURES):
+            return None
+        return status.message
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether nobody said why the worker was lost. It may have died or hung because of a step, or the link broke.
+
+        A reason other than the status's own can only come from a live worker.
+        """
+        return self._status is None or self._status.reason == self._status.default_reason
+
+    @property
+    def detail(self) -> str | None:
+        """What was wrong with the worker's answer; None where it did not answer."""
+        return None
+
+    @property
+    def _status(self) -> QuireError | None:
+        """The status that the worker ended the stream with; None where the scheduler gave it up."""
+        return from_rpc_error(self.__cause__) if isinstance(self.__cause__, grpc.aio.AioRpcError) else None
+
 
 class WorkerRefusedError(WorkerLostError):
-    """The worker cannot be used as it is, and trying again does not help before one of the two is another release."""
+    """The worker is of a release that does not fit: attaching fails until one of the two is replaced."""
 
 
-class WorkerHangsError(WorkerLostError):
-    """The worker lives, but has not answered a step in time."""
+class WorkerFaultyError(WorkerLostError):
+    """The worker is alive, and hangs or answers nonsense."""
 
 
-class InvalidAnswerError(WorkerLostError):
-    """The worker lives, but what it answered makes no sense: `__cause__` says why."""
+class WorkerHangsError(WorkerFaultyError):
+    """The worker has not answered a step in time."""
+
+
+class InvalidAnswerError(WorkerFaultyError):
+    """The worker's answer makes no sense; `__cause__` says why."""
+
+    @property
+    def detail(self) -> str | None:
+        return str(self.__cause__)
 
 
 class WorkerLink:
     """An attached worker, made by `attach`. Steps go out in order, results come back in the same order.
 
-    `place` is which rank of how many it is; `sealed` are the blocks that it knew to be final when it was attached.
+    Attributes:
+        info: What the worker is.
+        place: Which rank of how many it is.
+        sealed: The blocks that the worker held as final when it was attached.
     """
 
     def __init__(
@@ -74,7 +119,8 @@ class WorkerLink:
 
     @classmethod
     async def attach(cls, address: str, epoch: int, timeout_s: float, tls: TlsIdentity | None = None) -> "WorkerLink":
-        """Takes the worker over under a new epoch. Raises WorkerLostError when it cannot be had within the time."""
+        """Attaches a worker under a new epoch. Raises WorkerLostError where that fails or takes longer than the
+        time."""
         channel = _open(address, tls)
         # Requests are serialized here, once for all ranks, so the call takes bytes.
         call = channel.stream_stream(_RUN, response_deserializer=worker_pb2.RunResponse.FromString)()
@@ -97,11 +143,11 @@ class WorkerLink:
             raise
 
     async def send(self, plan: StepPlan) -> None:
-        """Hands a step over. Raises WorkerLostError."""
+        """Sends a step. Raises WorkerLostError."""
         await self.write(step_message(plan, self.epoch, self.info.worker_generation))
 
     async def write(self, message: bytes) -> None:
-        """Hands a step over that is serialized already. Raises WorkerLostError."""
+        """Sends a step that is serialized already. Raises WorkerLostError."""
         try:
             await self._call.write(message)
         except _CALL_ERRORS as error:
@@ -114,7 +160,7 @@ class WorkerLink:
         except asyncio.CancelledError:
             if not self._is_silent:
                 raise
-            silent_s = _MOST_SILENT_LOOKS * _LOOK_INTERVAL_S
+            silent_s = _MAX_SILENT_CHECKS * _CHECK_INTERVAL_S
             raise WorkerLostError(f"worker {self.address} has been silent for {silent_s:.0f} s") from None
         except grpc.aio.AioRpcError as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
@@ -134,15 +180,100 @@ class WorkerLink:
         await self._channel.close()
 
     async def _watch(self) -> None:
-        """Ends the call to a worker that is silent. Silence is counted in looks and not in time, so that a pause of
-        ourselves is not taken for one of the worker's."""
+        """Ends the call to a worker that is silent. Silence is counted in checks, not in time, so that a pause of this
+        process is not taken for silence of the worker."""
         silent = 0
-        while silent < _MOST_SILENT_LOOKS:
+        while silent < _MAX_SILENT_CHECKS:
             received = self._num_received
-            await asyncio.sleep(_LOOK_INTERVAL_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
             silent = silent + 1 if self._num_received == received else 0
         self._is_silent = True
         self._call.cancel()
+
+
+class WorkerGroup:
+    """The links to several ranks, driven as one. Each rank gets the same bytes of every step. The answer of rank 0
+    counts once all ranks have answered. The group is lost with any of its ranks.
+    """
+
+    def __init__(self, links: Sequence[WorkerLink], epoch: int) -> None:
+        first, *others = self._links = tuple(links)
+        self.info = first.info
+        self.address = ", ".join(link.address for link in links)
+        # Each rank holds a part of every block, so a block that one of them has lost is of no use.
+        everywhere = set(first.sealed).intersection(*(link.sealed for link in others))
+        self.sealed = [entry for entry in first.sealed if entry in everywhere]
+        self._epoch = epoch
+        self._num_ahead = [0] * len(links)
+        self._answers: asyncio.Queue[tuple[int, StepAnswer | Exception | None]] = asyncio.Queue()
+        self._pending: list[StepAnswer] = []
+        self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
+
+    async def send(self, plan: StepPlan) -> None:
+        """Sends a step to all ranks, serialized once. Raises WorkerLostError."""
+        message = step_message(plan, self._epoch, self.info.worker_generation)
+        await asyncio.gather(*(link.write(message) for link in self._links))
+
+    async def receive(self) -> StepAnswer | None:
+        """The next answer of rank 0, once all ranks have answered that step, or None for a heartbeat of rank 0.
+
+        Raises:
+            WorkerLostError: a rank was lost.
+        """
+        while not (self._pending and min(self._num_ahead) > 0):
+            rank, answer = await self._answers.get()
+            if isinstance(answer, Exception):
+                raise answer
+            if answer is not None:
+                self._num_ahead[rank] += 1
+            if rank == 0:
+                if answer is None:
+                    return None
+                self._pending.append(answer)
+        self._num_ahead = [ahead - 1 for ahead in self._num_ahead]
+        return self._pending.pop(0)
+
+    async def close(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in self._links))
+
+    async def _read(self, rank: int, link: WorkerLink) -> None:
+        while True:
+            try:
+                self._answers.put_nowait((rank, await link.receive()))
+            except Exception as error:
+                # Whatever it is: nobody awaits this task before the group is closed.
+                self._answers.put_nowait((rank, error))
+                return
+
+
+async def attach_workers(
+    addresses: Sequence[str], epoch: int, timeout_s: float, tls: TlsIdentity | None = None
+) -> WorkerLink | WorkerGroup:
+    """Attaches all ranks of a replica under one epoch, or none. Fails with the first rank that cannot be attached.
+
+    Args:
+        addresses: in order of rank.
+
+    Raises:
+        WorkerLostError: one of them cannot be attached, or they are not the ranks of one group.
+    """
+    attaching = [asyncio.create_task(WorkerLink.attach(address, epoch, timeout_s, tls)) for address in addresses]
+    try:
+        done, _ = await asyncio.wait(attaching, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        links = [task.result() for task in attaching]
+        _check_places(links)
+    except BaseException:
+        for task in attaching:
+            task.cancel()
+        outcomes = await asyncio.gather(*attaching, return_exceptions=True)
+        await asyncio.gather(*(outcome.close() for outcome in outcomes if isinstance(outcome, WorkerLink)))
+        raise
+    return links[0] if len(links) == 1 else WorkerGroup(links, epoch)
 
 
 def _is_other_release(error: Exception) -> bool:
@@ -154,7 +285,7 @@ def _is_other_release(error: Exception) -> bool:
 def _open(address: str, tls: TlsIdentity | None) -> grpc.aio.Channel:
     try:
         return open_channel(address, tls=tls, max_message_bytes=UNLIMITED_MESSAGE_BYTES)
-    except ConfigurationError as error:  # in the middle of a renewal, files may not fit each other
+    except ConfigurationError as error:  # while certificates are renewed, files may not fit each other
         raise WorkerLostError(str(error)) from error
 
 
@@ -170,3 +301,28 @@ def _describe(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__
+
+
+def _check_places(links: Sequence[WorkerLink]) -> None:
+    """Raises WorkerLostError unless the links are the ranks of one group, in order, and alike in all that a plan
+    needs."""
+    first = links[0]
+    for rank, link in enumerate(links):
+        if link.place != RankPlace(rank, len(links)):
+            raise WorkerLostError(
+                f"worker {link.address} is rank {link.place.rank} of {link.place.world_size}; "
+                f"--workers names it as rank {rank} of {len(links)}"
+            )
+        if replace(link.info, fingerprint=first.info.fingerprint) != first.info:
+            raise WorkerLostError(f"worker {link.address} differs from rank 0: {_difference(first, link)}")
+        try:
+            # A rank may lack parts of the model that it does not need, such as the tokenizer.
+            check_model(first.info.fingerprint, link.info.fingerprint, us="rank 0", them=f"worker {link.address}")
+        except FailedPrecondition as error:
+            raise WorkerLostError(str(error)) from error
+
+
+def _difference(first: WorkerLink, other: WorkerLink) -> str:
+    if replace(other.info, worker_generation=first.info.worker_generation) == first.info:
+        return "it belongs to another start of the group"
+    return f"{other.info} and {first.info}"

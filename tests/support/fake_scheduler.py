@@ -1,10 +1,15 @@
-"""A scheduler that speaks the real contract and makes its tokens by a rule, with faults on demand."""
+"""A scheduler that speaks the real contract and makes its tokens by a rule, with faults on demand.
+
+`tests/contract/test_scheduler_contract.py` holds it to what gateways rely on. It has one sequence a request and keeps
+nothing: it knows no durable request, and a request that is submitted again is new to it.
+"""
 
 import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,8 +18,16 @@ from google.rpc import code_pb2
 
 from quire.arrays import decode_int32, encode_int32
 from quire.common.v1 import common_pb2
-from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL, ModelFingerprint, ProtocolVersions
-from quire.rpc.errors import NotFound
+from quire.compatibility import (
+    SCHEDULER_PROTOCOL,
+    UNKNOWN_MODEL,
+    ModelFingerprint,
+    ProtocolVersions,
+    check_model,
+    check_protocol,
+)
+from quire.rpc.channel import open_channel
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, invalid_field
 from quire.rpc.server import RpcServer
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_pins import FakePins
@@ -101,6 +114,18 @@ def _usage(request: FakeRequest) -> common_pb2.Usage:
     )
 
 
+class _Signal(asyncio.Event):
+    """An event that wakes the stream, too, when it is set."""
+
+    def __init__(self, wakes: asyncio.Event) -> None:
+        super().__init__()
+        self._wakes = wakes
+
+    def set(self) -> None:
+        super().set()
+        self._wakes.set()
+
+
 @dataclass
 class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     """Emits one token per live request and step, one message per step.
@@ -113,8 +138,9 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         repeats_events: Each step repeats the tokens of the step before.
         refusal: Answers to the next submits instead of tokens.
         answers_aborts: Says what an aborted request has cost, where it is asked.
-        drains: Answers DRAINING to every submit; what runs goes on.
+        drains: Answers DRAINING to new streams and to every submit; what runs goes on.
         refuses_connections: Connect answers UNAVAILABLE, as without a worker.
+        checks_hello: Refuses gateways of other versions or with another model; else they have to find out themselves.
         submits, aborted: What came, in order; for aborts the request ids.
         aborted_handles: Those of all aborts that came, whether the request still ran or not.
         live: Requests of the open stream by handle.
@@ -133,6 +159,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     tokens_per_step: int = 1
     repeats_events: bool = False
     refuses_connections: bool = False
+    checks_hello: bool = True
     answers_aborts: bool = True
     drains: bool = False
     epoch: int = 1000
@@ -147,14 +174,18 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     is_heard: bool = False
 
     def __post_init__(self) -> None:
+        self._server: RpcServer | None = None
+        # Wakes the stream: there may be something to send.
+        self._changed = asyncio.Event()
+        self.emits = _Signal(self._changed)
         self.emits.set()
         self.answers_pins.set()
-        self._server: RpcServer | None = None
-        self._changed = asyncio.Event()
-        self._broken = asyncio.Event()
-        self._broken_with = grpc.StatusCode.UNAVAILABLE
+        self._broken_with: grpc.StatusCode | None = None
         self._heard = asyncio.Event()
         self._outgoing: deque[scheduler_pb2.ConnectResponse] = deque()
+        # For messages of events; None where the gateway gives none.
+        self._credit: int | None = None
+        self._num_sent = 0
         self._step_id = 0
 
     async def start(self) -> None:
@@ -182,7 +213,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     def break_streams(self, status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
         """The stream ends with this status; the process lives on."""
         self._broken_with = status
-        self._broken.set()
+        self._changed.set()
 
     def send(self, events: scheduler_pb2.TokenEvents) -> None:
         """Sends a message of the test's own making."""
@@ -222,6 +253,11 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         self.live.pop(handle, None)
         self.send(scheduler_pb2.TokenEvents(failed=[scheduler_pb2.RequestFailure(handle=handle, **failure)]))
 
+    def remember(self, submit: scheduler_pb2.Submit) -> None:
+        """Goes on with a request that the open stream's gateway has forgotten."""
+        self.live[submit.handle] = FakeRequest.of(submit)
+        self._changed.set()
+
     async def until(self, condition: Callable[[], Any]) -> None:
         """Waits until something that came makes the condition true."""
         async with asyncio.timeout(5):
@@ -239,25 +275,53 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
         if self.refuses_connections:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "no worker is attached")
-        hello = await anext(request_iterator)
-        assert hello.WhichOneof("message") == "hello"
+            raise Unavailable("no worker is attached yet", reason="NO_WORKER")
+        if self.drains:
+            raise Unavailable("the scheduler drains", reason="DRAINING")
+        first = await anext(request_iterator)
         self.connections += 1
+        self._heard.set()
+        self._check_hello(first)
         self.is_heard = False
-        self._broken.clear()
+        self._broken_with = self._credit = None
+        self._num_sent = 0
         self._outgoing.clear()
         self.live.clear()
-        self._heard.set()
         yield scheduler_pb2.ConnectResponse(welcome=self._welcome())
         reader = asyncio.create_task(self._read(request_iterator))
+        reader.add_done_callback(lambda _: self._changed.set())
         try:
-            async for message in self._steps():
+            async for message in self._messages(reader):
                 yield message
+            if self._broken_with is not None:
+                await context.abort(self._broken_with, "the stream was broken by the test")
+            await reader
         finally:
             reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-                await reader
-        await context.abort(self._broken_with, "the stream was broken by the test")
+            await asyncio.gather(reader, return_exceptions=True)
+
+    def _check_hello(self, first: scheduler_pb2.ConnectRequest) -> None:
+        if first.WhichOneof("message") != "hello":
+            raise FailedPrecondition("the first message of a stream must be hello")
+        hello = first.hello
+        if not hello.gateway_id:
+            raise invalid_field("hello.gateway_id", "must not be empty")
+        if self.checks_hello:
+            us, them = "the scheduler", f"gateway {hello.gateway_id}"
+            versions = ProtocolVersions.of(hello.protocol)
+            check_protocol("quire.scheduler.v1", self.protocol, versions, us=us, them=them)
+            check_model(self.model, ModelFingerprint.of(hello.model), us=us, them=them)
+
+    async def Drain(
+        self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.DrainResponse:
+        self.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None):
+                while self.live:
+                    self._heard.clear()
+                    await self._heard.wait()
+        return scheduler_pb2.DrainResponse(remaining_requests=len(self.live))
 
     async def FindDurable(
         self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
@@ -277,12 +341,31 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     async def _read(self, requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> None:
         async for message in requests:
             self.is_heard = True
-            if message.WhichOneof("message") == "submit":
-                self._take(message.submit)
-            elif message.WhichOneof("message") == "abort":
-                self._abort(message.abort)
+            match message.WhichOneof("message"):
+                case "submit":
+                    self._take(message.submit)
+                case "abort":
+                    self._abort(message.abort)
+                case "credit":
+                    self._take_credit(message.credit)
+                case "resume":
+                    failure = {"code": code_pb2.NOT_FOUND, "reason": "REQUEST_NOT_FOUND", "message": "it is not kept"}
+                    self.fail(message.resume.handle, **failure)
+                case "detach":
+                    self._abort(scheduler_pb2.Abort(handle=message.detach.handle))
+                case "end_unread":
+                    pass
+                case other:
+                    raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
             self._changed.set()
             self._heard.set()
+
+    def _take_credit(self, credit: scheduler_pb2.Credit) -> None:
+        if not credit.messages:
+            raise invalid_field("credit.messages", "is 0; it must be at least 1")
+        if credit.taken > self._num_sent:
+            raise invalid_field("credit.taken", f"is {credit.taken}; {self._num_sent} were sent")
+        self._credit = (self._credit or 0) + credit.messages
 
     def _abort(self, abort: scheduler_pb2.Abort) -> None:
         self.aborted_handles.append(abort.handle)
@@ -304,22 +387,37 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
         else:
             self.live[submit.handle] = FakeRequest.of(submit)
 
-    async def _steps(self) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
-        broken = asyncio.create_task(self._broken.wait())
-        try:
-            while not self._broken.is_set():
-                while self._outgoing:
-                    yield self._outgoing.popleft()
-                if self.live and self.emits.is_set():
-                    yield scheduler_pb2.ConnectResponse(events=self._step())
-                    await asyncio.wait([broken], timeout=self.step_delay_s)
-                    continue
-                changed = asyncio.create_task((self.emits if self.live else self._changed).wait())
-                await asyncio.wait([broken, changed], timeout=0.02, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-                self._changed.clear()
-        finally:
-            broken.cancel()
+    async def _messages(self, reader: asyncio.Task[None]) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
+        """What goes out until the stream is broken, or the gateway has ended it."""
+        clock = asyncio.get_running_loop().time
+        step_at = clock()
+        while self._broken_with is None and not reader.done():
+            self._changed.clear()
+            message = self._next_outgoing()
+            makes_steps = bool(self.live) and self.emits.is_set() and self._credit != 0
+            if message is None and makes_steps and clock() >= step_at:
+                step_at = clock() + self.step_delay_s
+                message = scheduler_pb2.ConnectResponse(events=self._step())
+            if message is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(step_at if makes_steps else None):
+                        await self._changed.wait()
+                continue
+            if message.HasField("events"):
+                self._num_sent += 1
+                if self._credit is not None:
+                    self._credit -= 1
+            yield message
+            # As fast as the stream takes them, and no faster than its gateway is heard.
+            await asyncio.sleep(0)
+
+    def _next_outgoing(self) -> scheduler_pb2.ConnectResponse | None:
+        """The next message that was not made by a step. Readiness needs no credit."""
+        for message in self._outgoing:
+            if self._credit != 0 or not message.HasField("events"):
+                self._outgoing.remove(message)
+                return message
+        return None
 
     def _step(self) -> scheduler_pb2.TokenEvents:
         self._step_id += 1
@@ -395,3 +493,18 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
             dtype="float32",
             max_logprobs=self.max_logprobs,
         )
+
+
+@contextlib.asynccontextmanager
+async def running_fake_scheduler(
+    directory: Path, **attributes: Any
+) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
+    """Serves until the block ends; yields a stub that is connected to a socket in `directory`."""
+    fake = FakeScheduler(address=f"unix:{directory / 'scheduler'}", **attributes)
+    await fake.start()
+    channel = open_channel(fake.address)
+    try:
+        yield scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    finally:
+        await channel.close()
+        await fake.stop()

@@ -16,7 +16,7 @@ from quire.gateway.v1 import generation_pb2
 from quire.model_directory import resolve_model
 from quire.rpc.errors import Cancelled, DeadlineExceeded, Internal, NotFound, ResourceExhausted, Unavailable
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.fake_scheduler import FakeRequest, FakeScheduler, counting_rule
+from tests.support.fake_scheduler import FakeScheduler, counting_rule
 from tests.support.gateway_process import collect, collected, error_of, running_gateway, stream_request
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
@@ -225,7 +225,7 @@ async def test_requests_move_to_another_replica_after_a_while(scheduler):
 async def test_request_that_only_the_scheduler_remembers_is_aborted(gateway, scheduler):
     forgotten = scheduler_pb2.Submit(handle=77, request_id="forgotten")
     forgotten.stopping.max_tokens = 10_000
-    scheduler.live[77] = FakeRequest.of(forgotten)
+    scheduler.remember(forgotten)
     await scheduler.until(lambda: scheduler.aborted)
     assert scheduler.aborted == ["forgotten"]
 

@@ -126,8 +126,11 @@ async def test_refusal_after_one_of_a_replica_that_drains_counts_as_the_first(sc
         await until_true(lambda: scheduler.submits and len(other.live) == 6)
         refusals = [scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL")] * 2
         other.refusal.extend(refusals)
+        # Its successor is about to drain, too.
+        scheduler.drains = False
         scheduler.break_streams()
-        await scheduler.until(lambda: scheduler.connections == 2)
+        await scheduler.until(lambda: scheduler.connections == 2 and scheduler.is_heard)
+        scheduler.drain(tells=False)
         new = [
             asyncio.create_task(error_of(gateway.generation.GenerateStream(stream_request(f"new {number}"))))
             for number in range(2)

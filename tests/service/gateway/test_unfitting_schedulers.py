@@ -25,8 +25,8 @@ def expected_ids(text, count):
 
 async def test_a_scheduler_of_other_versions_or_another_model_is_not_used_and_ready_says_why(caplog):
     """Both are refused by what their welcome says, as of a scheduler that does not check what a gateway says."""
-    newer = FakeScheduler(protocol=ProtocolVersions(8, 9))
-    other = FakeScheduler(model=ModelFingerprint(tokenizer="0123456789abcdef"))
+    newer = FakeScheduler(protocol=ProtocolVersions(8, 9), checks_hello=False)
+    other = FakeScheduler(model=ModelFingerprint(tokenizer="0123456789abcdef"), checks_hello=False)
     for scheduler in (newer, other):
         await scheduler.start()
     async with running_gateway(newer, other, connect_timeout=0.5) as gateway, httpx.AsyncClient() as http:

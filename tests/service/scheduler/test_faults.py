@@ -154,7 +154,7 @@ async def test_a_worker_that_always_answers_nonsense_fails_its_requests_and_serv
 
 
 async def test_a_silent_worker_is_lost(monkeypatch):
-    monkeypatch.setattr(worker_link, "_LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(worker_link, "_CHECK_INTERVAL_S", 0.02)
     worker = FakeWorker(heartbeat_interval_s=60.0)
     link = await WorkerLink.attach(await worker.start(), epoch=1, timeout_s=5.0)
     with pytest.raises(WorkerLostError, match="has been silent"):
@@ -164,7 +164,7 @@ async def test_a_silent_worker_is_lost(monkeypatch):
 
 
 async def test_a_pause_of_the_scheduler_is_not_the_workers_silence(monkeypatch):
-    monkeypatch.setattr(worker_link, "_LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(worker_link, "_CHECK_INTERVAL_S", 0.02)
     worker = FakeWorker(heartbeat_interval_s=0.01)
     link = await WorkerLink.attach(await worker.start(), epoch=1, timeout_s=5.0)
     for _ in range(3):

@@ -166,16 +166,16 @@ async def test_a_caller_is_told_when_its_pin_ends_before_it_is_computed(schedule
     code = grpc.StatusCode.UNAVAILABLE
     worker.hang.set()
     await assert_refused(
-        pin(scheduler, range(32), time_to_live_ms=50), code, "PIN_LOST", "was let go of before it was computed"
+        pin(scheduler, range(32), time_to_live_ms=50), code, "PIN_LOST", "ended before its blocks were computed"
     )
     worker.hang.clear()
     assert await num_pinned(scheduler) == 0
 
 
-async def test_a_pin_whose_logits_are_not_finite_is_let_go_of(worker, tmp_path):
+async def test_a_pin_whose_logits_are_not_finite_ends(worker, tmp_path):
     # Pins are computed with the seed 0.
     worker.config = FakeWorkerConfig(failing_seeds=frozenset([0]))
     async with running_scheduler(str(tmp_path / "s.sock"), worker.address) as stub:
         await wait_attached(stub)
-        await assert_refused(pin(stub, range(32)), grpc.StatusCode.UNAVAILABLE, "PIN_LOST", "was let go of")
+        await assert_refused(pin(stub, range(32)), grpc.StatusCode.UNAVAILABLE, "PIN_LOST", "ended before its blocks")
         await wait_nothing_in_use(stub)

@@ -3,10 +3,6 @@
 import json
 from collections import defaultdict
 
-import pytest
-
-from quire.settings import ConfigurationError
-from scheduler_svc.service.step_trace import StepTrace
 from tests.support.scheduler_process import GatewayStream, make_submit, running_scheduler, wait_attached
 
 
@@ -29,18 +25,3 @@ async def test_every_step_has_all_its_parts_in_order(worker, tmp_path):
         # The file has tenths of microseconds.
         assert step["plan"][1] - 0.2 <= step["send"][0] <= step["apply"][0]
     assert sum("emit" in step for step in steps.values()) >= 6
-
-
-def test_a_file_that_cannot_be_written_is_a_configuration_error(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"--trace-steps .*: No such file or directory"):
-        StepTrace.open(str(tmp_path / "missing" / "steps.json"))
-
-
-def test_a_trace_that_was_cut_off_misses_only_its_end(tmp_path):
-    path = tmp_path / "steps.json"
-    trace = StepTrace.open(str(path))
-    trace.planned(1, 8, 0.5, 0.501)
-    trace.close()
-    trace.planned(2, 8, 0.6, 0.601)
-    lines = path.read_text().splitlines()
-    assert json.loads("".join(lines[:-2]).rstrip(",") + "]")[-1]["args"] == {"step": 1, "num_tokens": 8}

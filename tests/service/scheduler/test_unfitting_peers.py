@@ -8,7 +8,7 @@ import pytest
 from google.rpc import code_pb2
 
 from quire.arrays import encode_int32
-from quire.compatibility import SCHEDULER_PROTOCOL, ModelFingerprint, ProtocolVersions
+from quire.compatibility import SCHEDULER_PROTOCOL, WORKER_PROTOCOL, ModelFingerprint, ProtocolVersions
 from quire.rpc.errors import NotFound, QuireError, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
@@ -59,8 +59,8 @@ async def answer_to(
 
 
 WORKER_LINES = {
-    "the scheduler": "the worker speaks versions 8 to 9 of quire.worker.v1, the scheduler version 2: ",
-    "the worker": "the scheduler speaks version 2 of quire.worker.v1, the worker versions 8 to 9: ",
+    "the scheduler": f"the worker speaks versions 8 to 9 of quire.worker.v1, the scheduler {WORKER_PROTOCOL}: ",
+    "the worker": f"the scheduler speaks {WORKER_PROTOCOL} of quire.worker.v1, the worker versions 8 to 9: ",
 }
 
 
@@ -108,13 +108,14 @@ async def test_a_worker_that_speaks_other_versions_is_not_attached_before_it_spe
         (
             {"protocol": NEWER},
             "PROTOCOL_VERSION",
-            "{} speaks versions 8 to 9 of quire.scheduler.v1, the scheduler version 2: they have none in common; "
-            "upgrade the scheduler",
+            f"{{}} speaks versions 8 to 9 of quire.scheduler.v1, the scheduler {SCHEDULER_PROTOCOL}: they have none in "
+            "common; upgrade the scheduler",
         ),
         (
             {"protocol": NO_VERSION},
             "PROTOCOL_VERSION",
-            "{} speaks no version of quire.scheduler.v1, the scheduler version 2: they have none in common; upgrade {}",
+            f"{{}} speaks no version of quire.scheduler.v1, the scheduler {SCHEDULER_PROTOCOL}: they have none in "
+            "common; upgrade {}",
         ),
         (
             {"model": ModelFingerprint("c2", "t1")},

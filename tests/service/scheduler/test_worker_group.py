@@ -12,8 +12,7 @@ from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_convert import StepAnswer
-from scheduler_svc.service.worker_group import StepLink, attach_workers
-from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
+from scheduler_svc.service.worker_link import WorkerGroup, WorkerLink, WorkerLostError, attach_workers
 from tests.support.core_driver import make_config, make_request
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_server import running_worker
@@ -43,14 +42,14 @@ async def running_rank(
         yield address
 
 
-async def receive_for_ever(link: StepLink) -> None:
+async def receive_for_ever(link: WorkerLink | WorkerGroup) -> None:
     async with asyncio.timeout(10):
         while True:
             await link.receive()
 
 
 @contextlib.asynccontextmanager
-async def attached(*addresses: str) -> AsyncIterator[StepLink]:
+async def attached(*addresses: str) -> AsyncIterator[WorkerLink | WorkerGroup]:
     link = await attach_workers(addresses, 1, 5.0)
     try:
         yield link
@@ -105,7 +104,7 @@ def make_plan() -> StepPlan:
     return plan
 
 
-async def next_answer(link: StepLink) -> int:
+async def next_answer(link: WorkerLink | WorkerGroup) -> int:
     async with asyncio.timeout(10):
         while (answer := await link.receive()) is None:
             pass

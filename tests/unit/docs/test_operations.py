@@ -8,8 +8,9 @@ from prometheus_client import CollectorRegistry
 
 from gateway.metrics import GatewayMetrics
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.service.metrics import RequestCollector, SchedulerMetrics, StateCollector
-from scheduler_svc.service.requests import DurableLimits, Requests
+from scheduler_svc.service.durable import DurableLimits
+from scheduler_svc.service.metrics import SchedulerMetrics
+from scheduler_svc.service.requests import Requests
 from tests.support.core_driver import make_config
 from tests.unit.docs.test_api_reasons import documented_reasons
 from worker_svc.metrics import WorkerMetrics
@@ -26,8 +27,7 @@ def gateway_registry() -> CollectorRegistry:
 
 def scheduler_registry() -> CollectorRegistry:
     metrics, scheduler = SchedulerMetrics(), Scheduler(make_config())
-    metrics.watch(StateCollector(lambda: scheduler))
-    metrics.watch(RequestCollector(Requests(lambda _: False, lambda _: None, DurableLimits(1, 1, 1.0))))
+    metrics.watch(lambda: scheduler, Requests(lambda _: False, lambda _: None, DurableLimits(1, 1, 1.0)))
     return metrics.registry
 
 

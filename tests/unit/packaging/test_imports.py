@@ -59,7 +59,7 @@ VIEWERS = {
 
 def may_see_generated_code(file: Path) -> bool:
     return (
-        file.stem.endswith(("_pb2", "_pb2_grpc", "convert", "servicer", "client"))
+        file.stem.endswith(("_pb2", "_pb2_grpc", "convert", "messages", "servicer", "client"))
         or file.is_relative_to(ROOT / "quire" / "client")
         or file.is_relative_to(ROOT / "gateway" / "api" / "grpc")
         or file.is_relative_to(ROOT / "gateway" / "api" / "kserve")

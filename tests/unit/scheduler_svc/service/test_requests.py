@@ -16,19 +16,10 @@ from scheduler_svc.core.events import ClientEvents, RequestEnd, RequestFailure, 
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.service import requests as table
-from scheduler_svc.service.history import Held, SequenceProgress
-from scheduler_svc.service.outbox import Outgoing
+from scheduler_svc.service.durable import MAX_GROWTH, Durable, DurableLimits
+from scheduler_svc.service.outbox import Held, Outgoing, SequenceProgress
 from scheduler_svc.service.prompt_logprobs import PromptLogprobs
-from scheduler_svc.service.requests import (
-    MAX_CANCELLED,
-    MAX_GROWTH,
-    Connection,
-    Durable,
-    DurableLimits,
-    OwnedRequest,
-    Reader,
-    Requests,
-)
+from scheduler_svc.service.requests import MAX_CANCELLED, Connection, OwnedRequest, Reader, Requests
 from tests.support.core_driver import make_request
 from tests.support.logprobs import Line, columns_of
 
@@ -91,7 +82,7 @@ class Bench:
         self.num_steps = 0
 
     def connect(self, gateway_id: str = "gateway-a", *, credit: int = 100) -> Connection:
-        connection = Connection(gateway_id, GRACE_S)
+        connection = self.requests.connect(gateway_id, GRACE_S)
         connection.outbox.add_credit(credit)
         return connection
 
@@ -99,17 +90,17 @@ class Bench:
         self, request: Request, connection: Connection, *, durable: bool = False, nonce: int = NONCE
     ) -> OwnedRequest:
         reader = Reader(connection, request.key.handle)
-        owned, admitted = self.requests.admit(request, nonce, reader, b"" if durable else None)
+        admitted = self.requests.admit(request, nonce, reader, b"" if durable else None)
+        owned = reader.request
+        assert owned is not None
         emitted = admitted.emitted or [EmittedSequence(())] * admitted.num_returned
         progress = [SequenceProgress(i, len(each.token_ids), each.has_ended) for i, each in enumerate(emitted)]
         self.core.live[owned.key] = progress
         return owned
 
     def resubmit(self, request: Request, connection: Connection, held: Held, nonce: int = NONCE) -> OwnedRequest | None:
-        owned = self.requests.resubmitted(request, nonce, connection.gateway_id, held)
-        if owned is not None:
-            self.requests.attach(owned, Reader(connection, request.key.handle), held)
-        return owned
+        reader = Reader(connection, request.key.handle)
+        return reader.request if self.requests.resubmit(request, nonce, reader, held) else None
 
     def step(self, *owned: OwnedRequest, ends: bool = False, with_logprobs: bool = False) -> None:
         """One more token of the first sequence of each; its id is its offset."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import cast
 
@@ -12,17 +11,13 @@ import pytest
 from quire.compatibility import SCHEDULER_PROTOCOL
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.service.connections import Connections
-from scheduler_svc.service.metrics import SchedulerMetrics
-from scheduler_svc.service.readiness import Readiness
 from scheduler_svc.service.replica import ReplicaInfo
-from scheduler_svc.service.request_spans import RequestSpans
-from scheduler_svc.service.requests import DurableLimits, Requests
+from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.servicer import SchedulerServicer
 from scheduler_svc.service.step_loop import StepLoop
-from scheduler_svc.settings import SchedulerSettings
 from tests.support.core_driver import make_config
 from tests.support.scheduler_process import make_submit
+from tests.support.step_loop import make_step_loop
 
 REPLICA = ReplicaInfo(
     worker_generation=1,
@@ -40,26 +35,22 @@ REPLICA = ReplicaInfo(
 )
 
 
-def ignore(*_: object) -> None:
-    """Nobody listens."""
+@pytest.fixture
+def table() -> tuple[StepLoop, Requests]:
+    """Of a scheduler that has a worker and sends it no steps."""
+    loop, requests = make_step_loop(Scheduler(make_config()))
+    loop.replica, loop.is_attached = REPLICA, True
+    return loop, requests
 
 
 @pytest.fixture
-def loop() -> StepLoop:
-    """One that has a worker and sends it no steps."""
-    settings = SchedulerSettings(listen="127.0.0.1:0", workers=("127.0.0.1:1",))
-    loop = StepLoop(settings, SchedulerMetrics(), ignore, ignore, ignore, ignore)
-    loop.scheduler, loop.replica = Scheduler(make_config()), REPLICA
-    return loop
+def loop(table: tuple[StepLoop, Requests]) -> StepLoop:
+    return table[0]
 
 
 @pytest.fixture
-def servicer(loop) -> SchedulerServicer:
-    readiness = Readiness(ignore)
-    readiness.set_attached(True)
-    requests = Requests(loop.abort, loop.progress, DurableLimits(8, 10_000, 60.0))
-    spans = RequestSpans(None, time.monotonic)
-    return SchedulerServicer(loop, Connections(requests), requests, readiness, time.monotonic, spans)
+def servicer(table: tuple[StepLoop, Requests]) -> SchedulerServicer:
+    return SchedulerServicer(*table)
 
 
 class Stream:
@@ -108,7 +99,7 @@ async def test_a_stream_takes_requests_whether_or_not_its_gateway_reads(loop, st
     stream = await streams("gateway-a")
     stream.say(submit=make_submit(1))
     await stream.was_read()
-    assert loop.num_live() == 1
+    assert loop.num_live == 1
 
 
 async def test_a_replaced_stream_takes_nothing_though_it_still_waits_for_its_gateway_to_read(loop, streams):
@@ -116,5 +107,5 @@ async def test_a_replaced_stream_takes_nothing_though_it_still_waits_for_its_gat
     await streams("gateway-a")
     first.say(submit=make_submit(1))
     await first.was_read()
-    assert loop.num_live() == 0
+    assert loop.num_live == 0
     assert [answer async for answer in first.answers] == []

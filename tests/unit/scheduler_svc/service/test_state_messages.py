@@ -6,15 +6,10 @@ import pytest
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service import state_convert
-from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.state_convert import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
-from scheduler_svc.settings import SchedulerSettings
 from tests.support.core_driver import Driver, make_config, make_request
-
-
-def ignore(*_: object) -> None:
-    """Nobody listens."""
+from tests.support.step_loop import make_step_loop
 
 
 @pytest.fixture
@@ -31,10 +26,7 @@ def scheduler() -> Scheduler:
 
 @pytest.fixture
 def loop(scheduler: Scheduler) -> StepLoop:
-    settings = SchedulerSettings(listen="127.0.0.1:0", workers=("127.0.0.1:1",))
-    loop = StepLoop(settings, SchedulerMetrics(), ignore, ignore, ignore, ignore)
-    loop.scheduler = scheduler
-    return loop
+    return make_step_loop(scheduler)[0]
 
 
 async def turns_of(coroutine) -> tuple[object, int]:
@@ -51,7 +43,7 @@ async def test_others_have_their_turns_and_the_answer_is_of_one_moment(loop, sch
     async def answer():
         if what == "blocks":
             return await blocks_message(loop, None)
-        return await state_message(loop, include_sequences=True, draining=False, num_gateways=0)
+        return await state_message(loop, include_sequences=True, num_gateways=0)
 
     whole, _ = await turns_of(answer())
     monkeypatch.setattr(state_convert, "_BLOCKS_AT_ONCE", 16)

@@ -7,7 +7,6 @@ import grpc.aio
 import pytest
 
 from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, QuireError, Unavailable, to_rpc_status
-from scheduler_svc.service.step_refusal import is_unexplained, refusal_of
 from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError
 
 
@@ -33,7 +32,7 @@ def make_rpc_error(error: QuireError) -> grpc.aio.AioRpcError:
     ],
 )
 def test_a_step_that_the_worker_refused_or_could_not_run_is_refused(error):
-    assert refusal_of(make_lost(make_rpc_error(error))) == error.message
+    assert make_lost(make_rpc_error(error)).refusal == error.message
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_a_step_that_the_worker_refused_or_could_not_run_is_refused(error):
     ],
 )
 def test_a_worker_that_died_or_was_taken_over_said_nothing_of_the_step(cause):
-    assert refusal_of(make_lost(cause)) is None
+    assert make_lost(cause).refusal is None
 
 
 @pytest.mark.parametrize(
@@ -66,13 +65,13 @@ def test_a_worker_that_died_or_was_taken_over_said_nothing_of_the_step(cause):
     ],
 )
 def test_a_stream_that_ends_without_a_word_of_the_worker_is_unexplained(cause):
-    assert is_unexplained(make_lost(cause))
+    assert make_lost(cause).is_unexplained
 
 
 def test_a_worker_that_hangs_is_unexplained():
-    assert is_unexplained(WorkerHangsError("worker 127.0.0.1:1 has not answered a step for 60.1 s"))
+    assert WorkerHangsError("worker 127.0.0.1:1 has not answered a step for 60.1 s").is_unexplained
 
 
 @pytest.mark.parametrize("reason", ["SUPERSEDED", "SESSION_ENDED", "STEP_GAP"])
 def test_a_worker_that_lives_and_says_why_it_left_is_explained(reason):
-    assert not is_unexplained(make_lost(make_rpc_error(FailedPrecondition("no more", reason=reason))))
+    assert not make_lost(make_rpc_error(FailedPrecondition("no more", reason=reason))).is_unexplained

@@ -1,0 +1,152 @@
+"""What durable requests count for, and the limits on what is kept of them."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.rpc.errors import ResourceExhausted
+from scheduler_svc.core.request import Handle, QueueFullError, Request, check_shared_bound
+
+MAX_GROWTH = 1024
+"""Output tokens for which room is reserved, for each sequence of a running durable request, beyond those that it has.
+Tokens beyond the reserved ones are kept, too, and leave less room for new requests."""
+
+_RETRY_MS = 1000
+"""After this time a caller may retry that was refused for the limits on durable requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """What a durable request has besides: the submission as it came, and what it counts for against the limit. A log
+    probability counts as a token."""
+
+    description: bytes
+    prompt_charge: int
+    charge_per_token: int
+    num_sequences: int
+    max_tokens: int
+    """Of each sequence."""
+
+    @classmethod
+    def of(cls, request: Request, description: bytes) -> "Durable":
+        sampling = request.sampling
+        per_prompt = 1 if sampling.prompt_logprobs is None else 2 + sampling.prompt_logprobs
+        per_token = 1 if sampling.logprobs is None else 2 + sampling.logprobs
+        prompt_charge = len(request.prompt) * per_prompt
+        return cls(description, prompt_charge, per_token, request.num_returned, request.max_tokens)
+
+    def charge(self, num_output_tokens: int, *, is_over: bool) -> int:
+        """What it counts for with so many output tokens: those, and while it runs as many as it may soon have."""
+        growth = 0 if is_over else self.num_sequences * MAX_GROWTH
+        num_tokens = min(num_output_tokens + growth, self.num_sequences * self.max_tokens)
+        return self.prompt_charge + num_tokens * self.charge_per_token
+
+
+class Charged(Protocol):
+    """A durable request, as far as the limits count it."""
+
+    tenant: str
+    is_over: bool
+
+    @property
+    def charge(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DurableLimits:
+    """How much is kept of durable requests: requests; tokens that they have and may soon have; and seconds without a
+    reader, or after the end. `tenant_overflow` is as in the core's config."""
+
+    max_requests: int
+    max_tokens: int
+    grace_s: float
+    tenant_overflow: float = 1.0
+
+
+class DurableRoom:
+    """All durable requests, and what they count for against the limits."""
+
+    def __init__(self, limits: DurableLimits) -> None:
+        self.limits = limits
+        self.requests: dict[Handle, Charged] = {}
+        # What those that run count for, by tenant, and those that are over, oldest first, with theirs.
+        self._num_running: Counter[str] = Counter()
+        self._charge_running: Counter[str] = Counter()
+        self._over: list[tuple[Handle, int]] = []
+        self._is_summed = True
+
+    def add(self, handle: Handle, request: Charged) -> None:
+        self._sum_up()
+        self.requests[handle] = request
+        self._count(handle, request)
+
+    def remove(self, handle: Handle) -> None:
+        """No effect where it is not durable."""
+        if self.requests.pop(handle, None) is not None:
+            self._is_summed = False
+
+    def changed(self) -> None:
+        """Histories have grown, or requests have ended. They are summed up when room is needed next."""
+        self._is_summed = False
+
+    def make_room(self, tenant: str, charge: int) -> list[Handle]:
+        """Returns the requests that are over and must be forgotten to make room for a new one, the oldest first. Raises
+        ResourceExhausted where the new one has no room."""
+        self._sum_up()
+        limits = self.limits
+        num_running, running = self._num_running.total(), self._charge_running.total()
+        num_tenants = len(self._num_running) + (tenant not in self._num_running)
+        if not limits.max_requests or charge > limits.max_tokens:
+            raise _durable_limit(
+                f"1 durable request would be kept, with {charge} tokens; at most {limits.max_requests} requests and "
+                f"{limits.max_tokens} tokens are"
+            )
+        try:
+            check_shared_bound(
+                "durable requests would run",
+                limits.max_requests,
+                total=num_running,
+                own=self._num_running[tenant],
+                added=1,
+                num_tenants=num_tenants,
+                overflow=limits.tenant_overflow,
+            )
+            check_shared_bound(
+                "tokens of durable requests would be kept",
+                limits.max_tokens,
+                total=running,
+                own=self._charge_running[tenant],
+                added=charge,
+                num_tenants=num_tenants,
+                overflow=limits.tenant_overflow,
+            )
+        except QueueFullError as error:
+            raise _durable_limit(str(error)) from error
+        num_kept, kept = len(self.requests), running + sum(each for _, each in self._over)
+        forgotten = []
+        for handle, own in self._over:
+            if num_kept < limits.max_requests and kept + charge <= limits.max_tokens:
+                break
+            forgotten.append(handle)
+            num_kept, kept = num_kept - 1, kept - own
+        return forgotten
+
+    def _sum_up(self) -> None:
+        if not self._is_summed:
+            self._num_running.clear()
+            self._charge_running.clear()
+            self._over.clear()
+            for handle, request in self.requests.items():
+                self._count(handle, request)
+            self._is_summed = True
+
+    def _count(self, handle: Handle, request: Charged) -> None:
+        if request.is_over:
+            self._over.append((handle, request.charge))
+        else:
+            self._num_running[request.tenant] += 1
+            self._charge_running[request.tenant] += request.charge
+
+
+def _durable_limit(message: str) -> ResourceExhausted:
+    return ResourceExhausted(message, reason="DURABLE_LIMIT", retry_after_ms=_RETRY_MS)

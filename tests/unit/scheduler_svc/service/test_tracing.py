@@ -1,0 +1,60 @@
+"""Spans where there is nothing to trace, and the file of `--trace-steps`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.settings import ConfigurationError
+from quire.tracing import TraceContext
+from scheduler_svc.core.events import ClientEvents
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.service.tracing import RequestSpans, StepTrace
+from tests.support.core_driver import make_request
+from tests.support.tracing import MemoryTraces
+
+SAMPLED = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01")
+
+
+def no_clock() -> float:
+    raise AssertionError("nobody is to ask for the time")
+
+
+def submit_untraced(request: Request) -> SequenceGroup:
+    assert request.traceparent is None
+    return SequenceGroup.of(request, 0, 4, 0.0)
+
+
+def test_without_a_tracer_nothing_is_made_whatever_gateways_say() -> None:
+    spans = RequestSpans(None, no_clock)
+    request = make_request(1)
+    spans.submit(request, SAMPLED, submit_untraced)
+    spans.delivered(ClientEvents(token_ids=[1, 2]))
+    spans.aborted(request.key)
+    spans.sequence_aborted(request.key)
+    spans.close()
+    assert len(spans) == 0
+
+
+def test_what_a_gateway_does_not_trace_or_sample_is_not_traced() -> None:
+    traces = MemoryTraces()
+    spans = RequestSpans(traces.tracer, no_clock)
+    spans.submit(make_request(1), None, submit_untraced)
+    spans.submit(make_request(1), TraceContext(f"00-{'a' * 32}-{'b' * 16}-00"), submit_untraced)
+    assert traces.close() == []
+
+
+def test_a_file_that_cannot_be_written_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--trace-steps .*: No such file or directory"):
+        StepTrace.open(str(tmp_path / "missing" / "steps.json"))
+
+
+def test_a_trace_that_was_cut_off_misses_only_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    trace = StepTrace.open(str(path))
+    trace.planned(1, 8, 0.5, 0.501)
+    trace.close()
+    trace.planned(2, 8, 0.6, 0.601)
+    lines = path.read_text().splitlines()
+    assert json.loads("".join(lines[:-2]).rstrip(",") + "]")[-1]["args"] == {"step": 1, "num_tokens": 8}
