@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # run.sh PYTHON [pytest flags]: builds the CPU library with sanitizers and runs the tests of the CPU kernels on it.
 #
-# SANITIZERS: the builds, each with the sanitizers that go together. ISAS: the instruction sets, by default the best one and
-# AVX2: the others share their code. What a sanitizer reports ends the test process.
+# SANITIZERS: the builds, each with the sanitizers that go together. ISAS: the instruction sets; the default leaves out
+# those that share the code of others. The first report of a sanitizer ends the test process.
 set -euo pipefail
 python=$1
 shift
@@ -12,7 +12,8 @@ for sanitizers in ${SANITIZERS:-address,undefined thread}; do
   cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE="$(realpath -s "$python")" \
     -DQUIRE_SANITIZE="$sanitizers" -DQUIRE_ISAS="${ISAS:-avx512_bf16;avx2}" >/dev/null
   cmake --build "$build" --target quire_cpu --parallel "$(nproc)"
-  runtimes=$(g++ -print-file-name="lib${sanitizers:0:1}san.so")
+  # AddressSanitizer intercepts torch's C++ exceptions, which takes libstdc++ from the start.
+  runtimes="$(g++ -print-file-name="lib${sanitizers:0:1}san.so") $(g++ -print-file-name=libstdc++.so.6)"
   environment=(QUIRE_TEST_CPU_LIBRARY="$PWD/$build/kernels/cpu/libquire_cpu.so" ASAN_OPTIONS=detect_leaks=0
     UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1)
   if [ "$sanitizers" = thread ]; then
@@ -21,5 +22,6 @@ for sanitizers in ${SANITIZERS:-address,undefined thread}; do
   fi
   # Address space randomization can place a library where ThreadSanitizer keeps its own memory.
   env "${environment[@]}" LD_PRELOAD="$runtimes" setarch --addr-no-randomize "$python" -m pytest -p no:cacheprovider \
-    --timeout 600 -m "" --capture=no --ignore tests/unit/kernels/cpu/test_library.py tests/unit/kernels/cpu tests/unit/kernels/test_*.py "$@"
+    --timeout 600 -m "" --capture=no --ignore tests/unit/kernels/cpu/test_library.py \
+    tests/unit/kernels/cpu tests/unit/kernels/test_*.py "$@"
 done
