@@ -166,7 +166,11 @@ class GroupQueue:
     def take_all(self) -> list[SequenceGroup]:
         """Removes all groups and returns them, in order."""
         groups = list(self)
-        self.remove_all(groups)
+        of_groups = (self._orders, self._by_order, self._by_key, self._tokens, self._held)
+        for each in (*of_groups, self._of_tenant, self._tokens_of_tenant, self._num_of_tenant):
+            each.clear()
+        self.num_tokens = 0
+        self.num_changes += len(groups)
         return groups
 
     def _put_in_order(self, group: SequenceGroup) -> None:
