@@ -138,7 +138,7 @@ async def test_banned_tokens_are_reported_last_with_minus_infinity(client: StepC
     """Stop tokens before min_tokens, counted from the end of the prompt along each beam."""
     stop = model.naive_logits(PROMPT).topk(3).indices.tolist()
     rows = BeamRows(client, 2, VOCAB_SIZE)
-    first = await rows.begin(PROMPT, min_tokens=1, stop_token_ids=encode_int32(stop))
+    first = await rows.begin(PROMPT, min_tokens=1, stop_token_ids=stop)
     for reported in first:
         assert reported[-3:] == [(token_id, -math.inf) for token_id in sorted(stop)]
         assert all(math.isfinite(logprob) for _, logprob in reported[:-3])
