@@ -13,7 +13,7 @@ ARGS ?=
 PIP_FLAGS ?=
 
 # The first interpreter that runs and is new enough; the pins in constraints.txt were made with 3.11.
-PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
 INSTALLED := $(VENV)/.quire-installed
@@ -51,7 +51,7 @@ test: setup triton-client ## show each promise once; or run the tests that ARGS 
 test-all: setup triton-client ## run the tests that `make test` leaves out
 	$(PYTEST) $(IN_PARALLEL) -m "$(SECOND_TIER)" $(ARGS)
 
-test-long: setup triton-client ## 1,000 examples of each property, fuzz, the soak
+test-long: setup triton-client test-sanitizers ## 1,000 examples of each property, fuzz, the soak, sanitizers
 	QUIRE_TEST_PROFILE=long $(PYTEST) $(IN_PARALLEL) -m "" --timeout 3600 tests/unit
 	QUIRE_FUZZ_SECONDS=60 $(PYTEST) --timeout 600 tests/chaos/test_fuzz.py
 	$(BIN)/python -m bench soak

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.settings import ConfigurationError, load_settings, parse_bytes, setting, to_argv
@@ -179,7 +179,6 @@ def test_to_argv_leaves_out_none_and_unknown_names() -> None:
     assert to_argv(Settings, {"count": 4, "model": None, "other": 1}) == ["--count=4"]
 
 
-@settings(max_examples=50)
 @given(
     st.builds(
         Settings,

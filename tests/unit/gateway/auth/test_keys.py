@@ -7,7 +7,7 @@ import stat
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.auth.caller import Access
@@ -204,7 +204,6 @@ JSON = st.recursive(
 FIELDS = st.sampled_from([*ENTRY, "models", "priority", "may_pin", "expires_at", "tokens_per_minute", "note"])
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.dictionaries(FIELDS, JSON, max_size=4))
 def test_any_other_value_is_taken_or_refused(changes):
     with contextlib.suppress(ValueError):

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.auth.quota import Account, Limits, TokenBucket
@@ -183,7 +183,6 @@ def test_changed_limits_hold_at_once_and_forget_nothing(clock):
     account.check()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 50),
     st.lists(st.tuples(st.floats(0, 30), st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=40),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.backends import Implementation
@@ -66,7 +66,6 @@ def assert_exact(isa: str, batch: Batch, scores: ScoreRule) -> None:
     torch.testing.assert_close(actual.double(), exact_attention(batch, scores), rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(ROWS, min_size=1, max_size=4),
     num_kv_heads=st.integers(1, 3),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cpu.bindings import CpuKernels
@@ -38,7 +38,6 @@ def numbers_of(kernels: CpuKernels, packed: PackedWeight, num_tokens: int) -> to
     return torch.cat(parts).t()
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     num_tokens=st.sampled_from([1, 5, 16, 17, 32, 33, 64, 65, 97, 130, 161, 300]),
     out_features=st.integers(1, 150),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
@@ -22,7 +22,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lines=st.one_of(st.integers(1, 5), st.integers(1, 200)),
     hidden=st.integers(1, 900),
@@ -55,7 +54,6 @@ def test_norms_and_activation_of_views(
     assert torch.equal(wide, before)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     num_tokens=st.one_of(st.integers(1, 4), st.integers(1, 150)),
     heads=st.sampled_from([(1, 1), (6, 2), (7, 7), (5, 1)]),

@@ -1,7 +1,7 @@
 """Who goes first under each policy, and how far fairness goes."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
@@ -244,7 +244,6 @@ def test_tenants_that_are_gone_are_forgotten():
     assert len(policy.counters) < 200
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), max_num_seqs=st.integers(1, 4), num_blocks=st.sampled_from([400, 24, 14]))
 def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seqs, num_blocks):
     driver = make_driver(
@@ -280,7 +279,6 @@ def test_the_bound_holds_between_tenants_that_always_want_more(data, max_num_seq
     assert num_blocks < 400 or driver.scheduler.num_preemptions == 0
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), num_blocks=st.sampled_from([400, 24, 14]), preemption_mode=st.sampled_from(PreemptionMode))
 def test_the_tenant_that_was_served_least_is_next_whatever_comes_and_goes(data, num_blocks, preemption_mode):
     driver = make_driver(

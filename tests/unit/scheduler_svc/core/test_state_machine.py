@@ -302,4 +302,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestSchedulerMachine.settings = settings(stateful_step_count=60, deadline=None)

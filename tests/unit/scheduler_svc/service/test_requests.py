@@ -665,7 +665,7 @@ class ReadersComeAndGo(RuleBasedStateMachine):
 
 
 TestReadersComeAndGo = ReadersComeAndGo.TestCase
-TestReadersComeAndGo.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestReadersComeAndGo.settings = settings(stateful_step_count=30, deadline=None)
 
 
 def fill(bench: Bench, connection: Connection, tenant: str, **fields) -> int:

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.arrays import encode_int32
@@ -230,7 +230,6 @@ def admit(decoder: StepDecoder, ledger: RowLedger, request: worker_pb2.StepReque
         return error
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(STEPS, min_size=1, max_size=4))
 def test_a_step_is_taken_whole_or_refused_whole(requests: list[worker_pb2.StepRequest]) -> None:
     decoder, ledger = StepDecoder(INFO), RowLedger(INFO.pool, INFO.model, INFO.limits)

@@ -71,19 +71,16 @@ def answered(kind, data: bytes) -> None:
         assert answer.param is None or not answer.param.startswith(("sampling.", "stopping.", "output."))
 
 
-@settings(max_examples=300, deadline=None)
 @given(bodies(CompletionBody, st.fixed_dictionaries({}, optional={"prompt": VALUES | st.text(max_size=4)})))
 def test_any_completion(body):
     answered(CompletionBody, json.dumps(body).encode())
 
 
-@settings(max_examples=300, deadline=None)
 @given(bodies(ChatBody, st.fixed_dictionaries({"messages": MESSAGES})))
 def test_any_chat(body):
     answered(ChatBody, json.dumps(body).encode())
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=64) | st.text(max_size=32).map(str.encode))
 def test_any_bytes(data):
     answered(CompletionBody, data)
