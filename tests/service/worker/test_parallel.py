@@ -19,6 +19,8 @@ from worker_svc.parallel import rendezvous as parallel
 from worker_svc.parallel.rendezvous import Patience, rendezvous, warn_if_exposed
 from worker_svc.settings import WorkerSettings
 
+pytestmark = pytest.mark.extended
+
 TIMEOUT_S = 60
 
 

@@ -16,6 +16,8 @@ from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.worker_client import StepClient, attach_request, ints, make_assign, make_batch, worker_stub
 from worker_svc.protocol.stream import SERVICE_NAME
 
+pytestmark = pytest.mark.extended
+
 START_S = 60.0
 PROMPT = [5, 6, 7]
 

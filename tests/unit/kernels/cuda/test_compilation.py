@@ -20,6 +20,8 @@ from kernels.cuda.pointwise import add_rms_norm, layer_norm, rms_norm, silu_and_
 from kernels.reference import ScoreRule
 from tests.unit.kernels.test_paged_attention import make_batch
 
+pytestmark = pytest.mark.extended
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # What one program may have of a multiprocessor's memory on compute capability 9.0.
 SHARED_MEMORY = 227 * 1024

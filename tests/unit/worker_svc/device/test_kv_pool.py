@@ -190,6 +190,7 @@ def make_large_pool() -> KvPool:
     return allocate_pool(geometry, CPU, torch.float32)
 
 
+@pytest.mark.extended
 def test_a_pool_is_populated_in_the_background_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine each part takes long, and the rest after it much longer.
     monkeypatch.setattr(kv_pool, "_REST", 0.0)
