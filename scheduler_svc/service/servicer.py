@@ -146,8 +146,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return scheduler_pb2.DrainResponse(remaining_requests=await self._loop.drain(timeout_s))
 
     async def _hello(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.Hello:
-        self._check_available()
+        # A refusal before the message is read could meet the gateway's write, which grpc then reports as INTERNAL.
         first = await anext(messages, None)
+        self._check_available()
         if first is None or first.WhichOneof("message") != "hello":
             raise FailedPrecondition("the first message of a stream must be hello")
         if not first.hello.gateway_id:

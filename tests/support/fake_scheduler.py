@@ -274,11 +274,11 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
+        first = await anext(request_iterator)
         if self.refuses_connections:
             raise Unavailable("no worker is attached yet", reason="NO_WORKER")
         if self.drains:
             raise Unavailable("the scheduler drains", reason="DRAINING")
-        first = await anext(request_iterator)
         self.connections += 1
         self._heard.set()
         self._check_hello(first)
