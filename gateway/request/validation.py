@@ -350,6 +350,8 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
 
 def _check_sampling(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     """Checks what applies to sampling and to beam search."""
+    if request.sampling.HasField("constraint"):
+        violations.add("sampling.constraint", "is not supported yet; send the request without it")
     violations.check_range("sampling.seed", request.asked("sampling.seed"), MIN_SEED, MAX_SEED)
     for name, number in NUMBERS.items():
         if number.in_beam_search is None:
