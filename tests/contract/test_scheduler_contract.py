@@ -309,11 +309,14 @@ async def test_a_scheduler_that_drains_says_so_refuses_what_is_new_and_finishes_
     failure = stream.failed[2]
     assert (failure.code, failure.reason) == (code_pb2.UNAVAILABLE, "DRAINING")
     late = stub.Connect()
+
+    async def refusal() -> None:
+        await late.wait_for_connection()
+        await late.code()
+
+    # A refusal now could meet the first message on its way, which grpc reports as INTERNAL.
     with pytest.raises(TimeoutError):
-        # A refusal now could meet the first message on its way, which grpc reports as INTERNAL.
-        async with asyncio.timeout(0.1):
-            await late.wait_for_connection()
-            await late.code()
+        await asyncio.wait_for(refusal(), 0.1)
     hello = scheduler_pb2.Hello(gateway_id="late", protocol=SCHEDULER_PROTOCOL.message())
     await late.write(scheduler_pb2.ConnectRequest(hello=hello))
     error = await end_of(late)
