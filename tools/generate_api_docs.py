@@ -151,6 +151,8 @@ def _plain_type(field: FieldDescriptorProto) -> str:
 
 def _type_link(full_name: str) -> str:
     full_name = full_name.removeprefix(".")
+    if full_name.startswith("google."):
+        return f"`{full_name}`"
     return f"[{full_name.rpartition('.')[2]}](#{full_name})"
 
 

@@ -31,9 +31,10 @@ from gateway.request.types import (
     TextPrompt,
     TokenPrompt,
 )
+from gateway.request.violations import summary
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.rpc.errors import invalid_field
+from quire.rpc.errors import FieldViolation, Unimplemented, invalid_field
 
 GenerateMessage = generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest
 ChatRequestMessage = generation_pb2.ChatRequest | generation_pb2.ChatStreamRequest
@@ -63,7 +64,8 @@ def options_of_generate(message: GenerateMessage) -> RequestOptions:
 
 
 def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
-    """The same for a chat."""
+    """The same for a chat. Raises Unimplemented where it has fields of tools, reasoning or templates."""
+    _refuse_unsupported(message)
     return _options(message, ChatPrompt(_ChatMessages(message.messages)))
 
 
@@ -96,8 +98,26 @@ def prompt_of(message: Any, oneof: str) -> Any:
         case "token_ids":
             return TokenPrompt(message.token_ids.ids)
         case "chat":
+            _refuse_unsupported(message.chat)
             return ChatPrompt(_ChatMessages(message.chat.messages))
     return None
+
+
+# Of the contract, and not supported yet.
+_UNSUPPORTED = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "template_options")
+_UNSUPPORTED_OF_MESSAGES = ("name", "tool_calls", "tool_call_id", "reasoning")
+
+
+def _refuse_unsupported(message: Any) -> None:
+    """Raises Unimplemented, naming each field of a chat that is set and has no effect in this version."""
+    given = {each.name for each, _ in message.ListFields()}
+    fields = [name for name in _UNSUPPORTED if name in given]
+    for position, each in enumerate(message.messages):
+        given = {field.name for field, _ in each.ListFields()}
+        fields += [f"messages[{position}].{name}" for name in _UNSUPPORTED_OF_MESSAGES if name in given]
+    if fields:
+        violations = [FieldViolation(name, "is not supported by this version; leave it out") for name in fields[:16]]
+        raise Unimplemented(summary(violations), violations=violations)
 
 
 def tokenized_response(tokenized: TokenizedText) -> generation_pb2.TokenizeResponse:
