@@ -22,9 +22,9 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.pool import Replicas
 from gateway.request.generator import Generator
 from gateway.request.prompts import Prefixes, TextService
-from gateway.server.bodies import BodyMemory
+from gateway.server.connections import BodyMemory, HttpServer
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
-from gateway.server.http import HttpServer, make_http_app
+from gateway.server.http import make_http_app
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.inference import open_inference_pb2
@@ -36,13 +36,11 @@ from quire.rpc.server import ConnectionLimits, RpcServer
 from quire.rpc.tls import AUTHORITY_FILE, Role, ServerTls, TlsIdentity
 from quire.tracing import Tracer, open_tracer
 
-_SERVICES = {
-    "generation": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
-    "model": model_pb2.DESCRIPTOR.services_by_name["ModelService"],
-    "prefix": prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
-    "kserve": open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
-}
-_SERVICE_NAMES = [service.full_name for service in _SERVICES.values()]
+_GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+_MODEL = model_pb2.DESCRIPTOR.services_by_name["ModelService"]
+_PREFIX = prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"]
+_KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+_SERVICE_NAMES = [service.full_name for service in (_GENERATION, _MODEL, _PREFIX, _KSERVE)]
 # For calls that are over, and whose last message has not been sent yet.
 _STOP_GRACE_S = 1.0
 # For clients to learn, from the headers of their next answer, that they must open another connection.
@@ -62,6 +60,7 @@ class Gateway:
 
     def __init__(
         self,
+        settings: GatewaySettings,
         generator: Generator,
         ledger: Ledger,
         authenticator: Authenticator,
@@ -69,8 +68,6 @@ class Gateway:
         http: HttpServer,
         idle_calls: IdleCalls,
         tracer: Tracer | None,
-        *,
-        hands_over: bool,
     ) -> None:
         self.grpc_address = rpc.address
         self.http_address = http.address
@@ -82,7 +79,7 @@ class Gateway:
         self._http = http
         self._idle_calls = idle_calls
         self._tracer = tracer
-        self._hands_over = hands_over
+        self._hands_over = settings.hand_over
         self._is_stopping = False
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
         self._background = [
@@ -100,26 +97,12 @@ class Gateway:
             ConfigurationError: the model directory, a file or an address cannot be used, in one line.
         """
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
-        executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="text")
-        model = ServedModel.open(resolve_model(settings.model), settings.served_model_name, executor)
-        ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         metrics = metrics or GatewayMetrics()
-        authenticator = _authenticator(settings, metrics)
         tls = _Tls.of(settings)
-        replicas = Replicas(
-            settings.schedulers,
-            ledger,
-            gateway_id=gateway_id,
-            architecture=model.architecture,
-            model=model.fingerprint,
-            connect_timeout_s=settings.connect_timeout,
-            failover_delay_s=settings.failover_delay,
-            reconnect_grace_s=settings.reconnect_grace,
-            tls=tls.inner,
-        )
-        metrics.watch_schedulers(lambda: replicas.num_connected)
+        ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
-        generator = Generator(model, replicas, ledger, settings, metrics, tracer)
+        generator = _make_generator(settings, gateway_id, ledger, metrics, tls, tracer)
+        authenticator = _make_authenticator(settings, metrics)
         kserve = KServeServicer(generator)
         app = make_http_app(generator, kserve, metrics, authenticator, settings, started_at_s=int(time.time()))
         bodies = BodyMemory(settings.max_total_body_bytes)
@@ -139,9 +122,9 @@ class Gateway:
         except BaseException:
             http.close()
             raise
-        _logger.info('serving "%s": gRPC on %s, HTTP on %s', model.name, rpc.address, http.address)
+        _logger.info('serving "%s": gRPC on %s, HTTP on %s', generator.model.name, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
-        return cls(generator, ledger, authenticator, rpc, http, idle_calls, tracer, hands_over=settings.hand_over)
+        return cls(settings, generator, ledger, authenticator, rpc, http, idle_calls, tracer)
 
     async def run(self) -> None:
         """Runs until it is cancelled or stopped, or until a part of the gateway fails."""
@@ -265,7 +248,32 @@ class _Tls:
         )
 
 
-def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:
+def _make_generator(
+    settings: GatewaySettings,
+    gateway_id: str,
+    ledger: Ledger,
+    metrics: GatewayMetrics,
+    tls: _Tls,
+    tracer: Tracer | None,
+) -> Generator:
+    executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="text")
+    model = ServedModel.open(resolve_model(settings.model), settings.served_model_name, executor)
+    replicas = Replicas(
+        settings.schedulers,
+        ledger,
+        gateway_id=gateway_id,
+        architecture=model.architecture,
+        model=model.fingerprint,
+        connect_timeout_s=settings.connect_timeout,
+        failover_delay_s=settings.failover_delay,
+        reconnect_grace_s=settings.reconnect_grace,
+        tls=tls.inner,
+    )
+    metrics.watch_schedulers(lambda: replicas.num_connected)
+    return Generator(model, replicas, ledger, settings, metrics, tracer)
+
+
+def _make_authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:
     if not settings.keys_files:
         return NoAuthenticator()
     keys = KeyRing(
@@ -296,17 +304,12 @@ async def _start_rpc(
     interceptors: Sequence[grpc.aio.ServerInterceptor],
     tls: _Tls,
 ) -> RpcServer:
-    servicers = {
-        "generation": GenerationServicer(generator, TextService(generator)),
-        "model": ModelServicer(generator, gateway_id),
-        "prefix": PrefixServicer(Prefixes(generator)),
-        "kserve": kserve,
-    }
-
     def register(server: grpc.aio.Server) -> None:
-        for name, service in _SERVICES.items():
-            add_service(server, service, servicers[name])
-        server.add_generic_rpc_handlers((UnservedMethods(_SERVICES["kserve"]),))
+        add_service(server, _GENERATION, GenerationServicer(generator, TextService(generator)))
+        add_service(server, _MODEL, ModelServicer(generator, gateway_id))
+        add_service(server, _PREFIX, PrefixServicer(Prefixes(generator)))
+        add_service(server, _KSERVE, kserve)
+        server.add_generic_rpc_handlers((UnservedMethods(_KSERVE),))
 
     return await RpcServer.start(
         str(TcpAddress(settings.grpc_host, settings.grpc_port)),

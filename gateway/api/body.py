@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from gateway.api.errors import ErrorAnswer, HttpError
+from gateway.api.answers import ErrorAnswer, HttpError
 from gateway.request.violations import shortened
 from gateway.turns import Turns
 from quire.rpc.errors import InvalidArgument, invalid_field

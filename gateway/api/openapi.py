@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from gateway.api.errors import HTTP_STATUSES, ErrorBody
+from gateway.api.answers import HTTP_STATUSES, ErrorBody
 from quire.version import VERSION
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})

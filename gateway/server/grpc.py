@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2
 from gateway.auth.caller import set_caller
 from gateway.auth.keys import Authenticator
 from gateway.request.spans import set_incoming_context
-from gateway.server.bodies import BodyMemory
+from gateway.server.connections import BodyMemory
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, QuireError, Unavailable
 from quire.rpc.health import REFLECTION_SERVICES
 from quire.rpc.interceptors import Behavior, Continuation, decoder, is_generator, remake

@@ -95,6 +95,14 @@ class Tokenizer:
             return self._spell(token_ids)
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._spell, token_ids)
 
+    def spelling(self, token_id: int) -> str:
+        """One token as the vocabulary spells it; an empty string for an unknown id."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def id_of(self, spelling: str) -> int | None:
+        """The id of a token by its spelling; None if the vocabulary has no such token."""
+        return self._tokenizer.token_to_id(spelling)
+
     def detokenizer(self, *, include_special_tokens: bool) -> TextPieces:
         """A new detokenizer for one sequence."""
         silent = self._never_text if include_special_tokens else self._not_plain_text
@@ -102,7 +110,7 @@ class Tokenizer:
         return CleanedUp(detokenizer) if self._cleans_up else detokenizer
 
     def _spell(self, token_ids: Sequence[int]) -> list[str]:
-        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+        return [self.spelling(token_id) for token_id in token_ids]
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

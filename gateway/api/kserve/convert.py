@@ -1,26 +1,48 @@
-"""ModelInferRequests into requests of the generator, what these generate into responses, and what describes the model.
+"""ModelInferRequests into requests of the generator, and what these generate into responses.
 
-Sampling parameters come as parameters of the request or as JSON in the input `sampling_parameters`, by the names that
-they have in completions.
+Tensors come and go as contents or raw: BYTES and BOOL are read, BYTES, UINT32 and FP32 are written. Sampling parameters
+come as parameters of the request or as JSON in the input `sampling_parameters`, by the names that they have in
+completions.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.api.answers import as_json
-from gateway.api.kserve.tensors import Element, Tensor, add_output, check_tensor_parameters, read_inputs
 from gateway.api.openai.read import body_of, completion_options, param_name
 from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import TokenTexts, logprobs_by_token_id
-from gateway.metrics import Durations, RequestStatistics
-from gateway.replicas.events import Chunk, Finished, GeneratedSequence, PositionLogprobs, Usage
+from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
+from gateway.request.running import Result
 from gateway.request.types import RequestOptions, TextPrompt
 from gateway.request.violations import Violations, renamed, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import QuireError
+
+Value = bytes | bool
+Element = bytes | int | float
+InputTensor = pb.ModelInferRequest.InferInputTensor
+OutputTensor = pb.ModelInferRequest.InferRequestedOutputTensor
+
+MAX_ELEMENTS = 1024
+"""Of an input. Each prompt is a request of its own."""
+
+_SIZE = struct.Struct("<I")
+_CONTENTS = {
+    "BYTES": "bytes_contents",
+    "BOOL": "bool_contents",
+    "UINT32": "uint_contents",
+    "FP32": "fp32_contents",
+}
+# Parameters of a tensor that would change its elements. Others only describe it.
+_REFUSED_OF_TENSORS = {
+    "shared_memory_region": "is set; shared memory is not supported, send elements in the message",
+    "classification": "is set; the outputs of this model are not classes",
+}
 
 INPUT_NAME = "sampling_parameters"
 
@@ -79,14 +101,133 @@ _OF_LOGPROBS = ("cumulative_logprob", "logprobs")
 MODEL_VERSION = "1"
 _FINAL = "triton_final_response"
 
-Result = tuple[Sequence[GeneratedSequence], Usage]
-PLATFORM = "quire"
-_REQUIRED = "text_input"
-_DATA_TYPES = {
-    "BOOL": pb.TYPE_BOOL,
-    "BYTES": pb.TYPE_STRING,
-    "FP32": pb.TYPE_FP32,
-    "UINT32": pb.TYPE_UINT32,
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An input.
+
+    Attributes:
+        field: Its path in the request.
+        contents: The path of the list of its elements.
+        values: Its elements, of the Python type of its datatype.
+    """
+
+    field: str
+    contents: str
+    values: Sequence[Value]
+
+    def element(self, position: int) -> str:
+        """The path of one of its elements in the request."""
+        return f"{self.contents}[{position}]"
+
+
+def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> dict[str, Tensor]:
+    """The inputs by name. `datatypes` has all inputs of the model.
+
+    Raises:
+        InvalidArgument: an input is unknown or repeated, or its datatype or shape does not fit.
+    """
+    violations = Violations()
+    raw: Sequence[bytes] = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        violations.add("raw_input_contents", f"has {len(raw)} entries for {len(request.inputs)} inputs")
+        violations.raise_if_any()
+    found: dict[str, Tensor] = {}
+    for position, tensor in enumerate(request.inputs):
+        if violations.are_enough:
+            break
+        field = f"inputs[{position}]"
+        if tensor.name in found:
+            violations.add(f"{field}.name", f'is "{shortened(tensor.name)}" a second time')
+        elif _check_head(violations, field, tensor, datatypes):
+            contents = f"raw_input_contents[{position}]" if raw else f"{field}.contents.{_CONTENTS[tensor.datatype]}"
+            values = _raw_values(tensor, raw[position]) if raw else _typed_values(tensor)
+            _check_shape(violations, field, tensor, values, contents)
+            found[tensor.name] = Tensor(field, contents, values or [])
+    violations.raise_if_any()
+    return found
+
+
+def check_tensor_parameters(violations: Violations, field: str, tensor: InputTensor | OutputTensor) -> None:
+    for name, description in _REFUSED_OF_TENSORS.items():
+        if name in tensor.parameters:
+            violations.add(f'{field}.parameters["{name}"]', description)
+
+
+def add_output(
+    response: pb.ModelInferResponse, name: str, datatype: str, values: Sequence[Element], *, raw: bool
+) -> None:
+    """Adds a tensor of shape [number of values] and datatype BYTES, UINT32 or FP32."""
+    tensor = response.outputs.add(name=name, datatype=datatype, shape=[len(values)])
+    if raw:
+        response.raw_output_contents.append(b"".join(map(_RAW_ELEMENTS[datatype], values)))
+    else:
+        getattr(tensor.contents, _CONTENTS[datatype]).extend(values)
+
+
+def _check_head(violations: Violations, field: str, tensor: InputTensor, datatypes: Mapping[str, str]) -> bool:
+    check_tensor_parameters(violations, field, tensor)
+    expected = datatypes.get(tensor.name)
+    if expected is None:
+        known = ", ".join(datatypes)
+        violations.add(f"{field}.name", f'is "{shortened(tensor.name)}"; the inputs of this model are {known}')
+    elif tensor.datatype != expected:
+        violations.add(
+            f"{field}.datatype", f'is "{shortened(tensor.datatype)}"; {tensor.name} is a tensor of {expected}'
+        )
+    else:
+        return True
+    return False
+
+
+def _check_shape(
+    violations: Violations, field: str, tensor: InputTensor, values: Sequence[Value] | None, contents: str
+) -> None:
+    """The shape is [N] or [N, 1], and there are N values; `values` is None where they cannot be read."""
+    shape = list(tensor.shape)
+    if values is not None and len(values) > MAX_ELEMENTS:
+        violations.add(
+            contents, f"has more than {MAX_ELEMENTS:,} elements, which is the max; send fewer prompts at once"
+        )
+    elif len(shape) not in (1, 2) or shape[0] < 1 or shape[1:] not in ([], [1]):
+        violations.add(f"{field}.shape", f"is {shortened(str(shape))}; it must be [N] or [N, 1] with N of at least 1")
+    elif values is None:
+        violations.add(contents, f"is not a sequence of elements of {tensor.datatype}")
+    elif len(values) != shape[0]:
+        violations.add(f"{field}.shape", f"is {shape}, of {shape[0]:,} elements; {len(values):,} came in {contents}")
+
+
+def _typed_values(tensor: InputTensor) -> Sequence[Value]:
+    return getattr(tensor.contents, _CONTENTS[tensor.datatype])
+
+
+def _raw_values(tensor: InputTensor, data: bytes) -> list[Value] | None:
+    """None where the bytes are not elements of the tensor's datatype. Reads at most one element more than allowed."""
+    most = MAX_ELEMENTS + 1
+    if tensor.datatype == "BOOL":
+        return [byte != 0 for byte in data[:most]]
+    values: list[Value] = []
+    position = 0
+    while position < len(data) and len(values) < most:
+        start = position + _SIZE.size
+        if start > len(data):
+            return None
+        (size,) = _SIZE.unpack_from(data, position)
+        position = start + size
+        if position > len(data):
+            return None
+        values.append(data[start:position])
+    return values
+
+
+def _raw_bytes(value: bytes) -> bytes:
+    return _SIZE.pack(len(value)) + value
+
+
+_RAW_ELEMENTS: Mapping[str, Callable[[Any], bytes]] = {
+    "BYTES": _raw_bytes,
+    "UINT32": struct.Struct("<I").pack,
+    "FP32": struct.Struct("<f").pack,
 }
 
 
@@ -332,8 +473,7 @@ def _outputs(violations: Violations, request: pb.ModelInferRequest, flags: dict[
 class Responder:
     """Makes the responses to one request: `whole` alone, or `piece` for each chunk and `last` at the end."""
 
-    def __init__(self, model: str, inference: Inference, texts: TokenTexts | None) -> None:
-        """`texts` are needed where the outputs have log probabilities."""
+    def __init__(self, model: str, inference: Inference, texts: TokenTexts) -> None:
         self._model = model
         self._inference = inference
         self._texts = texts
@@ -384,7 +524,7 @@ class Responder:
 
     def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> bytes:
         """Log probabilities as JSON: for each token an object of the chosen and the most likely ones, by token id."""
-        if self._texts is None:
+        if "logprobs" not in self._inference.outputs:
             return b""
         return as_json(logprobs_by_token_id(self._texts, logprobs, self._inference.num_top))
 
@@ -412,57 +552,3 @@ def error_response(model: str, request_id: str, message: str) -> pb.ModelStreamI
 
 def _summed(logprobs: Iterable[PositionLogprobs]) -> float:
     return sum(each.chosen.logprob for each in logprobs)
-
-
-def model_metadata(name: str) -> pb.ModelMetadataResponse:
-    return pb.ModelMetadataResponse(
-        name=name, versions=[MODEL_VERSION], platform=PLATFORM, inputs=_tensors(INPUTS), outputs=_tensors(OUTPUTS)
-    )
-
-
-def model_config(name: str) -> pb.ModelConfig:
-    """The configuration of such a model in Triton."""
-    return pb.ModelConfig(
-        name=name,
-        platform=PLATFORM,
-        backend=PLATFORM,
-        version_policy=pb.ModelVersionPolicy(specific=pb.ModelVersionPolicy.Specific(versions=[int(MODEL_VERSION)])),
-        # Shapes have no batch dimension: the prompts of one tensor are a batch.
-        max_batch_size=0,
-        input=[
-            pb.ModelInput(name=tensor, data_type=_DATA_TYPES[datatype], dims=[-1], optional=tensor != _REQUIRED)
-            for tensor, datatype in INPUTS.items()
-        ],
-        output=[
-            pb.ModelOutput(name=tensor, data_type=_DATA_TYPES[datatype], dims=[-1])
-            for tensor, datatype in OUTPUTS.items()
-        ],
-        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
-    )
-
-
-def model_statistics(name: str, statistics: RequestStatistics) -> pb.ModelStatistics:
-    last = statistics.last_completed_at_s
-    return pb.ModelStatistics(
-        name=name,
-        version=MODEL_VERSION,
-        last_inference=0 if last is None else round(last * 1000),
-        inference_count=statistics.completed.count,
-        inference_stats=pb.InferStatistics(
-            success=_duration(statistics.completed),
-            fail=_duration(statistics.failed),
-            queue=_duration(statistics.queued),
-            compute_infer=_duration(statistics.computed),
-        ),
-    )
-
-
-def _duration(durations: Durations) -> pb.StatisticDuration:
-    return pb.StatisticDuration(count=durations.count, ns=round(durations.seconds * 1e9))
-
-
-def _tensors(datatypes: dict[str, str]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
-    return [
-        pb.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=[-1])
-        for name, datatype in datatypes.items()
-    ]

@@ -11,12 +11,10 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.answers import WholeResponse, as_json
+from gateway.api.answers import ErrorAnswer, HttpError, WholeResponse, as_json, error_answer
 from gateway.api.body import BodyLimits, read_model
-from gateway.api.errors import ErrorAnswer, HttpError, error_answer
-from gateway.api.kserve.convert import MAX_PARAMETERS
+from gateway.api.kserve.convert import MAX_ELEMENTS, MAX_PARAMETERS
 from gateway.api.kserve.servicer import KServeServicer
-from gateway.api.kserve.tensors import MAX_ELEMENTS
 from gateway.api.openapi import ApiRoute
 from gateway.request.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb

@@ -16,18 +16,18 @@ import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
 from gateway.api.kserve.convert import (
+    INPUTS,
     MODEL_VERSION,
+    OUTPUTS,
     Inference,
     Responder,
     error_response,
     in_stream,
-    model_config,
-    model_metadata,
-    model_statistics,
     read_inference,
 )
 from gateway.api.openai.write import TokenTexts
 from gateway.auth.caller import current_caller
+from gateway.metrics import Durations, RequestStatistics
 from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.request.answer_memory import AS_TENSORS, STREAMED
 from gateway.request.generator import Generator
@@ -43,6 +43,14 @@ _logger = logging.getLogger(__name__)
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
+_PLATFORM = "quire"
+_REQUIRED = "text_input"
+_DATA_TYPES = {
+    "BOOL": pb.TYPE_BOOL,
+    "BYTES": pb.TYPE_STRING,
+    "FP32": pb.TYPE_FP32,
+    "UINT32": pb.TYPE_UINT32,
+}
 # Further requests are read when one of these is answered.
 MAX_RUNNING = 64
 _SHARED_MEMORY = "elements of tensors are sent in the messages"
@@ -62,7 +70,7 @@ class KServeServicer:
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self._model_name = generator.model.name
-        self._token_texts: TokenTexts | None = None
+        self._token_texts = TokenTexts(generator.model.tokenizer)
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context | None) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -84,12 +92,12 @@ class KServeServicer:
     ) -> pb.ModelMetadataResponse:
         self._check_model("name", request.name)
         _check_version("version", request.version)
-        return model_metadata(self._model_name)
+        return _model_metadata(self._model_name)
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         self._check_model("name", request.name)
         _check_version("version", request.version)
-        return pb.ModelConfigResponse(config=model_config(self._model_name))
+        return pb.ModelConfigResponse(config=_model_config(self._model_name))
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         if not current_caller().access.is_operator:
@@ -99,7 +107,7 @@ class KServeServicer:
         _check_version("version", request.version)
         response = pb.ModelStatisticsResponse()
         if self._visible_name() is not None:
-            response.model_stats.append(model_statistics(self._model_name, self._generator.statistics))
+            response.model_stats.append(_model_statistics(self._model_name, self._generator.statistics))
         return response
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
@@ -155,14 +163,14 @@ class KServeServicer:
 
     async def _whole(self, inference: Inference) -> pb.ModelInferResponse:
         """Runs all prompts at once; where one fails, the others are aborted."""
-        responder = await self._responder(inference)
+        responder = self._responder(inference)
         with self._generator.call_memory(AS_TENSORS) as memory:
             async with running(self._generator, inference.options, partial(_refusal, inference), memory) as live:
                 return await answer(live, responder.whole)
 
     async def _pieces(self, inference: Inference) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """The text as it comes, then a last response without text that says how it ended."""
-        responder = await self._responder(inference)
+        responder = self._responder(inference)
         finished: Finished | None = None
         with self._generator.call_memory(STREAMED) as memory:
             async with running(self._generator, inference.options, partial(_refusal, inference), memory) as (live,):
@@ -176,14 +184,8 @@ class KServeServicer:
                             assert finished is not None, "a request completes when its sequences have finished"
                             yield responder.last(finished, usage)
 
-    async def _responder(self, inference: Inference) -> Responder:
-        texts = None
-        if "logprobs" in inference.outputs:
-            # The texts of all tokens, made when they are needed for the first time.
-            if self._token_texts is None:
-                self._token_texts = await TokenTexts.load(self._generator.model.tokenizer)
-            texts = self._token_texts
-        return Responder(self._model_name, inference, texts)
+    def _responder(self, inference: Inference) -> Responder:
+        return Responder(self._model_name, inference, self._token_texts)
 
     def _check_target(self, request: pb.ModelInferRequest) -> None:
         """Raises NotFound where the request names another model, or version."""
@@ -294,3 +296,57 @@ class UnservedMethods(grpc.GenericRpcHandler):
             raise Unimplemented(f"{shortened(name)} is not served here; {way_out}")
 
         return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def _model_metadata(name: str) -> pb.ModelMetadataResponse:
+    return pb.ModelMetadataResponse(
+        name=name, versions=[MODEL_VERSION], platform=_PLATFORM, inputs=_tensors(INPUTS), outputs=_tensors(OUTPUTS)
+    )
+
+
+def _model_config(name: str) -> pb.ModelConfig:
+    """The configuration of such a model in Triton."""
+    return pb.ModelConfig(
+        name=name,
+        platform=_PLATFORM,
+        backend=_PLATFORM,
+        version_policy=pb.ModelVersionPolicy(specific=pb.ModelVersionPolicy.Specific(versions=[int(MODEL_VERSION)])),
+        # Shapes have no batch dimension: the prompts of one tensor are a batch.
+        max_batch_size=0,
+        input=[
+            pb.ModelInput(name=tensor, data_type=_DATA_TYPES[datatype], dims=[-1], optional=tensor != _REQUIRED)
+            for tensor, datatype in INPUTS.items()
+        ],
+        output=[
+            pb.ModelOutput(name=tensor, data_type=_DATA_TYPES[datatype], dims=[-1])
+            for tensor, datatype in OUTPUTS.items()
+        ],
+        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
+    )
+
+
+def _model_statistics(name: str, statistics: RequestStatistics) -> pb.ModelStatistics:
+    last = statistics.last_completed_at_s
+    return pb.ModelStatistics(
+        name=name,
+        version=MODEL_VERSION,
+        last_inference=0 if last is None else round(last * 1000),
+        inference_count=statistics.completed.count,
+        inference_stats=pb.InferStatistics(
+            success=_duration(statistics.completed),
+            fail=_duration(statistics.failed),
+            queue=_duration(statistics.queued),
+            compute_infer=_duration(statistics.computed),
+        ),
+    )
+
+
+def _duration(durations: Durations) -> pb.StatisticDuration:
+    return pb.StatisticDuration(count=durations.count, ns=round(durations.seconds * 1e9))
+
+
+def _tensors(datatypes: dict[str, str]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
+    return [
+        pb.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=[-1])
+        for name, datatype in datatypes.items()
+    ]

@@ -7,9 +7,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.answers import as_json
+from gateway.api.answers import ParamNames, as_json, error_answer, error_response
 from gateway.api.body import BodyLimits
-from gateway.api.errors import ParamNames, error_answer, error_response
 from gateway.api.openai.read import chat_prompt, read_request
 from gateway.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.api.openai.stream import ChatCall, CompletionCall, OpenAiService

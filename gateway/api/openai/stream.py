@@ -11,8 +11,7 @@ from functools import partial
 
 from starlette.responses import Response
 
-from gateway.api.answers import StreamedResponse, WholeResponse, as_json, json_pieces
-from gateway.api.errors import HttpError, error_answer
+from gateway.api.answers import HttpError, StreamedResponse, WholeResponse, as_json, error_answer, json_pieces
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.api.openai.write import ChatShaper, CompletionShaper, Head, TokenTexts
@@ -43,11 +42,6 @@ class ChatCall:
         self.body = body
         self.head = _head("chatcmpl", body, model)
 
-    @property
-    def wants_token_texts(self) -> bool:
-        """Whether the answer shows single tokens."""
-        return bool(self.body.logprobs) or self.body.prompt_logprobs is not None
-
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         """Its requests, not validated yet. Raises QuireError or HttpError where the call is wrong."""
         return [chat_options(self.body, _request_id(self.body, self.head))]
@@ -56,7 +50,7 @@ class ChatCall:
         """The name in the body of a field of the request at `position`."""
         return param_name(self.body, field)
 
-    async def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None) -> ChatShaper:
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts) -> ChatShaper:
         return ChatShaper(self.head, self.body, live[0], texts)
 
 
@@ -71,10 +65,6 @@ class CompletionCall:
         self.body = body
         self.head = _head("cmpl", body, model)
         self._prompts = completion_prompts(body)
-
-    @property
-    def wants_token_texts(self) -> bool:
-        return self.body.logprobs is not None or self.body.prompt_logprobs is not None
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         num_prompts = len(self._prompts)
@@ -98,9 +88,7 @@ class CompletionCall:
             return name
         return f"prompt[{position}]{name.removeprefix('prompt')}"
 
-    async def shaper(
-        self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts | None
-    ) -> CompletionShaper:
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest], texts: TokenTexts) -> CompletionShaper:
         tokenizer = generator.model.tokenizer
         echoes: list[str] = []
         for prompt, each in zip(self._prompts, live, strict=True):
@@ -178,7 +166,7 @@ class OpenAiService:
         """`keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
         self._generator = generator
         self._keep_alive_s = keep_alive_s
-        self._token_texts: TokenTexts | None = None
+        self._token_texts = TokenTexts(generator.model.tokenizer)
 
     def respond(self, call: Call) -> Response:
         # An id that will be refused may have characters that no header can hold, or be too long for one.
@@ -199,10 +187,9 @@ class OpenAiService:
     async def _whole(self, call: Call) -> AsyncGenerator[bytes, None]:
         """The body in pieces. The memory of the answer is counted until the client has taken it."""
         requests = await call.requests(self._generator)
-        texts = await self._texts_for(call)
         with self._generator.call_memory(IN_PIECES) as memory:
             async with self._running(call, requests, memory) as live:
-                shaper = await call.shaper(self._generator, live, texts)
+                shaper = await call.shaper(self._generator, live, self._token_texts)
                 results = await results_of(live)
             memory.raise_if_ended()
             writer = asyncio.current_task()
@@ -221,11 +208,10 @@ class OpenAiService:
     async def _stream(self, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
         """The events as JSON. The requests are added to `running_now` when they run."""
         requests = await call.requests(self._generator)
-        texts = await self._texts_for(call)
         usages: list[Usage] = []
         async with self._streaming(call, requests) as live, aclosing(events(live)) as all_events:
             running_now += live
-            shaper = await call.shaper(self._generator, live, texts)
+            shaper = await call.shaper(self._generator, live, self._token_texts)
             async for position, event in all_events:
                 if isinstance(event, Completed):
                     usages.append(event.usage)
@@ -247,14 +233,6 @@ class OpenAiService:
     ) -> AbstractAsyncContextManager[list[LiveRequest]]:
         refusal = partial(_refusal, call)
         return running(self._generator, requests, refusal, memory, shows_prompt_by_sequence=call.shows_prompt_by_choice)
-
-    async def _texts_for(self, call: Call) -> TokenTexts | None:
-        """The texts of tokens, where the call needs them. They are made at the first such call."""
-        if not call.wants_token_texts:
-            return None
-        if self._token_texts is None:
-            self._token_texts = await TokenTexts.load(self._generator.model.tokenizer)
-        return self._token_texts
 
 
 def _chunk(shaper: ChatShaper | CompletionShaper, position: int, event: Chunk | Finished) -> bytes:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 from gateway.api.answers import LazyList
 from gateway.api.openai.read import is_echo_alone
@@ -120,16 +120,11 @@ def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 class TokenTexts:
     """Texts and bytes of the vocabulary's tokens. Ids that the tokenizer does not know have neither."""
 
-    def __init__(self, tokenizer: Tokenizer, spellings: Sequence[str]) -> None:
-        """`spellings` are those of the vocabulary, by id."""
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._spellings = spellings
-        self._anchor = [spellings.index(_ANCHOR)] if _ANCHOR in spellings else []
+        anchor = tokenizer.id_of(_ANCHOR)
+        self._anchor = [] if anchor is None else [anchor]
         self._bytes: dict[int, bytes] = {}
-
-    @classmethod
-    async def load(cls, tokenizer: Tokenizer) -> Self:
-        return cls(tokenizer, await tokenizer.spell(range(tokenizer.size)))
 
     def bytes_of(self, token_id: int) -> bytes:
         found = self._bytes.get(token_id)
@@ -151,9 +146,9 @@ class TokenTexts:
 
     def _find_bytes(self, token_id: int) -> bytes:
         text = self._decode_after_anchor(token_id)
-        if _REPLACEMENT not in text or token_id >= len(self._spellings):
+        spelling = self._tokenizer.spelling(token_id)
+        if _REPLACEMENT not in text or not spelling:
             return text.encode()
-        spelling = self._spellings[token_id]
         if match := _BYTE_TOKEN.fullmatch(spelling):
             return bytes.fromhex(match[1])
         byte_of = _byte_level_alphabet()
@@ -257,8 +252,7 @@ class ChatShaper:
     In the methods, `position` is that of a request among those of the call; sequences have an index in their request.
     """
 
-    def __init__(self, head: Head, body: ChatBody, live: LiveRequest, texts: TokenTexts | None) -> None:
-        """`texts` are needed where the answer has log probabilities."""
+    def __init__(self, head: Head, body: ChatBody, live: LiveRequest, texts: TokenTexts) -> None:
         self._head = head
         self._body = body
         self._live = live
@@ -278,7 +272,7 @@ class ChatShaper:
             for sequence in sequences
         ]
         answer = self._head.fields("chat.completion") | {"choices": choices, "usage": usage_fields([usage])}
-        if self._body.prompt_logprobs is not None and self._texts is not None:
+        if self._body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(
                 self._texts, self._live.prompt_logprobs, self._body.prompt_logprobs
             )
@@ -305,7 +299,7 @@ class ChatShaper:
         return _ROLE
 
     def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> dict[str, Any] | None:
-        return chat_logprobs(self._texts, logprobs) if self._body.logprobs and self._texts is not None else None
+        return chat_logprobs(self._texts, logprobs) if self._body.logprobs else None
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head.fields("chat.completion.chunk") | {"choices": choices}
@@ -322,9 +316,9 @@ class CompletionShaper:
         echoes: Sequence[str],
         live: Sequence[LiveRequest],
         tokenizer: Tokenizer,
-        texts: TokenTexts | None,
+        texts: TokenTexts,
     ) -> None:
-        """`echoes` are the starts of the texts; `texts` are needed where the answer has log probabilities."""
+        """`echoes` are the starts of the texts."""
         self._head = head
         self._body = body
         self._live = live
@@ -378,14 +372,14 @@ class CompletionShaper:
         return usage_fields(usages)
 
     def _prompt_logprobs(self, position: int) -> dict[str, Any]:
-        if self._body.prompt_logprobs is None or self._texts is None:
+        if self._body.prompt_logprobs is None:
             return {}
         logprobs = self._live[position].prompt_logprobs
         return {"prompt_logprobs": prompt_logprobs(self._texts, logprobs, self._body.prompt_logprobs)}
 
     def _make_choice(self, prompt: Prompt | None, echo: str, live: LiveRequest) -> "_Choice":
         request = live.request
-        if self._body.logprobs is None or self._texts is None:
+        if self._body.logprobs is None:
             return _Choice(live, echo, None, None)
         shapers = [
             CompletionLogprobs(

@@ -165,7 +165,7 @@ async def test_a_connection_that_is_not_set_up_in_time_is_closed(scheduler):
 
 
 async def test_an_http_connection_without_a_further_request_is_closed_after_a_while(scheduler, monkeypatch):
-    monkeypatch.setattr("gateway.server.http._KEEP_ALIVE_S", SHORT_S)
+    monkeypatch.setattr("gateway.server.connections._KEEP_ALIVE_S", SHORT_S)
     async with running_gateway(scheduler) as gateway:
         connection = await connection_to(gateway.gateway.http_address)
         await asyncio.get_running_loop().sock_sendall(connection, REQUEST + b"\r\n")

@@ -86,7 +86,7 @@ async def test_an_unexpected_error_is_logged_once_with_the_id_that_its_answer_ha
     def fail(registry):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("gateway.server.middleware.generate_latest", fail)
+    monkeypatch.setattr("gateway.server.http.generate_latest", fail)
     async with (
         running_gateway(scheduler, allowed_origins=("https://a.example",)) as gateway,
         httpx.AsyncClient(base_url=gateway.http_url) as http,

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from gateway.api.errors import error_answer
+from gateway.api.answers import error_answer
 from quire.rpc.errors import Unavailable, from_rpc_error
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.processes import until_true
@@ -91,7 +91,7 @@ async def answer_or_end(connection) -> RawAnswer | None:
 
 
 async def test_a_request_whose_body_is_still_coming_is_told_to_come_back(scheduler, monkeypatch):
-    monkeypatch.setattr("gateway.server.http._GRACE_S", 0.1)
+    monkeypatch.setattr("gateway.server.connections._GRACE_S", 0.1)
     async with running_gateway(scheduler) as gateway:
         with await connection_to(gateway) as connection:
             connection.sendall(COMPLETION[:-1])

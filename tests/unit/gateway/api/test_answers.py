@@ -14,6 +14,7 @@ from gateway.api.openai.stream import Call, OpenAiService
 from gateway.request.answer_memory import AnswerLimits, AnswerMemory
 from gateway.request.generator import Generator
 from quire.rpc.errors import ResourceExhausted
+from tests.support.tokenizers import byte_level, wrapped
 
 
 @pytest.mark.parametrize(
@@ -125,11 +126,11 @@ async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_s
 
     monkeypatch.setattr(service, "running", lambda *_, **__: contextlib.nullcontext([]))
     monkeypatch.setattr(service, "results_of", nothing)
-    generator = SimpleNamespace(call_memory=lambda form: memory.call("key", form))
+    model = SimpleNamespace(tokenizer=wrapped(byte_level()))
+    generator = SimpleNamespace(model=model, call_memory=lambda form: memory.call("key", form))
     call: Any = SimpleNamespace(
         head=SimpleNamespace(id="x"),
         body=SimpleNamespace(stream=False),
-        wants_token_texts=False,
         shows_prompt_by_choice=False,
         requests=nothing,
         shaper=shaper,

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from gateway.api.errors import error_answer
+from gateway.api.answers import error_answer
 from gateway.request.violations import summary
 from quire.rpc import errors
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, ResourceExhausted

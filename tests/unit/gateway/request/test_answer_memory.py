@@ -79,7 +79,7 @@ def ledger():
 
 async def test_many_log_probabilities_are_kept_as_columns_and_written_in_pieces(ledger):
     """A share of 64 prompts with n=128, 400 tokens and 20 log probabilities, which took 2,960 bytes a position."""
-    texts = await TokenTexts.load(TOKENIZER)
+    texts = TokenTexts(TOKENIZER)
     num_positions = 64 * 50
     with AnswerMemory(AnswerLimits(1 << 30, 1 << 30, 1 << 30)).call("key", IN_PIECES) as call:
         live = open_live(ledger, call, num_sequences=64, logprobs=NUM_TOP, max_tokens=50)

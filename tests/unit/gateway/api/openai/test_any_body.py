@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.api.answers import error_answer
 from gateway.api.body import BodyLimits, load_json
-from gateway.api.errors import error_answer
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
 from gateway.request.limits import Limits, Pool

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.server.bodies import BodyMemory, HeldBody
+from gateway.server.connections import BodyMemory, HeldBody
 from quire.rpc.errors import ResourceExhausted
 
 

@@ -1,0 +1,510 @@
+"""HTTP connections: the socket, and how much of the gateway connections and request bodies may take.
+
+It builds on private classes of uvicorn. So pyproject.toml bounds uvicorn's version, and each limit has a test over a
+real socket: test_connection_limits.py, test_slow_clients.py, test_http_bodies.py and test_https.py in
+tests/service/gateway.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from gateway.api.answers import ErrorAnswer, HttpError, send_answer
+from gateway.settings import GatewaySettings
+from quire.rpc.address import TcpAddress, check_bindable
+from quire.rpc.errors import QuireError, ResourceExhausted
+from quire.rpc.tls import HttpsFiles, ServerTls
+
+_GRACE_S = 2
+# Longer than clients and proxies keep idle connections, so that none is closed as it is used again.
+_KEEP_ALIVE_S = 75
+_MAX_HEADER_BYTES = 64 * 1024
+_ACCEPT_PAUSE_S = 0.5
+# Each chunk of a body takes some microseconds, however short it is, and all chunks of one read are taken in one turn.
+_MAX_SHORT_CHUNKS = 1 << 13
+_MIN_MEAN_CHUNK_BYTES = 256
+_logger = logging.getLogger(__name__)
+_RETRY_MS = 1000
+_CLOSE = (b"connection", b"close")
+# Read and dropped behind an answer: most clients read an answer only when they have sent their whole body.
+_MAX_DRAINED_BYTES = 16 * 1024 * 1024
+_MAX_DRAIN_S = 2.0
+
+
+class BodyMemory:
+    """Counts the bytes of all request bodies that are held, including those that still arrive.
+
+    When they are too many, the body that has been arriving for longest is given up, and not the newest one: a client
+    that sends half a body and waits takes memory from nobody, and a body is refused only if it comes more slowly than
+    all others together. Complete bodies are kept; where they alone fill the memory, a new one is refused.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        # In order of their beginning.
+        self._arriving: dict[HeldBody, None] = {}
+
+    def begin(self, on_refusal: Callable[[], None]) -> "HeldBody":
+        """A body of which nothing has arrived. `on_refusal` is called when it is given up for others."""
+        body = HeldBody(self, on_refusal)
+        self._arriving[body] = None
+        return body
+
+    def refusal(self) -> ResourceExhausted:
+        """The error of a body for which there is no memory."""
+        return ResourceExhausted(
+            f"the bodies of all requests may take {self._max_bytes:,} bytes together (--max-total-body-bytes), and "
+            "there is no room for this one; try again",
+            reason="BODIES_FULL",
+            retry_after_ms=_RETRY_MS,
+        )
+
+    def _grow(self, body: "HeldBody", num_bytes: int) -> None:
+        while self._num_bytes + num_bytes > self._max_bytes:
+            longest = next((each for each in self._arriving if each.num_bytes or each is body), body)
+            longest.release()
+            if longest is body:
+                raise self.refusal()
+            longest.on_refusal()
+        self._num_bytes += num_bytes
+        body.num_bytes += num_bytes
+
+    def _complete(self, body: "HeldBody") -> None:
+        self._arriving.pop(body, None)
+
+    def _release(self, body: "HeldBody") -> None:
+        self._arriving.pop(body, None)
+        self._num_bytes -= body.num_bytes
+        body.num_bytes = 0
+
+
+class HeldBody:
+    """One body: `add` what arrives, then `complete` it, and `release` it when its request is over."""
+
+    __slots__ = ("_memory", "num_bytes", "on_refusal")
+
+    def __init__(self, memory: BodyMemory, on_refusal: Callable[[], None]) -> None:
+        self._memory = memory
+        self.num_bytes = 0
+        self.on_refusal = on_refusal
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes that arrived. Raises ResourceExhausted, and releases the body, where there is no room."""
+        self._memory._grow(self, num_bytes)
+
+    def complete(self) -> None:
+        """It has arrived, and is no longer given up for others."""
+        self._memory._complete(self)
+
+    def release(self) -> None:
+        """No longer counts it. Idempotent."""
+        self._memory._release(self)
+
+
+class IncomingBody:
+    """Stands between the server and the application while one HTTP request runs.
+
+    Reading ends with 408 when the body takes longer than `timeout_s` from the end of the headers, and with 429 when it
+    is given up for others. An answer to a body that has not arrived says `connection: close`; the rest is then dropped
+    for a while, since closing at once would take the answer from a client that still sends.
+    """
+
+    def __init__(
+        self, receive: Receive, send: Send, memory: BodyMemory, timeout_s: float, has_come: Callable[[], bool]
+    ) -> None:
+        """`has_come` returns whether the server has the whole body, read or not."""
+        self._receive = receive
+        self._send = send
+        self._memory = memory
+        self._timeout_s = timeout_s
+        self._due_at = asyncio.get_running_loop().time() + timeout_s
+        self._has_come = has_come
+        self._held = memory.begin(self._give_up)
+        self._is_given_up = False
+        self._is_read = False
+        self._drains = False
+        self._reading: asyncio.Timeout | None = None
+
+    async def receive(self) -> Message:
+        """Raises HttpError or QuireError where the body comes too slowly."""
+        if self._is_read:
+            return await self._receive()
+        if self._is_given_up:
+            raise self._memory.refusal()
+        try:
+            async with asyncio.timeout_at(self._due_at) as self._reading:
+                message = await self._receive()
+        except TimeoutError:
+            raise self._refusal() from None
+        finally:
+            self._reading = None
+        if message["type"] == "http.request":
+            self._held.add(len(message.get("body", b"")))
+        if not message.get("more_body", False):
+            self._is_read = True
+            self._held.complete()
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and not self._has_come():
+            self._drains = True
+            others = [header for header in message.get("headers", ()) if header[0].lower() != _CLOSE[0]]
+            message = {**message, "headers": [*others, _CLOSE]}
+        if self._drains and message["type"] == "http.response.body" and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            await self._drain()
+            message = {"type": "http.response.body", "body": b""}
+        await self._send(message)
+
+    def release(self) -> None:
+        """The request is over."""
+        self._held.release()
+
+    def _give_up(self) -> None:
+        """Called while another request runs."""
+        self._is_given_up = True
+        if self._reading is not None and not self._reading.expired():
+            self._reading.reschedule(asyncio.get_running_loop().time())
+
+    def _refusal(self) -> HttpError | QuireError:
+        if self._is_given_up:
+            return self._memory.refusal()
+        return HttpError(ErrorAnswer(408, f"the body did not come within {self._timeout_s:g} s", "slow_sender"))
+
+    async def _drain(self) -> None:
+        """Drops what arrives, until the body ends or the client leaves, or it is too much or takes too long."""
+        self._held.release()
+        ends_at = min(self._due_at, asyncio.get_running_loop().time() + _MAX_DRAIN_S)
+        num_bytes = 0
+        try:
+            async with asyncio.timeout_at(ends_at):
+                while num_bytes <= _MAX_DRAINED_BYTES:
+                    message = await self._receive()
+                    num_bytes += len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            return
+
+
+class Places:
+    """Counts the connections to one port. Each holds a place from its first moment to its last."""
+
+    def __init__(self, max_connections: int, on_refusal: Callable[[], None]) -> None:
+        """`on_refusal` is called for each connection that finds no place."""
+        self._max_connections = max_connections
+        self._on_refusal = on_refusal
+        self._holders: set[object] = set()
+
+    def take(self, holder: object) -> bool:
+        """Returns whether there was a place."""
+        if len(self._holders) >= self._max_connections:
+            self._on_refusal()
+            return False
+        self._holders.add(holder)
+        return True
+
+    def give_back(self, holder: object) -> None:
+        """Idempotent."""
+        self._holders.discard(holder)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application in the running event loop, on a socket that is bound at once."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        settings: GatewaySettings,
+        bodies: BodyMemory,
+        on_refusal: Callable[[], None],
+        tls: ServerTls | None,
+    ) -> None:
+        """Listens where the settings say. `on_refusal` is called for each connection that is too many.
+
+        Raises:
+            ConfigurationError: it cannot listen there, or the files of `tls` cannot be used.
+        """
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=HttpConnection,
+                log_config=None,
+                # Its warnings are about what clients send: any client could fill the log with them.
+                log_level="error",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=_GRACE_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
+        self._settings = settings
+        self._places = Places(settings.max_connections, on_refusal)
+        self._bodies = bodies
+        self._https = None if tls is None else HttpsFiles(tls)
+        host, port = settings.http_host, settings.http_port
+        check_bindable(TcpAddress(host, port), reuse_port=settings.reuse_port)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=1024, reuse_port=settings.reuse_port)
+        self.address = str(TcpAddress(*self._listener.getsockname()[:2]))
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Replaces uvicorn's, which knows neither these limits nor certificates that change."""
+        self.servers = [await self._listen(each) for each in sockets or []]
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # The servers close their sockets.
+        await super().shutdown()
+
+    async def _listen(self, listener: socket.socket) -> Any:
+        if self._https is not None:
+            context = self._https.context()
+            return TlsListener(listener, context, self._make_protocol, self._settings.handshake_timeout, self._places)
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(self._make_protocol, sock=listener, backlog=self.config.backlog)
+
+    def _make_protocol(self, handshake: object | None = None) -> asyncio.Protocol:
+        return HttpConnection(
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+            settings=self._settings,
+            places=self._places,
+            bodies=self._bodies,
+            handshake=handshake,
+        )
+
+    def close(self) -> None:
+        """Closes the socket of a server that never ran."""
+        self._listener.close()
+
+    def hand_over(self) -> None:
+        """Closes the port, for those who share it. Open connections are served on."""
+        for server in self.servers:
+            server.close()
+
+    def stop(self) -> None:
+        """`run_until_stopped` returns soon."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The process handles signals."""
+        yield
+
+
+class TlsListener:
+    """Accepts connections and encrypts them. A connection takes its place when it is accepted; the server of
+    `loop.create_server` reports it only after its handshake, and never when the handshake fails."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        make_protocol: Callable[[object], asyncio.Protocol],
+        handshake_timeout_s: float,
+        places: Places,
+    ) -> None:
+        """`make_protocol` makes the protocol of a connection, from the holder of its place during the handshake."""
+        self._listener = listener
+        self._context = context
+        self._make_protocol = make_protocol
+        self._handshake_timeout_s = handshake_timeout_s
+        self._places = places
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._listener.setblocking(False)
+        self._accepting = asyncio.get_running_loop().create_task(self._accept_all(), name="HTTPS")
+        # Not before the event loop no longer watches it.
+        self._accepting.add_done_callback(lambda _: listener.close())
+
+    def close(self) -> None:
+        """Accepts no more connections, and closes the port soon. Handshakes go on. Idempotent."""
+        self._accepting.cancel()
+
+    async def wait_closed(self) -> None:
+        """Ends the handshakes that still run. The listener is closed."""
+        for each in self._handshakes:
+            each.cancel()
+        await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
+
+    async def _accept_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # too many open files, no memory, or the client left
+                _logger.warning("cannot accept an HTTPS connection: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            holder = object()
+            if not self._places.take(holder):
+                connection.close()
+                continue
+            handshake = loop.create_task(self._shake_hands(connection, holder))
+            self._handshakes.add(handshake)
+            handshake.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, connection: socket.socket, holder: object) -> None:
+        try:
+            connection.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._make_protocol(holder),
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=self._handshake_timeout_s,
+            )
+        except OSError as error:  # of which ssl.SSLError and broken connections are some
+            _logger.debug("a TLS handshake failed: %s", error)
+        finally:
+            self._places.give_back(holder)
+
+
+class _ConnectionState(h11.Connection):
+    """h11's state of one connection. It refuses a body of very many chunks that are short on average."""
+
+    def __init__(self, max_incomplete_event_size: int) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size)
+        self._num_chunks = 0
+        self._num_bytes = 0
+
+    def next_event(self) -> Any:
+        """Raises RemoteProtocolError where the other side does not speak HTTP as it should."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > max(_MAX_SHORT_CHUNKS, self._num_bytes // _MIN_MEAN_CHUNK_BYTES):
+                raise h11.RemoteProtocolError("the chunks of a body are too short")
+        elif isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        return event
+
+
+class HttpConnection(H11Protocol):
+    """The protocol of one HTTP connection within limits."""
+
+    def __init__(
+        self,
+        *args: Any,
+        settings: GatewaySettings,
+        places: Places,
+        bodies: BodyMemory,
+        handshake: object | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Takes the arguments of uvicorn's protocol. `handshake` holds the place that this connection already has."""
+        super().__init__(*args, **kwargs)
+        self.conn = _ConnectionState(_MAX_HEADER_BYTES)
+        self._settings = settings
+        self._places = places
+        self._handshake = handshake
+        self._bodies = bodies
+        # What uvicorn calls for each request.
+        self._application = self.app
+        self.app = self._answer
+        # Runs while more waits to be sent than is to be kept.
+        self._writing: asyncio.TimerHandle | None = None
+        # Runs while headers of a request are due.
+        self._reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._places.give_back(self._handshake)
+        if self._places.take(self):
+            self._reading = self._cut_later(self._settings.slow_sender_timeout, "sent no request in time")
+        else:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._reading = _stopped(self._reading)
+        elif self._reading is None:
+            self._reading = self._cut_later(self._settings.slow_sender_timeout, "did not end its headers in time")
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for what is not HTTP. An answer that has begun cannot be followed by another one."""
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            super().send_400_response(msg)
+        else:
+            self._cut("sent what is not HTTP")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        _stopped(self._writing)
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        self._writing = _stopped(self._writing)
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._writing = _stopped(self._writing)
+        self._reading = _stopped(self._reading)
+        self._places.give_back(self)
+        super().connection_lost(exc)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application for one request. Where the server stops before the answer, the client gets a 503."""
+        has_started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        timeout_s = self._settings.slow_sender_timeout
+        body = IncomingBody(receive, send_and_note, self._bodies, timeout_s, self._has_whole_body)
+        try:
+            await self._application(scope, body.receive, body.send)
+        except asyncio.CancelledError:
+            # Only a server that stops cancels requests.
+            if has_started:
+                self.transport.abort()
+            else:
+                answer = ErrorAnswer(503, "this gateway stopped before the request was answered; try again", "draining")
+                await send_answer(send, answer, {"retry-after": "1", "connection": "close"})
+        finally:
+            body.release()
+
+    def _has_whole_body(self) -> bool:
+        return self.conn.their_state is not h11.SEND_BODY
+
+    def _watch_reader(self) -> None:
+        """Cuts the connection where the client has taken nothing when the time is over."""
+        num_waiting = self.transport.get_write_buffer_size()
+        self._writing = self.loop.call_later(self._settings.slow_reader_timeout, self._look_at_reader, num_waiting)
+
+    def _look_at_reader(self, num_waited: int) -> None:
+        if self.transport.get_write_buffer_size() < num_waited:
+            self._watch_reader()
+        else:
+            self._cut("took nothing in time")
+
+    def _cut_later(self, delay_s: float, why: str) -> asyncio.TimerHandle:
+        return self.loop.call_later(delay_s, self._cut, why)
+
+    def _cut(self, why: str) -> None:
+        _logger.info("an HTTP client %s; its connection is cut", why)
+        self.transport.abort()
+
+
+def _stopped(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
