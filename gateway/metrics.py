@@ -44,14 +44,15 @@ class RequestStatistics:
         self.computed = Durations()
         self.last_completed_at_s: float | None = None
 
-    def add_completed(self, seconds: float, *, queue_seconds: float, compute_seconds: float) -> None:
+    def add(self, seconds: float, usage: Usage | None) -> None:
+        """`usage` is None for a request that did not complete."""
+        if usage is None:
+            self.failed.add(seconds)
+            return
         self.completed.add(seconds)
-        self.queued.add(queue_seconds)
-        self.computed.add(compute_seconds)
+        self.queued.add(usage.queue_ms / 1000)
+        self.computed.add((usage.prefill_ms + usage.decode_ms) / 1000)
         self.last_completed_at_s = time.time()
-
-    def add_failed(self, seconds: float) -> None:
-        self.failed.add(seconds)
 
 
 class GatewayMetrics:
@@ -140,16 +141,6 @@ class GatewayMetrics:
             raise
         finally:
             self._requests.labels(outcome).inc()
-            self._add_to_statistics(time.monotonic() - started_at, live.usage if outcome == "completed" else None)
+            self.statistics.add(time.monotonic() - started_at, live.usage if outcome == "completed" else None)
             self._generated_tokens.inc(max(live.num_generated_tokens - num_known_tokens, 0))
             self._resubmissions.inc(max(live.submissions - 1, 0))
-
-    def _add_to_statistics(self, seconds: float, usage: Usage | None) -> None:
-        """`usage` is None for a request that did not complete."""
-        if usage is None:
-            self.statistics.add_failed(seconds)
-        else:
-            computed_ms = usage.prefill_ms + usage.decode_ms
-            self.statistics.add_completed(
-                seconds, queue_seconds=usage.queue_ms / 1000, compute_seconds=computed_ms / 1000
-            )

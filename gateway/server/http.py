@@ -2,7 +2,7 @@
 Prometheus."""
 
 import ipaddress
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -54,11 +54,12 @@ def make_http_app(
         routes=[*routes, openapi_route(routes)],
         # The first one is the first to see a request.
         middleware=[
-            *([Middleware(TraceMiddleware)] if settings.otlp_traces_endpoint is not None else ()),
             *_cross_origin(settings.allowed_origins),
-            Middleware(DrainMiddleware, is_draining=lambda: generator.is_draining),
-            Middleware(RequestIdMiddleware),
-            Middleware(UnexpectedErrorMiddleware),
+            Middleware(
+                EnvelopeMiddleware,
+                is_draining=lambda: generator.is_draining,
+                reads_traces=settings.otlp_traces_endpoint is not None,
+            ),
             *_host_check(settings),
             Middleware(
                 AuthMiddleware,
@@ -94,75 +95,49 @@ def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-class TraceMiddleware:
-    """Reads the trace context in the headers of requests."""
+class EnvelopeMiddleware:
+    """What holds for every request, whatever its path and its answer.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    - The trace context in its headers is read.
+    - The X-Request-Id of the client comes back with the answer, in place of the gateway's own.
+    - While the gateway drains, the connection closes behind the answer, whose headers say so. A client that keeps
+      connections then opens a new one before the old one closes under a request.
+    - Where the application fails, the answer is 500. Starlette's own handler of such errors stands before all
+      middleware, so its answer would lack these headers, and it logs the error without the request's id.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-            set_incoming_context(headers)
-        await self._app(scope, receive, send)
-
-
-class DrainMiddleware:
-    """While the gateway drains, each connection closes behind its next answer, whose headers say so. A client that
-    keeps connections then opens a new one before the old one closes under a request."""
-
-    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
+    def __init__(self, app: ASGIApp, *, is_draining: Callable[[], bool], reads_traces: bool) -> None:
         self._app = app
         self._is_draining = is_draining
+        self._reads_traces = reads_traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {b"connection": b"close"}
-        await self._app(scope, receive, lambda message: send(_with(message, headers if self._is_draining() else {})))
-
-
-class RequestIdMiddleware:
-    """Returns the X-Request-Id of the client with the answer, whatever the answer is, in place of the gateway's own."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sent = next((value for name, value in scope.get("headers", ()) if name == _REQUEST_ID), None)
-        if sent is None:
+        if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        set_client_request_id(sent.decode("latin-1"))
-        return await self._app(scope, receive, lambda message: send(_with(message, {_REQUEST_ID: sent})))
-
-
-def _with(message: Message, headers: Mapping[bytes, bytes]) -> Message:
-    """The message; where it begins an answer, with these headers in place of others of their names."""
-    if message["type"] != "http.response.start":
-        return message
-    others = [header for header in message.get("headers", ()) if header[0] not in headers]
-    return {**message, "headers": [*others, *headers.items()]}
-
-
-class UnexpectedErrorMiddleware:
-    """Answers 500 where the application fails. Unlike Starlette's own handler of such errors it runs behind the other
-    middleware, so the answer has their headers, and the error is logged once, with the request's id."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._reads_traces:
+            set_incoming_context((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        request_id = next((value for name, value in scope["headers"] if name == _REQUEST_ID), None)
+        if request_id is not None:
+            set_client_request_id(request_id.decode("latin-1"))
         has_started = False
 
-        async def send_and_note(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal has_started
             has_started = True
+            if message["type"] == "http.response.start":
+                own = {} if request_id is None else {_REQUEST_ID: request_id}
+                if self._is_draining():
+                    own[b"connection"] = b"close"
+                others = [header for header in message.get("headers", ()) if header[0] not in own]
+                message = {**message, "headers": [*others, *own.items()]}
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, send_with_headers)
         except Exception as error:
             answer = error_answer(error, str)
             if not has_started:
-                await send_answer(send, answer)
+                await send_answer(send_with_headers, answer)
 
 
 class HostMiddleware:

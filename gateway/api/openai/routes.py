@@ -1,13 +1,13 @@
 """The paths of OpenAI's API, and of vLLM's for tokens."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.answers import ParamNames, as_json, error_answer, error_response
+from gateway.api.answers import as_json, error_answer, error_response
 from gateway.api.body import BodyLimits
 from gateway.api.openai.read import chat_prompt, read_request
 from gateway.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -94,67 +94,52 @@ def _model_routes(generator: Generator, started_at_s: int) -> list[ApiRoute]:
 
 
 def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute]:
-    texts = TextEndpoints(TextService(generator))
+    texts = TextService(generator)
 
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt or of a conversation."""
         body = await read_request(TokenizeBody, request, body_limits)
-        return await _answered(lambda: texts.tokenize(body), text_param_name)
-
-    async def detokenize(request: Request) -> Response:
-        """The text of tokens."""
-        body = await read_request(DetokenizeBody, request, body_limits)
-        return await _answered(lambda: texts.detokenize(body), text_param_name)
-
-    async def tokenizer_information(request: Request) -> Response:
-        """The tokenizer's configuration and the chat template, as tokenizer_config.json has them."""
-        return JSONResponse(tokenizer_info(generator.model))
-
-    return [
-        ApiRoute("/tokenize", tokenize, method="POST", body=TokenizeBody),
-        ApiRoute("/detokenize", detokenize, method="POST", body=DetokenizeBody),
-        ApiRoute("/tokenizer_info", tokenizer_information),
-    ]
-
-
-async def _answered(make: Callable[[], Awaitable[bytes]], names: ParamNames) -> Response:
-    try:
-        return Response(await make(), media_type="application/json")
-    except QuireError as error:
-        return error_response(error_answer(error, names))
-
-
-class TextEndpoints:
-    """Tokens of a text or a conversation, and the text of tokens."""
-
-    def __init__(self, texts: TextService) -> None:
-        self._texts = texts
-
-    async def tokenize(self, body: TokenizeBody) -> bytes:
-        """The answer as JSON. Raises QuireError as `TextService.tokenize` does."""
-        tokenized = await self._texts.tokenize(
-            body.model or None, _tokenize_input(body), add_special_tokens=body.add_special_tokens is not False
-        )
+        try:
+            tokenized = await texts.tokenize(
+                body.model or None, _tokenize_input(body), add_special_tokens=body.add_special_tokens is not False
+            )
+        except QuireError as error:
+            return error_response(error_answer(error, _text_param_name))
         answer = {
             "count": len(tokenized.token_ids),
             "max_model_len": tokenized.max_model_len,
             "tokens": tokenized.token_ids,
             "token_strs": tokenized.tokens if body.return_token_strs else None,
         }
-        return await _as_json(answer, len(tokenized.token_ids))
+        return await _json_response(answer, len(tokenized.token_ids))
 
-    async def detokenize(self, body: DetokenizeBody) -> bytes:
-        """The answer as JSON. Raises QuireError as `TextService.detokenize` does."""
-        text = await self._texts.detokenize(body.model or None, body.tokens, include_special_tokens=True)
-        return await _as_json({"prompt": text}, len(body.tokens))
+    async def detokenize(request: Request) -> Response:
+        """The text of tokens."""
+        body = await read_request(DetokenizeBody, request, body_limits)
+        try:
+            text = await texts.detokenize(body.model or None, body.tokens, include_special_tokens=True)
+        except QuireError as error:
+            return error_response(error_answer(error, _text_param_name))
+        return await _json_response({"prompt": text}, len(body.tokens))
+
+    async def tokenizer_info(request: Request) -> Response:
+        """The tokenizer's configuration and the chat template, as tokenizer_config.json has them."""
+        return JSONResponse(_tokenizer_info(generator.model))
+
+    return [
+        ApiRoute("/tokenize", tokenize, method="POST", body=TokenizeBody),
+        ApiRoute("/detokenize", detokenize, method="POST", body=DetokenizeBody),
+        ApiRoute("/tokenizer_info", tokenizer_info),
+    ]
 
 
-async def _as_json(answer: Mapping[str, Any], num_tokens: int) -> bytes:
+async def _json_response(answer: Mapping[str, Any], num_tokens: int) -> Response:
     """Writes an answer of many tokens in a thread, so that other calls run meanwhile."""
-    return as_json(answer) if num_tokens <= _FEW else await asyncio.to_thread(as_json, answer)
+    data = as_json(answer) if num_tokens <= _FEW else await asyncio.to_thread(as_json, answer)
+    return Response(data, media_type="application/json")
 
 
-def tokenizer_info(model: ServedModel) -> dict[str, Any]:
+def _tokenizer_info(model: ServedModel) -> dict[str, Any]:
     """The tokenizer's configuration with its chat template; tokens are their texts.
 
     Raises:
@@ -178,7 +163,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def text_param_name(field: str) -> str:
+def _text_param_name(field: str) -> str:
     """The name in a body of a field of the text service."""
     head, bracket, rest = field.removeprefix("chat.").partition("[")
     return _PARAMS.get(head, head) + bracket + rest
