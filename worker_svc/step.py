@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.logprob_columns import LogprobColumns
-from quire.rpc.errors import FailedPrecondition
+from quire.rpc.errors import FailedPrecondition, invalid_field
 
 Int32Array = NDArray[np.int32]
 
@@ -220,6 +220,11 @@ class Batch:
     samples: Int32Array
     """Pairs (row that samples, row of this batch from whose last token's logits)."""
 
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """How many tokens of each row are computed after the step."""
+        return self.num_computed_tokens.astype(np.int64) + self.num_new_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class SealedBlocks:
@@ -313,3 +318,17 @@ class StepOutput:
     """Rows that do not sample, with a new token whose hidden state is not finite."""
     refusals: Mapping[int, str] = field(default_factory=dict)
     """The reasons of those of `failed_rows` whose sampling was refused."""
+
+
+def check_distinct(values: Int32Array, field: str, noun: str, role: str = "") -> None:
+    """Refuses a repeated value."""
+    if len(values) < 2:
+        return
+    ordered = np.sort(values)
+    if (worst := first_true(ordered[1:] == ordered[:-1])) is not None:
+        raise invalid_field(field, " ".join(("holds", noun, str(ordered[worst]), "twice", role)).rstrip())
+
+
+def first_true(mask: NDArray[np.bool_]) -> int | None:
+    """Index of the first True of a vector; None when there is none."""
+    return int(mask.argmax()) if mask.any() else None

@@ -36,5 +36,5 @@ def make_columns(rows: Sequence[RowSampling]) -> SamplingColumns:
     """The parameters of several rows."""
     columns = SamplingColumns.empty(len(rows))
     for row, sampling in enumerate(rows):
-        columns.put(row, sampling)
+        columns.put(row, sampling, num_prompt_tokens=0)
     return columns

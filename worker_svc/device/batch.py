@@ -123,7 +123,7 @@ class SamplePlan:
 def plan_samples(batch: Batch) -> SamplePlan:
     """The samples of a batch. Logits that several rows sample from (the n samples of one prompt) are computed once."""
     samplers, sources = batch.samples.T
-    ends = batch.num_computed_tokens.astype(np.int64) + batch.num_new_tokens
+    ends = batch.ends
     last_tokens = np.cumsum(batch.num_new_tokens, dtype=np.int64) - 1
     if np.array_equal(sources, batch.rows):
         # The usual step: every row samples from its own logits.

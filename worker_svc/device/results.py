@@ -1,16 +1,16 @@
 """The results of a step: tensors on the device, copied to the host beside the next step, and reported from there."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.device.batch import non_finite_chunks
 from worker_svc.device.block_moves import SealInventory
+from worker_svc.device.rows import FailedPrompts
 from worker_svc.device.streams import Stopwatch, Stream
 from worker_svc.sampling.logprobs import (
     CandidateValues,
@@ -77,40 +77,6 @@ def _begin_copy(source: Tensor) -> Tensor:
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
 
 
-class FailingRows:
-    """Rows that fail when they sample, until the row gets another sequence: their prompt was judged by logits that are
-    not finite, or their sampling was refused.
-
-    A step reports only failures of rows that sample in it. Until then the log probabilities of a prompt are reported as
-    they are: none reaches a client before the request ends.
-    """
-
-    def __init__(self) -> None:
-        self._refusals: dict[int, str | None] = {}
-
-    def update(self, step: Step, failed_prompts: Iterable[int]) -> tuple[NDArray[np.bool_], dict[int, str]]:
-        """Which samples of a step fail, [s] bool, and the reasons of rows whose sampling was refused. To be called for
-        all steps, in order.
-
-        Args:
-            failed_prompts: rows whose prompt was found to fail in this step.
-        """
-        changes, samples = step.row_changes, step.batch.samples
-        if self._refusals:
-            for row in (*(each.row for each in changes.assign), *changes.fork[:, 1].tolist()):
-                self._refusals.pop(row, None)
-        for each in changes.assign:
-            if each.sampling.refusal is not None:
-                self._refusals[each.row] = each.sampling.refusal
-        for row in failed_prompts:
-            self._refusals.setdefault(row, None)
-        if not self._refusals:
-            return np.zeros(len(samples), np.bool_), {}
-        reasons = {row: self._refusals.get(source) for row, source in samples.tolist()}
-        refused = {row: reason for row, reason in reasons.items() if reason is not None}
-        return np.isin(samples[:, 1], list(self._refusals)), refused
-
-
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step whose work is queued on the device.
@@ -131,15 +97,15 @@ class LaunchedStep:
     copy: HostCopy
     stopwatch: Stopwatch
     seals: SealInventory
-    failing_rows: FailingRows
+    failed_prompts: FailedPrompts
 
     def wait(self) -> StepOutput:
         """The output, when the device has it; then the step's blocks are sealed. To be called once."""
         step, plan, values = self.step, self.prompts, self.copy.wait()
         judged = values.prompt_logprobs
         failed_prompts = () if plan is None or judged is None else find_failed_prompts(plan, judged)
-        fails, refusals = self.failing_rows.update(step, failed_prompts)
-        is_usable = values.is_finite & ~fails
+        is_refused = self.columns.is_refused
+        is_usable = values.is_finite & ~is_refused & ~self.failed_prompts.failing_samples(step, failed_prompts)
         self.seals.add(step.sealed, self.number)
         draws = is_usable & (self.columns.num_candidates == 0)
         logprobs, candidates, chunks = values.logprobs, values.candidates, values.finite_tokens
@@ -156,5 +122,5 @@ class LaunchedStep:
             prompt_logprobs=() if plan is None or judged is None else report_prompt_logprobs(plan, judged),
             num_computed_tokens=int(step.batch.num_new_tokens.sum()),
             non_finite_chunks=() if chunks is None else non_finite_chunks(step.batch, chunks),
-            refusals=refusals,
+            refusals=dict(zip(self.rows[is_refused].tolist(), self.columns.refusal[is_refused], strict=True)),
         )

@@ -23,8 +23,8 @@ from worker_svc.device.block_moves import BlockMoves, SealInventory
 from worker_svc.device.graphs import CudaGraphRecorder, DecodeGraphs, GraphRecorder, GraphShapes
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.recorded_forward import make_decodes, make_forward
-from worker_svc.device.results import FailingRows, HostCopy, LaunchedStep, StepValues
-from worker_svc.device.rows import Rows
+from worker_svc.device.results import HostCopy, LaunchedStep, StepValues
+from worker_svc.device.rows import FailedPrompts, Rows
 from worker_svc.device.streams import Stopwatch, Streams
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
@@ -67,7 +67,7 @@ class ModelRunner:
         self._run_model = make_forward(model, pool, geometry.max_model_len, limits)
         self._run_decodes = make_decodes(model, pool, geometry.max_model_len, limits)
         self._seals = SealInventory(pool.geometry.num_gpu_blocks)
-        self._failing_rows = FailingRows()
+        self._failed_prompts = FailedPrompts()
         self._num_launched = 0
 
     @property
@@ -123,7 +123,7 @@ class ModelRunner:
         elif len(batch.rows):
             hidden = self._forward(batch)
             finite = finite_tokens(batch, hidden)
-            prompts = plan_prompt_logprobs(batch, self._rows.prompts)
+            prompts = plan_prompt_logprobs(batch, self._rows.sampling)
             if prompts is not None:
                 prompt_logprobs = compute_prompt_logprobs(self._model, hidden, prompts, self._rows.token_ids)
             if len(samples.rows):
@@ -150,7 +150,7 @@ class ModelRunner:
             copy=HostCopy(values, self._streams.compute, self._streams.results),
             stopwatch=stopwatch,
             seals=self._seals,
-            failing_rows=self._failing_rows,
+            failed_prompts=self._failed_prompts,
         )
 
     def _forward(self, batch: Batch) -> torch.Tensor:
@@ -167,8 +167,7 @@ class ModelRunner:
         """The logits of each sampling row, [s, vocab], after its rules."""
         if samples.logit_of_row is not None:
             logits = logits[to_device(samples.logit_of_row, logits.device)]
-        num_prompt_tokens = self._rows.prompts.num_tokens[samples.rows]
-        history = History(self._rows.token_ids, samples.rows, num_prompt_tokens, samples.positions)
+        history = History(self._rows.token_ids, samples.rows, columns.num_prompt_tokens, samples.positions)
         apply_logit_rules(logits, columns, history)
         return logits
 

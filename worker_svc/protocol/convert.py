@@ -12,7 +12,6 @@ from quire.arrays import decode_int32
 from quire.compatibility import ProtocolVersions, check_protocol
 from quire.rpc.errors import FailedPrecondition, invalid_field
 from quire.worker.v1 import worker_pb2
-from worker_svc.protocol.validate import check_batch, check_cache_operations, check_row_changes
 from worker_svc.sampling.sampling_table import SamplingReader
 from worker_svc.step import (
     HASH_BYTES,
@@ -20,6 +19,7 @@ from worker_svc.step import (
     Batch,
     CacheOperations,
     Int32Array,
+    ModelGeometry,
     ReseedRow,
     RowChanges,
     SealedBlocks,
@@ -27,6 +27,9 @@ from worker_svc.step import (
     Step,
     StepHeader,
     WorkerInfo,
+    WorkerLimits,
+    check_distinct,
+    first_true,
 )
 
 RunRequest = worker_pb2.RunRequest
@@ -87,9 +90,9 @@ class StepDecoder:
         changes = self._row_changes(message)
         batch = self._batch(message.batch)
         sealed = self._sealed(message.sealed_block_ids, message.sealed_hashes)
-        check_cache_operations(operations)
-        check_row_changes(changes)
-        check_batch(batch, self._model, self._limits)
+        _check_cache_operations(operations)
+        _check_row_changes(changes)
+        _check_batch(batch, self._model, self._limits)
         return Step(message.step_id, message.scheduler_epoch, operations, changes, batch, sealed)
 
     def _cache_operations(self, message: worker_pb2.CacheOperations) -> CacheOperations:
@@ -171,6 +174,56 @@ class StepDecoder:
         if row >= self._limits.max_num_rows:
             raise invalid_field(field, f"is {row}; rows are below {self._limits.max_num_rows}")
         return row
+
+
+def _check_cache_operations(operations: CacheOperations) -> None:
+    """No list writes a block twice, and no copy reads what another one writes, so that their order does not matter."""
+    if not any(map(len, (operations.swap_out, operations.swap_in, operations.copy))):
+        return
+    check_distinct(operations.swap_out[:, 1], "cache_operations.swap_out", "host block", "as destination")
+    check_distinct(operations.swap_in[:, 1], "cache_operations.swap_in", "block", "as destination")
+    check_distinct(operations.copy[:, 1], "cache_operations.copy", "block", "as destination")
+    sources, destinations = operations.copy.T
+    if (worst := first_true(np.isin(sources, destinations))) is not None:
+        raise invalid_field("cache_operations.copy", f"holds block {sources[worst]} as source and as destination")
+
+
+def _check_row_changes(changes: RowChanges) -> None:
+    """No list names a row twice where the changes would contradict each other."""
+    if changes.are_none:
+        return
+    check_distinct(changes.release, "release", "row")
+    check_distinct(changes.fork[:, 1], "fork", "child row")
+    for field, named in (("assign", changes.assign), ("reseed", changes.reseed), ("set_tokens", changes.set_tokens)):
+        if named:
+            check_distinct(np.array([each.row for each in named], dtype=np.int32), field, "row")
+    deltas = changes.block_table_deltas
+    places = np.sort((deltas[:, 0].astype(np.int64) << 32) + deltas[:, 1])
+    if (worst := first_true(places[1:] == places[:-1])) is not None:
+        row, index = divmod(int(places[worst]), 1 << 32)
+        raise invalid_field("block_table_deltas", f"sets block {index} of row {row} twice")
+
+
+def _check_batch(batch: Batch, model: ModelGeometry, limits: WorkerLimits) -> None:
+    """Each row is named once; token budget and positions of the model suffice; samples draw from rows of the batch."""
+    check_distinct(batch.rows, "batch.rows", "row")
+    num_tokens = int(batch.num_new_tokens.sum(dtype=np.int64))
+    if num_tokens > limits.max_num_batched_tokens:
+        raise invalid_field(
+            "batch.num_new_tokens",
+            f"adds up to {num_tokens} tokens; a step takes at most {limits.max_num_batched_tokens}",
+        )
+    ends = batch.ends
+    if (worst := first_true(ends > model.max_model_len)) is not None:
+        raise invalid_field(
+            "batch.num_new_tokens",
+            f"takes row {batch.rows[worst]} to {ends[worst]} tokens; a sequence has at most {model.max_model_len}",
+        )
+    check_distinct(batch.samples[:, 0], "batch.samples", "row", "as the one that samples")
+    is_in_batch = np.zeros(limits.max_num_rows, dtype=bool)
+    is_in_batch[batch.rows] = True
+    if (worst := first_true(~is_in_batch[batch.samples[:, 1]])) is not None:
+        raise invalid_field("batch.samples", f"draws from row {batch.samples[worst, 1]}, which is not in batch.rows")
 
 
 def _ids(data: bytes, field: str, below: int) -> Int32Array:

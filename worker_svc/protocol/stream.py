@@ -18,10 +18,10 @@ from quire.rpc.errors import FailedPrecondition, Internal, QuireError, Unavailab
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
+from worker_svc.device.rows import RowLedger
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.convert import RunRequest, StepDecoder, StepRequest, epoch_of, step_header, step_of
 from worker_svc.protocol.session import Replay, Session, Sessions, Verdict
-from worker_svc.protocol.validate import RowLedger
 from worker_svc.protocol.wire import (
     RunResponse,
     acknowledgement,

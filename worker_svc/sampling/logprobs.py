@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.logprob_columns import LogprobColumns
 from worker_svc.models.base import CausalLM
-from worker_svc.sampling.sampling_table import PromptColumns, SamplingColumns
+from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.sampling.truncation import best_tokens
 from worker_svc.step import Batch, Int32Array, PromptLogprobs, RowCandidates, TokenLogprobs
 from worker_svc.to_device import to_device
@@ -185,21 +185,21 @@ class PromptPlan:
         return np.arange(int(self.counts.sum())) + self.spread(starts - before)
 
 
-def plan_prompt_logprobs(batch: Batch, prompts: PromptColumns) -> PromptPlan | None:
-    """What the batch's rows ask for; None when no row asks."""
-    places = np.flatnonzero(prompts.wants_logprobs[batch.rows])
+def plan_prompt_logprobs(batch: Batch, columns: SamplingColumns) -> PromptPlan | None:
+    """What the batch's rows ask for; None when no row asks. `columns` are those of all rows of the worker."""
+    places = np.flatnonzero(columns.wants_prompt_logprobs[batch.rows])
     if not len(places):
         return None
     rows = batch.rows[places]
     starts = batch.num_computed_tokens[places].astype(np.int64)
     new = batch.num_new_tokens[places].astype(np.int64)
-    counts = np.minimum(starts + new, prompts.num_tokens[rows] - 1) - starts
+    counts = np.minimum(starts + new, columns.num_prompt_tokens[rows] - 1) - starts
     first_tokens = np.cumsum(batch.num_new_tokens, dtype=np.int64)[places] - new
     judged = counts > 0
     if not judged.any():
         return None
     rows = rows[judged]
-    return PromptPlan(rows, starts[judged] + 1, counts[judged], first_tokens[judged], prompts.num_logprobs[rows])
+    return PromptPlan(rows, starts[judged] + 1, counts[judged], first_tokens[judged], columns.num_prompt_logprobs[rows])
 
 
 def compute_prompt_logprobs(

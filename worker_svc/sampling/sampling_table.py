@@ -135,6 +135,12 @@ class SamplingColumns:
     has_rules: NDArray[np.bool_]
     rules: NDArray[np.object_]
     """`LogitRules`, or None where nothing is done to the logits."""
+    num_prompt_tokens: NDArray[np.int64]
+    wants_prompt_logprobs: NDArray[np.bool_]
+    num_prompt_logprobs: NDArray[np.int64]
+    is_refused: NDArray[np.bool_]
+    refusal: NDArray[np.object_]
+    """Why the row fails when it samples; None where it does not."""
 
     @classmethod
     def empty(cls, num_rows: int) -> "SamplingColumns":
@@ -150,13 +156,18 @@ class SamplingColumns:
             num_candidates=np.zeros(num_rows, np.int64),
             has_rules=np.zeros(num_rows, np.bool_),
             rules=np.full(num_rows, None, np.object_),
+            num_prompt_tokens=np.zeros(num_rows, np.int64),
+            wants_prompt_logprobs=np.zeros(num_rows, np.bool_),
+            num_prompt_logprobs=np.zeros(num_rows, np.int64),
+            is_refused=np.zeros(num_rows, np.bool_),
+            refusal=np.full(num_rows, None, np.object_),
         )
 
     def take(self, indices: NDArray[np.integer]) -> "SamplingColumns":
         """The columns of some rows, copied."""
         return SamplingColumns(*(getattr(self, name)[indices] for name in _COLUMNS))
 
-    def put(self, row: int, sampling: RowSampling) -> None:
+    def put(self, row: int, sampling: RowSampling, num_prompt_tokens: int) -> None:
         """Sets the parameters of one row."""
         parameters = sampling.parameters
         # Devices may flush what is smaller to zero, and zero is greedy.
@@ -171,6 +182,16 @@ class SamplingColumns:
         self.num_candidates[row] = sampling.num_candidates or 0
         self.has_rules[row] = sampling.rules is not None
         self.rules[row] = sampling.rules
+        self.num_prompt_tokens[row] = num_prompt_tokens
+        self.wants_prompt_logprobs[row] = sampling.prompt_logprobs is not None
+        self.num_prompt_logprobs[row] = sampling.prompt_logprobs or 0
+        self.is_refused[row] = sampling.refusal is not None
+        self.refusal[row] = sampling.refusal
+
+    def clear(self, rows: Int32Array) -> None:
+        """Frees what rows without a sequence hold; their numbers stay until `put` replaces them."""
+        self.rules[rows] = self.refusal[rows] = None
+        self.has_rules[rows] = self.is_refused[rows] = False
 
     def copy_rows(self, parents: Int32Array, children: Int32Array) -> None:
         """The children get the parents' parameters."""
@@ -180,29 +201,3 @@ class SamplingColumns:
 
 
 _COLUMNS = tuple(column.name for column in fields(SamplingColumns))
-
-
-@dataclass(frozen=True, slots=True)
-class PromptColumns:
-    """Properties of every row's prompt, on the host: parallel arrays of shape [rows]."""
-
-    num_tokens: NDArray[np.int64]
-    wants_logprobs: NDArray[np.bool_]
-    num_logprobs: NDArray[np.int64]
-    """How many of the most likely tokens are reported beside each prompt token."""
-
-    @classmethod
-    def empty(cls, num_rows: int) -> "PromptColumns":
-        """Columns of zeros."""
-        return cls(np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64))
-
-    def put(self, row: int, num_tokens: int, logprobs: int | None) -> None:
-        """Sets the properties of one row."""
-        self.num_tokens[row] = num_tokens
-        self.wants_logprobs[row] = logprobs is not None
-        self.num_logprobs[row] = logprobs or 0
-
-    def copy_rows(self, parents: Int32Array, children: Int32Array) -> None:
-        """Copies the parents' properties to the children."""
-        for column in (self.num_tokens, self.wants_logprobs, self.num_logprobs):
-            column[children] = column[parents]

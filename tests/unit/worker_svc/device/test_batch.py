@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes
 from worker_svc.device.batch import (
     Layout,
@@ -19,7 +18,6 @@ from worker_svc.device.batch import (
 )
 from worker_svc.device.rows import Rows
 from worker_svc.models.base import ModelInput
-from worker_svc.step import LogitRules, ReseedRow, SetTokens
 
 BLOCK_SIZE = 4
 NUM_ROWS, MAX_LEN, MAX_BLOCKS = 7, 40, 10
@@ -88,39 +86,6 @@ def test_sampled_tokens_are_the_next_input_of_their_row() -> None:
     inputs = build_model_input(make_batch([5, 2], [1, 1], [1, 2]), rows, [], BLOCK_SIZE)
     assert inputs.token_ids.tolist() == [90, 80]
     assert inputs.attention.slot_mapping.tolist() == [4 * 4 + 1, 3 * 4 + 2]
-
-
-def test_row_changes_apply_in_order() -> None:
-    rows = make_rows()
-    rows.apply(
-        make_changes(
-            assign=[make_assign(0, [1, 2, 3], [8], make_sampling(seed=4, top_k=9)), make_assign(1, [4], [9])],
-            fork=[(0, 3), (1, 0)],
-            reseed=[ReseedRow(3, 2**64 - 1)],
-            set_tokens=[SetTokens(3, 1, np.array([20, 30], np.int32))],
-            deltas=[(3, 0, 12), (3, 1, 13)],
-        )
-    )
-    assert rows.token_ids[3, :3].tolist() == [1, 20, 30]
-    assert rows.block_tables[3, :2].tolist() == [12, 13]
-    assert rows.sampling.seed[3] == 2**64 - 1
-    assert rows.sampling.top_k[3] == 9
-    # All parents are read before a child is written.
-    assert rows.token_ids[0, 0] == 4
-    assert rows.block_tables[0, 0] == 9
-
-
-def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
-    rows = make_rows()
-    rules = LogitRules(presence_penalty=1.0)
-    sampling = make_sampling(
-        temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=7, logprobs=2, num_candidates=None, rules=rules
-    )
-    rows.apply(make_changes(assign=[make_assign(0, [1], [1], sampling)], fork=[(0, 6)]))
-    (copied,) = zip(
-        *(getattr(rows.sampling.take(np.array([6])), name) for name in rows.sampling.__slots__), strict=True
-    )
-    assert copied == (0.5, 3, 0.25, 0.125, 7, True, 2, 0, True, rules)
 
 
 def test_each_row_samples_after_its_last_token() -> None:

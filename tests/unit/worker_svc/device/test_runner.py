@@ -93,7 +93,7 @@ def test_the_input_of_a_graph_waits_for_nothing(rows: Rows) -> None:
 def test_sampling_waits_for_nothing(rows: Rows, places: list[int]) -> None:
     columns, positions = rows.sampling.take(np.array(places)), np.full(len(places), 3)
     logits = torch.empty(len(places), VOCAB, device=META)
-    history = History(rows.token_ids, np.array(places), rows.prompts.num_tokens[places], positions)
+    history = History(rows.token_ids, np.array(places), columns.num_prompt_tokens, positions)
     apply_logit_rules(logits, columns, history)
     drawn = draw(logits, columns, positions)
     logprobs = gather_logprobs(logits, drawn.token_ids, columns)

@@ -1,5 +1,8 @@
+"""The rows of the persistent batch, as steps are accepted, launched and finished."""
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,9 +12,18 @@ from quire.worker.v1 import worker_pb2
 from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes, make_step
 from tests.support.worker_client import make_assign as make_assign_message
+from worker_svc.device.rows import FailedPrompts, RowLedger, Rows
 from worker_svc.protocol.convert import StepDecoder
-from worker_svc.protocol.validate import RowLedger
-from worker_svc.step import ModelGeometry, PoolGeometry, ReseedRow, SetTokens, Step, WorkerInfo, WorkerLimits
+from worker_svc.step import (
+    LogitRules,
+    ModelGeometry,
+    PoolGeometry,
+    ReseedRow,
+    SetTokens,
+    Step,
+    WorkerInfo,
+    WorkerLimits,
+)
 
 BLOCK_SIZE = 4
 PROMPT = [1, 2, 3, 4, 5]
@@ -246,3 +258,76 @@ def test_a_step_is_taken_whole_or_refused_whole(requests: list[worker_pb2.StepRe
             assert (ledger._num_tokens[ledger._held] >= 1).all()
             assert (ledger._num_tokens <= INFO.model.max_model_len + 1).all()
             assert (ledger._num_blocks <= ledger._tables.shape[1]).all()
+
+
+def make_rows() -> Rows:
+    return Rows(7, 40, 10, torch.device("cpu"))
+
+
+def test_row_changes_apply_in_order() -> None:
+    rows = make_rows()
+    rows.apply(
+        make_changes(
+            assign=[make_assign(0, [1, 2, 3], [8], make_sampling(seed=4, top_k=9)), make_assign(1, [4], [9])],
+            fork=[(0, 3), (1, 0)],
+            reseed=[ReseedRow(3, 2**64 - 1)],
+            set_tokens=[SetTokens(3, 1, np.array([20, 30], np.int32))],
+            deltas=[(3, 0, 12), (3, 1, 13)],
+        )
+    )
+    assert rows.token_ids[3, :3].tolist() == [1, 20, 30]
+    assert rows.block_tables[3, :2].tolist() == [12, 13]
+    assert rows.sampling.seed[3] == 2**64 - 1
+    assert rows.sampling.top_k[3] == 9
+    # All parents are read before a child is written.
+    assert rows.token_ids[0, 0] == 4
+    assert rows.block_tables[0, 0] == 9
+
+
+def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
+    rows, rules = make_rows(), LogitRules(presence_penalty=1.0)
+    sampling = make_sampling(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        min_p=0.125,
+        seed=7,
+        logprobs=2,
+        rules=rules,
+        prompt_logprobs=4,
+        refusal="top_p is 7",
+    )
+    rows.apply(make_changes(assign=[make_assign(0, [1, 1], [1], sampling)], fork=[(0, 6)]))
+    (copied,) = zip(
+        *(getattr(rows.sampling.take(np.array([6])), name) for name in rows.sampling.__slots__), strict=True
+    )
+    assert copied == (0.5, 3, 0.25, 0.125, 7, True, 2, 0, True, rules, 2, True, 4, True, "top_p is 7")
+
+
+def test_a_released_row_keeps_no_object() -> None:
+    rows = make_rows()
+    sampling = make_sampling(rules=LogitRules(presence_penalty=1.0), refusal="top_p is 7")
+    rows.apply(make_changes(assign=[make_assign(row, [1], [1], sampling) for row in (0, 1)]))
+    rows.apply(make_changes(release=[0]))
+    columns = rows.sampling
+    assert [(columns.has_rules[row], columns.is_refused[row]) for row in (0, 1)] == [(False, False), (True, True)]
+    assert (columns.rules[0], columns.refusal[0]) == (None, None)
+
+
+def test_whoever_samples_from_a_failed_prompt_fails() -> None:
+    failed = FailedPrompts()
+    assert not len(failed.failing_samples(make_step(batch=make_batch([3], [4], [0], [])), [3]))
+    step = make_step(batch=make_batch([2, 3], [1, 1], [4, 4], [(2, 2), (3, 3), (5, 3)]))
+    assert failed.failing_samples(step, ()).tolist() == [False, True, True]
+
+
+def test_a_prompt_fails_in_the_step_that_judges_it() -> None:
+    step = make_step(batch=make_batch([2, 3], [1, 4], [4, 0], [(2, 2), (3, 3)]))
+    assert FailedPrompts().failing_samples(step, [3]).tolist() == [False, True]
+
+
+def test_the_next_sequence_in_a_row_does_not_fail_however_it_came_there() -> None:
+    failed, batch = FailedPrompts(), make_batch([2, 3, 4], [1, 1, 1], [4, 4, 4])
+    assert failed.failing_samples(make_step(batch=batch), [3, 4]).tolist() == [False, True, True]
+    changes = make_changes(assign=[make_assign(3, [1] * 5, [0])], fork=[(2, 4)])
+    assert failed.failing_samples(make_step(changes, batch), ()).tolist() == [False, False, False]
