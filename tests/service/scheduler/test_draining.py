@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.compatibility import SCHEDULER_PROTOCOL
 from quire.rpc.channel import open_channel
+from quire.rpc.errors import Unavailable, from_rpc_error
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
@@ -120,18 +122,18 @@ async def test_a_worker_that_comes_back_does_not_make_it_ready(tmp_path, socket)
     await successor.stop()
 
 
-async def test_a_gateway_that_says_hello_as_draining_begins_is_told_after_its_welcome(scheduler):
+async def test_a_stream_whose_hello_comes_after_draining_began_is_refused_with_the_reason(scheduler):
     call = scheduler.Connect()
     # The call is there before another one is answered.
     await state_of(scheduler)
     await (await start_draining(scheduler))
     hello = scheduler_pb2.Hello(protocol=SCHEDULER_PROTOCOL.message(), gateway_id="gateway-a")
     await call.write(scheduler_pb2.ConnectRequest(hello=hello))
-    stream = GatewayStream(call)
-    assert (await call.read()).HasField("welcome")
-    await read_until_told(stream)
-    assert stream.readiness == [False]
-    stream.close()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, Unavailable)
+    assert error.reason == "DRAINING"
 
 
 @contextlib.asynccontextmanager
