@@ -213,9 +213,8 @@ async def test_a_step_that_waits_for_the_one_before_it_does_not_hang(tmp_path):
 
 async def test_connect_is_unavailable_until_a_worker_is_attached(tmp_path):
     async with running_scheduler(str(tmp_path / "s.sock"), f"unix:{tmp_path / 'nobody.sock'}") as stub:
-        call = stub.Connect()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
+            await GatewayStream.open(stub)
         assert from_rpc_error(caught.value).reason == "NO_WORKER"
 
 
