@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import Series, write_results
-from gateway.replicas.convert import event_batch_from
-from gateway.replicas.events import TokenLogprobs
+from gateway.replicas.events import TokenLogprobs, event_batch_from
 from quire.arrays import encode_logprobs
 from quire.logprob_columns import LogprobColumns
 from quire.scheduler.v1 import scheduler_pb2

@@ -21,7 +21,7 @@ from gateway.model import ServedModel
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.pool import Replicas
 from gateway.request.generator import Generator
-from gateway.request.prompts import Prefixes, TextService
+from gateway.request.prompts import TextService
 from gateway.server.connections import BodyMemory, HttpServer
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
 from gateway.server.http import make_http_app
@@ -307,7 +307,7 @@ async def _start_rpc(
     def register(server: grpc.aio.Server) -> None:
         add_service(server, _GENERATION, GenerationServicer(generator, TextService(generator)))
         add_service(server, _MODEL, ModelServicer(generator, gateway_id))
-        add_service(server, _PREFIX, PrefixServicer(Prefixes(generator)))
+        add_service(server, _PREFIX, PrefixServicer(TextService(generator)))
         add_service(server, _KSERVE, kserve)
         server.add_generic_rpc_handlers((UnservedMethods(_KSERVE),))
 

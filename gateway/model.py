@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gateway.request.types import RequestOptions, write
-from gateway.request.validation import check_defaults
-from gateway.request.violations import Violations
+from gateway.request.validation import Violations, check_numbers
 from gateway.text.chat import Chat, ChatTemplate, special_token_texts
 from gateway.text.tokenizer import Tokenizer
 from quire.common.v1.common_pb2 import SamplingParameters
@@ -78,7 +77,7 @@ def _sampling_defaults(directory: ModelDirectory) -> SamplingParameters:
     if given.get("do_sample") is False:
         write(defaults, "sampling.temperature", 0.0, as_written)
     violations = Violations()
-    check_defaults(violations, RequestOptions(None, sampling=defaults, as_written=as_written))
+    check_numbers(violations, RequestOptions(None, sampling=defaults, as_written=as_written))
     for violation in violations.found:
         raise ConfigurationError(f"{violation.field.removeprefix('sampling.')} in {file} {violation.description}")
     return defaults

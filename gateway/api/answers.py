@@ -25,8 +25,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.request.running import REFUSAL_S
-from gateway.request.violations import renamed, shortened
+from gateway.request.generator import REFUSAL_S
+from gateway.request.validation import renamed, shortened
 from quire.rpc.errors import QuireError
 
 _logger = logging.getLogger(__name__)

@@ -64,26 +64,20 @@ class Caller:
         """
         if asked is None:
             return self.access.priority
+        highest = self.access.max_priority
+        if asked <= highest:
+            return asked
+        bound = "at most" if sign == 1 else "at least"
+        description = f"is {sign * asked}; this API key allows {bound} {sign * highest}"
+        violation = FieldViolation("priority", description)
         with self.account.counting_refusals():
-            self._check_priority(asked, sign)
-        return asked
+            raise PermissionDenied(f"priority {description}", reason="PRIORITY_NOT_ALLOWED", violations=[violation])
 
     def check_may_pin(self) -> None:
         """Raises PermissionDenied when the key does not allow it."""
         with self.account.counting_refusals():
             if not self.access.may_pin:
                 raise PermissionDenied("this API key does not allow to pin prefixes", reason="PINNING_NOT_ALLOWED")
-
-    def _check_priority(self, asked: int, sign: Literal[1, -1]) -> None:
-        highest = self.access.max_priority
-        if asked > highest:
-            bound = "at most" if sign == 1 else "at least"
-            description = f"is {sign * asked}; this API key allows {bound} {sign * highest}"
-            raise PermissionDenied(
-                f"priority {description}",
-                reason="PRIORITY_NOT_ALLOWED",
-                violations=[FieldViolation("priority", description)],
-            )
 
 
 def anyone() -> Caller:

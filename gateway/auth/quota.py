@@ -123,7 +123,9 @@ class Account:
         """
         with self.counting_refusals():
             self._check_open()
-            self._check_concurrency()
+            limit = self._limits.max_concurrent_requests
+            if limit is not None and len(self._running) >= limit:
+                _refuse_concurrency(f"{len(self._running)} requests of this API key run", limit, _CONCURRENCY_RETRY_MS)
             now = self._clock()
             _check_rate(self._requests, 1, now, "requests_per_minute")
             if self._tokens is not None:
@@ -207,11 +209,6 @@ class Account:
     def _check_open(self) -> None:
         if self._is_closed:
             raise Unauthenticated("the API key is not valid any more", reason="INVALID_API_KEY")
-
-    def _check_concurrency(self) -> None:
-        limit = self._limits.max_concurrent_requests
-        if limit is not None and len(self._running) >= limit:
-            _refuse_concurrency(f"{len(self._running)} requests of this API key run", limit, _CONCURRENCY_RETRY_MS)
 
     def _take(self, num_requests: int, num_tokens: int) -> None:
         """Charges both buckets. Negative numbers give back."""

@@ -2,19 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from gateway.replicas.convert import request_from_submit
-from gateway.replicas.link import SchedulerLink
+from google.protobuf.message import Message
+
+from gateway.replicas.link import SchedulerLink, request_from_submit
 from gateway.request.types import GenerationRequest
 from quire.arrays import encode_int32
 from quire.rpc.errors import FieldViolation, NotFound, QuireError, Unavailable
-from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.scheduler.v1 import scheduler_pb2
 
-Answer = TypeVar("Answer")
-_Call = Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Answer]]
 _TIMEOUT_S = 5.0
 # A replica that has a request keeps a copy of it when it moves to another one. The copies are compared if both replicas
 # answer; one that hangs does not delay the reader for longer.
@@ -63,14 +62,13 @@ class SchedulerCalls:
             NotFound: no replica has it.
             Unavailable: no replica that answered has it, and one did not answer.
         """
-        asked = scheduler_pb2.FindDurableRequest(tenant=tenant, request_id=request_id)
-        asking = self._ask_all(lambda stub: stub.FindDurable(asked, timeout=_TIMEOUT_S))
+        asking = self._ask_all("FindDurable", scheduler_pb2.FindDurableRequest(tenant=tenant, request_id=request_id))
         try:
             answers = await _answers(asking, request_id, others_wait_s=_OTHERS_WAIT_S)
         finally:
             for task in asking:
                 task.cancel()
-        address, answer = max(answers, key=lambda found: (not found[1].is_over, found[1].generated_tokens))
+        address, answer = max(answers.items(), key=lambda found: (not found[1].is_over, found[1].generated_tokens))
         return FoundRequest(request_from_submit(answer.submit), answer.is_over, answer.generated_tokens, address)
 
     async def cancel(self, tenant: str, request_id: str) -> None:
@@ -83,9 +81,8 @@ class SchedulerCalls:
         of replicas that work, so that the id is free for another request, and for no others."""
         await asyncio.wait(self._cancel_everywhere(tenant, request_id), timeout=_OTHERS_WAIT_S)
 
-    def _cancel_everywhere(self, tenant: str, request_id: str) -> "dict[asyncio.Task[Any], str]":
-        asked = scheduler_pb2.CancelRequest(tenant=tenant, request_id=request_id)
-        asking = self._ask_all(lambda stub: stub.Cancel(asked, timeout=_TIMEOUT_S))
+    def _cancel_everywhere(self, tenant: str, request_id: str) -> dict[asyncio.Task[Any], str]:
+        asking = self._ask_all("Cancel", scheduler_pb2.CancelRequest(tenant=tenant, request_id=request_id))
         for task in asking:
             self._late.add(task)
             task.add_done_callback(self._late.discard)
@@ -103,7 +100,7 @@ class SchedulerCalls:
         request = scheduler_pb2.PinPrefixRequest(
             tenant=tenant, token_ids=encode_int32(token_ids), time_to_live_ms=time_to_live_ms
         )
-        answers, errors = await self._ask_connected(lambda stub: stub.PinPrefix(request, timeout=timeout_s))
+        answers, errors = await self._ask_connected("PinPrefix", request, timeout_s)
         if errors:
             raise errors[0]
         pins = [Pin(each.pin_id, each.pinned_tokens, each.pinned_blocks, time_to_live_ms) for each in answers]
@@ -116,25 +113,28 @@ class SchedulerCalls:
             QuireError: NotFound if no replica has it; else the error of one.
         """
         request = scheduler_pb2.UnpinPrefixRequest(tenant=tenant, pin_id=pin_id)
-        answers, errors = await self._ask_connected(lambda stub: stub.UnpinPrefix(request, timeout=timeout_s))
+        answers, errors = await self._ask_connected("UnpinPrefix", request, timeout_s)
         for error in errors:
             if not isinstance(error, NotFound):
                 raise error
         if not answers:
             raise errors[0]
 
-    async def _ask_connected(self, call: _Call[Answer]) -> tuple[list[Answer], list[QuireError]]:
+    async def _ask_connected(
+        self, method: str, request: Message, timeout_s: float | None
+    ) -> tuple[list[Any], list[QuireError]]:
         """The answers and the errors of all connected replicas. Raises Unavailable if there is none."""
         links = [link for link in self._links.values() if link.is_connected]
         if not links:
             raise Unavailable("no scheduler is connected", reason="NO_SCHEDULER")
-        outcomes = await asyncio.gather(*(_outcome(link, call) for link in links))
+        outcomes = await asyncio.gather(*(_outcome(link, method, request, timeout_s) for link in links))
         errors = [outcome for outcome in outcomes if isinstance(outcome, QuireError)]
         return [outcome for outcome in outcomes if not isinstance(outcome, QuireError)], errors
 
-    def _ask_all(self, call: _Call[Answer]) -> "dict[asyncio.Task[Answer | QuireError], str]":
+    def _ask_all(self, method: str, request: Message) -> dict[asyncio.Task[Any], str]:
         """The calls to all replicas, each with the replica's address."""
-        return {asyncio.create_task(_outcome(link, call)): address for address, link in self._links.items()}
+        outcomes = {address: _outcome(link, method, request, _TIMEOUT_S) for address, link in self._links.items()}
+        return {asyncio.create_task(outcome): address for address, outcome in outcomes.items()}
 
 
 def no_such_request(request_id: str) -> NotFound:
@@ -144,12 +144,10 @@ def no_such_request(request_id: str) -> NotFound:
     return NotFound(f"request_id {description}", reason="REQUEST_NOT_FOUND", violations=[violation])
 
 
-async def _answers(
-    asking: "Mapping[asyncio.Task[Answer | QuireError], str]", request_id: str, *, others_wait_s: float
-) -> list[tuple[str, Answer]]:
-    """The addresses and answers of the replicas that do not answer with an error: at least one. After the first one,
-    the others have `others_wait_s` to answer."""
-    found: list[tuple[str, Answer]] = []
+async def _answers(asking: Mapping[asyncio.Task[Any], str], request_id: str, *, others_wait_s: float) -> dict[str, Any]:
+    """By address, the answers of the replicas that do not answer with an error: at least one. After the first one, the
+    others have `others_wait_s` to answer."""
+    found: dict[str, Any] = {}
     errors: list[QuireError] = []
     pending = set(asking)
     deadline = None
@@ -163,7 +161,7 @@ async def _answers(
             if isinstance(answer, QuireError):
                 errors.append(answer)
             else:
-                found.append((asking[task], answer))
+                found[asking[task]] = answer
         if found and deadline is None:
             deadline = time.monotonic() + others_wait_s
     if found:
@@ -174,8 +172,9 @@ async def _answers(
     raise no_such_request(request_id)
 
 
-async def _outcome(link: SchedulerLink, call: _Call[Answer]) -> Answer | QuireError:
+async def _outcome(link: SchedulerLink, method: str, request: Message, timeout_s: float | None) -> Any:
+    """The answer of one replica, or its QuireError."""
     try:
-        return await link.ask(call)
+        return await link.ask(method, request, timeout_s)
     except QuireError as error:
         return error

@@ -1,16 +1,20 @@
-"""What happens to requests, as values: what schedulers report, and what clients get."""
+"""What happens to requests, as values: what clients get, and what schedulers report, read from their messages."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gateway.request.types import optional
+from quire.arrays import decode_int32, decode_logprobs
+from quire.common.v1 import common_pb2
 from quire.compatibility import ModelFingerprint, ProtocolVersions
 from quire.logprob_columns import LogprobColumns
-from quire.rpc.errors import QuireError
+from quire.rpc.errors import InvalidArgument, QuireError, error_for_code
+from quire.scheduler.v1 import scheduler_pb2
 
 # Columns become objects in pieces of this many positions.
 _PIECE = 64
@@ -230,38 +234,149 @@ class EventBatch:
     """The events of one or more steps. They are applied in the order `prompt_runs`, `runs`, `ended`, `completed`,
     `failed`: log probabilities of a prompt are reported no later than the tokens that follow it."""
 
-    runs: list[TokenRun]
-    ended: list[SequenceEnded]
-    completed: list[RequestEnded]
-    failed: list[RequestFailed]
-    prompt_runs: list[PromptRun] = field(default_factory=list)
+    runs: list[TokenRun] = field(default_factory=list[TokenRun])
+    ended: list[SequenceEnded] = field(default_factory=list[SequenceEnded])
+    completed: list[RequestEnded] = field(default_factory=list[RequestEnded])
+    failed: list[RequestFailed] = field(default_factory=list[RequestFailed])
+    prompt_runs: list[PromptRun] = field(default_factory=list[PromptRun])
 
     def parts(self, max_tokens: int) -> "list[EventBatch]":
         """Batches of at most that many tokens, or about as many ends, which together are this one when they are applied
         in order. A request's completion is in the same part as its ends."""
         if sum(len(run.token_ids) for run in self.runs) + len(self.ended) <= max_tokens:
             return [self]
-        parts: list[list[TokenRun]] = [[]]
+        batches = [EventBatch(prompt_runs=self.prompt_runs), EventBatch()]
         room = max_tokens
         for run in self.runs:
             start = 0
             while start < len(run.token_ids):
                 if not room:
-                    parts.append([])
+                    batches.append(EventBatch())
                     room = max_tokens
                 piece = run.piece(start, start + room)
-                parts[-1].append(piece)
+                batches[-1].runs.append(piece)
                 start += len(piece.token_ids)
                 room -= len(piece.token_ids)
-        batches = [EventBatch([], [], [], [], self.prompt_runs), *(EventBatch(runs, [], [], []) for runs in parts)]
         ends: dict[int, list[SequenceEnded]] = {completion.handle: [] for completion in self.completed}
         for end in self.ended:
             ends.setdefault(end.handle, []).append(end)
         completed = {completion.handle: completion for completion in self.completed}
         for handle, of_request in ends.items():
             if len(batches[-1].ended) >= max_tokens or batches[-1].runs:
-                batches.append(EventBatch([], [], [], []))
+                batches.append(EventBatch())
             batches[-1].ended.extend(of_request)
             if handle in completed:
                 batches[-1].completed.append(completed[handle])
-        return [*batches, EventBatch([], [], [], self.failed)]
+        return [*batches, EventBatch(failed=self.failed)]
+
+
+# The same from the messages of quire.scheduler.v1.
+
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+_USAGE = fields(Usage)
+# Fields of a welcome that the message has under the same name, as the same type.
+_WELCOME_FIELDS = tuple(
+    field.name for field in fields(Welcome) if field.name not in ("durable_grace_s", "protocol", "model")
+)
+
+
+def welcome_from(message: scheduler_pb2.Welcome) -> Welcome:
+    return Welcome(
+        **{name: getattr(message, name) for name in _WELCOME_FIELDS},
+        durable_grace_s=message.durable_grace_ms / 1e3,
+        protocol=ProtocolVersions.of(message.protocol),
+        model=ModelFingerprint.of(message.model),
+    )
+
+
+def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:
+    """Raises InvalidArgument if the message is malformed."""
+    return EventBatch(
+        runs=_token_runs(message),
+        ended=[_sequence_ended(end) for end in message.finished],
+        completed=[_request_ended(end) for end in message.completed],
+        failed=[_request_failed(failure) for failure in message.failed],
+        prompt_runs=[_prompt_run(entry) for entry in message.prompt_logprobs],
+    )
+
+
+def _token_runs(message: scheduler_pb2.TokenEvents) -> list[TokenRun]:
+    names = ("handles", "sequence_indices", "offsets", "token_ids")
+    columns = [decode_int32(getattr(message, name), name, minimum=0).tolist() for name in names]
+    if len({len(column) for column in columns}) > 1:
+        counts = ", ".join(f"{name} {len(column)}" for name, column in zip(names, columns, strict=True))
+        raise InvalidArgument(f"columns differ in length: {counts}")
+    runs: list[TokenRun] = []
+    run: TokenRun | None = None
+    for handle, index, offset, token_id in zip(*columns, strict=True):
+        if (
+            run is None
+            or run.handle != handle
+            or run.sequence_index != index
+            or run.offset + len(run.token_ids) != offset
+        ):
+            run = TokenRun(handle, index, offset, [])
+            runs.append(run)
+        run.token_ids.append(token_id)
+    if message.HasField("token_logprobs"):
+        _add_logprobs(runs, message.token_logprobs, len(columns[0]))
+    return runs
+
+
+def _add_logprobs(runs: Sequence[TokenRun], message: scheduler_pb2.TokenLogprobs, num_events: int) -> None:
+    """Splits the columns into those of the runs. Either all tokens of a run have log probabilities, or none."""
+    events = decode_int32(message.events, "token_logprobs.events", minimum=0, below=num_events)
+    columns = decode_logprobs(message)
+    if len(events) != len(columns) or not (events[1:] > events[:-1]).all():
+        raise InvalidArgument(
+            f"token_logprobs has {len(columns)} positions for {len(events)} events; "
+            "they must be equally many, in rising order"
+        )
+    ends = np.cumsum([len(run.token_ids) for run in runs])
+    counts = np.diff(np.searchsorted(events, ends), prepend=0).tolist()
+    for run, count, part in zip(runs, counts, columns.split(counts), strict=True):
+        if count not in (0, len(run.token_ids)):
+            raise InvalidArgument(f"handle {run.handle}: {len(run.token_ids)} tokens, {count} logprobs")
+        run.logprobs = part if count else None
+
+
+def _prompt_run(message: scheduler_pb2.PromptLogprobs) -> PromptRun:
+    if not message.first_position:
+        raise InvalidArgument(f"prompt_logprobs.first_position is 0 for handle {message.handle}; it must be at least 1")
+    token_ids = decode_int32(message.token_ids, "prompt_logprobs.token_ids", minimum=0)
+    columns = decode_logprobs(message)
+    if len(token_ids) != len(columns):
+        raise InvalidArgument(
+            f"handle {message.handle}: log probabilities of {len(columns)} of {len(token_ids)} tokens"
+        )
+    return PromptRun(message.handle, message.first_position, token_ids, columns)
+
+
+def _sequence_ended(message: scheduler_pb2.SequenceEnd) -> SequenceEnded:
+    if message.reason not in _REASONS:
+        raise InvalidArgument(f"finished.reason is {message.reason} for handle {message.handle}")
+    return SequenceEnded(
+        handle=message.handle,
+        sequence_index=message.sequence_index,
+        num_tokens=message.num_tokens,
+        reason=_REASONS[message.reason],
+        stop_token_id=optional(message, "stop_token_id"),
+        cumulative_logprob=optional(message, "cumulative_logprob"),
+    )
+
+
+def _request_ended(message: scheduler_pb2.RequestEnd) -> RequestEnded:
+    if not message.HasField("usage"):
+        return RequestEnded(message.handle, None)
+    return RequestEnded(message.handle, Usage(**{each.name: getattr(message.usage, each.name) for each in _USAGE}))
+
+
+def _request_failed(message: scheduler_pb2.RequestFailure) -> RequestFailed:
+    retry_after_ms = optional(message, "retry_after_ms")
+    error = error_for_code(message.code, message.message, reason=message.reason or None, retry_after_ms=retry_after_ms)
+    return RequestFailed(message.handle, error)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,11 +27,11 @@ _END_OF_HANDLES = 2**31
 
 @dataclass(slots=True)
 class Outcome:
-    """What remains to be done after a batch of events.
+    """What its caller must do after a batch of events.
 
     Attributes:
         ended_here: Requests that the gateway ended (by a stop string) and the scheduler may still run. The scheduler
-            must be asked for their cost.
+            has yet to report their cost.
         sequences_ended_here: Sequences, by index, that the gateway ended likewise in requests that run on.
         failed: Requests that the scheduler refused or failed.
         over: Requests that ended with this batch and that no scheduler runs any more.
@@ -41,12 +41,12 @@ class Outcome:
             client left while the stream was broken.
     """
 
-    ended_here: list[LiveRequest] = field(default_factory=list)
-    sequences_ended_here: list[tuple[LiveRequest, int]] = field(default_factory=list)
-    failed: list[tuple[LiveRequest, QuireError]] = field(default_factory=list)
-    over: list[LiveRequest] = field(default_factory=list)
-    broken: list[LiveRequest] = field(default_factory=list)
-    unknown_handles: set[int] = field(default_factory=set)
+    ended_here: list[LiveRequest] = field(default_factory=list[LiveRequest])
+    sequences_ended_here: list[tuple[LiveRequest, int]] = field(default_factory=list[tuple[LiveRequest, int]])
+    failed: list[tuple[LiveRequest, QuireError]] = field(default_factory=list[tuple[LiveRequest, QuireError]])
+    over: list[LiveRequest] = field(default_factory=list[LiveRequest])
+    broken: list[LiveRequest] = field(default_factory=list[LiveRequest])
+    unknown_handles: set[int] = field(default_factory=set[int])
 
 
 class Ledger:
@@ -103,7 +103,7 @@ class Ledger:
                 min_tokens=stopping.min_tokens,
                 include_stop_string=stopping.include_stop_string,
             )
-            for index in range(request.num_sequences)
+            for index in range(request.sampling.n)
         ]
         return LiveRequest(
             request, self._next_handle(), streams, max_chunk_tokens=self._max_chunk_tokens, clock=self._clock
@@ -123,7 +123,7 @@ class Ledger:
             self._update_empty()
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
+    def arriving(self) -> Generator[None]:
         """Counts a call that was let in and may open a request while the context runs."""
         self._num_arriving += 1
         self._is_empty.clear()
@@ -162,15 +162,15 @@ class Ledger:
             (live, index) for live, index in outcome.sequences_ended_here if not live.is_over and not live.awaits_usage
         ]
         self._apply_events(replica, batch.failed, outcome, touched)
-        outcome.unknown_handles = {run.handle for run in batch.runs if not self._belongs_to(replica, run.handle)}
+        outcome.unknown_handles = {run.handle for run in batch.runs if self._of_replica(replica, run.handle) is None}
         return outcome
 
     def _apply_events(
         self, replica: str, events: Sequence[RequestEvent], outcome: Outcome, touched: list[LiveRequest]
     ) -> None:
         for event in events:
-            live = self._expected(replica, event.handle)
-            if live is None:
+            live = self._of_replica(replica, event.handle)
+            if live is None or live.is_over:
                 continue
             try:
                 self._apply_event(live, event, outcome, touched)
@@ -203,13 +203,9 @@ class Ledger:
             case RequestFailed():
                 outcome.failed.append((live, event.error))
 
-    def _expected(self, replica: str, handle: int) -> LiveRequest | None:
+    def _of_replica(self, replica: str, handle: int) -> LiveRequest | None:
         live = self._by_handle.get(handle)
-        return live if live is not None and live.replica == replica and not live.is_over else None
-
-    def _belongs_to(self, replica: str, handle: int) -> bool:
-        live = self._by_handle.get(handle)
-        return live is not None and live.replica == replica
+        return live if live is not None and live.replica == replica else None
 
     def _update_empty(self) -> None:
         if not self._by_id and not self._num_arriving:

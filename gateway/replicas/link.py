@@ -1,32 +1,32 @@
-"""The multiplexed stream to one scheduler."""
+"""The multiplexed stream to one scheduler, and the messages that the gateway sends over it."""
 
 import asyncio
 import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any, Protocol, cast
 
 import grpc
 import grpc.aio
+import numpy as np
+from google.protobuf.message import DecodeError, Message
 
-from gateway.replicas.convert import (
-    abort_message,
-    event_batch_from,
-    hello_message,
-    submit_message,
-    welcome_from,
-)
-from gateway.replicas.events import EventBatch, Welcome
-from gateway.replicas.live import LiveRequest, TokenGapError
+from gateway.replicas.events import EventBatch, Welcome, event_batch_from, welcome_from
+from gateway.replicas.live import LiveRequest, SequenceStream, TokenGapError
+from gateway.request.types import GenerationRequest, optional
 from gateway.turns import Turns
+from quire import compatibility
+from quire.arrays import decode_int32, encode_int32
+from quire.common.v1 import common_pb2
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import FailedPrecondition, QuireError, Unavailable, from_rpc_error
+from quire.rpc.errors import FailedPrecondition, QuireError, Unavailable, from_rpc_error, invalid_field
 from quire.rpc.tls import TlsIdentity
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.settings import ConfigurationError
+from quire.tracing import TraceContext
 
 _CONNECT = "/quire.scheduler.v1.SchedulerService/Connect"
 _WELCOME_TIMEOUT_S = 10.0
@@ -43,7 +43,6 @@ _MESSAGES_AHEAD = 2 * _MESSAGES_OF_CREDIT
 _TURNS_OF_A_READER = 2
 # These are detokenized in a few milliseconds. A durable output that is read again comes in messages of many more.
 _TOKENS_AT_ONCE = 256
-Answer = TypeVar("Answer")
 _logger = logging.getLogger(__name__)
 
 
@@ -64,7 +63,7 @@ class Backoff:
 
 
 class LinkListener(Protocol):
-    """Learns what happens on a stream. Synchronous: the stream is not read while a method runs.
+    """Is called with what happens on a stream. Synchronous: the stream is not read while a method runs.
 
     `check_welcome` raises SchedulerRefusedError if this scheduler cannot be used. `on_readiness` says that the
     scheduler of an open stream lost its worker, or has one again, or drains. `on_events` takes a limited number of
@@ -116,7 +115,13 @@ class SchedulerLink:
         self.problem: str | None = None
         # For unary calls, which end with the stream; None while none is open.
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
-        self._hello = hello_message(gateway_id, grace_period_ms, model)
+        hello = scheduler_pb2.Hello(
+            gateway_id=gateway_id,
+            grace_period_ms=grace_period_ms,
+            protocol=compatibility.SCHEDULER_PROTOCOL.message(),
+            model=model.message(),
+        )
+        self._hello = scheduler_pb2.ConnectRequest(hello=hello)
         self._listener = listener
         # A request stands for its submission, which is serialized when it is written: after a reconnect there are many.
         self._outbox: deque[scheduler_pb2.ConnectRequest | LiveRequest] = deque()
@@ -133,10 +138,11 @@ class SchedulerLink:
         self._send(live)
 
     def abort(self, handle: int, sequence_index: int | None = None, *, wants_usage: bool = False) -> None:
-        """Queues the end of a request, or of one sequence of it; optionally the scheduler reports its cost. No effect
-        without a stream."""
+        """Queues the end of a request, or with an index of one sequence; optionally the scheduler reports its cost. No
+        effect without a stream."""
         if self.is_connected:
-            self._send(abort_message(handle, sequence_index, wants_usage=wants_usage))
+            abort = scheduler_pb2.Abort(handle=handle, sequence_index=sequence_index, wants_usage=wants_usage)
+            self._send(scheduler_pb2.ConnectRequest(abort=abort))
 
     def resume(self, live: LiveRequest) -> None:
         """Queues the takeover of a durable request. The stream must be open."""
@@ -149,8 +155,8 @@ class SchedulerLink:
         if self.is_connected:
             self._send(scheduler_pb2.ConnectRequest(detach=scheduler_pb2.Detach(handle=handle)))
 
-    async def ask(self, call: Callable[[scheduler_pb2_grpc.SchedulerServiceStub], Awaitable[Answer]]) -> Answer:
-        """The answer to a unary call.
+    async def ask(self, method: str, request: Message, timeout_s: float | None) -> Any:
+        """The answer to a call of a unary method.
 
         Raises:
             QuireError: the scheduler's error, or Unavailable if it is not connected (any more).
@@ -159,7 +165,7 @@ class SchedulerLink:
         if self._stub is None:
             raise unconnected
         try:
-            return await call(self._stub)
+            return await getattr(self._stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:
@@ -216,7 +222,9 @@ class SchedulerLink:
         async with open_channel(self.address, tls=self._tls) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             # Messages are serialized here: with one that cannot be serialized, gRPC would send nothing and wait.
-            call = channel.stream_stream(_CONNECT, response_deserializer=scheduler_pb2.ConnectResponse.FromString)()
+            call = cast(Any, channel).stream_stream(
+                _CONNECT, response_deserializer=scheduler_pb2.ConnectResponse.FromString
+            )()
             try:
                 responses = aiter(call)
                 welcome = await self._greet(call, responses)
@@ -275,7 +283,7 @@ class SchedulerLink:
         try:
             await asyncio.wait([reader, writer], return_when=asyncio.FIRST_COMPLETED)
             if not reader.done() and writer.exception() is None:
-                # The stream broke. The reader learns why.
+                # The stream broke, and the reader is about to get the cause.
                 await asyncio.wait([reader], timeout=_CLOSE_TIMEOUT_S)
             for task in (reader, writer):
                 if task.done() and not task.cancelled():
@@ -301,15 +309,14 @@ class SchedulerLink:
                     if num_taken % _MESSAGES_OF_CREDIT == 0:
                         self._grant(_MESSAGES_OF_CREDIT, num_taken)
                 case "state":
-                    self._change_readiness(message.state.ready)
-
-    def _change_readiness(self, is_ready: bool) -> None:
-        if is_ready != self.is_ready:
-            self.is_ready = is_ready
-            self._listener.on_readiness(self)
+                    if message.state.ready != self.is_ready:
+                        self.is_ready = message.state.ready
+                        self._listener.on_readiness(self)
+                case _:
+                    """Added by a later version, or a second welcome."""
 
     async def _write_outbox(self, call: Any) -> None:
-        """Writes until the stream breaks, of which the reader learns the cause. Other errors are raised."""
+        """Writes until the stream breaks; the reader gets the cause. Raises other errors."""
         try:
             while True:
                 await self._has_mail.wait()
@@ -324,7 +331,7 @@ class SchedulerLink:
             return
 
     def _serialized(self, mail: scheduler_pb2.ConnectRequest | LiveRequest) -> bytes | None:
-        """The bytes to write; None for a request that cannot be serialized, which the listener learns."""
+        """The bytes to write; None for a request that cannot be serialized, which is reported to the listener."""
         if not isinstance(mail, LiveRequest):
             return mail.SerializeToString()
         try:
@@ -354,10 +361,79 @@ async def _let_readers_run() -> None:
 async def _exchange_hello(
     call: Any, hello: scheduler_pb2.ConnectRequest, responses: AsyncIterator[scheduler_pb2.ConnectResponse]
 ) -> Welcome:
-    # A write to a call that has failed does not tell the cause; the read does.
+    # A write to a failed call does not raise the cause; the read does.
     with contextlib.suppress(asyncio.InvalidStateError):
         await call.write(hello.SerializeToString())
     answer = await anext(responses, None)
     if answer is None or answer.WhichOneof("message") != "welcome":
         raise SchedulerRefusedError("the first message is not a welcome")
     return welcome_from(answer.welcome)
+
+
+def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
+    """The request with all defaults, and the tokens that the gateway has of it already."""
+    request, asked, trace = live.request, live.request.sampling, live.request.trace
+    submit = scheduler_pb2.Submit(
+        handle=live.handle,
+        request_id=request.request_id,
+        # Part of the prefix cache's keys, as it is for pins.
+        tenant=request.tenant,
+        priority=request.priority,
+        prompt_token_ids=encode_int32(request.prompt_token_ids),
+        # What the scheduler itself decides on; the rest is in `row_sampling`.
+        sampling=common_pb2.SamplingParameters(
+            seed=request.seed,
+            n=asked.n,
+            best_of=asked.best_of,
+            beam_search=asked.beam_search if asked.HasField("beam_search") else None,
+        ),
+        stopping=request.stopping,
+        output=request.output,
+        eos_token_ids=request.eos_token_ids,
+        row_sampling=request.row_sampling,
+        durable=request.durable,
+        trace_context=trace and scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate),
+        emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
+        nonce=request.nonce,
+        resubmitted=live.submissions > 1,
+        num_prompt_logprobs=len(live.prompt_logprobs),
+    )
+    if not request.durable:
+        # The scheduler sees no text, unless it keeps the request for another gateway.
+        submit.stopping.ClearField("stop")
+    return scheduler_pb2.ConnectRequest(submit=submit)
+
+
+def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
+    """A durable request that any gateway can go on with; the inverse of `submit_message`.
+
+    Raises InvalidArgument if it is malformed.
+    """
+    try:
+        sampling = common_pb2.RowSampling.FromString(submit.row_sampling).sampling
+    except DecodeError as error:
+        raise invalid_field("row_sampling", f"is no RowSampling: {error}") from error
+    sampling.MergeFrom(submit.sampling)
+    sampling.ClearField("seed")
+    trace: scheduler_pb2.TraceContext | None = optional(submit, "trace_context")
+    return GenerationRequest(
+        request_id=submit.request_id,
+        tenant=submit.tenant,
+        prompt_token_ids=np.asarray(decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0), np.int32),
+        sampling=sampling,
+        stopping=submit.stopping,
+        output=submit.output,
+        seed=submit.sampling.seed,
+        eos_token_ids=tuple(submit.eos_token_ids),
+        row_sampling=submit.row_sampling,
+        priority=submit.priority,
+        durable=True,
+        nonce=submit.nonce,
+        trace=TraceContext(trace.traceparent, optional(trace, "tracestate")) if trace is not None else None,
+    )
+
+
+def _emitted_message(stream: SequenceStream) -> scheduler_pb2.EmittedSequence:
+    return scheduler_pb2.EmittedSequence(
+        sequence_index=stream.index, token_ids=encode_int32(stream.token_ids), finished=stream.finished is not None
+    )

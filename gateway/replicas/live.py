@@ -340,7 +340,7 @@ class LiveRequest:
     @property
     def num_computed_tokens(self) -> float:
         """The tokens that were generated so far, those of candidates that are not returned included."""
-        return self.num_generated_tokens * self.request.best_of / self.request.num_sequences
+        return self.num_generated_tokens * self.request.sampling.best_of / self.request.sampling.n
 
     @property
     def max_generated_tokens(self) -> int:
@@ -414,7 +414,7 @@ class LiveRequest:
         self._complete(usage)
 
     def ends_here(self) -> bool:
-        """Whether a stop string ended its last sequence here, so that the scheduler must be told. True once."""
+        """Whether a stop string ended its last sequence here, so that the scheduler must be notified. True once."""
         if self.is_over or self.awaits_usage or not self._all_ended():
             return False
         self.awaits_usage = True

@@ -9,7 +9,7 @@ A log probability costs every process on its way a microsecond or two. Those of 
 a prompt, and of sequences that are chosen when all candidates have ended, come at once, so their number is bounded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -33,7 +33,7 @@ def check_answer_size(request: GenerationRequest) -> None:
     check_prompt_logprobs(num_prompt_logprobs(request))
     if request.logprobs is None or not request.chooses:
         return
-    num_sequences, max_tokens = request.num_sequences, request.stopping.max_tokens
+    num_sequences, max_tokens = request.sampling.n, request.stopping.max_tokens
     count = num_sequences * max_tokens * (1 + request.logprobs)
     if count > MAX_CHOSEN_LOGPROBS:
         raise invalid_field(
@@ -82,15 +82,6 @@ AS_TENSORS = AnswerForm(is_whole=True, bytes_per_logprob=160)
 """JSON inside a message."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerLimits:
-    """Maximum bytes of the answer to one call, of those to one key, and of all."""
-
-    per_call: int
-    per_key: int
-    total: int
-
-
 class CallMemory:
     """The memory of the answer to one call, which is ended, with all its requests, if it or others hold too much."""
 
@@ -112,9 +103,9 @@ class CallMemory:
         """
         if asked_max_tokens is None or not self.form.is_whole:
             return
-        num_bytes = request.num_sequences * asked_max_tokens * (_ID_BYTES + self._pending_bytes(request))
+        num_bytes = request.sampling.n * asked_max_tokens * (_ID_BYTES + self._pending_bytes(request))
         self._num_expected += num_bytes
-        limit = self._memory.limits.per_call
+        limit = self._memory.per_call
         if self._num_expected <= limit:
             return
         name, value = "output.logprobs", request.logprobs
@@ -122,7 +113,7 @@ class CallMemory:
             name, value = "stopping.max_tokens", asked_max_tokens
         raise invalid_field(
             name,
-            f"is {value:,}; with {request.num_sequences:,} sequences of up to {asked_max_tokens:,} tokens the answer "
+            f"is {value:,}; with {request.sampling.n:,} sequences of up to {asked_max_tokens:,} tokens the answer "
             f"to the call takes at least {self._num_expected:,} bytes; one that is not streamed may take at most "
             f"{limit:,} (--max-answer-bytes); {self.form.way_out}",
         )
@@ -174,7 +165,7 @@ class CallMemory:
 @dataclass(slots=True, eq=False)
 class _KeyUse:
     num_bytes: int = 0
-    calls: dict[CallMemory, None] = field(default_factory=dict)
+    calls: dict[CallMemory, None] = field(default_factory=dict[CallMemory, None])
 
 
 class AnswerMemory:
@@ -184,13 +175,16 @@ class AnswerMemory:
     never ended because of others.
     """
 
-    def __init__(self, limits: AnswerLimits) -> None:
-        self.limits = limits
+    def __init__(self, *, per_call: int, per_key: int, total: int) -> None:
+        """The maximum bytes of the answer to one call, of those to one key, and of all."""
+        self.per_call = per_call
+        self._per_key = per_key
+        self._total = total
         self.num_bytes = 0
         self._keys: dict[object, _KeyUse] = {}
 
     @contextmanager
-    def call(self, key: object, form: AnswerForm) -> Iterator[CallMemory]:
+    def call(self, key: object, form: AnswerForm) -> Generator[CallMemory]:
         """A call of a key, which lasts until its answer is written."""
         call = CallMemory(self, key, form)
         self._keys.setdefault(key, _KeyUse()).calls[call] = None
@@ -207,16 +201,15 @@ class AnswerMemory:
         self.num_bytes += num_bytes
         if num_bytes <= 0:
             return
-        limits = self.limits
-        if call.num_bytes > limits.per_call:
-            self._end(call, f"the answer holds {call.num_bytes:,} bytes; --max-answer-bytes is {limits.per_call:,}")
-        elif use.num_bytes > limits.per_key:
+        if call.num_bytes > self.per_call:
+            self._end(call, f"the answer holds {call.num_bytes:,} bytes; --max-answer-bytes is {self.per_call:,}")
+        elif use.num_bytes > self._per_key:
             held = f"answers to this API key hold {use.num_bytes:,} bytes, this one most"
-            self._end(_largest(use), f"{held}; --max-key-answer-bytes is {limits.per_key:,}")
-        elif self.num_bytes > limits.total:
+            self._end(_largest(use), f"{held}; --max-key-answer-bytes is {self._per_key:,}")
+        elif self.num_bytes > self._total:
             largest = max(self._keys.values(), key=lambda each: each.num_bytes)
             held = f"all answers hold {self.num_bytes:,} bytes, this one most"
-            self._end(_largest(largest), f"{held}; --max-total-answer-bytes is {limits.total:,}")
+            self._end(_largest(largest), f"{held}; --max-total-answer-bytes is {self._total:,}")
 
     def _end(self, call: CallMemory, reason: str) -> None:
         self._close(call)

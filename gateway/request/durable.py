@@ -5,7 +5,7 @@ outlives its scheduler, and a client that comes back finds it here whatever happ
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas
 from gateway.request.answer_memory import CallMemory
 from gateway.request.types import GenerationRequest
-from gateway.request.violations import Violations
+from gateway.request.validation import Violations
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
 from quire.rpc.errors import Aborted
@@ -103,7 +103,7 @@ class DurableReads:
             account.check_resumption()
 
     @contextmanager
-    def read(self, account: Account, use: Use, live: LiveRequest, *, base: float = 0.0) -> Iterator[None]:
+    def read(self, account: Account, use: Use, live: LiveRequest, *, base: float = 0.0) -> Generator[None]:
         """While the context runs, a client reads the request. Then it is kept, or its stream to the scheduler ends."""
         read = _Read(account, use, live, base)
         before = self._reads.get(read.name)
@@ -118,7 +118,7 @@ class DurableReads:
                 self._end(read)
 
     @contextmanager
-    def resumed(self, account: Account, live: LiveRequest, num_had: float) -> Iterator[None]:
+    def resumed(self, account: Account, live: LiveRequest, num_had: float) -> Generator[None]:
         """A resumed stream, which runs while the context does. Its first `num_had` tokens are free of charge, unless it
         was this account's here before.
 
@@ -160,7 +160,7 @@ class DurableReads:
         found = await self._replicas.calls.find_durable(tenant, request_id)
         _check_offsets(offsets, found.request)
         num_had = found.num_generated_tokens if found.is_over else sum(each.num_tokens for each in offsets)
-        num_had *= found.request.best_of / found.request.num_sequences
+        num_had *= found.request.sampling.best_of / found.request.sampling.n
         go_on = partial(self._replicas.resume, address=found.address)
         return Found(found.request, found.num_generated_tokens, num_had, None, go_on)
 
@@ -280,10 +280,10 @@ def _check_offsets(offsets: Sequence[ClientOffset], request: GenerationRequest) 
     """Raises InvalidArgument if one names a sequence twice, or what the request cannot have."""
     violations = Violations()
     seen: set[int] = set()
-    for position, offset in enumerate(offsets[: request.num_sequences + 1]):
+    for position, offset in enumerate(offsets[: request.sampling.n + 1]):
         field, index = f"offsets[{position}]", offset.sequence_index
-        if index >= request.num_sequences:
-            violations.add(f"{field}.sequence_index", f"is {index}; the request has {request.num_sequences} sequences")
+        if index >= request.sampling.n:
+            violations.add(f"{field}.sequence_index", f"is {index}; the request has {request.sampling.n} sequences")
         elif index in seen:
             violations.add(f"{field}.sequence_index", f"is {index}, as of another entry; name each sequence once")
         elif offset.num_tokens > request.stopping.max_tokens:

@@ -1,33 +1,52 @@
-"""The entry of all front ends: runs, resumes and cancels requests."""
+"""The entry of all front ends: runs, resumes and cancels requests, one or several a call, and makes their answers."""
 
+import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections import abc
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from typing import TypeVar
 
 from gateway.auth.caller import Caller, current_caller
-from gateway.auth.quota import Use
-from gateway.metrics import GatewayMetrics, RequestStatistics
+from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel
 from gateway.replicas.calls import no_such_request
+from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, Usage
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.pool import Replicas
 from gateway.request.answer_memory import (
     STREAMED,
     AnswerForm,
-    AnswerLimits,
     AnswerMemory,
     CallMemory,
+    check_prompt_logprobs,
+    num_prompt_logprobs,
 )
 from gateway.request.durable import ClientOffset, DurableReads
 from gateway.request.limits import Limits, limits_of
 from gateway.request.prepare import CallParameters, continue_from, prepare
-from gateway.request.spans import RequestSpans
-from gateway.request.types import GenerationRequest, RequestOptions
+from gateway.request.spans import RequestSpan
+from gateway.request.types import ChatPrompt, GenerationRequest, RequestOptions
+from gateway.request.validation import check_call
 from gateway.settings import GatewaySettings
 from gateway.turns import Turns
-from quire.rpc.errors import Cancelled, Unavailable
+from quire.rpc.errors import Cancelled, QuireError, Unavailable
 from quire.tracing import TraceContext, Tracer
+
+REFUSAL_S = 0.5
+"""A scheduler that refuses a request does so within this time."""
+
+Result = tuple[list[GeneratedSequence], Usage]
+Answer = TypeVar("Answer")
+# Making an answer of this many log probabilities would delay other calls too much.
+_LARGE = 10_000
+# A sequence takes as long as this many log probabilities, and this many tokens as long as one.
+_SIZE_OF_A_SEQUENCE = 10
+_TOKENS_OF_A_LOGPROB = 16
+# After the ends of this many requests other calls run.
+_ENDED_AT_ONCE = 16
 
 
 class Generator:
@@ -48,10 +67,12 @@ class Generator:
         self._takes_nothing = False
         self._ledger = ledger
         self._settings = settings
-        self._metrics = metrics
-        self._spans = RequestSpans(tracer, model.name)
+        self.metrics = metrics
+        self._tracer = tracer
         self._answer_memory = AnswerMemory(
-            AnswerLimits(settings.max_answer_bytes, settings.max_key_answer_bytes, settings.max_total_answer_bytes)
+            per_call=settings.max_answer_bytes,
+            per_key=settings.max_key_answer_bytes,
+            total=settings.max_total_answer_bytes,
         )
         self.durable_reads = DurableReads(ledger, replicas, model.tokenizer)
 
@@ -60,17 +81,12 @@ class Generator:
         """Whether a request would run at once, as far as the gateway knows."""
         return self.replicas.is_ready and not self.is_draining
 
-    @property
-    def statistics(self) -> RequestStatistics:
-        """Sums over all requests of this gateway that are over."""
-        return self._metrics.statistics
-
     def take_nothing_more(self) -> None:
         """From now on every call is refused."""
         self._takes_nothing = True
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
+    def arriving(self) -> abc.Generator[None]:
         """Lets a call in; a drain waits while the context runs.
 
         Raises:
@@ -99,14 +115,15 @@ class Generator:
     @asynccontextmanager
     async def run(
         self, options: RequestOptions, call: CallParameters | None = None, *, memory: CallMemory
-    ) -> AsyncIterator[LiveRequest]:
+    ) -> AsyncGenerator[LiveRequest]:
         """A running request. Leaving the context before its end aborts it, unless it is durable. Requests of one call
         share `call` and `memory`.
 
         Raises:
             QuireError: it is refused; nothing was submitted.
         """
-        with self._spans.generation(options) as span:
+        operation = "chat" if isinstance(options.prompt, ChatPrompt) else "text_completion"
+        with RequestSpan(self._tracer, self.model.name, operation) as span:
             caller = current_caller()
             with self.arriving():
                 caller.account.check()
@@ -117,7 +134,7 @@ class Generator:
             span.opened(live)
             try:
                 admitted = caller.account.admitted(len(live.request.prompt_token_ids), lambda: live.num_computed_tokens)
-                with admitted as use, self._metrics.track(live), self._durable_read(caller, use, live):
+                with admitted as use, self.metrics.track(live), self.durable_reads.read(caller.account, use, live):
                     if options.continue_from:
                         await continue_from(live, options.continue_from)
                     if not live.is_over:
@@ -127,7 +144,7 @@ class Generator:
                 self._leave(live)
 
     @asynccontextmanager
-    async def resume(self, request_id: str, offsets: Sequence[ClientOffset]) -> AsyncIterator[LiveRequest]:
+    async def resume(self, request_id: str, offsets: Sequence[ClientOffset]) -> AsyncGenerator[LiveRequest]:
         """A durable request from any gateway, without what its client has. Leaving the context does not end it.
 
         Raises:
@@ -136,7 +153,7 @@ class Generator:
             InvalidArgument: an offset names what the request does not have.
         """
         caller = current_caller()
-        with self._spans.resumption() as span, self.call_memory(STREAMED) as memory:
+        with RequestSpan(self._tracer, self.model.name, "resume") as span, self.call_memory(STREAMED) as memory:
             with self.arriving():
                 self.durable_reads.check_resumption(caller.account, caller.tenant, request_id)
                 await self.limits()
@@ -148,7 +165,7 @@ class Generator:
             for offset in offsets:
                 live.sequences[offset.sequence_index].skip(offset.num_tokens, offset.num_characters)
             try:
-                counted = self._metrics.track_resumed(live, found.num_generated_tokens)
+                counted = self.metrics.track_resumed(live, found.num_generated_tokens)
                 with self.durable_reads.resumed(caller.account, live, found.num_had), counted:
                     found.go_on(live)
                     yield live
@@ -159,9 +176,6 @@ class Generator:
         if not self.durable_reads.keeps(live):
             self.replicas.detach(live)
             self._ledger.close(live)
-
-    def _durable_read(self, caller: Caller, use: Use, live: LiveRequest) -> AbstractContextManager[None]:
-        return self.durable_reads.read(caller.account, use, live) if live.request.durable else nullcontext()
 
     async def cancel(self, request_id: str) -> None:
         """Ends a running request of the caller's tenant; its own call ends with CANCELLED.
@@ -203,3 +217,131 @@ class Generator:
             priority=priority,
             trace=trace,
         )
+
+
+@asynccontextmanager
+async def running(
+    generator: Generator,
+    requests: Sequence[RequestOptions],
+    refusal: Callable[[int, QuireError], Exception],
+    memory: CallMemory,
+    *,
+    shows_prompt_by_sequence: bool = False,
+) -> AsyncGenerator[list[LiveRequest]]:
+    """The running requests, in order. Leaving the context aborts those that run. `memory` is the call's.
+
+    If one of them is refused, none runs, and the context raises what `refusal` makes of its position and its error.
+    Log probabilities of prompts count as often as the answer has them: once, or with each sequence.
+    """
+    try:
+        check_call(requests[0], len(requests), await generator.limits())
+        current_caller().account.check_call(len(requests))
+    except QuireError as error:
+        raise refusal(0, error) from error
+    async with AsyncExitStack() as stack:
+        live: list[LiveRequest] = []
+        num_logprobs = 0
+        parameters, turns = CallParameters(), Turns()
+        for position, options in enumerate(requests):
+            try:
+                if position % _ENDED_AT_ONCE == 0:
+                    stack.push_async_callback(asyncio.sleep, 0)
+                live.append(await stack.enter_async_context(generator.run(options, parameters, memory=memory)))
+                await turns.pause()
+                request = live[-1].request
+                copies = request.sampling.n if shows_prompt_by_sequence else 1
+                num_logprobs += num_prompt_logprobs(request) * copies
+                check_prompt_logprobs(num_logprobs)
+            except QuireError as error:
+                # The requests before it end by the original error, not by the one that a front end makes of it.
+                await stack.__aexit__(type(error), error, error.__traceback__)
+                raise refusal(position, error) from error
+        yield live
+
+
+async def answer(live: Sequence[LiveRequest], make: Callable[[Sequence[Result]], Answer]) -> Answer:
+    """The value of `make` for the results of all; a large answer is made in a thread, so that other calls go on.
+
+    Raises:
+        QuireError: one of them failed; the others are not waited for.
+    """
+    results = await results_of(live)
+    num_logprobs = 0
+    for each, (sequences, _) in zip(live, results, strict=True):
+        num_logprobs += _num_prompt_logprobs(each)
+        for sequence in sequences:
+            num_logprobs += _num_logprobs(each, sequence)
+            num_logprobs += _SIZE_OF_A_SEQUENCE + len(sequence.token_ids) // _TOKENS_OF_A_LOGPROB
+    return await _made(num_logprobs, partial(make, results))
+
+
+async def answer_event(live: LiveRequest, event: Event, make: Callable[[], Answer]) -> Answer:
+    """The value of `make`, which makes an answer of an event of a stream; in a thread if it is large.
+
+    Log probabilities of the prompt are part of the first chunk of a sequence, or of the end.
+    """
+    num_logprobs = 0 if isinstance(event, Finished) else _num_prompt_logprobs(live)
+    if isinstance(event, Chunk):
+        num_logprobs = _num_logprobs(live, event) + (0 if event.offset else num_logprobs)
+    return await _made(num_logprobs, make)
+
+
+async def _made(num_logprobs: int, make: Callable[[], Answer]) -> Answer:
+    return await asyncio.to_thread(make) if num_logprobs > _LARGE else make()
+
+
+def _num_prompt_logprobs(live: LiveRequest) -> int:
+    return (1 + (live.request.prompt_logprobs or 0)) * len(live.prompt_logprobs)
+
+
+def _num_logprobs(live: LiveRequest, part: GeneratedSequence | Chunk) -> int:
+    return (1 + (live.request.logprobs or 0)) * len(part.logprobs)
+
+
+async def results_of(live: Sequence[LiveRequest]) -> list[Result]:
+    """Waits for the results of all.
+
+    Raises:
+        QuireError: one of them failed; the others are not waited for.
+    """
+    tasks = [asyncio.create_task(each.result()) for each in live]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def events(live: Sequence[LiveRequest]) -> AsyncGenerator[tuple[int, Event], None]:
+    """The events of all requests, each with the position of its request, until all are completed.
+
+    While the reader is busy, at most one event waits here; later tokens join the requests' next chunks.
+
+    Raises:
+        QuireError: one of them failed.
+    """
+    if len(live) == 1:
+        async for event in live[0].events():
+            yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(1)
+
+    async def pump(position: int) -> None:
+        try:
+            async for event in live[position].events():
+                await queue.put((position, event))
+        except Exception as error:
+            await queue.put((position, error))
+
+    pumps = [asyncio.create_task(pump(position)) for position in range(len(live))]
+    num_running = len(live)
+    try:
+        while num_running:
+            position, event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            num_running -= isinstance(event, Completed)
+            yield position, event
+    finally:
+        for task in pumps:
+            task.cancel()

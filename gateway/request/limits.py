@@ -30,7 +30,7 @@ MIN_TOKENIZE_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number that says how a token is drawn: the range of it, and what it is where neither caller nor model say so.
+    """The range of a number, and its default where neither caller nor model set it.
 
     Attributes:
         is_above_low: Whether `low` itself is out of range.
@@ -55,6 +55,8 @@ NUMBERS: Mapping[str, Number] = {
     "repetition_penalty": Number(1e-30, 10, default=1),
 }
 """By their names in quire.common.v1.SamplingParameters."""
+DRAWING = {name: each.in_beam_search for name, each in NUMBERS.items() if each.in_beam_search is not None}
+"""The numbers by which tokens are drawn, with the one value of each that a beam search takes."""
 
 
 @dataclass(frozen=True, slots=True)

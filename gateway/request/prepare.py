@@ -10,7 +10,7 @@ import numpy as np
 from gateway.model import ServedModel
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import check_answer_size
-from gateway.request.limits import NUMBERS, Limits
+from gateway.request.limits import DRAWING, NUMBERS, Limits
 from gateway.request.types import (
     ChatPrompt,
     GenerationRequest,
@@ -21,8 +21,7 @@ from gateway.request.types import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.request.validation import check_another, check_request, resolve_max_tokens
-from gateway.request.violations import Violations
+from gateway.request.validation import Violations, check_another, check_request, resolve_max_tokens
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
 from quire.common.v1.common_pb2 import (
@@ -55,21 +54,20 @@ class CallParameters:
         self._parameters: Parameters | None = None
 
     def check(self, options: RequestOptions, limits: Limits, served_model: str | None) -> None:
-        """Validates a request. Parameters that equal those of the request before are not checked again.
+        """Validates a request. Parameters that are those of the request before are not checked again.
 
         Raises:
             InvalidArgument: something is missing, out of range or contradictory.
         """
-        if self._are_known(options):
+        if self._known(options) is None:
+            check_request(options, limits, served_model)
+        else:
             check_another(options, limits)
-            return
-        self._parameters = None
-        check_request(options, limits, served_model)
 
     async def complete(self, options: RequestOptions, model: ServedModel, limits: Limits) -> Parameters:
         """The parameters of a request that passed `check`. Raises InvalidArgument if they leave no token to choose."""
-        if self._parameters is not None and self._are_known(options):
-            return self._parameters
+        if (known := self._known(options)) is not None:
+            return known
         turns = Turns()
         bad_sequences = await bad_token_sequences(model.tokenizer, options.sampling.bad_words, limits.vocab_size)
         await turns.pause()
@@ -79,17 +77,14 @@ class CallParameters:
         self._options, self._parameters = options, parameters
         return parameters
 
-    def _are_known(self, options: RequestOptions) -> bool:
+    def _known(self, options: RequestOptions) -> Parameters | None:
+        """The completed parameters, if a request has the same objects as the one before it."""
         before = self._options
-        return (
-            before is not None
-            and self._parameters is not None
-            and options.model == before.model
-            and options.sampling is before.sampling
-            and options.stopping is before.stopping
-            and options.output is before.output
-            and options.priority == before.priority
-        )
+        if before is None or (options.model, options.priority) != (before.model, before.priority):
+            return None
+        names = ("sampling", "stopping", "output")
+        is_same = all(getattr(options, name) is getattr(before, name) for name in names)
+        return self._parameters if is_same else None
 
 
 async def prepare(
@@ -109,17 +104,21 @@ async def prepare(
         InvalidArgument: its prompt is too long, its answer too large, or the tokens that its caller holds are not its.
     """
     turns = Turns()
-    field, token_ids = await _encode(options.prompt, model)
+    field, token_ids = await encode_prompt(options.prompt, model)
     asked_max_tokens = options.asked("stopping.max_tokens")
     max_tokens = resolve_max_tokens(field, token_ids, asked_max_tokens, _num_candidates(options.sampling), limits)
     parameters = await call.complete(options, model, limits)
     await turns.pause()
+    stopping = parameters.stopping
+    if stopping.max_tokens != max_tokens:
+        stopping = StoppingParameters(max_tokens=max_tokens)
+        stopping.MergeFrom(parameters.stopping)
     request = GenerationRequest(
         request_id=request_id,
         tenant=tenant,
         prompt_token_ids=np.asarray(token_ids, dtype=np.int32),
         sampling=parameters.sampling,
-        stopping=parameters.stopping_at(max_tokens),
+        stopping=stopping,
         output=parameters.output,
         seed=drawn_seed(options.sampling),
         eos_token_ids=parameters.eos_token_ids,
@@ -134,7 +133,7 @@ async def prepare(
     return request
 
 
-async def _encode(prompt: Prompt | None, model: ServedModel) -> tuple[str, Sequence[int]]:
+async def encode_prompt(prompt: Prompt | None, model: ServedModel) -> tuple[str, Sequence[int]]:
     """The name of the field that holds the prompt, and its token ids."""
     match prompt:
         case TextPrompt(text=text):
@@ -143,7 +142,8 @@ async def _encode(prompt: Prompt | None, model: ServedModel) -> tuple[str, Seque
             return "token_ids.ids", token_ids
         case ChatPrompt(messages=messages):
             return "messages", await model.chat.encode(messages)
-    raise AssertionError("the validator refuses a request without a prompt")
+        case None:
+            raise AssertionError("the validator refuses a missing prompt")
 
 
 def resolve(
@@ -184,13 +184,11 @@ def check_choice(parameters: Parameters, bad_sequences: Sequence[Sequence[int]])
     if stopping.min_tokens:
         excluded.update(stopping.stop_token_ids, parameters.eos_token_ids)
     if excluded.issuperset(allowed[:]):
-        violations = Violations()
-        violations.add(
+        raise invalid_field(
             "sampling.allowed_token_ids",
             f"leaves nothing to choose: all of its {len(allowed):,} tokens are bad words or end the "
             f"sequence before min_tokens, which is {stopping.min_tokens:,}",
         )
-        violations.raise_if_any()
 
 
 def _sampling(asked: SamplingParameters, model_defaults: SamplingParameters) -> SamplingParameters:
@@ -201,10 +199,9 @@ def _sampling(asked: SamplingParameters, model_defaults: SamplingParameters) -> 
     sampling.n = asked.n or 1
     sampling.best_of = _num_candidates(asked)
     if asked.HasField("beam_search"):
-        for name, number in NUMBERS.items():
-            # A beam search draws nothing, so the model's defaults of how to draw do not apply.
-            if number.in_beam_search is not None:
-                setattr(sampling, name, number.in_beam_search)
+        # The model's defaults of how to draw do not apply.
+        for name, value in DRAWING.items():
+            setattr(sampling, name, value)
         beam = sampling.beam_search
         beam.length_penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
         beam.early_stopping = beam.early_stopping or EARLY_STOPPING_FALSE
@@ -250,8 +247,7 @@ async def bad_token_sequences(
         for spelled in (text, f" {text}"):
             token_ids = tuple(await tokenizer.encode(spelled, add_special_tokens=False))
             if not token_ids:
-                field, description = f"sampling.bad_words[{position}]", "has no tokens; at least 1 is needed"
-                raise invalid_field(field, description)
+                raise invalid_field(f"sampling.bad_words[{position}]", "has no tokens; at least 1 is needed")
             if max(token_ids) < vocab_size:
                 sequences[token_ids] = None
     return tuple(sequences)
@@ -263,8 +259,7 @@ async def _check_continuation(options: RequestOptions, request: GenerationReques
     if not held:
         return
     violations, turns = Violations(), Turns()
-    if len(held) != request.num_sequences:
-        count = request.num_sequences
+    if len(held) != (count := request.sampling.n):
         violations.add("continue_from", f"has {len(held)} entries; the request has {count:,} sequences, each has one")
     for position, sequence in enumerate(held):
         _check_sequence(violations, f"continue_from[{position}]", sequence, request, limits)

@@ -7,10 +7,17 @@ from gateway.auth.caller import Caller, current_caller
 from gateway.replicas.calls import Pin
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_TIME_TO_LIVE_MS, Limits
-from gateway.request.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from gateway.request.validation import check_messages, check_model, check_prompt, check_prompt_tokens, texts_of
-from gateway.request.violations import Violations
-from quire.rpc.errors import FieldViolation
+from gateway.request.prepare import encode_prompt
+from gateway.request.types import ChatPrompt, Prompt, TextPrompt
+from gateway.request.validation import (
+    Violations,
+    check_messages,
+    check_model,
+    check_prompt,
+    check_prompt_tokens,
+    texts_of,
+)
+from quire.rpc.errors import FieldViolation, invalid_field
 
 _DEFAULT_TIME_TO_LIVE_MS = 5 * 60 * 1000
 _MISSING_PREFIX = FieldViolation("prefix", "is missing; set text, token_ids or chat")
@@ -26,7 +33,8 @@ class TokenizedText:
 
 
 class TextService:
-    """Tokenizes and detokenizes for callers, within the limits of generation."""
+    """Tokenizes and detokenizes for callers, within the limits of generation. Pins prefixes on every connected replica,
+    so that any of them may get the requests."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
@@ -40,7 +48,7 @@ class TextService:
         Raises:
             QuireError: the model is not served here, the input is missing or refused.
         """
-        caller, limits = await _admit(self._generator, model)
+        caller, limits = await self._admit(model)
         violations = Violations()
         match text:
             case None:
@@ -67,20 +75,13 @@ class TextService:
         Raises:
             QuireError: the model is not served here, or an id is out of range.
         """
-        caller, limits = await _admit(self._generator, model)
+        caller, limits = await self._admit(model)
         violations = Violations()
         if violations.check_count("token_ids", token_ids, limits.max_model_len):
             violations.check_token_ids("token_ids", token_ids, limits.vocab_size)
         violations.raise_if_any()
         with caller.account.admitted(0):
             return await self._model.tokenizer.decode_any(token_ids, include_special_tokens=include_special_tokens)
-
-
-class Prefixes:
-    """Pins prefixes on every connected replica, so that any of them may get the requests."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
 
     async def pin(
         self, model: str | None, prefix: Prompt | None, time_to_live_ms: int | None, *, timeout_s: float | None
@@ -92,9 +93,14 @@ class Prefixes:
         """
         current_caller().check_may_pin()
         with self._generator.arriving():
-            caller, limits = await _admit(self._generator, model)
-            _check_pin(prefix, time_to_live_ms, limits)
-            field, token_ids = await self._encode(prefix)
+            caller, limits = await self._admit(model)
+            violations = Violations()
+            if prefix == TextPrompt(""):
+                violations.add("text", "is empty")
+            check_prompt(violations, prefix, limits, missing=_MISSING_PREFIX, chat_field="chat.messages")
+            violations.check_range("time_to_live_ms", time_to_live_ms, 1, MAX_TIME_TO_LIVE_MS)
+            violations.raise_if_any()
+            field, token_ids = await self._encode_prefix(prefix)
             check_prompt_tokens(field, token_ids, limits)
             lifetime_ms = _DEFAULT_TIME_TO_LIVE_MS if time_to_live_ms is None else time_to_live_ms
             with caller.account.admitted(len(token_ids)):
@@ -109,38 +115,21 @@ class Prefixes:
         """
         caller = current_caller()
         caller.check_may_pin()
-        violations = Violations()
         if not pin_id:
-            violations.add("pin_id", "is empty; it must be one that PinPrefix returned")
-        violations.raise_if_any()
+            raise invalid_field("pin_id", "is empty; it must be one that PinPrefix returned")
         await self._generator.replicas.calls.unpin(caller.tenant, pin_id, timeout_s=timeout_s)
 
-    async def _encode(self, prefix: Prompt | None) -> tuple[str, Sequence[int]]:
+    async def _encode_prefix(self, prefix: Prompt | None) -> tuple[str, Sequence[int]]:
         """The name of the prefix's field, and the token ids with which requests with this prefix begin."""
-        model = self._generator.model
-        match prefix:
-            case TextPrompt(text=text):
-                return "text", await model.tokenizer.encode(text, add_special_tokens=True)
-            case TokenPrompt(token_ids=token_ids):
-                return "token_ids.ids", token_ids
-            case ChatPrompt(messages=messages):
-                return "chat.messages", await model.chat.encode_prefix(messages)
-        raise AssertionError("the validator refuses a missing prefix")
+        if isinstance(prefix, ChatPrompt):
+            return "chat.messages", await self._model.chat.encode_prefix(prefix.messages)
+        return await encode_prompt(prefix, self._model)
 
-
-async def _admit(generator: Generator, model: str | None) -> tuple[Caller, Limits]:
-    """The caller and the limits of a call. Raises QuireError if its key may not call now, or names another model."""
-    caller = current_caller()
-    caller.account.check()
-    limits = await generator.limits()
-    check_model(model, caller.visible(generator.model.name))
-    return caller, limits
-
-
-def _check_pin(prefix: Prompt | None, time_to_live_ms: int | None, limits: Limits) -> None:
-    violations = Violations()
-    if prefix == TextPrompt(""):
-        violations.add("text", "is empty")
-    check_prompt(violations, prefix, limits, missing=_MISSING_PREFIX, chat_field="chat.messages")
-    violations.check_range("time_to_live_ms", time_to_live_ms, 1, MAX_TIME_TO_LIVE_MS)
-    violations.raise_if_any()
+    async def _admit(self, model: str | None) -> tuple[Caller, Limits]:
+        """The caller and the limits of a call. Raises QuireError if its key may not call now, or names another
+        model."""
+        caller = current_caller()
+        caller.account.check()
+        limits = await self._generator.limits()
+        check_model(model, caller.visible(self._model.name))
+        return caller, limits

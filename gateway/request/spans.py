@@ -14,7 +14,7 @@ from typing import Self
 import grpc
 
 from gateway.replicas.live import LiveRequest
-from gateway.request.types import ChatPrompt, GenerationRequest, RequestOptions
+from gateway.request.types import GenerationRequest
 from quire.rpc.errors import QuireError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
 
@@ -37,86 +37,62 @@ def set_incoming_context(headers: Iterable[tuple[str, str]]) -> None:
     _incoming.set(TraceContext.from_headers(headers))
 
 
-class NoSpan:
-    """The span of a request that is not traced; does nothing."""
+class RequestSpan:
+    """The span of a call for one request, which ends with its context and records its result. Without a tracer there
+    is no span, and nothing is recorded."""
 
-    context: TraceContext | None = None
-
-    def opened(self, live: LiveRequest) -> None:
-        """The request was accepted."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-class RequestSpan(NoSpan):
-    """Ends with its context, and records its result."""
-
-    def __init__(self, span: Span) -> None:
-        self.context = span.context
-        self._span = span
+    def __init__(self, tracer: Tracer | None, model_name: str, operation: str) -> None:
+        """Starts the span in the trace of the current call."""
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "quire",
+            "gen_ai.request.model": model_name,
+        }
+        self._span = tracer and tracer.start(f"{operation} {model_name}", _incoming.get(), attributes)
         self._started_at = time.monotonic()
         self._live: LiveRequest | None = None
 
+    @property
+    def context(self) -> TraceContext | None:
+        """For the scheduler, which continues the span."""
+        return self._span and self._span.context
+
     def opened(self, live: LiveRequest) -> None:
+        """The request was accepted."""
         self._live = live
+        if self._span is None:
+            return
         if self._span.is_recording:
             self._span.set(_request_attributes(live.request))
         if live.request.trace is not None and live.request.trace != self.context:
             # A durable request continues the trace in which it began; this call belongs to its own.
             self._span.link(live.request.trace)
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._span is None:
+            return
         if self._span.is_recording:
             if self._live is not None:
                 self._span.set(_result_attributes(self._live))
-            self._span.set(
-                {"quire.outcome": _outcome(error), "gen_ai.latency.e2e": time.monotonic() - self._started_at}
-            )
-            self._record_error(error)
+            latency_s = time.monotonic() - self._started_at
+            self._span.set({"quire.outcome": _outcome(error), "gen_ai.latency.e2e": latency_s})
+            _record_error(self._span, error)
         self._span.end()
 
-    def _record_error(self, error: BaseException | None) -> None:
-        if isinstance(error, QuireError):
-            self._span.set({"error.type": error.reason, "rpc.grpc.status_code": error.code.value[0]})
-            if error.code in _OUR_FAULTS:
-                self._span.fail(f"{error.code.name}: {error.reason}")
-        elif isinstance(error, Exception):
-            self._span.set({"error.type": type(error).__qualname__})
-            self._span.fail("UNEXPECTED")
 
-
-class RequestSpans:
-    """Starts the spans; without a tracer, none."""
-
-    def __init__(self, tracer: Tracer | None, model_name: str) -> None:
-        self._tracer = tracer
-        self._model_name = model_name
-        self._none = NoSpan()
-
-    def generation(self, options: RequestOptions) -> NoSpan:
-        """The span of a request that arrives now, in the trace of the current call."""
-        if self._tracer is None:
-            return self._none
-        return self._start(self._tracer, "chat" if isinstance(options.prompt, ChatPrompt) else "text_completion")
-
-    def resumption(self) -> NoSpan:
-        """The span of a call that resumes a durable request."""
-        return self._none if self._tracer is None else self._start(self._tracer, "resume")
-
-    def _start(self, tracer: Tracer, operation: str) -> RequestSpan:
-        attributes: dict[str, AttributeValue] = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "quire",
-            "gen_ai.request.model": self._model_name,
-        }
-        return RequestSpan(tracer.start(f"{operation} {self._model_name}", _incoming.get(), attributes))
+def _record_error(span: Span, error: BaseException | None) -> None:
+    if isinstance(error, QuireError):
+        span.set({"error.type": error.reason, "rpc.grpc.status_code": error.code.value[0]})
+        if error.code in _OUR_FAULTS:
+            span.fail(f"{error.code.name}: {error.reason}")
+    elif isinstance(error, Exception):
+        span.set({"error.type": type(error).__qualname__})
+        span.fail("UNEXPECTED")
 
 
 def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]:
@@ -130,8 +106,8 @@ def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.n": request.num_sequences,
-        "gen_ai.request.best_of": request.best_of,
+        "gen_ai.request.n": request.sampling.n,
+        "gen_ai.request.sampling.best_of": request.sampling.best_of,
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
         "quire.tenant": request.tenant,
         "quire.priority": request.priority,

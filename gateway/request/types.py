@@ -5,11 +5,10 @@ request validated, tokenized and completed with defaults.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from operator import attrgetter
-from typing import Any, Literal
+from functools import reduce
+from typing import Any, Literal, cast
 
 import numpy as np
 from google.protobuf.message import Message
@@ -71,7 +70,7 @@ class RequestOptions:
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     stopping: StoppingParameters = field(default_factory=StoppingParameters)
     output: OutputOptions = field(default_factory=OutputOptions)
-    as_written: Mapping[str, Any] = field(default_factory=dict)
+    as_written: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values that the messages cannot hold exactly as the caller wrote them, by the path of the field. The validator
     checks these instead, and refuses each value that is outside the range of its field."""
     request_id: str | None = None
@@ -85,22 +84,15 @@ class RequestOptions:
         """The value that the caller wrote for a field, for example "sampling.top_p"; None if it is absent."""
         if path in self.as_written:
             return self.as_written[path]
-        parent_of, name, has_presence = _place_of(path)
-        message: Message = parent_of(self)
-        return None if has_presence and not message.HasField(name) else getattr(message, name)
+        *parents, name = path.split(".")
+        message: Message = reduce(getattr, parents, self)
+        has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
+        return optional(message, name) if has_presence else getattr(message, name)
 
 
-_GROUPS = {"sampling": SamplingParameters, "stopping": StoppingParameters, "output": OutputOptions}
-
-
-@cache
-def _place_of(path: str) -> tuple[Callable[[RequestOptions], Message], str, bool]:
-    """Of the field at a path: how to get its message from the options, its name, and whether it can be absent."""
-    group, *parts, name = path.split(".")
-    descriptor = _GROUPS[group].DESCRIPTOR
-    for part in parts:
-        descriptor = descriptor.fields_by_name[part].message_type
-    return attrgetter(path.rpartition(".")[0]), name, descriptor.fields_by_name[name].has_presence
+def optional(message: Message, field: str) -> Any:
+    """The value of an `optional` field; None if it is absent."""
+    return getattr(message, field) if message.HasField(field) else None
 
 
 def write(message: Message, path: str, value: Any, as_written: dict[str, Any]) -> None:
@@ -114,9 +106,10 @@ def write(message: Message, path: str, value: Any, as_written: dict[str, Any]) -
             getattr(message, name).update(value)
             is_held = not any(map(math.isinf, getattr(message, name).values()))
         elif isinstance(value, list):
-            is_held = len(value) <= MAX_ENTRIES
+            entries = cast(list[Any], value)
+            is_held = len(entries) <= MAX_ENTRIES
             if is_held:
-                getattr(message, name).extend(value)
+                getattr(message, name).extend(entries)
         else:
             setattr(message, name, value)
             is_held = getattr(message, name) == value
@@ -139,14 +132,6 @@ class Parameters:
     eos_token_ids: tuple[int, ...]
     row_sampling: bytes
 
-    def stopping_at(self, max_tokens: int) -> StoppingParameters:
-        """`stopping` for a request that generates at most so many tokens."""
-        if self.stopping.max_tokens == max_tokens:
-            return self.stopping
-        stopping = StoppingParameters(max_tokens=max_tokens)
-        stopping.MergeFrom(self.stopping)
-        return stopping
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
@@ -161,7 +146,8 @@ class GenerationRequest:
     tenant: str
     prompt_token_ids: NDArray[np.int32]
     sampling: SamplingParameters
-    """Without a seed: requests of one call that names none share all but that."""
+    """`n` sequences are returned, out of `best_of` that are sampled or searched. Without a seed: requests of one call
+    that names none share all but that."""
     stopping: StoppingParameters
     output: OutputOptions
     seed: int
@@ -178,21 +164,12 @@ class GenerationRequest:
     """The span that the scheduler continues, if the request is traced."""
 
     @property
-    def num_sequences(self) -> int:
-        """The number of sequences that are returned, out of `best_of` that are sampled or searched."""
-        return self.sampling.n
-
-    @property
-    def best_of(self) -> int:
-        return self.sampling.best_of
-
-    @property
     def logprobs(self) -> int | None:
-        return self.output.logprobs if self.output.HasField("logprobs") else None
+        return optional(self.output, "logprobs")
 
     @property
     def prompt_logprobs(self) -> int | None:
-        return self.output.prompt_logprobs if self.output.HasField("prompt_logprobs") else None
+        return optional(self.output, "prompt_logprobs")
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
@@ -201,4 +178,4 @@ class GenerationRequest:
     @property
     def chooses(self) -> bool:
         """Whether the returned sequences are chosen when all have ended, so that none is delivered before."""
-        return self.best_of > self.num_sequences or self.sampling.HasField("beam_search")
+        return self.sampling.best_of > self.sampling.n or self.sampling.HasField("beam_search")

@@ -1,13 +1,15 @@
 """The validator of requests, the same for every front end.
 
-It checks all fields before it raises, and allocates nothing of the size of a request. Each violation names the field,
-its value and the limit.
+It checks all fields before it raises, and allocates nothing of the size of a request. `Violations` collects what is
+wrong; each violation names the field, its value and the limit.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 
 from gateway.request.limits import (
+    DRAWING,
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORDS,
     MAX_BEAM_CANDIDATES,
@@ -30,12 +32,121 @@ from gateway.request.types import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.request.violations import Violations, shortened, shown, utf8_size
 from quire.common.v1.common_pb2 import EarlyStopping
-from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, QuireError
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_LENGTH}}}")
+_SHOWN_CHARACTERS = 80
+_MAX_VIOLATIONS = 16
+
+
+class Violations:
+    """Collects the violations of a request, at most as many as a person reads."""
+
+    def __init__(self) -> None:
+        self.found: list[FieldViolation] = []
+        self._reason: str | None = None
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether further violations would be dropped."""
+        return len(self.found) >= _MAX_VIOLATIONS
+
+    def add(self, field: str, description: str, *, reason: str | None = None) -> None:
+        """`reason` becomes the reason of the error; the first one given wins."""
+        if not self.are_enough:
+            self.found.append(FieldViolation(field, description))
+            self._reason = self._reason or reason
+
+    def check_range(self, field: str, value: float | None, low: float, high: float, *, above_low: bool = False) -> None:
+        """Adds a violation unless `value` is absent, in [low, high], or in (low, high] with `above_low`.
+
+        With `above_low` the value must be above `low` in single precision too, which is what the worker gets.
+        """
+        if value is None:
+            return
+        if not (value > low and _single(value) > low if above_low else value >= low) or not value <= high:
+            bracket = "(" if above_low else "["
+            self.add(field, f"is {shown(value)}; it must be in {bracket}{shown(low)}, {shown(high)}]")
+
+    def check_count(self, field: str, values: Sized, limit: int) -> bool:
+        if len(values) <= limit:
+            return True
+        self.add(field, f"has {len(values):,} entries; the max is {limit:,}")
+        return False
+
+    def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+        """Names the first id that is out of range."""
+        # Iterating over the list of a message takes four times as long as over a copy.
+        token_ids = token_ids[:]
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            return
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < vocab_size:
+                self.add(f"{field}[{position}]", f"is {token_id}; token ids of this model are below {vocab_size:,}")
+                return
+
+    def check_size(self, field: str, texts: Iterable[str], max_bytes: int) -> None:
+        """Adds a violation if the texts together have more than `max_bytes` bytes in UTF-8."""
+        num_bytes = sum(utf8_size(text) for text in texts)
+        if num_bytes > max_bytes:
+            self.add(field, f"has {num_bytes:,} bytes; the max is {max_bytes:,}")
+
+    def check_text(self, field: str, text: str) -> None:
+        """Adds a violation for text that UTF-8 cannot encode: JSON can hold lone surrogates."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            self.add(field, f"is not valid Unicode: character {error.start} is a lone surrogate")
+
+    def raise_if_any(self) -> None:
+        if self.found:
+            raise InvalidArgument(summary(self.found), reason=self._reason, violations=self.found)
+
+
+def _single(value: float) -> float:
+    """The value rounded to single precision; unchanged if it is too large for that."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return value
+
+
+def utf8_size(text: str) -> int:
+    """The number of bytes of a text in UTF-8; a lone surrogate counts as three."""
+    return len(text.encode(errors="surrogatepass"))
+
+
+def summary(violations: Sequence[FieldViolation]) -> str:
+    """All violations in one line."""
+    return "; ".join(f"{violation.field} {violation.description}" for violation in violations)
+
+
+def shown(value: float) -> str:
+    """A number formatted for people, shortened: a number in JSON can have thousands of digits."""
+    return shortened(f"{value:,}" if isinstance(value, int) else f"{value:.7g}")
+
+
+def shortened(text: str) -> str:
+    """The text, cut off after 80 characters."""
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def renamed(error: QuireError, name: Callable[[str], str]) -> QuireError:
+    """The same error with the field names of a front end; `name` maps a field of the messages to one of the caller's.
+
+    Violations that become equal, because the caller set two fields by one, are listed once.
+    """
+    violations = list(dict.fromkeys(FieldViolation(name(each.field), each.description) for each in error.violations))
+    is_summary = bool(violations) and error.message == summary(error.violations)
+    return type(error)(
+        summary(violations) if is_summary else error.message,
+        reason=error.reason,
+        violations=violations,
+        retry_after_ms=error.retry_after_ms,
+        metadata=error.metadata,
+    )
 
 
 def check_model(model: str | None, served_model: str | None) -> None:
@@ -74,7 +185,15 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     check_model(request.model, served_model)
     violations = Violations()
     check_prompt(violations, request.prompt, limits)
-    _check_parameters(violations, request, limits)
+    if request.sampling.HasField("beam_search"):
+        _check_beam_search(violations, request, limits)
+    else:
+        _check_drawing(violations, request, limits)
+    _check_sampling(violations, request, limits)
+    _check_stopping(violations, request, limits)
+    for field in ("output.logprobs", "output.prompt_logprobs"):
+        violations.check_range(field, request.asked(field), 0, limits.max_logprobs)
+    violations.check_range("priority", request.priority, -100, 100)
     _check_request_id(violations, request.request_id)
     violations.raise_if_any()
 
@@ -99,7 +218,11 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
         InvalidArgument: the call has too many sequences, or too many copies of long parameters.
     """
     violations = Violations()
-    field, per_request = _sequences_of(request)
+    if request.sampling.HasField("beam_search"):
+        field = "sampling.beam_search.beam_width"
+    else:
+        field = "sampling.n" if request.asked("sampling.best_of") is None else "sampling.best_of"
+    per_request = max(request.asked(field) or 1, 1)
     count = num_requests * per_request
     if count > limits.max_call_sequences and per_request <= limits.max_n:
         violations.add(
@@ -127,33 +250,10 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
     violations.raise_if_any()
 
 
-def _sequences_of(request: RequestOptions) -> tuple[str, int]:
-    """The field that gives the number of sequences of a request, and that number."""
-    if request.sampling.HasField("beam_search"):
-        field = "sampling.beam_search.beam_width"
-    else:
-        field = "sampling.n" if request.asked("sampling.best_of") is None else "sampling.best_of"
-    return field, max(request.asked(field) or 1, 1)
-
-
 def _check_request_id(violations: Violations, request_id: str | None) -> None:
     if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
-        shown = shortened(request_id)
-        violations.add(
-            "request_id", f'is "{shown}"; it must be 1 to {MAX_REQUEST_ID_LENGTH} characters of [A-Za-z0-9._:-]'
-        )
-
-
-def _check_parameters(violations: Violations, request: RequestOptions, limits: Limits) -> None:
-    if request.sampling.HasField("beam_search"):
-        _check_beam_search(violations, request, limits)
-    else:
-        _check_drawing(violations, request, limits)
-    _check_sampling(violations, request, limits)
-    _check_stopping(violations, request, limits)
-    for field in ("output.logprobs", "output.prompt_logprobs"):
-        violations.check_range(field, request.asked(field), 0, limits.max_logprobs)
-    violations.check_range("priority", request.priority, -100, 100)
+        allowed = f"1 to {MAX_REQUEST_ID_LENGTH} characters of [A-Za-z0-9._:-]"
+        violations.add("request_id", f'is "{shortened(request_id)}"; it must be {allowed}')
 
 
 def check_prompt(
@@ -196,7 +296,10 @@ def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *
         violations.check_text(f"{field}[{position}].role", message.role)
         violations.check_text(f"{field}[{position}].content", message.content)
         if message.name is not None:
-            _check_name(violations, f"{field}[{position}].name", message.name)
+            if len(message.name) > MAX_NAME_LENGTH:
+                description = f"has {len(message.name):,} characters; the max is {MAX_NAME_LENGTH}"
+                violations.add(f"{field}[{position}].name", description)
+            violations.check_text(f"{field}[{position}].name", message.name)
     return True
 
 
@@ -229,12 +332,6 @@ def _check_prompt_length(
 def _context_length(limits: Limits) -> str:
     """Client libraries search for these words to recognise a prompt that is too long."""
     return f"this model's maximum context length is {limits.max_model_len} tokens"
-
-
-def _check_name(violations: Violations, field: str, name: str) -> None:
-    if len(name) > MAX_NAME_LENGTH:
-        violations.add(field, f"has {len(name):,} characters; the max is {MAX_NAME_LENGTH}")
-    violations.check_text(field, name)
 
 
 def check_prompt_tokens(field: str, token_ids: Sequence[int], limits: Limits) -> None:
@@ -279,24 +376,16 @@ def resolve_max_tokens(
     return max_tokens
 
 
-def check_defaults(violations: Violations, defaults: RequestOptions) -> None:
-    """Checks the sampling defaults of a model directory by the limits of requests."""
-    for name in NUMBERS:
-        _check_number(violations, name, defaults)
-
-
-def _check_number(violations: Violations, name: str, request: RequestOptions) -> None:
-    field = f"sampling.{name}"
-    if (value := request.asked(field)) is not None:
-        number = NUMBERS[name]
-        violations.check_range(field, value, number.low, number.high, above_low=number.is_above_low)
+def check_numbers(violations: Violations, request: RequestOptions, names: Iterable[str] = NUMBERS) -> None:
+    """Checks the ranges of numbers of the sampling: those of a request, or the defaults of a model directory."""
+    for name in names:
+        number, field = NUMBERS[name], f"sampling.{name}"
+        violations.check_range(field, request.asked(field), number.low, number.high, above_low=number.is_above_low)
 
 
 def _check_drawing(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     """Checks what does not apply to a beam search, or otherwise."""
-    for name, number in NUMBERS.items():
-        if number.in_beam_search is not None:
-            _check_number(violations, name, request)
+    check_numbers(violations, request, DRAWING)
     n, best_of = request.asked("sampling.n"), request.asked("sampling.best_of")
     violations.check_range("sampling.n", n, 1, limits.max_n)
     violations.check_range("sampling.best_of", best_of, n or 1, limits.max_n)
@@ -328,13 +417,11 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
             "sampling.best_of",
             f"is {shown(best_of)}; with beam search it must be absent or beam_width, which is {shown(width)}",
         )
-    for name, number in NUMBERS.items():
+    for name, only in DRAWING.items():
         value = request.asked(f"sampling.{name}")
-        if number.in_beam_search is not None and value not in (None, number.in_beam_search):
-            violations.add(
-                f"sampling.{name}",
-                f"is {shown(value)}; with beam search it must be absent or {number.in_beam_search}: nothing is drawn",
-            )
+        if value not in (None, only):
+            description = f"is {shown(value)}; with beam search it must be absent or {only}: nothing is drawn"
+            violations.add(f"sampling.{name}", description)
     num_stop_tokens = len(request.asked("stopping.stop_token_ids"))
     num_candidates = width * (1 + num_stop_tokens)
     if num_candidates > MAX_BEAM_CANDIDATES:
@@ -353,9 +440,7 @@ def _check_sampling(violations: Violations, request: RequestOptions, limits: Lim
     if request.sampling.HasField("constraint"):
         violations.add("sampling.constraint", "is not supported yet; send the request without it")
     violations.check_range("sampling.seed", request.asked("sampling.seed"), MIN_SEED, MAX_SEED)
-    for name, number in NUMBERS.items():
-        if number.in_beam_search is None:
-            _check_number(violations, name, request)
+    check_numbers(violations, request, [name for name in NUMBERS if name not in DRAWING])
     _check_logit_bias(violations, request.asked("sampling.logit_bias"), limits)
     allowed = request.asked("sampling.allowed_token_ids")
     if allowed and violations.check_count("sampling.allowed_token_ids", allowed, min(limits.vocab_size, MAX_ENTRIES)):

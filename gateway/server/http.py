@@ -24,7 +24,7 @@ from gateway.auth.keys import Authenticator
 from gateway.metrics import GatewayMetrics
 from gateway.request.generator import Generator
 from gateway.request.spans import set_incoming_context
-from gateway.request.violations import shortened
+from gateway.request.validation import shortened
 from gateway.settings import GatewaySettings
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated

@@ -30,8 +30,9 @@ from gateway.request.types import (
     RequestOptions,
     TextPrompt,
     TokenPrompt,
+    optional,
 )
-from gateway.request.violations import summary
+from gateway.request.validation import summary
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.rpc.errors import FieldViolation, Unimplemented, invalid_field
@@ -180,11 +181,6 @@ def stream_response(kind: type[StreamResponse], request_id: str, model: str, eve
                     prompt_logprobs=[_logprobs_message(position) for position in event.prompt_logprobs],
                 )
             )
-
-
-def optional(message: Any, field: str) -> Any:
-    """The value of an `optional` field; None where it is absent."""
-    return getattr(message, field) if message.HasField(field) else None
 
 
 def limits_message(limits: Limits) -> model_pb2.Limits:

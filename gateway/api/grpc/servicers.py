@@ -13,10 +13,9 @@ from gateway.auth.caller import current_caller
 from gateway.replicas.events import Event
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import AS_MESSAGE, STREAMED
-from gateway.request.generator import Generator
-from gateway.request.prompts import Prefixes, TextService
-from gateway.request.running import REFUSAL_S, Result, answer, answer_event
-from gateway.request.types import RequestOptions
+from gateway.request.generator import REFUSAL_S, Generator, Result, answer, answer_event
+from gateway.request.prompts import TextService
+from gateway.request.types import RequestOptions, optional
 from gateway.request.validation import find_model
 from quire.gateway.v1.generation_pb2 import (
     CancelRequest,
@@ -94,7 +93,7 @@ class GenerationServicer:
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         tokenized = await self._texts.tokenize(
-            convert.optional(request, "model"),
+            optional(request, "model"),
             convert.prompt_of(request, "input"),
             add_special_tokens=request.add_special_tokens or not request.HasField("add_special_tokens"),
         )
@@ -104,7 +103,7 @@ class GenerationServicer:
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         text = await self._texts.detokenize(
-            convert.optional(request, "model"),
+            optional(request, "model"),
             request.token_ids,
             include_special_tokens=request.include_special_tokens,
         )
@@ -204,14 +203,14 @@ class ModelServicer:
 
 
 class PrefixServicer:
-    def __init__(self, prefixes: Prefixes) -> None:
-        self._prefixes = prefixes
+    def __init__(self, texts: TextService) -> None:
+        self._texts = texts
 
     async def PinPrefix(self, request: PinPrefixRequest, context: Context) -> PinPrefixResponse:
-        pin = await self._prefixes.pin(
-            convert.optional(request, "model"),
+        pin = await self._texts.pin(
+            optional(request, "model"),
             convert.prompt_of(request, "prefix"),
-            convert.optional(request, "time_to_live_ms"),
+            optional(request, "time_to_live_ms"),
             timeout_s=context.time_remaining(),
         )
         return PinPrefixResponse(
@@ -222,5 +221,5 @@ class PrefixServicer:
         )
 
     async def UnpinPrefix(self, request: UnpinPrefixRequest, context: Context) -> UnpinPrefixResponse:
-        await self._prefixes.unpin(request.pin_id, timeout_s=context.time_remaining())
+        await self._texts.unpin(request.pin_id, timeout_s=context.time_remaining())
         return UnpinPrefixResponse()

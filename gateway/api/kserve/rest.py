@@ -16,7 +16,7 @@ from gateway.api.body import BodyLimits, read_model
 from gateway.api.kserve.convert import MAX_ELEMENTS, MAX_PARAMETERS
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openapi import ApiRoute
-from gateway.request.violations import Violations, shortened
+from gateway.request.validation import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, QuireError
 

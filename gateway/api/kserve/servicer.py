@@ -30,10 +30,8 @@ from gateway.auth.caller import current_caller
 from gateway.metrics import Durations, RequestStatistics
 from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.request.answer_memory import AS_TENSORS, STREAMED
-from gateway.request.generator import Generator
-from gateway.request.running import answer, running
-from gateway.request.validation import wrong_model
-from gateway.request.violations import renamed, shortened
+from gateway.request.generator import Generator, answer, running
+from gateway.request.validation import renamed, shortened, wrong_model
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import NotFound, PermissionDenied, QuireError, Unimplemented
 from quire.version import VERSION
@@ -107,7 +105,7 @@ class KServeServicer:
         _check_version("version", request.version)
         response = pb.ModelStatisticsResponse()
         if self._visible_name() is not None:
-            response.model_stats.append(_model_statistics(self._model_name, self._generator.statistics))
+            response.model_stats.append(_model_statistics(self._model_name, self._generator.metrics.statistics))
         return response
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:

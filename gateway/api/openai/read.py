@@ -27,7 +27,7 @@ from gateway.request.types import (
     TokenPrompt,
     write,
 )
-from gateway.request.violations import Violations
+from gateway.request.validation import Violations
 from gateway.turns import Turns
 from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters

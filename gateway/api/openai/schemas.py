@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.request.limits import MAX_LOGIT_BIAS
-from gateway.request.violations import Violations
+from gateway.request.validation import Violations
 
 Element = TypeVar("Element")
 # An error names the first bad element; a body may have millions.

@@ -19,15 +19,13 @@ from gateway.auth.caller import current_caller
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, STREAMED, CallMemory
-from gateway.request.generator import Generator
-from gateway.request.limits import MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
-from gateway.request.running import answer_event, events, results_of, running
+from gateway.request.generator import Generator, answer_event, events, results_of, running
+from gateway.request.limits import MAX_REQUEST_ID_LENGTH
 from gateway.request.types import Prompt, RequestOptions, TextPrompt, TokenPrompt
-from gateway.request.validation import check_model, check_prompt
-from gateway.request.violations import Violations
+from gateway.request.validation import Violations, check_model, check_prompt
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import Turns
-from quire.rpc.errors import QuireError
+from quire.rpc.errors import QuireError, invalid_field
 
 _HEADER_VALUE = re.compile(r"[!-~]{1,256}")
 
@@ -60,8 +58,9 @@ class CompletionCall:
     shows_prompt_by_choice = True
 
     def __init__(self, body: CompletionBody, model: str) -> None:
-        """Raises InvalidArgument: there is no prompt, or there are too many."""
-        _check_prompts(body)
+        """Raises InvalidArgument: there is no prompt."""
+        if body.prompt is None:
+            raise invalid_field("prompt", "is missing")
         self.body = body
         self.head = _head("cmpl", body, model)
         self._prompts = completion_prompts(body)
@@ -133,27 +132,15 @@ def _request_id(body: GenerationBody, head: Head) -> str:
     return head.id if body.request_id is None else body.request_id
 
 
-def _check_prompts(body: CompletionBody) -> None:
-    violations = Violations()
-    if body.prompt is None:
-        violations.add("prompt", "is missing")
-    # A list of numbers is one prompt.
-    elif isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
-        violations.check_count("prompt", body.prompt, MAX_PROMPTS)
-    violations.raise_if_any()
-
-
 def _check_shared_id(request_id: str | None, num_prompts: int) -> None:
     """The number of each prompt is appended to the id."""
-    violations = Violations()
     limit = MAX_REQUEST_ID_LENGTH - len(f"-{num_prompts - 1}")
     if request_id is not None and len(request_id) > limit:
-        violations.add(
+        raise invalid_field(
             "request_id",
             f"has {len(request_id):,} characters; with {num_prompts:,} prompts, each of which adds -N to it, "
             f"the max is {limit}",
         )
-    violations.raise_if_any()
 
 
 Call = ChatCall | CompletionCall

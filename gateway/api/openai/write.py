@@ -26,7 +26,7 @@ from gateway.replicas.events import (
     Usage,
 )
 from gateway.replicas.live import LiveRequest
-from gateway.request.running import Result
+from gateway.request.generator import Result
 from gateway.request.types import Prompt, TextPrompt
 from gateway.text.detokenizer import TextPieces
 from gateway.text.tokenizer import Tokenizer

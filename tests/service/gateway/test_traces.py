@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from gateway.request.spans import NoSpan, RequestSpans
-from gateway.request.types import RequestOptions
+from gateway.request.spans import RequestSpan
 from quire.gateway.v1 import generation_pb2
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import RunningGateway, collect, error_of, running_gateway, stream_request
@@ -247,10 +246,5 @@ async def test_without_an_endpoint_nothing_is_made_or_sent(gateway: RunningGatew
     header, _, _ = make_traceparent()
     await collect(gateway.generation.GenerateStream(stream_request(), metadata=(("traceparent", header),)))
     assert not scheduler.submits[-1].HasField("trace_context")
-    spans = RequestSpans(None, "model")
-    assert (
-        spans.generation(RequestOptions(prompt=None))
-        is spans.generation(RequestOptions(prompt=None))
-        is spans.resumption()
-    )
-    assert type(spans.resumption()) is NoSpan
+    with RequestSpan(None, "model", "resume") as span:
+        assert span.context is None

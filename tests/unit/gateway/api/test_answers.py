@@ -11,7 +11,7 @@ import pytest
 from gateway.api.answers import LazyList, WholeResponse, as_json, json_pieces
 from gateway.api.openai import stream as service
 from gateway.api.openai.stream import Call, OpenAiService
-from gateway.request.answer_memory import AnswerLimits, AnswerMemory
+from gateway.request.answer_memory import AnswerMemory
 from gateway.request.generator import Generator
 from quire.rpc.errors import ResourceExhausted
 from tests.support.tokenizers import byte_level, wrapped
@@ -109,7 +109,7 @@ async def test_a_body_that_fails_after_its_start_is_left_incomplete(size):
 async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_so_unless_it_has_begun(
     monkeypatch, ended_at, status
 ):
-    memory = AnswerMemory(AnswerLimits(1000, 1000, 1000))
+    memory = AnswerMemory(per_call=1000, per_key=1000, total=1000)
 
     def entries():
         for number in range(300):

@@ -21,7 +21,7 @@ class Replica:
     answers: asyncio.Event | None = None
     num_answered: int = field(default=0)
 
-    async def ask(self, call):
+    async def ask(self, method, request, timeout_s):
         if self.answers is not None:
             await self.answers.wait()
         self.num_answered += 1

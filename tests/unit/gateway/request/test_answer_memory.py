@@ -8,17 +8,16 @@ import pytest
 from gateway.api.answers import json_pieces
 from gateway.api.openai.schemas import CompletionBody
 from gateway.api.openai.write import CompletionShaper, Head, TokenTexts
-from gateway.replicas.convert import event_batch_from
+from gateway.replicas.events import event_batch_from
 from gateway.replicas.ledger import Ledger
 from gateway.request.answer_memory import (
     AS_MESSAGE,
     AS_TENSORS,
     IN_PIECES,
     STREAMED,
-    AnswerLimits,
     AnswerMemory,
 )
-from gateway.request.running import results_of
+from gateway.request.generator import results_of
 from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, ResourceExhausted
@@ -69,7 +68,7 @@ def generate(ledger, live, num_tokens, *, completes=False):
 
 @pytest.fixture
 def memory():
-    return AnswerMemory(AnswerLimits(per_call=50_000, per_key=80_000, total=120_000))
+    return AnswerMemory(per_call=50_000, per_key=80_000, total=120_000)
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ async def test_many_log_probabilities_are_kept_as_columns_and_written_in_pieces(
     """A share of 64 prompts with n=128, 400 tokens and 20 log probabilities, which took 2,960 bytes a position."""
     texts = TokenTexts(TOKENIZER)
     num_positions = 64 * 50
-    with AnswerMemory(AnswerLimits(1 << 30, 1 << 30, 1 << 30)).call("key", IN_PIECES) as call:
+    with AnswerMemory(per_call=1 << 30, per_key=1 << 30, total=1 << 30).call("key", IN_PIECES) as call:
         live = open_live(ledger, call, num_sequences=64, logprobs=NUM_TOP, max_tokens=50)
         generate(ledger, live, 1)
         tracemalloc.start()
@@ -211,6 +210,6 @@ def test_what_a_call_asks_for_in_so_many_words_is_refused_before_it_runs_where_i
 
 @pytest.mark.parametrize("form", [IN_PIECES, AS_MESSAGE, AS_TENSORS])
 def test_a_context_of_32k_with_five_log_probabilities_is_let_pass_by_the_default_limits(form):
-    memory = AnswerMemory(AnswerLimits(64 << 20, 128 << 20, 256 << 20))
+    memory = AnswerMemory(per_call=64 << 20, per_key=128 << 20, total=256 << 20)
     with memory.call("key", form) as call:
         call.expect(make_request(logprobs=5, max_tokens=32_768), 32_768)

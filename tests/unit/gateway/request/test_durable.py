@@ -10,7 +10,7 @@ from gateway.replicas.events import FinishReason, RequestEnded, SequenceEnded, T
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.request import durable
-from gateway.request.answer_memory import STREAMED, AnswerLimits, AnswerMemory
+from gateway.request.answer_memory import STREAMED, AnswerMemory
 from gateway.request.durable import DurableReads
 from quire.rpc.errors import Aborted, ResourceExhausted
 from tests.support import parameters
@@ -131,7 +131,7 @@ async def test_a_copy_of_what_another_call_has_taken_counts_no_more(reads, ledge
     monkeypatch.setattr(durable, "TOKENS_PER_TURN", 1)
     monkeypatch.setattr(durable.Turns, "pause", pause)
     earlier = make_live(ledger, 50)
-    with AnswerMemory(AnswerLimits(1 << 20, 1 << 20, 1 << 20)).call("key", STREAMED) as memory:
+    with AnswerMemory(per_call=1 << 20, per_key=1 << 20, total=1 << 20).call("key", STREAMED) as memory:
         finding = asyncio.create_task(reads.find("acme", "story", [], memory))
         await has_copied.wait()
         ledger.close(earlier)

@@ -107,9 +107,10 @@ def test_too_many_messages_are_refused_before_they_are_looked_at():
 
 
 def test_too_many_prompts_or_parts_are_refused_before_they_are_looked_at():
-    with pytest.raises(QuireError) as caught:
-        parse(CompletionBody, json.dumps({"prompt": [{}] * 1025}).encode())
-    assert caught.value.message == "prompt has 1,025 entries; the max is 1,024"
+    for prompt in ({}, "a", [1]):
+        with pytest.raises(QuireError) as caught:
+            parse(CompletionBody, json.dumps({"prompt": [prompt] * 1025}).encode())
+        assert caught.value.message == "prompt has 1,025 entries; the max is 1,024"
     messages = [{"role": "user", "content": [5] * 3000}] * 3
     with pytest.raises(QuireError) as caught:
         parse(ChatBody, json.dumps({"messages": messages}).encode())

@@ -15,7 +15,7 @@ from gateway.replicas.events import (
     PositionLogprobs,
     Usage,
 )
-from gateway.request.running import answer, answer_event
+from gateway.request.generator import answer, answer_event
 
 POSITION = PositionLogprobs(Logprob(1, -0.5, 1), tuple(Logprob(token, -0.5, token) for token in range(1, 21)))
 

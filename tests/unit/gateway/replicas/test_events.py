@@ -1,19 +1,13 @@
 """The scheduler's messages become values; malformed ones are refused."""
 
-import dataclasses
-
 import pytest
 
-from gateway.replicas.convert import event_batch_from, request_from_submit, submit_message
-from gateway.replicas.events import FinishReason, Logprob, PositionLogprobs, TokenLogprobs
-from gateway.replicas.live import LiveRequest
-from gateway.request.prepare import resolve
+from gateway.replicas.events import FinishReason, Logprob, PositionLogprobs, TokenLogprobs, event_batch_from
 from quire.arrays import encode_int32
 from quire.common.v1 import common_pb2
 from quire.rpc.errors import InvalidArgument, ResourceExhausted
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.logprobs import Line, fill, lines_of, token_logprobs
-from tests.support.parameters import make_options, make_request
 
 
 def make_events(rows, **fields):
@@ -24,31 +18,6 @@ def make_events(rows, **fields):
 
 def logprobs(*events):
     return token_logprobs({event: Line(-float(event), 2, [event], [-0.5]) for event in events})
-
-
-@pytest.mark.parametrize("searches", [False, True])
-def test_a_durable_request_is_found_again_as_it_was_submitted(searches):
-    sampling = {"temperature": 0.5, "logit_bias": {7: 1.5}, "n": 2, "bad_words": ["x"]}
-    if searches:
-        sampling = {"n": 2, "beam_search": {"beam_width": 3}}
-    options = make_options(sampling=sampling, stopping={"stop": ["end"], "max_tokens": 9}, output={"logprobs": 1})
-    parameters = resolve(options, common_pb2.SamplingParameters(), (1, 2), [(5, 6)])
-    asked = {name: getattr(parameters, name) for name in ("sampling", "stopping", "output", "row_sampling")}
-    request = dataclasses.replace(make_request(durable=True, nonce=2**63, priority=-3), **asked)
-    live = LiveRequest(request, 7, (), max_chunk_tokens=1, clock=lambda: 0.0)
-    found = request_from_submit(submit_message(live).submit)
-    # Bad words are known as tokens alone, inside of what the worker gets.
-    parameters.sampling.ClearField("bad_words")
-    for field in dataclasses.fields(request):
-        expected, value = getattr(request, field.name), getattr(found, field.name)
-        assert (list(value) == list(expected)) if field.name.endswith("_ids") else value == expected, field.name
-
-
-def test_the_scheduler_gets_the_stop_strings_of_durable_requests_alone():
-    for durable, stop in ((False, []), (True, ["end"])):
-        live = LiveRequest(make_request(stop=["end"], durable=durable), 7, (), max_chunk_tokens=1, clock=lambda: 0.0)
-        assert list(submit_message(live).submit.stopping.stop) == stop
-        assert list(live.request.stopping.stop) == ["end"]
 
 
 def test_consecutive_tokens_of_one_sequence_are_one_run():
