@@ -5,9 +5,10 @@ request validated, tokenized and completed with defaults.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -84,10 +85,17 @@ class RequestOptions:
         """The value that the caller wrote for a field, for example "sampling.top_p"; None if it is absent."""
         if path in self.as_written:
             return self.as_written[path]
-        *parents, name = path.split(".")
-        message: Message = reduce(getattr, parents, self)
-        has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
-        return optional(message, name) if has_presence else getattr(message, name)
+        parent_of, name, has_presence = _place_of(path)
+        message = parent_of(self)
+        return None if has_presence and not message.HasField(name) else getattr(message, name)
+
+
+@cache
+def _place_of(path: str) -> tuple[Callable[[RequestOptions], Message], str, bool]:
+    """Of the field at a path: how to get its message from the options, its name, and whether it can be absent."""
+    parents, _, name = path.rpartition(".")
+    parent_of: Callable[[RequestOptions], Message] = attrgetter(parents)
+    return parent_of, name, parent_of(RequestOptions(None)).DESCRIPTOR.fields_by_name[name].has_presence
 
 
 def optional(message: Message, field: str) -> Any:

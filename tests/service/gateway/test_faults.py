@@ -324,12 +324,14 @@ async def test_a_stream_that_cannot_be_written_to_is_opened_anew(gateway, schedu
     await scheduler.until(lambda: len(scheduler.live) == 2)
     broken = []
 
-    def abort_message(*args, **kwargs):
+    def abort(stream, *args, **kwargs):
         broken.append(args)
-        return SimpleNamespace(SerializeToString=lambda: 1 / 0 if fault == "cannot be serialized" else "no bytes")
+        stream._send(
+            SimpleNamespace(SerializeToString=lambda: 1 / 0 if fault == "cannot be serialized" else "no bytes")
+        )
 
     with monkeypatch.context() as patched:
-        patched.setattr(link, "abort_message", abort_message)
+        patched.setattr(link.SchedulerLink, "abort", abort)
         leaving.cancel()
         await scheduler.until(lambda: scheduler.connections == 2 and scheduler.live)
     assert broken
