@@ -18,6 +18,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_BYTES = 128
 # Of a call: each prompt is a request of its own, and a body that fits otherwise could hold millions of them.
+MAX_TOOLS = 128
+"""Of a chat."""
 MAX_PROMPTS = 1024
 # Of all sequences of a call: each of them is searched for all stop strings.
 MAX_CALL_STOP_BYTES = 4 * 1024 * 1024

@@ -15,7 +15,8 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
+from quire.common.v1.common_pb2 import Constraint, OutputOptions, SamplingParameters, StoppingParameters
+from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
 from quire.tracing import TraceContext
 
 MAX_ENTRIES = 1 << 20
@@ -34,16 +35,30 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """`name` tells speakers of one role apart. The chat template decides whether it is part of the prompt."""
+    """`name` tells speakers of one role apart. The chat template decides whether it is part of the prompt.
+
+    Of an assistant's message: the calls that it made, and its reasoning. `tool_call_id` names the call whose result the
+    message is.
+    """
 
     role: str
     content: str
     name: str | None = None
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
+    """A conversation to answer. `response_format` is what the content of the answer must match."""
+
     messages: Sequence[ChatMessage]
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    response_format: Constraint | None = None
+    template_options: TemplateOptions | None = None
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -33,6 +33,7 @@ from gateway.request.types import (
     TokenPrompt,
 )
 from quire.common.v1.common_pb2 import EarlyStopping
+from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, QuireError
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
@@ -286,6 +287,7 @@ def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *
 
     Any role passes: only the chat template knows the roles.
     """
+    _check_supported(violations, prompt)
     if not prompt.messages:
         violations.add(field, "is empty; at least one message is needed")
     if not violations.check_count(field, prompt.messages, limits.max_chat_messages):
@@ -293,6 +295,9 @@ def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *
     for position, message in enumerate(prompt.messages):
         if not message.role:
             violations.add(f"{field}[{position}].role", 'is empty; it must be a role such as "user"')
+        for name in ("tool_calls", "tool_call_id", "reasoning"):
+            if getattr(message, name):
+                violations.add(f"{field}[{position}].{name}", "is not supported yet; send the request without it")
         violations.check_text(f"{field}[{position}].role", message.role)
         violations.check_text(f"{field}[{position}].content", message.content)
         if message.name is not None:
@@ -303,9 +308,26 @@ def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *
     return True
 
 
+def _check_supported(violations: Violations, prompt: ChatPrompt) -> None:
+    options, choice = prompt.template_options, prompt.tool_choice
+    given = {
+        "tools": bool(prompt.tools) and (choice is None or choice.mode != TOOL_CHOICE_MODE_NONE),
+        "response_format": prompt.response_format is not None,
+        "template_options": options is not None and bool(options.ListFields()),
+    }
+    for path, is_given in given.items():
+        if is_given:
+            violations.add(path, "is not supported yet; send the request without it")
+
+
 def texts_of(prompt: ChatPrompt) -> Iterator[str]:
     """All texts of the messages."""
-    return (text for message in prompt.messages for text in (message.role, message.content, message.name or ""))
+    for message in prompt.messages:
+        yield from (message.role, message.content, message.name or "", message.reasoning or "")
+        for call in message.tool_calls:
+            yield from (call.name, call.arguments)
+    for tool in prompt.tools:
+        yield from (tool.name, tool.description, tool.parameters)
 
 
 def _check_prompt_size(violations: Violations, field: str, texts: Iterable[str], limits: Limits) -> None:

@@ -75,7 +75,7 @@ _REFUSED = {
 }
 _TRUTH = {"true": True, "false": False}
 _FLAGS = frozenset(name for name, field in CompletionBody.model_fields.items() if field.annotation == bool | None)
-_TEXTS = frozenset({"stop", "early_stopping"})
+_TEXTS = frozenset({"stop", "early_stopping", "guided_regex", "guided_grammar", "guided_decoding_backend"})
 INPUTS = {
     "text_input": "BYTES",
     "stream": "BOOL",

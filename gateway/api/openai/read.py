@@ -1,5 +1,6 @@
 """From a request's body to the contract's messages, and the names of their fields back to the body's."""
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -8,18 +9,25 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 
 from gateway.api.body import BodyLimits, load_json, read_body, validated
+from gateway.api.openai.constraints import constraint_of, constraint_path
+from gateway.api.openai.conversation import (
+    ConversationFields,
+    Message,
+    chat_message,
+    template_options,
+    tool_choice_of,
+    tool_of,
+)
 from gateway.api.openai.schemas import (
     UNION_TYPES,
     Body,
     ChatBody,
     CompletionBody,
     GenerationBody,
-    Message,
     check_supported,
 )
-from gateway.request.limits import MAX_PROMPTS
+from gateway.request.limits import MAX_PROMPTS, MAX_TOOLS
 from gateway.request.types import (
-    ChatMessage,
     ChatPrompt,
     Prompt,
     RequestOptions,
@@ -52,7 +60,15 @@ _EARLY_STOPPING = {
 # What bodies and the contract call alike, and mean the same by.
 _SAMPLING = SamplingParameters.DESCRIPTOR.fields_by_name.keys() & GenerationBody.model_fields.keys()
 _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
+# Fields of tools and of calls of earlier answers, which OpenAI has one object deeper.
+_FIELD_OF_FUNCTION = re.compile(
+    r"(tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\])\.(name|description|parameters|strict|arguments)"
+)
 _RENAMED = {
+    "template_options.arguments": "chat_template_kwargs",
+    "template_options.add_generation_prompt": "add_generation_prompt",
+    "template_options.continue_final_message": "continue_final_message",
+    "tool_choice.name": "tool_choice.function.name",
     "text": "prompt",
     "token_ids.ids": "prompt",
     "include_stop_string": "include_stop_str_in_output",
@@ -97,14 +113,18 @@ def body_of(kind: type[BodyType], fields: Mapping[str, Any]) -> BodyType:
 def _check_counts(fields: Mapping[str, Any], max_messages: int) -> None:
     """Raises InvalidArgument where there are too many messages, parts of messages or prompts to validate them."""
     violations = Violations()
-    prompts, messages = fields.get("prompt"), fields.get("messages")
+    prompts, messages, tools = (fields.get(name) for name in ("prompt", "messages", "tools"))
     if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
         violations.check_count("prompt", prompts, MAX_PROMPTS)
     if isinstance(messages, list) and violations.check_count("messages", messages, max_messages):
-        contents = [each.get("content") for each in messages if isinstance(each, dict)]
-        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        lists = [each.get(name) for each in messages if isinstance(each, dict) for name in ("content", "tool_calls")]
+        num_parts = sum(len(each) for each in lists if isinstance(each, list))
         if num_parts > _MAX_PARTS:
-            violations.add("messages", f"have {num_parts:,} parts of content together; the max is {_MAX_PARTS:,}")
+            violations.add(
+                "messages", f"have {num_parts:,} parts of content and tool calls together; the max is {_MAX_PARTS:,}"
+            )
+    if isinstance(tools, list):
+        violations.check_count("tools", tools, MAX_TOOLS)
     violations.raise_if_any()
 
 
@@ -147,18 +167,21 @@ def completion_options(body: CompletionBody, prompt: Prompt | None, request_id: 
 def chat_options(body: ChatBody, request_id: str) -> RequestOptions:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _options(body, chat_prompt(body.messages), request_id, max_tokens, logprobs, body.prompt_logprobs)
+    prompt = dataclasses.replace(
+        chat_prompt(body.messages, body),
+        tool_choice=tool_choice_of(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        response_format=constraint_of(body),
+    )
+    return _options(body, prompt, request_id, max_tokens, logprobs, body.prompt_logprobs)
 
 
-def chat_prompt(messages: Sequence[Message]) -> ChatPrompt:
-    return ChatPrompt([ChatMessage(each.role, message_text(each), each.name or None) for each in messages])
-
-
-def message_text(message: Message) -> str:
-    """A message's content as one text for the template, each part on a line of its own."""
-    if isinstance(message.content, list):
-        return "\n".join(part.text or "" for part in message.content)
-    return message.content or ""
+def chat_prompt(messages: Sequence[Message], fields: ConversationFields) -> ChatPrompt:
+    return ChatPrompt(
+        [chat_message(each) for each in messages],
+        tools=[tool_of(each) for each in fields.tools or ()],
+        template_options=template_options(fields),
+    )
 
 
 def is_echo_alone(body: CompletionBody) -> bool:
@@ -175,6 +198,11 @@ def param_name(body: GenerationBody, field: str) -> str:
             return "top_logprobs"
         if head == "max_tokens" and body.max_completion_tokens is not None:
             return "max_completion_tokens"
+    if head.startswith(("constraint", "response_format")):
+        return constraint_path(body) or head
+    if _FIELD_OF_FUNCTION.fullmatch(name):
+        head, _, field = name.rpartition(".")
+        return f"{head}.function.{field}"
     if head == "beam_search.beam_width":
         return "n" if body.best_of is None else "best_of"
     if (
@@ -245,6 +273,8 @@ def _sampling(body: GenerationBody, as_written: dict[str, Any]) -> SamplingParam
     sampling = SamplingParameters()
     for name in _SAMPLING & body.model_fields_set:
         write(sampling, f"sampling.{name}", _meant(name, getattr(body, name)), as_written)
+    if isinstance(body, CompletionBody) and (constraint := constraint_of(body)) is not None:
+        sampling.constraint.CopyFrom(constraint)
     if body.seed not in (None, -1):
         # A negative one is the number of 64 bits that has the same bits, as torch has it.
         sampling.seed = body.seed % 2**64

@@ -173,7 +173,7 @@ def _tokenize_input(body: TokenizeBody) -> TextPrompt | ChatPrompt:
     if body.prompt is not None and body.messages is not None:
         raise invalid_field("prompt", "is set besides messages; set exactly one of them")
     if body.messages is not None:
-        return chat_prompt(body.messages)
+        return chat_prompt(body.messages, body)
     if body.prompt is None:
         raise invalid_field("prompt", "is missing; set prompt or messages")
     return TextPrompt(body.prompt)

@@ -11,6 +11,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from gateway.api.openai.constraints import ConstraintFields, check_constraints
+from gateway.api.openai.conversation import (
+    ConversationFields,
+    Message,
+    NamedTool,
+    check_conversation,
+    check_tool_choice,
+)
 from gateway.auth.caller import HIGHEST_PRIORITY
 from gateway.request.limits import MAX_LOGIT_BIAS
 from gateway.request.validation import Violations
@@ -18,10 +26,12 @@ from gateway.request.validation import Violations
 Element = TypeVar("Element")
 # An error names the first bad element; a body may have millions.
 ListOf = Annotated[list[Element], Field(fail_fast=True)]
-_HINTS = frozenset(
+# Fields that only label a request, or hint at how to serve it. A chat's reasoning_effort goes to its template.
+HINTS = frozenset(
     {
         "metadata",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "reasoning_effort",
         "safety_identifier",
@@ -32,49 +42,44 @@ _HINTS = frozenset(
     }
 )
 _STREAM_HINTS = frozenset({"include_obfuscation"})
-# Of a message, and of a part of its content.
-_MESSAGE_HINTS = frozenset({"cache_control"})
-# Functions that the model may call, and the field that allows it.
-_FUNCTIONS = {"tools": "tool_choice", "functions": "function_call"}
-# Fields, and their values that change nothing.
-_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
+# Fields that are not supported, and their values that change nothing.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "suffix": ("",),
-    "echo": (False,),
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
+    "guided_decoding_disable_fallback": (True, False),
+    "guided_decoding_disable_any_whitespace": (False,),
+    "guided_decoding_disable_additional_properties": (False,),
+    **dict.fromkeys(
+        (
+            "audio",
+            "cache_salt",
+            "chat_template",
+            "chat_template_kwargs",
+            "documents",
+            "guided_whitespace_pattern",
+            "kv_transfer_params",
+            "logits_processors",
+            "mm_processor_kwargs",
+            "moderation",
+            "prediction",
+            "prompt_embeds",
+            "vllm_xargs",
+            "web_search_options",
+        ),
+        (),
+    ),
 }
-_KNOWN = frozenset(
-    {
-        "audio",
-        "cache_salt",
-        "chat_template",
-        "chat_template_kwargs",
-        "documents",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "kv_transfer_params",
-        "logits_processors",
-        "prediction",
-        "prompt_embeds",
-        "structured_outputs",
-        "truncate_prompt_tokens",
-        "web_search_options",
-    }
-)
-# Values of other fields of a message, or of a part, that change nothing.
-_SILENT = (None, [], "", {})
+_WAYS_OUT = {"functions": "; use tools", "function_call": "; use tool_choice"}
 
 
 def _check_size(value: Any) -> Any:
@@ -102,7 +107,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, ConstraintFields):
     """Fields of completions and chat completions; vLLM adds those below the blank line.
 
     A new parameter of sampling that has the name of its field in SamplingParameters is added here, and nowhere else.
@@ -147,29 +152,18 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
-
-    type: str
-    text: str | None = None
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
-
-    role: str
-    content: str | ListOf[ContentPart] | None = None
-    name: str | None = None
-
-
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, ConversationFields):
     messages: ListOf[Message]
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    echo: bool | None = None
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Body, ConversationFields):
     """Either a prompt or messages."""
 
     prompt: str | None = None
@@ -188,6 +182,9 @@ UNION_TYPES: dict[str, str] = {
     "stop": "a string or a list of strings",
     "content": "a string or a list of text parts",
     "early_stopping": 'true, false or "never"',
+    "guided_json": "an object or a string",
+    "json": "an object or a string",
+    "tool_choice": 'a string or {"type": "function", "function": {"name": ...}}',
 }
 
 
@@ -196,28 +193,28 @@ def check_supported(body: Body) -> None:
     violations = Violations()
     extra = body.model_extra or {}
     for name, value in extra.items():
-        if name not in _FUNCTIONS or extra.get(_FUNCTIONS[name]) != "none":
-            _check_field(violations, name, value)
         if violations.are_enough:
             break
+        if name != "functions" or extra.get("function_call") != "none":
+            _check_field(violations, name, value)
     if isinstance(body, GenerationBody):
         _check_combinations(violations, body)
+        check_constraints(violations, body)
     if isinstance(body, ChatBody | TokenizeBody):
-        _check_messages(violations, body.messages or [])
+        check_conversation(violations, body.messages or [], body)
         if body.messages is not None and body.add_special_tokens:
             violations.add("add_special_tokens", "is true; in a chat the chat template alone writes special tokens")
     violations.raise_if_any()
 
 
 def _check_field(violations: Violations, name: str, value: Any) -> None:
-    if value is None or name in _HINTS:
+    if value is None or name in HINTS:
         return
-    harmless = _WITHOUT_EFFECT.get(name)
-    if harmless is None and name not in _KNOWN:
+    if (harmless := UNSUPPORTED.get(name)) is None:
         violations.add(name[:80], "is not a field of this request")
     # `in` alone would take 1 for true.
-    elif not any(type(value) is type(each) and value == each for each in harmless or ()):
-        violations.add(name, "is not supported by this version")
+    elif not any(type(value) is type(each) and value == each for each in harmless):
+        violations.add(name, f"is not supported by this version{_WAYS_OUT.get(name, '')}")
 
 
 def _check_combinations(violations: Violations, body: GenerationBody) -> None:
@@ -244,31 +241,4 @@ def _check_chat(violations: Violations, body: ChatBody) -> None:
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         violations.add("max_tokens", f"is {both[0]} and max_completion_tokens is {both[1]}; set one of them")
-
-
-def _check_messages(violations: Violations, messages: list[Message]) -> None:
-    for position, message in enumerate(messages):
-        if violations.are_enough:
-            return
-        for name, value in (message.model_extra or {}).items():
-            if value not in _SILENT and name not in _MESSAGE_HINTS:
-                violations.add(f"messages[{position}].{name[:80]}", "is not supported by this version")
-        if message.content is None:
-            violations.add(f"messages[{position}].content", "is missing; it must be a string or a list of text parts")
-        if isinstance(message.content, list):
-            _check_parts(violations, position, message)
-
-
-def _check_parts(violations: Violations, position: int, message: Message) -> None:
-    assert isinstance(message.content, list)
-    for number, part in enumerate(message.content):
-        if violations.are_enough:
-            return
-        field = f"messages[{position}].content[{number}]"
-        for name, value in (part.model_extra or {}).items():
-            if part.type == "text" and value not in _SILENT and name not in _MESSAGE_HINTS:
-                violations.add(f"{field}.{name[:80]}", "is not supported by this version")
-        if part.type != "text":
-            violations.add(f"{field}.type", f'is "{part.type[:80]}"; only "text" is supported')
-        elif part.text is None:
-            violations.add(f"{field}.text", "is missing")
+    check_tool_choice(violations, body.tool_choice, body.tools or [])

@@ -217,7 +217,7 @@ async def test_log_probabilities_of_a_chat(client, scheduler):
         (CHAT, {"messages": [{"role": "", "content": "x"}]}, 400, "messages[0].role", "invalid_argument"),
         (CHAT, {"messages": [HELLO[0] | {"name": "x" * 65}]}, 400, "messages[0].name", "invalid_argument"),
         (CHAT, {"model": "other"}, 404, "model", "model_not_found"),
-        (CHAT, {"tools": [{"type": "function"}]}, 400, "tools", "invalid_argument"),
+        (CHAT, {"tools": [{"type": "function"}]}, 400, "tools[0].function", "invalid_argument"),
         (COMPLETIONS, {"prompt": "", "add_special_tokens": False}, 400, "prompt", "invalid_argument"),
         (COMPLETIONS, {"prompt": ["a"] * 1025}, 400, "prompt", "invalid_argument"),
         (COMPLETIONS, {"prompt": []}, 400, "prompt", "invalid_argument"),

@@ -9,6 +9,8 @@ from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import parse
 
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def refusal(kind, data: bytes | dict) -> InvalidArgument:
@@ -91,7 +93,16 @@ def test_a_field_of_the_wrong_type_is_named(field, value, path, expected):
         ([{"role": "user", "content": 7}], "messages[0].content"),
         ([{"role": "user", "content": ["hello"]}], "messages[0].content"),
         ([{"role": "user"}], "messages[0].content"),
-        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
+        ([{"role": "user", "content": None, "tool_calls": [CALL]}], "messages[0].content"),
+        ([{"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}], "messages[0].tool_calls[0].type"),
+        (
+            [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ([{"role": "assistant", "tool_calls": [CALL | {"more": 1}]}], "messages[0].tool_calls[0].more"),
+        ([{"role": "assistant", "content": "x", "audio": {"id": "a"}}], "messages[0].audio"),
         ([*HELLO, {"role": "user", "content": "x", "name": 7}], "messages[1].name"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
@@ -121,20 +132,16 @@ def test_an_unknown_field_is_refused_by_name(field):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
-        ("functions", [{"name": "f"}]),
-        ("response_format", {"type": "json_object"}),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy"}),
-        ("chat_template_kwargs", {"enable_thinking": False}),
         ("prediction", {"type": "content"}),
         ("cache_salt", "abc"),
         ("chat_template", "{{ messages }}"),
-        ("structured_outputs", {"regex": "a"}),
+        ("guided_whitespace_pattern", "[ ]*"),
+        ("moderation", {"model": "m"}),
         ("spaces_between_special_tokens", False),
         ("spaces_between_special_tokens", 1),
-        ("echo", True),
+        ("return_token_ids", True),
     ],
 )
 def test_what_is_not_done_here_is_refused_and_never_ignored(field, value):
@@ -196,7 +203,23 @@ def test_a_hint_without_effect_is_accepted(fields):
     ("fields", "param"),
     [
         ({"stream": True, "stream_options": {"include_tokens": True}}, "stream_options.include_tokens"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL | {"more": 1}]}, "tools[0].more"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "more": 1}}]}, "tools[0].function.more"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": 7}, "tool_choice"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"functions": [{"name": "f"}], "tool_choice": "none"}, "functions"),
         ({"logit_processors": [1], "": "none"}, "logit_processors"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
@@ -226,8 +249,8 @@ def test_any_other_priority_is_fine(priority):
 
 
 def test_all_that_is_wrong_is_told_at_once():
-    error = refusal(ChatBody, {"messages": HELLO, "tools": [{}], "what": 1})
-    assert [violation.field for violation in error.violations] == ["tools", "what"]
+    error = refusal(ChatBody, {"messages": HELLO, "tools": [{"type": "x"}], "what": 1})
+    assert [violation.field for violation in error.violations] == ["what", "tools[0].type"]
 
 
 def test_tokenize_takes_messages_of_text_alone():
@@ -275,7 +298,7 @@ def test_of_all_that_is_wrong_in_a_large_body_only_the_first_is_looked_at(monkey
     [
         (CompletionBody, {"prompt": "a", **{f"field{number}": 1 for number in range(1000)}}),
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "x"}] * 1000}]}),
-        (ChatBody, {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}] * 1000}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}] * 1000}),
     ],
 )
 def test_of_what_is_not_supported_no_more_is_named_than_somebody_reads(kind, body):

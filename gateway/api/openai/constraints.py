@@ -1,0 +1,190 @@
+"""What an answer must match: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields.
+
+All of them become one quire.common.v1.Constraint. It is always enforced, whether a schema says `strict` or not.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, Json
+from pydantic_core import to_json
+
+from gateway.request.validation import Violations, shortened
+from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+JsonSchema = dict[str, Any]
+# Values that change nothing, of fields of structured_outputs that are not supported. Nothing falls back here.
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "disable_fallback": (True, False),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+
+class JsonSchemaFormat(_Part):
+    """No model sees `name` and `description`, and the schema is enforced with and without `strict`."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[JsonSchema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TagStructure(_Part):
+    begin: str
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+    end: str
+
+
+class ResponseFormat(_Part):
+    """`type` is text, json_object, json_schema or, as in vLLM, structural_tag: after each of the `triggers` in the
+    text, one of the `structures` goes on that begin with it."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    structures: Annotated[list[TagStructure] | None, Field(fail_fast=True)] = None
+    triggers: Texts | None = None
+
+
+class StructuredOutputs(_Part):
+    """Exactly one of the fields is set."""
+
+    json_: Annotated[JsonSchema | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Json[ResponseFormat] | None = None
+
+
+class ConstraintFields(BaseModel):
+    """The fields of a body that constrain its answer. At most one of them does."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    structural_tag: Json[ResponseFormat] | None = None
+    # Names a library of vLLM's. Quire has one of its own.
+    guided_decoding_backend: str | None = None
+
+
+def check_constraints(violations: Violations, body: ConstraintFields) -> None:
+    """Adds violations for what is unknown or missing in the fields, and for more than one constraint."""
+    outputs = body.structured_outputs or StructuredOutputs()
+    for name, value in (outputs.model_extra or {}).items():
+        if value is not None and value not in _HARMLESS.get(name, ()):
+            violations.add(f"structured_outputs.{name[:80]}", "is not supported by this version")
+    for path, format in (
+        ("response_format", body.response_format),
+        ("structured_outputs.structural_tag", outputs.structural_tag),
+        ("structural_tag", body.structural_tag),
+    ):
+        if format is not None:
+            _check_format(violations, path, format, tags_only=path != "response_format")
+    paths = [path for path, _ in _found(body)]
+    if len(paths) > 1:
+        violations.add(paths[1], f"is set, and {paths[0]} too; an answer can match only one of them")
+    if body.structured_outputs is not None and not any(path.startswith("structured") for path in paths):
+        kinds = ", ".join(field.alias or name for name, field in StructuredOutputs.model_fields.items())
+        violations.add("structured_outputs", f"has no constraint; set one of {kinds}")
+
+
+def constraint_path(body: ConstraintFields) -> str | None:
+    """The path of the field that constrains the answer; None where nothing does."""
+    return next((path for path, _ in _found(body)), None)
+
+
+def constraint_of(body: ConstraintFields) -> Constraint | None:
+    """The constraint of a checked body."""
+    return next((make() for _, make in _found(body)), None)
+
+
+def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constraint]]]:
+    """The path of each constraint of a body, and what makes it."""
+    match body.response_format:
+        case ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema_=schema)) if schema is not None:
+            yield "response_format.json_schema.schema", partial(_of_schema, schema)
+        case ResponseFormat(type="json_object"):
+            yield "response_format", _of_object
+        case ResponseFormat(type="structural_tag") as format:
+            yield "response_format", partial(_of_tags, format)
+    outputs = body.structured_outputs or StructuredOutputs()
+    if outputs.json_object:
+        yield "structured_outputs.json_object", _of_object
+    for path, value, make in (
+        ("structured_outputs.json", outputs.json_, _of_schema),
+        ("structured_outputs.regex", outputs.regex, _of_regex),
+        ("structured_outputs.choice", outputs.choice, _of_choice),
+        ("structured_outputs.grammar", outputs.grammar, _of_grammar),
+        ("structured_outputs.structural_tag", outputs.structural_tag, _of_tags),
+        ("guided_json", body.guided_json, _of_schema),
+        ("guided_regex", body.guided_regex, _of_regex),
+        ("guided_choice", body.guided_choice, _of_choice),
+        ("guided_grammar", body.guided_grammar, _of_grammar),
+        ("structural_tag", body.structural_tag, _of_tags),
+    ):
+        if value is not None:
+            yield path, partial(make, value)
+
+
+def _of_schema(schema: JsonSchema | str) -> Constraint:
+    return Constraint(json_schema=schema if isinstance(schema, str) else to_json(schema).decode())
+
+
+def _of_object() -> Constraint:
+    return Constraint(json_object=AnyJsonObject())
+
+
+def _of_regex(regex: str) -> Constraint:
+    return Constraint(regex=regex)
+
+
+def _of_choice(texts: list[str]) -> Constraint:
+    return Constraint(choice=Choice(texts=texts))
+
+
+def _of_grammar(grammar: str) -> Constraint:
+    return Constraint(lark=grammar)
+
+
+def _of_tags(format: ResponseFormat) -> Constraint:
+    tags = StructuralTags(tags=[_tag(each, format.triggers or ()) for each in format.structures or ()])
+    return Constraint(structural_tags=tags)
+
+
+def _tag(structure: TagStructure, triggers: Sequence[str]) -> StructuralTag:
+    """The trigger opens the constrained part, which begins with the rest of what begins the structure."""
+    trigger = next(each for each in triggers if structure.begin.startswith(each))
+    schema, rest = to_json(structure.schema_).decode(), structure.begin.removeprefix(trigger)
+    if not rest:
+        return StructuralTag(begin=trigger, json_schema=schema, end=structure.end)
+    grammar = f"start: {json.dumps(rest)} arguments\narguments: %json {schema}\n"
+    return StructuralTag(begin=trigger, lark=grammar, end=structure.end)
+
+
+def _check_format(violations: Violations, path: str, format: ResponseFormat, *, tags_only: bool) -> None:
+    known = ("structural_tag",) if tags_only else ("text", "json_object", "json_schema", "structural_tag")
+    if format.type not in known:
+        violations.add(f"{path}.type", f'is "{shortened(format.type)}"; it must be {" or ".join(known)}')
+    for part_path, part in ((path, format), (f"{path}.json_schema", format.json_schema)):
+        for name in (part and part.model_extra) or {}:
+            violations.add(f"{part_path}.{name[:80]}", "is not supported by this version")
+    if format.type == "json_schema" and (format.json_schema is None or format.json_schema.schema_ is None):
+        violations.add(f"{path}.json_schema.schema", "is missing")
+    if format.type == "structural_tag":
+        if not format.structures:
+            violations.add(f"{path}.structures", "is missing or empty")
+        for position, structure in enumerate(format.structures or ()):
+            if not any(each and structure.begin.startswith(each) for each in format.triggers or ()):
+                description = f'is "{shortened(structure.begin)}"; it must begin with one of the triggers'
+                violations.add(f"{path}.structures[{position}].begin", description)

@@ -1,0 +1,241 @@
+"""Conversations of chats: messages, tools and what the chat template gets, their fields and what they become."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
+
+from gateway.request.types import ChatMessage
+from gateway.request.validation import Violations, shortened
+from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
+
+_UNSUPPORTED = "is not supported by this version"
+# Hints for caches of prompts; Quire finds common prefixes by itself.
+_HINTS = frozenset({"cache_control"})
+# Values of other fields that change nothing.
+_SILENT = (None, [], "", {})
+_ANSWER = "assistant"
+_TOOL_CHOICES = {
+    "none": ToolChoiceMode.TOOL_CHOICE_MODE_NONE,
+    "auto": ToolChoiceMode.TOOL_CHOICE_MODE_AUTO,
+    "required": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED,
+}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+
+class ContentPart(_Part):
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(_Part):
+    """`arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(_Part):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class Message(_Part):
+    """`tool_calls` and `reasoning` are those of an earlier answer, `tool_call_id` names the call that a message of role
+    tool answers."""
+
+    role: str
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[MessageToolCall] | None, Field(fail_fast=True)] = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class FunctionDefinition(_Part):
+    """`parameters` is a JSON schema. With `strict`, or without it, calls match the schema; false leaves calls that the
+    model makes by itself unconstrained."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(_Part):
+    type: str
+    function: FunctionDefinition | None = None
+
+
+class FunctionName(_Part):
+    name: str
+
+
+class NamedTool(_Part):
+    type: str
+    function: FunctionName | None = None
+
+
+class ConversationFields(BaseModel):
+    """What the prompt of a chat is made of, besides its messages."""
+
+    tools: Annotated[list[ToolDefinition] | None, Field(fail_fast=True)] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+
+
+def check_conversation(violations: Violations, messages: Sequence[Message], body: ConversationFields) -> None:
+    for position, message in enumerate(messages):
+        if violations.are_enough:
+            return
+        _check_message(violations, f"messages[{position}]", message)
+    for position, tool in enumerate(body.tools or ()):
+        if violations.are_enough:
+            return
+        _check_tool(violations, f"tools[{position}]", tool)
+    if body.continue_final_message and body.add_generation_prompt:
+        violations.add(
+            "continue_final_message",
+            "is true, and add_generation_prompt too; an answer continues a message or begins one",
+        )
+
+
+def check_tool_choice(violations: Violations, choice: str | NamedTool | None, tools: Sequence[ToolDefinition]) -> None:
+    if isinstance(choice, str):
+        if choice not in _TOOL_CHOICES:
+            violations.add(
+                "tool_choice", f'is "{shortened(choice)}"; it must be {", ".join(_TOOL_CHOICES)} or a function'
+            )
+        elif choice == "required" and not tools:
+            violations.add("tool_choice", "is required, and there are no tools to choose from; set tools")
+    elif choice is not None:
+        if choice.type != "function" or choice.function is None:
+            violations.add(
+                "tool_choice.type",
+                f'is "{shortened(choice.type)}"; only {{"type": "function", "function": {{"name": ...}}}} is supported',
+            )
+            return
+        names = [tool.function.name for tool in tools if tool.function is not None]
+        if choice.function.name not in names:
+            violations.add(
+                "tool_choice.function.name", f'is "{shortened(choice.function.name)}", which is none of the tools'
+            )
+
+
+def chat_message(message: Message) -> ChatMessage:
+    return ChatMessage(
+        message.role,
+        message_text(message),
+        message.name or None,
+        tool_calls=tuple(
+            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in message.tool_calls or ()
+        ),
+        tool_call_id=message.tool_call_id,
+        reasoning=_reasoning(message) or None,
+    )
+
+
+def message_text(message: Message) -> str:
+    """A message's content as one text for the template, each part on a line of its own."""
+    if isinstance(message.content, list):
+        return "\n".join(part.text or "" for part in message.content)
+    return message.content or ""
+
+
+def tool_of(definition: ToolDefinition) -> Tool:
+    """A tool of a checked body."""
+    function = definition.function
+    assert function is not None
+    tool = Tool(name=function.name)
+    if function.description is not None:
+        tool.description = function.description
+    if function.parameters is not None:
+        tool.parameters = to_json(function.parameters).decode()
+    if function.strict is not None:
+        tool.strict = function.strict
+    return tool
+
+
+def tool_choice_of(choice: str | NamedTool | None) -> ToolChoice | None:
+    """The choice of a checked body; None where it names none."""
+    match choice:
+        case str():
+            return ToolChoice(mode=_TOOL_CHOICES[choice])
+        case NamedTool(function=FunctionName(name=name)):
+            return ToolChoice(name=name)
+    return None
+
+
+def template_options(body: ConversationFields) -> TemplateOptions:
+    options = TemplateOptions()
+    if body.add_generation_prompt is not None:
+        options.add_generation_prompt = body.add_generation_prompt
+    if body.continue_final_message is not None:
+        options.continue_final_message = body.continue_final_message
+    arguments = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            # What most templates that can leave reasoning out ask for.
+            arguments.setdefault("enable_thinking", False)
+    if arguments:
+        options.arguments.update(arguments)
+    return options
+
+
+def _check_message(violations: Violations, path: str, message: Message) -> None:
+    _check_unknown(violations, path, message)
+    if isinstance(message.content, list):
+        for number, part in enumerate(message.content):
+            if violations.are_enough:
+                return
+            _check_part(violations, f"{path}.content[{number}]", part)
+    elif message.content is None and not (message.role == _ANSWER and (message.tool_calls or _reasoning(message))):
+        violations.add(f"{path}.content", "is missing; it must be a string or a list of text parts")
+    for number, call in enumerate(message.tool_calls or ()):
+        if violations.are_enough:
+            return
+        if call.type != "function":
+            violations.add(f"{path}.tool_calls[{number}].type", f'is "{shortened(call.type)}"; it must be function')
+        _check_unknown(violations, f"{path}.tool_calls[{number}]", call)
+        _check_unknown(violations, f"{path}.tool_calls[{number}].function", call.function)
+
+
+def _check_part(violations: Violations, path: str, part: ContentPart) -> None:
+    if part.type != "text":
+        violations.add(f"{path}.type", f'is "{shortened(part.type)}"; only "text" is supported')
+        return
+    _check_unknown(violations, path, part)
+    if part.text is None:
+        violations.add(f"{path}.text", "is missing")
+
+
+def _check_tool(violations: Violations, path: str, tool: ToolDefinition) -> None:
+    if tool.type != "function":
+        violations.add(f"{path}.type", f'is "{shortened(tool.type)}"; only "function" is supported')
+        return
+    _check_unknown(violations, path, tool)
+    if tool.function is None:
+        violations.add(f"{path}.function", "is missing")
+    else:
+        _check_unknown(violations, f"{path}.function", tool.function)
+
+
+def _check_unknown(violations: Violations, path: str, part: BaseModel) -> None:
+    for name, value in (part.model_extra or {}).items():
+        if value not in _SILENT and name not in _HINTS:
+            violations.add(f"{path}.{name[:80]}", _UNSUPPORTED)
+
+
+def _reasoning(message: Message) -> str | None:
+    """vLLM's name and the newer one."""
+    return message.reasoning_content if message.reasoning_content is not None else message.reasoning

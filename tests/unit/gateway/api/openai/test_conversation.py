@@ -1,0 +1,82 @@
+"""Conversations of chats: what messages, tools and template options become, and how errors name them."""
+
+from google.protobuf.json_format import MessageToDict
+
+from gateway.api.openai.read import chat_options, param_name
+from gateway.api.openai.schemas import ChatBody
+from gateway.request.types import ChatMessage, ChatPrompt
+from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_REQUIRED, TemplateOptions, Tool, ToolCall, ToolChoice
+from tests.support.openai_bodies import parse
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def prompt(**fields) -> ChatPrompt:
+    found = chat_options(parse(ChatBody, {"messages": HELLO} | fields), "id").prompt
+    assert isinstance(found, ChatPrompt)
+    return found
+
+
+def test_messages_keep_what_agents_send_back():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    found = prompt(
+        messages=[
+            {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"},
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "r", "refusal": None},
+            {"role": "assistant", "reasoning": "s"},
+            {"role": "tool", "content": "7", "tool_call_id": "c"},
+        ]
+    )
+    assert found.messages == [
+        ChatMessage("system", "a\nb", "n"),
+        ChatMessage("assistant", "", tool_calls=(ToolCall(id="c", name="f", arguments='{"a": 1}'),), reasoning="r"),
+        ChatMessage("assistant", "", reasoning="s"),
+        ChatMessage("tool", "7", tool_call_id="c"),
+    ]
+
+
+def test_tools_and_their_choice():
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    tools = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
+    found = prompt(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    assert found.tools == [
+        Tool(name="f", description="d", parameters='{"type":"object"}', strict=True),
+        Tool(name="g"),
+    ]
+    assert found.tool_choice == ToolChoice(mode=TOOL_CHOICE_MODE_REQUIRED)
+    assert not found.parallel_tool_calls
+    named = prompt(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}})
+    assert named.tool_choice == ToolChoice(name="g")
+    assert prompt(tools=tools).tool_choice is None
+
+
+def test_what_the_template_gets():
+    assert prompt().template_options == TemplateOptions()
+    options = prompt(
+        chat_template_kwargs={"budget": 7, "deep": {"a": [True]}}, reasoning_effort="low", add_generation_prompt=False
+    ).template_options
+    assert options is not None
+    arguments = {"budget": 7, "deep": {"a": [True]}, "reasoning_effort": "low"}
+    assert MessageToDict(options.arguments) == arguments
+    assert not options.add_generation_prompt
+    without = prompt(reasoning_effort="none").template_options
+    assert without is not None
+    assert MessageToDict(without.arguments) == {"reasoning_effort": "none", "enable_thinking": False}
+    asked = prompt(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}).template_options
+    assert asked is not None
+    assert MessageToDict(asked.arguments) == {"reasoning_effort": "none", "enable_thinking": True}
+
+
+def test_errors_name_the_fields_as_they_came():
+    body = parse(ChatBody, {"messages": HELLO})
+    for field, name in {
+        "tools[3].parameters": "tools[3].function.parameters",
+        "tools[0].name": "tools[0].function.name",
+        "tools": "tools",
+        "messages[2].tool_calls[1].arguments": "messages[2].tool_calls[1].function.arguments",
+        "messages[2].tool_call_id": "messages[2].tool_call_id",
+        "tool_choice.name": "tool_choice.function.name",
+        "template_options.arguments": "chat_template_kwargs",
+        "template_options.continue_final_message": "continue_final_message",
+    }.items():
+        assert param_name(body, field) == name
