@@ -1,7 +1,10 @@
 """What every test gets. Helpers live in tests/support; fixtures live beside the tests that use them."""
 
+import gc
 import os
+from collections.abc import AsyncIterator
 
+import pytest_asyncio
 from hypothesis import settings
 
 # Set before torch is imported anywhere: test machines are small, and kernels of tiny models gain nothing from threads.
@@ -16,3 +19,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("gate", derandomize=True, database=None, deadline=None, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("QUIRE_TEST_PROFILE", "gate"))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", autouse=True)
+async def _collected_while_the_loop_runs() -> AsyncIterator[None]:
+    """A server of grpc.aio schedules its shutdown when it is collected, which a closed loop cannot run."""
+    yield
+    gc.collect()

@@ -56,18 +56,18 @@ class Load:
 
     async def wait_started(self) -> None:
         """Until each stream is well under way."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             for started in self._started:
                 await started.wait()
         assert not all(stream.done() for stream in self._streams)
 
     async def outputs(self) -> list[Output]:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             return await asyncio.gather(*self._streams)
 
     async def errors(self) -> list[BaseException]:
         """Of streams that all fail."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             outcomes = await asyncio.gather(*self._streams, return_exceptions=True)
         return [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
 

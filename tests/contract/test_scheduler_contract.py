@@ -69,7 +69,7 @@ async def say(stream: GatewayStream, **message) -> None:
 async def end_of(call: grpc.aio.StreamStreamCall) -> QuireError:
     """How the scheduler ends a stream."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await call.read() is not grpc.aio.EOF:
                 pass
     except grpc.aio.AioRpcError as error:
@@ -80,7 +80,7 @@ async def end_of(call: grpc.aio.StreamStreamCall) -> QuireError:
 async def refusal_of(stub: SchedulerServiceStub, first: scheduler_pb2.ConnectRequest) -> QuireError:
     """How the scheduler refuses a stream that begins with this message."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             async for _ in stub.Connect([first]):
                 pass
     except grpc.aio.AioRpcError as error:

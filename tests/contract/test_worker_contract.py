@@ -290,8 +290,14 @@ async def test_the_stream_ends_well_when_the_scheduler_has_no_more_steps(client:
 
 async def test_heartbeats_come_at_least_once_a_second(client: StepClient) -> None:
     await prefill(client)
-    async with asyncio.timeout(1.5):
-        beat = await client.heartbeat()
+    await client.heartbeat()
+    # Counted in naps of this process, which a busy machine makes longer as it does the worker's.
+    reading, num_naps = asyncio.ensure_future(client.heartbeat()), 0
+    while not reading.done():
+        await asyncio.sleep(0.1)
+        num_naps += 1
+    assert num_naps <= 10
+    beat = await reading
     assert beat.last_step_id == 1
     assert beat.busy_ms == 0
 

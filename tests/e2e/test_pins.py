@@ -109,7 +109,7 @@ async def test_a_pin_ends_by_itself_when_its_time_is_over_and_nothing_runs(
         return await num_pinned(served) == 0
 
     try:
-        await until(is_over, timeout_s=2)
+        await until(is_over)
     finally:
         with pytest.raises(NotFound):
             await served.client.unpin_prefix(pinned.pin_id)

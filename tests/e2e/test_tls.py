@@ -46,7 +46,7 @@ async def process(module: str, *arguments: str) -> AsyncIterator[asyncio.subproc
         yield running
     finally:
         running.terminate()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await running.communicate()
 
 
@@ -74,15 +74,15 @@ async def test_processes_on_tcp_ports_serve_and_refuse_who_has_no_business_there
         # A gateway has no business with a worker, nor a worker with a scheduler; an operator may look on.
         async with open_channel(worker, tls=TlsIdentity.of(tmp_path, Role.GATEWAY)) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+                await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=30)
             assert isinstance(from_rpc_error(caught.value), PermissionDenied)
         state = scheduler_pb2.GetStateRequest()
         async with open_channel(scheduler, tls=TlsIdentity.of(tmp_path, Role.WORKER)) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await scheduler_pb2_grpc.SchedulerServiceStub(channel).GetState(state, timeout=10)
+                await scheduler_pb2_grpc.SchedulerServiceStub(channel).GetState(state, timeout=30)
             assert isinstance(from_rpc_error(caught.value), PermissionDenied)
         async with open_channel(scheduler, tls=TlsIdentity.of(tmp_path, Role.OPERATOR)) as channel:
-            answer = await scheduler_pb2_grpc.SchedulerServiceStub(channel).GetState(state, timeout=10)
+            answer = await scheduler_pb2_grpc.SchedulerServiceStub(channel).GetState(state, timeout=30)
             assert answer.workers[0].attached
 
 

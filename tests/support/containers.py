@@ -71,7 +71,7 @@ class Machine:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 await process.wait()
 
     async def _until_healthy(self, container: Container) -> None:

@@ -191,7 +191,7 @@ class FakeGatewayThread:
     generation: FakeGeneration
     loop: asyncio.AbstractEventLoop
 
-    def wait_left(self, timeout_s: float = 5.0) -> None:
+    def wait_left(self, timeout_s: float = 30) -> None:
         """Waits until the caller of an endless stream has left."""
         waiting = asyncio.wait_for(self.generation.left.wait(), timeout_s)
         asyncio.run_coroutine_threadsafe(waiting, self.loop).result()

@@ -260,7 +260,7 @@ class FakeScheduler(FakePins, scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Waits until something that came makes the condition true."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():
                 self._heard.clear()
                 await self._heard.wait()

@@ -30,7 +30,7 @@ class RunningGateway:
     async def raw_unary(self, method: str, data: bytes) -> bytes:
         """Calls a method of GenerationService with bytes that no stub would send."""
         call = self.channel.unary_unary(GENERATION + method)
-        return await call(data, timeout=10)
+        return await call(data, timeout=30)
 
 
 @contextlib.asynccontextmanager
@@ -95,14 +95,14 @@ def collected(responses: list) -> Collected:
 
 async def collect(call) -> Collected:
     """Reads a stream to its end, which must come within ten seconds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return collected([response async for response in call])
 
 
 async def error_of(call) -> QuireError:
     """The error that a unary or streaming call ends with."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             answer = [response async for response in call] if hasattr(call, "__aiter__") else await call
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error)

@@ -41,7 +41,7 @@ async def connection_to(gateway: RunningGateway) -> socket.socket:
 
 async def read_answer(connection: socket.socket, *, has_body: bool = True) -> RawAnswer:
     """The next answer, which must have a content-length and come within ten seconds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         head = b""
         while not head.endswith(b"\r\n\r\n"):
             head += await _received(connection, 1)
@@ -56,7 +56,7 @@ async def read_answer(connection: socket.socket, *, has_body: bool = True) -> Ra
 async def read_to_end(connection: socket.socket) -> bytes:
     """What comes until the other side closes the connection, which must be within ten seconds."""
     loop, data = asyncio.get_running_loop(), b""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         try:
             while piece := await loop.sock_recv(connection, 65536):
                 data += piece

@@ -18,7 +18,7 @@ async def events_of(response: httpx.Response) -> AsyncIterator[str]:
 
 async def read_stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[list[Any], bool]:
     """All chunks of a stream, and whether it ended with [DONE]. It must end within 20 seconds."""
-    async with asyncio.timeout(20), client.stream("POST", path, json=body | {"stream": True}) as response:
+    async with asyncio.timeout(30), client.stream("POST", path, json=body | {"stream": True}) as response:
         assert response.status_code == 200, await response.aread()
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         events = [event async for event in events_of(response)]

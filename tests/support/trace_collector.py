@@ -71,7 +71,7 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
         self._news.set()
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    async def until(self, found: Callable[[list[CollectedSpan]], Any], timeout_s: float = 20.0) -> Any:
+    async def until(self, found: Callable[[list[CollectedSpan]], Any], timeout_s: float = 30) -> Any:
         """What `found` makes of the spans, once that is something."""
         async with asyncio.timeout(timeout_s):
             while not (value := found(self.spans)):

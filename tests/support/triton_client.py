@@ -65,4 +65,4 @@ async def triton_client(address: str) -> AsyncIterator[TritonClient]:
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        await asyncio.wait_for(process.wait(), 20)
+        await asyncio.wait_for(process.wait(), 30)

@@ -94,7 +94,7 @@ async def _wait_connected(scheduler: scheduler_pb2_grpc.SchedulerServiceStub, nu
 
 async def _wait_serving(gateway: RunningGateway) -> None:
     """A gateway is ready once it has read a scheduler's welcome."""
-    watch = health_pb2_grpc.HealthStub(gateway.channel).Watch(health_pb2.HealthCheckRequest(), timeout=10)
+    watch = health_pb2_grpc.HealthStub(gateway.channel).Watch(health_pb2.HealthCheckRequest(), timeout=30)
     async for answer in watch:
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             return

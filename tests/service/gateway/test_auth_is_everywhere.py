@@ -82,7 +82,7 @@ async def refusal_of(call) -> Unauthenticated:
 def stream_refusal_of(channel: grpc.Channel, method: str, messages: list[bytes], metadata=()) -> Unauthenticated:
     """By the blocking API: grpc.aio loses the server's status where a message is still on its way when it comes."""
     with pytest.raises(grpc.RpcError) as raised:
-        list(channel.stream_stream(method)(iter(messages), timeout=10, metadata=metadata))
+        list(channel.stream_stream(method)(iter(messages), timeout=30, metadata=metadata))
     error = from_rpc_error(raised.value)
     assert isinstance(error, Unauthenticated), (method, error)
     return error
@@ -114,9 +114,9 @@ async def test_health_needs_no_key(gateway):
 @pytest.mark.parametrize("method", ["/quire.gateway.v1.GenerationService/Invented", "/x/Y", "/grpc.health.v1.Health/Z"])
 async def test_an_unknown_method_is_refused_without_a_key_and_unknown_with_one(gateway, key, method):
     call = gateway.channel.unary_unary(method)
-    await refusal_of(call(b"", timeout=10))
+    await refusal_of(call(b"", timeout=30))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await call(b"", timeout=10, metadata=bearer(key))
+        await call(b"", timeout=30, metadata=bearer(key))
     assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -132,7 +132,7 @@ async def test_a_service_that_nobody_named_is_refused_with_a_key_too(keys, key):
     server = await RpcServer.start("127.0.0.1:0", register, [], interceptors=[interceptor])
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        error = await error_of(stub.Cancel(generation_pb2.CancelRequest(), metadata=bearer(key), timeout=10))
+        error = await error_of(stub.Cancel(generation_pb2.CancelRequest(), metadata=bearer(key), timeout=30))
     await server.stop(0)
     assert isinstance(error, PermissionDenied)
     assert error.reason == "METHOD_NOT_ALLOWED"
@@ -142,7 +142,7 @@ async def test_a_service_that_nobody_named_is_refused_with_a_key_too(keys, key):
 async def test_every_path_but_the_open_ones_is_refused_without_a_key(gateway, key):
     known = set(paths_of(gateway.gateway._http.config.app.routes))
     assert {"/v1/chat/completions", "/v1/models", "/metrics", "/tokenize"} <= known
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as client:
         for path in {re.sub(r"{.*?}", "x", path) for path in known} | {"/", "/no/such", "/docs", "/health/"}:
             for method in ("GET", "POST", "OPTIONS", "PUT"):
                 response = await client.request(method, path)
@@ -159,7 +159,7 @@ async def test_every_path_but_the_open_ones_is_refused_without_a_key(gateway, ke
 
 
 async def test_a_refused_upload_is_answered_whatever_its_size(gateway):
-    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as client:
         response = await client.post(
             "/v1/completions", content=b"x" * 3_000_000, headers={"x-request-id": "mine", "authorization": "Bearer no"}
         )

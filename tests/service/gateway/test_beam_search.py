@@ -39,7 +39,7 @@ async def delivered(call, scheduler, hypotheses):
     await scheduler.until(lambda: scheduler.live)
     (handle,) = scheduler.live
     scheduler.deliver(handle, hypotheses)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return await answering
 
 
@@ -153,7 +153,7 @@ async def test_a_search_survives_the_loss_of_its_scheduler(gateway, quiet):
     await quiet.until(lambda: len(quiet.submits) == 2 and quiet.live)
     (handle,) = quiet.live
     quiet.deliver(handle, HYPOTHESES)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert [text for text, _, _ in by_sequence(await reading, 3)] == TEXTS
     first, second = quiet.submits
     assert not second.emitted

@@ -67,7 +67,7 @@ async def test_the_scheduler_gets_the_tokens_and_is_not_told_that_it_accepted_th
 
 
 async def collect_rest(gateway, request):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return [response async for response in gateway.generation.GenerateStream(request)]
 
 

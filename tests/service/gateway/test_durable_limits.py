@@ -49,7 +49,7 @@ class Holder:
 
     async def read(self, request_id: str, gateway: RunningGateway) -> int:
         """Resumes a request and reads it to its end; the number of its tokens."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             return sum([len(response.chunk.token_ids) async for response in self.resume(request_id, gateway)])
 
     async def refusal(self, gateway: RunningGateway | None = None) -> QuireError | None:

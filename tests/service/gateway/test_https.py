@@ -50,7 +50,7 @@ def trusting(directory: Path, role: Role | None = None) -> ssl.SSLContext:
 
 
 def client_of(gateway: RunningGateway, verify: ssl.SSLContext) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=gateway.http_url.replace("http:", "https:"), verify=verify, timeout=10)
+    return httpx.AsyncClient(base_url=gateway.http_url.replace("http:", "https:"), verify=verify, timeout=30)
 
 
 async def is_answered(gateway: RunningGateway, verify: ssl.SSLContext) -> bool:
@@ -129,7 +129,7 @@ async def test_a_session_from_before_does_not_spare_a_client_its_certificate(
     context = trusting(tmp_path, Role.CLIENT)
     reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
     session = writer.get_extra_info("ssl_object").session
     assert session is None or not session.has_ticket
     assert writer.get_extra_info("ssl_object").version() == "TLSv1.3"
@@ -140,7 +140,7 @@ async def test_a_handshake_that_never_ends_is_broken_off(tmp_path: Path, authori
     async with running_alone(tmp_path, handshake_timeout=SHORT_S) as gateway:
         host, _, port = gateway.gateway.http_address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), 30) == b""
         writer.close()
 
 
@@ -151,7 +151,7 @@ async def test_a_handshake_that_runs_counts_as_a_connection_until_it_ends(tmp_pa
         reader, surplus = await asyncio.open_connection(address[0], int(address[2]))
         # Closed in the clear, before any handshake.
         with contextlib.suppress(ConnectionResetError):
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), 30) == b""
         surplus.close()
         first.close()
         assert await until(lambda: is_answered(gateway, trusting(tmp_path)))
@@ -164,7 +164,7 @@ async def test_handshakes_that_fail_leave_their_places(tmp_path: Path, authority
             reader, writer = await asyncio.open_connection(address[0], int(address[2]))
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
-                await asyncio.wait_for(reader.read(), 10)
+                await asyncio.wait_for(reader.read(), 30)
             writer.close()
         assert await is_answered(gateway, trusting(tmp_path))
 
@@ -175,7 +175,7 @@ async def test_a_request_right_behind_the_handshake_is_answered(gateway: Running
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = trusting(tmp_path).wrap_bio(incoming, outgoing, server_hostname="localhost")
     reader, writer = await asyncio.open_connection(address[0], int(address[2]))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             try:
                 client.do_handshake()

@@ -49,7 +49,7 @@ async def test_drain_waits_for_a_request_whose_text_is_being_tokenized(scheduler
 
         monkeypatch.setattr(tokenizer, "encode", slow_encode)
         early = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request(max_tokens=30))))
-        await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.wait_for(begun.wait(), 30)
         stopping = asyncio.create_task(gateway.gateway.stop(10))
         await asyncio.sleep(0)
         may_go_on.set()
@@ -79,7 +79,7 @@ async def test_serve_stops_when_it_is_cancelled(scheduler):
     await scheduler.until(lambda: scheduler.connections)
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(serving, 5)
+        await asyncio.wait_for(serving, 30)
 
 
 @pytest.mark.parametrize("port", ["grpc_port", "http_port"])

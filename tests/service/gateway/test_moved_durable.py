@@ -52,7 +52,7 @@ async def test_a_durable_request_that_moves_is_forgotten_where_it_was_and_may_mo
         await until(lambda: is_found_once(two))
         assert move(two) == (second, first)
         await until(lambda: is_found_once(two))
-        await asyncio.wait_for(reading, 20)
+        await asyncio.wait_for(reading, 30)
         assert len(token_ids) == NUM_TOKENS
         again: list[int] = []
         await read(two.second.generation.ResumeStream(generation_pb2.ResumeStreamRequest(request_id="story")), again)

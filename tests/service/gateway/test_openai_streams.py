@@ -205,7 +205,7 @@ async def test_a_slow_reader_gets_everything_once_in_larger_chunks():
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await scheduler.until(lambda: scheduler.live)
-        await asyncio.wait_for(scheduler.until(lambda: not scheduler.live), 20)
+        await asyncio.wait_for(scheduler.until(lambda: not scheduler.live), 30)
         # Others are served meanwhile.
         async with httpx.AsyncClient(base_url=gateway.http_url) as http:
             assert (await http.post(CHAT, json=BODIES[CHAT])).status_code == 200

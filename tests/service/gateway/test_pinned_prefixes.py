@@ -43,7 +43,7 @@ def pin_chat(*turns):
 
 
 async def until_all_are_connected(gateway):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while True:
             info = await gateway.models.GetServerInfo(model_pb2.GetServerInfoRequest())
             if all(replica.connected for replica in info.replicas):
@@ -212,9 +212,9 @@ async def test_a_client_that_leaves_takes_its_call_back(gateway, scheduler):
     scheduler.answers_pins.clear()
     call = gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT))
     waiting = asyncio.ensure_future(call.code())
-    await asyncio.wait_for(scheduler.pin_asked.wait(), 5)
+    await asyncio.wait_for(scheduler.pin_asked.wait(), 30)
     call.cancel()
-    await asyncio.wait_for(scheduler.pin_left.wait(), 5)
+    await asyncio.wait_for(scheduler.pin_left.wait(), 30)
     assert await waiting == grpc.StatusCode.CANCELLED
 
 
@@ -222,7 +222,7 @@ async def test_a_client_that_leaves_takes_its_call_back(gateway, scheduler):
 async def test_a_scheduler_that_is_lost_meanwhile_is_unavailable(gateway, scheduler, fault):
     scheduler.answers_pins.clear()
     pinning = asyncio.create_task(error_of(gateway.prefixes.PinPrefix(PinPrefixRequest(text=LONG_TEXT))))
-    await asyncio.wait_for(scheduler.pin_asked.wait(), 5)
+    await asyncio.wait_for(scheduler.pin_asked.wait(), 30)
     if fault == "dies":
         await scheduler.stop()
     else:

@@ -70,7 +70,7 @@ async def is_answered_over_grpc(gateway: RunningGateway, authority: Path, holder
     credentials = grpc.ssl_channel_credentials((authority / "ca.pem").read_bytes(), key, certificate)
     async with grpc.aio.secure_channel(gateway.gateway.grpc_address, credentials) as channel:
         try:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         except grpc.aio.AioRpcError:
             return False
         return True
@@ -80,7 +80,7 @@ async def is_answered_over_http(gateway: RunningGateway, authority: Path, holder
     context = ssl.create_default_context(cafile=authority / "ca.pem")
     if holder is not None:
         context.load_cert_chain(holder / "client.pem", holder / "client.key")
-    async with httpx.AsyncClient(verify=context, timeout=10) as client:
+    async with httpx.AsyncClient(verify=context, timeout=30) as client:
         try:
             return (await client.get(gateway.http_url.replace("http:", "https:") + "/health")).status_code == 200
         except httpx.TransportError:
@@ -101,10 +101,10 @@ async def test_operators_still_see_the_one_inside(gateway: RunningGateway, inner
     assert admin is not None
     request = channelz_pb2.GetServersRequest()
     async with open_channel(admin, tls=TlsIdentity.of(inner, Role.OPERATOR)) as channel:
-        assert await channelz_pb2_grpc.ChannelzStub(channel).GetServers(request, timeout=10)
+        assert await channelz_pb2_grpc.ChannelzStub(channel).GetServers(request, timeout=30)
     async with open_channel(admin, tls=TlsIdentity.of(inner, Role.CLIENT)) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channelz_pb2_grpc.ChannelzStub(channel).GetServers(request, timeout=10)
+            await channelz_pb2_grpc.ChannelzStub(channel).GetServers(request, timeout=30)
     assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 

@@ -45,7 +45,7 @@ class Parts:
 
 async def parts_of(call) -> Parts:
     parts = Parts({}, {}, {}, {})
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         async for response in call:
             match response.WhichOneof("event"):
                 case "chunk":

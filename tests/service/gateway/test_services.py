@@ -28,7 +28,7 @@ async def health_of(channel, service=""):
 
 async def until_health_is(channel, wanted):
     stub = health_pb2_grpc.HealthStub(channel)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         async for answer in stub.Watch(health_pb2.HealthCheckRequest(service="quire.gateway.v1.GenerationService")):
             if health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status) == wanted:
                 return

@@ -37,7 +37,7 @@ async def stub_of(address: str) -> AsyncIterator[model_pb2_grpc.ModelServiceStub
 
 async def id_behind(address: str) -> str:
     async with stub_of(address) as stub:
-        return (await stub.GetServerInfo(model_pb2.GetServerInfoRequest(), timeout=10)).gateway_id
+        return (await stub.GetServerInfo(model_pb2.GetServerInfoRequest(), timeout=30)).gateway_id
 
 
 def count_gateways() -> int:
@@ -59,7 +59,7 @@ async def test_gateways_that_ask_for_it_share_both_ports(scheduler, directory: P
             expected = {await id_behind(f"unix:{each}") for each in sockets}
             assert len(expected) == 2
             seen: set[str] = set()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while seen != expected:
                     seen.add(await id_behind(first.gateway.grpc_address))
 
@@ -110,7 +110,7 @@ async def test_the_metrics_of_one_gateway_have_a_port_of_their_own(scheduler):
         assert await until(is_counted)
     serving.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.wait_for(serving, 10)
+        await asyncio.wait_for(serving, 30)
     await until_true(lambda: not _listens(port))
 
 

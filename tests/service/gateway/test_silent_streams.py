@@ -32,7 +32,7 @@ async def test_headers_come_before_the_first_token_and_comments_while_nothing_co
     scheduler.emits.clear()
     async with (
         running_gateway(scheduler, sse_keepalive=SHORT_S) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http,
         http.stream("POST", path, json=BODIES[path]) as response,
     ):
         assert response.status_code == 200
@@ -66,7 +66,7 @@ async def test_a_stream_without_keepalive_sends_its_headers_and_no_comment(sched
     scheduler.emits.clear()
     async with (
         running_gateway(scheduler, sse_keepalive=0.0) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http,
         http.stream("POST", CHAT, json=BODIES[CHAT]) as response,
     ):
         reading = asyncio.ensure_future(anext(response.aiter_lines()))
@@ -80,7 +80,7 @@ async def test_a_stream_of_tokens_has_no_comments(scheduler):
     scheduler.step_delay_s = SHORT_S / 10
     async with (
         running_gateway(scheduler, sse_keepalive=10 * SHORT_S) as gateway,
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http,
     ):
         answer = await http.post(CHAT, json=BODIES[CHAT] | {"max_tokens": 30})
     assert COMMENT not in answer.text
@@ -99,7 +99,7 @@ async def test_a_refusal_is_an_ordinary_error_answer(scheduler, gateway):
 async def test_a_failure_behind_the_headers_is_the_last_event(scheduler, gateway):
     scheduler.emits.clear()
     async with (
-        httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as http,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http,
         http.stream("POST", CHAT, json=BODIES[CHAT]) as response,
     ):
         assert response.status_code == 200
@@ -112,7 +112,7 @@ async def test_a_failure_behind_the_headers_is_the_last_event(scheduler, gateway
 async def test_a_stream_that_no_scheduler_takes_keeps_its_status(scheduler):
     async with running_gateway(scheduler, connect_timeout=10 * SHORT_S, failover_delay=0.0) as gateway:
         await scheduler.stop()
-        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as http:
+        async with httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as http:
             answer = await http.post(CHAT, json=BODIES[CHAT])
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_scheduler")
 
@@ -120,7 +120,7 @@ async def test_a_stream_that_no_scheduler_takes_keeps_its_status(scheduler):
 async def test_headers_of_a_grpc_stream_come_before_its_first_token(scheduler, gateway):
     scheduler.emits.clear()
     call = gateway.generation.GenerateStream(stream_request())
-    assert await asyncio.wait_for(call.initial_metadata(), 10) is not None
+    assert await asyncio.wait_for(call.initial_metadata(), 30) is not None
     assert scheduler.live
     scheduler.emits.set()
     assert len((await collect(call)).token_ids) == 8
@@ -136,7 +136,7 @@ async def test_a_grpc_stream_that_is_refused_has_no_headers(scheduler, gateway):
 async def test_a_grpc_stream_that_is_left_before_its_first_token_ends(scheduler, gateway):
     with scheduler.standing_still():
         call = gateway.generation.GenerateStream(stream_request(request_id="left"))
-        await asyncio.wait_for(call.initial_metadata(), 10)
+        await asyncio.wait_for(call.initial_metadata(), 30)
         call.cancel()
         await scheduler.until(lambda: scheduler.aborted)
     assert scheduler.aborted == ["left"]
@@ -144,5 +144,5 @@ async def test_a_grpc_stream_that_is_left_before_its_first_token_ends(scheduler,
 
 async def test_headers_of_a_kserve_stream_come_before_its_first_request(gateway):
     call = gateway.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
-    assert await asyncio.wait_for(call.initial_metadata(), 10) is not None
+    assert await asyncio.wait_for(call.initial_metadata(), 30) is not None
     call.cancel()

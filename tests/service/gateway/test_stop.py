@@ -40,8 +40,8 @@ async def idle_calls(gateway: RunningGateway) -> AsyncIterator[list]:
 async def test_idle_calls_of_grpc_do_not_hold_a_stop_and_are_told(scheduler, monkeypatch):
     monkeypatch.setattr("gateway.app._STOP_GRACE_S", 60.0)
     async with running_gateway(scheduler) as gateway, idle_calls(gateway) as calls:
-        async with asyncio.timeout(10):
-            await gateway.gateway.stop(10)
+        async with asyncio.timeout(30):
+            await gateway.gateway.stop(60)
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as ended:
                 await call.read()
@@ -73,7 +73,7 @@ async def test_no_request_over_a_kept_connection_fails_because_its_gateway_stops
         for connection in connections:
             await asyncio.wait([stopping], timeout=0.04)
             answers.append(asyncio.create_task(answer_or_end(connection)))
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, 30)
         got = [answer for answer in (first, *await asyncio.gather(*answers)) if answer is not None]
     statuses = [answer.status for answer in got]
     assert set(statuses) <= {200, 503}
@@ -97,7 +97,7 @@ async def test_a_request_whose_body_is_still_coming_is_told_to_come_back(schedul
             connection.sendall(COMPLETION[:-1])
             answering = asyncio.create_task(read_answer(connection))
             await asyncio.wait([answering], timeout=0.1)
-            await asyncio.wait_for(gateway.gateway.stop(10), 10)
+            await asyncio.wait_for(gateway.gateway.stop(10), 30)
             answer = await answering
     assert (answer.status, answer.headers["retry-after"], answer.headers["connection"]) == (503, "1", "close")
     assert answer.error["code"] == "draining"

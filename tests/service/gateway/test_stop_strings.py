@@ -60,7 +60,7 @@ async def test_a_scheduler_that_does_not_say_the_usage_holds_nothing_up(gateway,
     scheduler.answers_aborts = False
     call = gateway.generation.GenerateStream(request_with("fox. The"))
     responses = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         async for response in call:
             responses.append(response)
             if response.WhichOneof("event") == "finished" and fault == "lost":

@@ -92,7 +92,7 @@ async def test_each_prompt_of_a_completion_has_a_span_in_the_callers_trace(
             f"{traced.http_url}/v1/completions",
             json={"prompt": ["one", "two"], "max_tokens": 2},
             headers={"traceparent": header},
-            timeout=10,
+            timeout=30,
         )
     await collector.trace(trace_id, 2)
     spans = [span for span in collector.spans if span.trace_id == trace_id]
@@ -116,7 +116,7 @@ async def test_a_request_without_context_after_one_with_it_on_the_same_connectio
     traced: RunningGateway, collector: TraceCollector
 ) -> None:
     header, trace_id, _ = make_traceparent()
-    async with httpx.AsyncClient(timeout=10) as client:
+    async with httpx.AsyncClient(timeout=30) as client:
         for headers in ({"traceparent": header}, {}):
             body = {"prompt": "one", "max_tokens": 2}
             await client.post(f"{traced.http_url}/v1/completions", json=body, headers=headers)
@@ -185,7 +185,7 @@ async def test_an_http_request_whose_client_leaves_is_abandoned(
     scheduler.step_delay_s = 0.02
     body = {"prompt": "one", "max_tokens": 500, "stream": True}
     async with (
-        httpx.AsyncClient(timeout=10) as client,
+        httpx.AsyncClient(timeout=30) as client,
         client.stream(
             "POST", f"{traced.http_url}/v1/completions", json=body, headers={"traceparent": header}
         ) as answer,
@@ -221,7 +221,7 @@ async def test_a_request_that_is_submitted_again_stays_in_its_trace(
     scheduler.break_streams()
     await scheduler.until(lambda: len(scheduler.submits) == 2)
     assert scheduler.submits[0].trace_context == scheduler.submits[1].trace_context
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert [response async for response in responses][-1].HasField("completed")
     span = await span_of(collector, trace_id)
     assert (span.attributes["quire.submissions"], span.attributes["quire.outcome"]) == (2, "completed")

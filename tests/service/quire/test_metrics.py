@@ -44,7 +44,7 @@ def context_of(directory: Path, role: Role | None) -> ssl.SSLContext:
 def scrape(server: MetricsServer, context: ssl.SSLContext | None) -> str:
     scheme = "http" if context is None else "https"
     url = f"{scheme}://localhost:{server.port}/metrics"
-    with urllib.request.urlopen(url, timeout=5, context=context) as response:
+    with urllib.request.urlopen(url, timeout=30, context=context) as response:
         return response.read().decode()
 
 
@@ -52,11 +52,11 @@ def scrape(server: MetricsServer, context: ssl.SSLContext | None) -> str:
 def test_metrics_are_served_until_stop(registry: CollectorRegistry, host: str) -> None:
     server = MetricsServer.start(host, 0, registry)
     shown = f"[{host}]" if ":" in host else host
-    with urllib.request.urlopen(f"http://{shown}:{server.port}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://{shown}:{server.port}/metrics", timeout=30) as response:
         assert "steps_total 5.0" in response.read().decode()
     server.stop()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, server.port), timeout=5)
+        socket.create_connection((host, server.port), timeout=30)
 
 
 def test_a_metrics_port_in_use_is_one_line(registry: CollectorRegistry) -> None:
@@ -91,7 +91,7 @@ def test_who_shows_no_certificate_or_speaks_no_tls_is_not_answered(encrypted: Me
 
 
 def test_one_that_is_connected_and_says_nothing_keeps_nobody_waiting(encrypted: MetricsServer, tmp_path: Path) -> None:
-    with socket.create_connection(("127.0.0.1", encrypted.port), timeout=5):
+    with socket.create_connection(("127.0.0.1", encrypted.port), timeout=30):
         assert "steps_total 5.0" in scrape(encrypted, context_of(tmp_path, Role.OPERATOR))
 
 
@@ -99,7 +99,7 @@ def test_connections_beyond_the_limit_are_closed_until_one_ends(encrypted: Metri
     operator = context_of(tmp_path, Role.OPERATOR)
     with contextlib.ExitStack() as idle:
         for _ in range(MAX_CONNECTIONS):
-            last = idle.enter_context(socket.create_connection(("127.0.0.1", encrypted.port), timeout=5))
+            last = idle.enter_context(socket.create_connection(("127.0.0.1", encrypted.port), timeout=30))
         with pytest.raises(OSError, match=r"."):
             scrape(encrypted, operator)
         last.close()

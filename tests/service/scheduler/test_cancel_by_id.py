@@ -20,7 +20,7 @@ LONG_GRACE_MS = 60_000
 
 
 async def cancel(scheduler: scheduler_pb2_grpc.SchedulerServiceStub, request_id: str, tenant: str = "a") -> None:
-    await scheduler.Cancel(scheduler_pb2.CancelRequest(tenant=tenant, request_id=request_id), timeout=5)
+    await scheduler.Cancel(scheduler_pb2.CancelRequest(tenant=tenant, request_id=request_id), timeout=30)
 
 
 async def assert_not_found(

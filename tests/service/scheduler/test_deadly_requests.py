@@ -125,7 +125,7 @@ async def test_a_request_that_the_worker_hangs_of_fails_alone(
 
     worker.on_deadly(hang)
     address = await worker.start(f"unix:{tmp_path / 'w.sock'}")
-    async with running_scheduler(str(tmp_path / "s.sock"), address, step_timeout=0.2, max_steps_in_flight=1) as stub:
+    async with running_scheduler(str(tmp_path / "s.sock"), address, step_timeout=0.5, max_steps_in_flight=1) as stub:
         await wait_attached(stub)
         stream, _ = await GatewayStream.open(stub)
         await stream.submit(make_submit(1, max_tokens=900))
@@ -202,7 +202,7 @@ async def test_a_worker_that_never_attaches_fails_nobody(tmp_path: Path, monkeyp
         await worker.stop()
         successor = FakeWorker()
         await successor.start(address)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await enough.wait()
         monkeypatch.setattr(Worker, "attach", attach)
         await stream.read_until_over(1)

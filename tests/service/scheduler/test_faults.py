@@ -158,7 +158,7 @@ async def test_a_silent_worker_is_lost(monkeypatch):
     worker = FakeWorker(heartbeat_interval_s=60.0)
     link = await WorkerLink.attach(await worker.start(), epoch=1, timeout_s=5.0)
     with pytest.raises(WorkerLostError, match="has been silent"):
-        await asyncio.wait_for(link.receive(), 5.0)
+        await asyncio.wait_for(link.receive(), 30)
     await link.close()
     await worker.stop()
 
@@ -198,14 +198,14 @@ async def test_a_worker_that_hangs_is_given_up_after_the_step_timeout(worker, tm
 
 async def test_a_step_that_waits_for_the_one_before_it_does_not_hang(tmp_path):
     # Two steps in flight take longer than the timeout, each by itself does not.
-    worker = FakeWorker(FakeWorkerConfig(step_seconds=0.4), heartbeat_interval_s=0.02)
-    async with running_scheduler(str(tmp_path / "s.sock"), await worker.start(), step_timeout=0.7) as stub:
+    worker = FakeWorker(FakeWorkerConfig(step_seconds=1.0), heartbeat_interval_s=0.02)
+    async with running_scheduler(str(tmp_path / "s.sock"), await worker.start(), step_timeout=1.8) as stub:
         await wait_attached(stub)
         first_epoch = (await state_of(stub)).scheduler_epoch
         stream, _ = await GatewayStream.open(stub)
-        await stream.submit(make_submit(1, max_tokens=5))
+        await stream.submit(make_submit(1, max_tokens=3))
         await stream.read_until_over(1)
-        assert stream.outputs[1] == expected_tokens(1, max_tokens=5)
+        assert stream.outputs[1] == expected_tokens(1, max_tokens=3)
         assert (await state_of(stub)).scheduler_epoch == first_epoch
         stream.close()
     await worker.stop()
@@ -398,7 +398,7 @@ async def test_a_scheduler_whose_last_request_was_refused_drains(scheduler):
     stream, _ = await GatewayStream.open(scheduler)
     await stream.submit(make_refused(1))
     await stream.read_until_over(1)
-    drained = await scheduler.Drain(scheduler_pb2.DrainRequest(timeout_ms=5_000), timeout=5)
+    drained = await scheduler.Drain(scheduler_pb2.DrainRequest(timeout_ms=60_000), timeout=30)
     assert drained.remaining_requests == 0
     stream.close()
 

@@ -39,7 +39,7 @@ class Reader:
     async def run(self, *submits):
         for submit in submits:
             await self.call.write(scheduler_pb2.ConnectRequest(submit=submit))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while len(self.completed) < len(submits):
                 self._take((await self.call.read()).events)
 

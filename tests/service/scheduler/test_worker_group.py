@@ -43,7 +43,7 @@ async def running_rank(
 
 
 async def receive_for_ever(link: WorkerLink | WorkerGroup) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             await link.receive()
 
@@ -105,7 +105,7 @@ def make_plan() -> StepPlan:
 
 
 async def next_answer(link: WorkerLink | WorkerGroup) -> int:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (answer := await link.receive()) is None:
             pass
     return answer.result.step_id

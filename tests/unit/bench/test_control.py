@@ -17,13 +17,13 @@ async def refused() -> None:
 
 async def test_work_whose_listeners_are_refused_ends_with_their_error() -> None:
     # What waits until all of them run would wait for ever.
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         with pytest.raises(ValueError, match="at most 32,760 fit"):
             await beside(never(), [never(), refused()])
 
 
 async def test_a_listener_that_ends_while_it_is_needed_is_an_error() -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         with pytest.raises(RuntimeError, match="a client's stream ended"):
             await beside(never(), [asyncio.sleep(0), never()])
 
@@ -41,12 +41,12 @@ async def test_listeners_end_with_the_work() -> None:
         await asyncio.sleep(0)
         return 7
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await beside(work(), [listen(), listen()]) == 7
     assert ended == ["listener"] * 2
 
 
 async def test_the_error_of_the_work_is_its_own() -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         with pytest.raises(ValueError, match="33,100"):
             await beside(refused(), [never()])

@@ -21,7 +21,7 @@ class Device:
             raise asyncio.CancelledError from None
 
     async def watch(self, step_timeout_s: float) -> list[str]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             guard = asyncio.create_task(end_when_hung(self.busy_ms, step_timeout_s, self.messages.append))
             await asyncio.wait([guard])
         return self.messages

@@ -54,7 +54,7 @@ async def who_answers(client: EitherClient) -> str:
 async def until_answered_by(client: EitherClient, *gateway_ids: str) -> None:
     """Calls until each of them has answered, which takes a connection to each."""
     missing = set(gateway_ids)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while missing:
             missing.discard(await who_answers(client))
 

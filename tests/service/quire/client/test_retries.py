@@ -205,7 +205,7 @@ async def test_closing_a_stream_ends_its_wait(kind) -> None:
     async with calling(kind, late, retry=RetryPolicy()) as (client, generation):
         stream = client.client.generate_stream("hi")
         reading = asyncio.create_task(client.read(stream))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await generation.called.wait()
             await client.close_stream(stream)
             assert await reading == []

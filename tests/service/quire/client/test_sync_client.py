@@ -128,7 +128,7 @@ def test_closing_the_client_ends_the_streams_of_other_threads(gateway: FakeGatew
     assert first_came.wait(5)
     client.close()
     reader.join(5)
-    error = raised.get(timeout=5)
+    error = raised.get(timeout=30)
     assert (type(error), str(error)) == (Cancelled, "the client was closed")
 
 

@@ -77,7 +77,7 @@ async def test_a_killed_gateway_comes_back_at_the_same_ports(model_directory: Pa
         first = server.process("gateway").pid
         os.kill(first, signal.SIGKILL)
         await until_true(lambda: server.process("gateway").starts == 2)
-        await asyncio.wait_for(server.wait_ready(), 10)
+        await asyncio.wait_for(server.wait_ready(), 30)
         assert (server.grpc_address, server.http_address) == addresses
 
 
@@ -96,7 +96,7 @@ async def test_a_service_that_refuses_its_configuration_ends_all(model_directory
             await server.wait_failed()
 
     with pytest.raises(ServiceRefused, match=service):
-        await asyncio.wait_for(serve(), 10)
+        await asyncio.wait_for(serve(), 30)
 
 
 async def test_a_failed_canary_is_told(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ async def call(channel: grpc.aio.Channel, kind: str, request: bytes) -> list[byt
 
 async def failure_of(channel: grpc.aio.Channel, kind: str, request: bytes) -> QuireError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(call(channel, kind, request), 5)
+        await asyncio.wait_for(call(channel, kind, request), 30)
     return from_rpc_error(caught.value)
 
 
@@ -177,7 +177,7 @@ async def test_a_huge_error_is_cut_so_that_it_arrives(server: RpcServer) -> None
 async def test_the_sync_client_reads_the_same_error(server: RpcServer) -> None:
     def call_full() -> QuireError:
         with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary(f"/{SERVICE}/UnaryUnary")(b"full", timeout=5)
+            channel.unary_unary(f"/{SERVICE}/UnaryUnary")(b"full", timeout=30)
         return from_rpc_error(caught.value)
 
     error = await asyncio.to_thread(call_full)
@@ -218,8 +218,8 @@ async def test_a_client_that_leaves_cancels_the_handler() -> None:
         async with open_channel(server.address) as channel:
             stream = channel.unary_stream(f"/{SERVICE}/Endless")(b"")
             assert await stream.read() == b"first"
-            await asyncio.wait_for(entered.wait(), 5)
+            await asyncio.wait_for(entered.wait(), 30)
             stream.cancel()
-            await asyncio.wait_for(ended.wait(), 5)
+            await asyncio.wait_for(ended.wait(), 30)
     finally:
         await server.stop(0)

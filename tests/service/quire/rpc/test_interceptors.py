@@ -30,12 +30,12 @@ def check(error: grpc.aio.AioRpcError, message_name: str) -> None:
 
 async def test_of_a_unary_call(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await channel.unary_unary("/grpc.health.v1.Health/Check")(DAMAGED, timeout=10)
+        await channel.unary_unary("/grpc.health.v1.Health/Check")(DAMAGED, timeout=30)
     check(caught.value, "grpc.health.v1.HealthCheckRequest")
 
 
 async def test_of_a_call_that_answers_a_stream(channel: grpc.aio.Channel) -> None:
-    call = channel.unary_stream("/grpc.health.v1.Health/Watch")(DAMAGED, timeout=10)
+    call = channel.unary_stream("/grpc.health.v1.Health/Watch")(DAMAGED, timeout=30)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     check(caught.value, "grpc.health.v1.HealthCheckRequest")
@@ -43,7 +43,7 @@ async def test_of_a_call_that_answers_a_stream(channel: grpc.aio.Channel) -> Non
 
 async def test_of_a_later_message_of_a_stream(channel: grpc.aio.Channel) -> None:
     path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-    call = channel.stream_stream(path)(timeout=10)
+    call = channel.stream_stream(path)(timeout=30)
     await call.write(b"\x3a\x00")
     assert await call.read()
     await call.write(DAMAGED)

@@ -59,7 +59,7 @@ async def server() -> AsyncIterator[RpcServer]:
 async def health_of(address: str, service: str) -> int:
     async with open_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
-        response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+        response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)
     return response.status
 
 
@@ -90,7 +90,7 @@ async def test_a_health_watcher_sees_each_change_and_does_not_hold_up_stop(serve
         assert (await watch.read()).status == NOT_SERVING
         server.set_serving(True)
         assert (await watch.read()).status == SERVING
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await server.stop(60)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await read_not_serving(watch)
@@ -187,7 +187,7 @@ async def test_an_address_that_cannot_be_bound_is_a_configuration_error(address:
 async def test_stop_lets_a_running_call_finish() -> None:
     gate = Gate()
     server = await start(gate=gate)
-    async with open_channel(server.address) as channel, asyncio.timeout(10):
+    async with open_channel(server.address) as channel, asyncio.timeout(30):
         running = asyncio.ensure_future(channel.unary_unary(f"/{SERVICE}/Pass")(b"done"))
         await gate.entered.wait()
         stopping = asyncio.create_task(server.stop(60))
@@ -199,7 +199,7 @@ async def test_stop_lets_a_running_call_finish() -> None:
 async def test_stop_cancels_a_call_that_outlives_the_grace() -> None:
     gate = Gate()
     server = await start(gate=gate)
-    async with open_channel(server.address) as channel, asyncio.timeout(10):
+    async with open_channel(server.address) as channel, asyncio.timeout(30):
         running = asyncio.ensure_future(channel.unary_unary(f"/{SERVICE}/Pass")(b"done"))
         await gate.entered.wait()
         await server.stop(0.1)
@@ -232,7 +232,7 @@ async def test_a_port_that_is_handed_over_leads_to_those_who_share_it() -> None:
     await first.hand_over(10)
     for _ in range(10):
         async with own_connection(first.address) as channel:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert answer.status == SERVING
     for server in (first, second):
         await server.stop(0)
@@ -242,7 +242,7 @@ async def test_hand_over_lets_running_calls_finish_and_has_the_connection_opened
     gate, other = Gate(), Gate()
     other.opened.set()
     first = await start(gate=gate, reuse_port=True)
-    async with own_connection(first.address) as channel, asyncio.timeout(10):
+    async with own_connection(first.address) as channel, asyncio.timeout(30):
         method = channel.unary_unary(f"/{SERVICE}/Pass")
         running = asyncio.ensure_future(method(b"before"))
         await gate.entered.wait()
@@ -263,7 +263,7 @@ async def test_hand_over_lets_running_calls_finish_and_has_the_connection_opened
 async def test_hand_over_cancels_what_outlives_the_grace() -> None:
     gate = Gate()
     server = await start(gate=gate, reuse_port=True)
-    async with own_connection(server.address) as channel, asyncio.timeout(10):
+    async with own_connection(server.address) as channel, asyncio.timeout(30):
         running = asyncio.ensure_future(channel.unary_unary(f"/{SERVICE}/Pass")(b""))
         await gate.entered.wait()
         await server.hand_over(0.1)
@@ -297,7 +297,7 @@ async def test_hand_over_waits_for_a_pause_between_calls_and_loses_none() -> Non
         async with own_connection(first.address) as channel:
             method = channel.unary_unary(f"/{SERVICE}/Pass")
             while not is_over.is_set():
-                assert await method(b"x", timeout=10) == b"x"
+                assert await method(b"x", timeout=30) == b"x"
                 counts[caller] += 1
                 await asyncio.sleep(0.02)
 
@@ -356,10 +356,10 @@ async def test_channelz_counts_the_calls_of_the_server() -> None:
     assert server.admin is not None
     async with open_channel(server.address) as channel:
         for _ in range(3):
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         async with grpc.aio.insecure_channel(server.admin.address) as admin:
             stub = channelz_pb2_grpc.ChannelzStub(admin)
-            servers = await stub.GetServers(channelz_pb2.GetServersRequest(), timeout=10)
+            servers = await stub.GetServers(channelz_pb2.GetServersRequest(), timeout=30)
     assert 3 in [each.data.calls_succeeded for each in servers.server]
     await server.stop(0)
 
@@ -402,6 +402,6 @@ async def codes_of_callers(address: str, directory: Path) -> dict[Role | None, g
     for role in (None, Role.OPERATOR, Role.SCHEDULER):
         tls = None if role is None else TlsIdentity.of(directory, role)
         async with open_channel(address, tls=tls) as channel:
-            call = channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest(), timeout=10)
+            call = channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest(), timeout=30)
             codes[role] = await call.code()
     return codes

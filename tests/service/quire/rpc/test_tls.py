@@ -39,7 +39,7 @@ async def worker(tmp_path: Path, authority: Authority) -> AsyncIterator[RpcServe
 async def reflect(channel: grpc.aio.Channel) -> object:
     """A method that is not health."""
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=10)
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=30)
     return await call.read()
 
 
@@ -61,7 +61,7 @@ async def test_a_caller_of_another_role_is_refused_everything_but_health(
 ) -> None:
     tls = TlsIdentity.of(tmp_path, role)
     async with open_channel(worker.address, tls=tls) as channel:
-        assert await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=10)
+        assert await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=30)
     refusal = await error_of(open_channel(worker.address, tls=tls))
     assert isinstance(refusal, PermissionDenied)
     assert refusal.reason == "WRONG_ROLE"
@@ -106,7 +106,7 @@ async def raw_error(address: str, tls: TlsIdentity, kind: str) -> QuireError:
     """What a call of that method ends with."""
     async with open_channel(address, tls=tls) as channel:
         sent = iter([b"sent"]) if kind.startswith("stream") else b"sent"
-        call = getattr(channel, kind)("/test.Service/Method")(sent, timeout=10)
+        call = getattr(channel, kind)("/test.Service/Method")(sent, timeout=30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (call.read() if kind.endswith("stream") else call)
     return from_rpc_error(caught.value)

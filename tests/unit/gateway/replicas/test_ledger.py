@@ -371,7 +371,7 @@ async def test_wait_until_empty_returns_after_the_last_close(ledger):
     await asyncio.sleep(0)
     assert not waiting.done()
     ledger.close(live)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 30)
     assert len(ledger) == 0
 
 
@@ -384,13 +384,13 @@ async def test_wait_until_empty_waits_for_what_arrives_and_for_what_it_opens(led
     await asyncio.sleep(0)
     assert not waiting.done()
     ledger.close(live)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 30)
 
 
 async def test_what_arrived_and_was_refused_is_not_waited_for(ledger):
     with pytest.raises(ResourceExhausted), ledger.arriving():
         raise ResourceExhausted("too much")
-    await asyncio.wait_for(ledger.wait_until_empty(), 1)
+    await asyncio.wait_for(ledger.wait_until_empty(), 30)
 
 
 def prompt_run(live, first_position, count):

@@ -100,7 +100,7 @@ def test_port_0_picks_one_and_says_which(reserved: ReservedPort) -> None:
 def test_those_who_share_it_can_listen_and_get_all_connections(reserved: ReservedPort) -> None:
     port = reserved.address.port
     with make_listener(port) as first, make_listener(port) as second:
-        clients = [socket.create_connection((HOST, port), timeout=5) for _ in range(20)]
+        clients = [socket.create_connection((HOST, port), timeout=30) for _ in range(20)]
         first.setblocking(False)
         second.setblocking(False)
         accepted = [connection for listener in (first, second) for connection in _accept_all(listener)]
@@ -111,7 +111,7 @@ def test_those_who_share_it_can_listen_and_get_all_connections(reserved: Reserve
 
 def test_nobody_is_answered_while_nobody_listens(reserved: ReservedPort) -> None:
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((HOST, reserved.address.port), timeout=5)
+        socket.create_connection((HOST, reserved.address.port), timeout=30)
 
 
 @pytest.mark.parametrize("is_served", [True, False])
@@ -140,7 +140,7 @@ def test_a_port_that_somebody_else_has_is_refused_also_where_they_would_share_it
 def test_a_port_whose_server_just_left_connections_behind_is_free(reuse_port: bool) -> None:
     listener = make_listener(0, reuse_port=reuse_port)
     port = listener.getsockname()[1]
-    client = socket.create_connection((HOST, port), timeout=5)
+    client = socket.create_connection((HOST, port), timeout=30)
     connection, _ = listener.accept()
     # Who closes first has the port linger.
     connection.close()

@@ -45,7 +45,7 @@ def make_prompt(handle: int, size: int) -> PromptLogprobs:
 
 async def taken(outbox: Outbox) -> Outgoing:
     """What is there to be taken now."""
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         outgoing = await outbox.take()
     assert outgoing is not None
     return outgoing

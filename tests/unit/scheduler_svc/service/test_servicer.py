@@ -70,7 +70,7 @@ class Stream:
 
     async def was_read(self) -> None:
         """Whatever was said has been looked at."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await self._said.join()
         await asyncio.sleep(0)
 

@@ -13,7 +13,7 @@ from tests.support.steps import int32, make_step
 from worker_svc.device.device_loop import DeviceLoop, StepLane
 from worker_svc.step import AdmittedStep, StepOutput, StepTimings, SupersededError
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 30.0
 
 
 class GatedRunner:

@@ -30,7 +30,7 @@ def test_a_token_may_come_in_pieces_and_an_end_without_goodbye_is_a_death() -> N
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for letter in token.encode():
             connection.sendall(bytes([letter]))
-    assert reasons.get(timeout=10) == "rank 0 died"
+    assert reasons.get(timeout=30) == "rank 0 died"
 
 
 def test_a_rank_that_ends_in_order_says_so_to_the_rank_that_holds_its_connection() -> None:

@@ -13,7 +13,7 @@ from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.protocol.stream import Worker
 from worker_svc.step import SupersededError
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 30.0
 CONFIG = FakeWorkerConfig()
 
 
