@@ -1,0 +1,134 @@
+"""Which formats there are, which of them a chat template has, and how the text of one answer is read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gateway.text.formats.harmony import HarmonyParser
+from gateway.text.formats.json_calls import (
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    HermesParser,
+    JsonListParser,
+    Llama3Parser,
+    MistralParser,
+)
+from gateway.text.formats.other_calls import (
+    FunctionGemmaParser,
+    GemmaParser,
+    GlmParser,
+    PythonicParser,
+    Qwen3CoderParser,
+)
+from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
+from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParser
+
+HARMONY = "openai"
+HARMONY_REASONING = "openai_gptoss"
+JSON_LIST = "json_list"
+"""The format of calls that are forced where the model's own format has no grammar."""
+
+CALL_PARSERS: Mapping[str, type[CallParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3Parser,
+    "mistral": MistralParser,
+    "deepseek_v3": DeepSeekV3Parser,
+    "deepseek_v31": DeepSeekV31Parser,
+    "qwen3_coder": Qwen3CoderParser,
+    "glm45": GlmParser,
+    "gemma4": GemmaParser,
+    "functiongemma": FunctionGemmaParser,
+    "pythonic": PythonicParser,
+    JSON_LIST: JsonListParser,
+}
+TOOL_FORMATS = frozenset(CALL_PARSERS.keys() - {JSON_LIST} | {HARMONY})
+"""Formats of tool calls, by vLLM's names."""
+
+_THINK = ThinkingMarks("<think>", "</think>")
+THINKING_MARKS: Mapping[str, ThinkingMarks] = {
+    "qwen3": _THINK,
+    "deepseek_r1": _THINK,
+    "glm45": _THINK,
+    "mistral": ThinkingMarks("[THINK]", "[/THINK]"),
+    "gemma4": ThinkingMarks("<|channel>", "<channel|>", "thought"),
+    "seed_oss": ThinkingMarks("<seed:think>", "</seed:think>"),
+}
+REASONING_FORMATS = frozenset({*THINKING_MARKS, HARMONY_REASONING})
+"""Formats of reasoning, by vLLM's names."""
+
+# What a template has that writes a format; the first that fits is taken.
+_TOOL_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
+    (HARMONY, lambda source: "<|channel|>" in source and "<|start|>" in source),
+    ("mistral", lambda source: "[TOOL_CALLS]" in source),
+    ("deepseek_v3", lambda source: "<｜tool▁call▁begin｜>" in source and "```json" in source),
+    ("deepseek_v31", lambda source: "<｜tool▁call▁begin｜>" in source),
+    ("gemma4", lambda source: "<|tool_call>" in source),
+    ("functiongemma", lambda source: "<start_function_call>" in source),
+    ("glm45", lambda source: "<arg_key>" in source),
+    ("qwen3_coder", lambda source: "<function=" in source and "<parameter=" in source),
+    ("hermes", lambda source: "<tool_call>" in source),
+    ("llama3_json", lambda source: "<|python_tag|>" in source or '"parameters": dictionary of argument' in source),
+    ("pythonic", lambda source: "```tool_code" in source or "[func_name1(" in source),
+)
+_REASONING_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
+    (HARMONY_REASONING, lambda source: "<|channel|>" in source and "<|start|>" in source),
+    ("mistral", lambda source: "[THINK]" in source),
+    ("gemma4", lambda source: "<|channel>" in source),
+    ("seed_oss", lambda source: "<seed:think>" in source),
+    ("qwen3", lambda source: "<think>" in source or "</think>" in source),
+)
+
+
+def tool_format_of(template: str) -> str | None:
+    """The format of tool calls that a chat template writes; None where it writes none that is known."""
+    return next((name for name, has in _TOOL_SIGNS if has(template)), None)
+
+
+def reasoning_format_of(template: str) -> str | None:
+    """The format of reasoning that a chat template knows; None where it knows none."""
+    return next((name for name, has in _REASONING_SIGNS if has(template)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How the text of an answer is read. Gateways tell it to each other, so it consists of plain values.
+
+    Attributes:
+        tool_format: None where no tools are offered, so that all text is content.
+        reasoning_format: None where the model does not reason in a part of its own.
+        thinking: Where the answer begins, as far as reasoning goes.
+    """
+
+    tool_format: str | None = None
+    reasoning_format: str | None = None
+    thinking: Thinking = Thinking.MAY_BEGIN
+    tools: tuple[OfferedTool, ...] = ()
+
+    def parser(self, call_ids: CallIds) -> OutputParser | None:
+        """A new parser for one sequence; None where all text is content."""
+        tools = {tool.name: tool for tool in self.tools}
+        if self.reasoning_format == HARMONY_REASONING or self.tool_format == HARMONY:
+            return HarmonyParser(tools, call_ids)
+        marks = self._marks
+        if self.tool_format is None and marks is None:
+            return None
+        content = PlainText() if self.tool_format is None else CALL_PARSERS[self.tool_format](tools, call_ids)
+        return content if marks is None else ThinkingParser(marks, self.thinking, content)
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        """The special tokens that the parser must see."""
+        tokens: set[str] = set()
+        if self.reasoning_format == HARMONY_REASONING or self.tool_format == HARMONY:
+            tokens.update(HarmonyParser.tokens)
+        elif self.tool_format is not None:
+            parser = CALL_PARSERS[self.tool_format]
+            tokens.update(parser.begins, parser.dropped, parser.tokens)
+        if (marks := self._marks) is not None:
+            tokens.update((marks.begin, marks.end))
+        return frozenset(tokens)
+
+    @property
+    def _marks(self) -> ThinkingMarks | None:
+        if self.reasoning_format is None or self.thinking is Thinking.NONE:
+            return None
+        return THINKING_MARKS.get(self.reasoning_format)

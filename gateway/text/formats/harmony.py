@@ -1,0 +1,82 @@
+"""The format of GPT-OSS: messages of the channels analysis (reasoning), final (content) and commentary (calls)."""
+
+import re
+from collections.abc import Sequence
+
+from gateway.text.formats.output import ToolCallDelta
+from gateway.text.formats.parser import CallIds, OfferedTools, OutputParser
+from gateway.text.formats.scanning import first_marker, held_length
+
+_MAX_HEADER = 512
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
+
+
+class HarmonyParser(OutputParser):
+    """Reads what follows <|start|>assistant in the prompt.
+
+    A message has a header with its channel and its recipient, <|message|>, its text, and a token that ends it. Text
+    without a header is content, and so is a message to a tool that was not offered.
+    """
+
+    tokens: Sequence[str] = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
+
+    def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
+        super().__init__()
+        self._tools = tools
+        self._call_ids = call_ids
+        self._num_calls = 0
+        self._in_header = True
+        self._channel = "final"
+        self._in_call = False
+
+    def _step(self) -> bool:
+        return self._read_header() if self._in_header else self._read_text()
+
+    def _read_header(self) -> bool:
+        end = self._rest.find(_MESSAGE, 0, _MAX_HEADER)
+        if end < 0 and len(self._rest) < _MAX_HEADER and not self._is_last:
+            return False
+        self._in_header = False
+        self._in_call, self._channel = False, "final"
+        if end < 0:
+            return True
+        header = self._rest[:end]
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient is not None and recipient.group(1) in self._tools:
+            self._in_call = True
+            call_id = self._call_ids(self._num_calls)
+            self._add(call=ToolCallDelta(self._num_calls, call_id, recipient.group(1)))
+            self._num_calls += 1
+        elif recipient is not None or channel is None:
+            # Not a header that says where its text belongs: all of it is content.
+            return True
+        else:
+            self._channel = channel.group(1)
+        self._consume(end + len(_MESSAGE))
+        return True
+
+    def _read_text(self) -> bool:
+        marks = (*_ENDS, _MESSAGE) if self._channel == "final" else _ENDS
+        found = first_marker(self._rest, marks)
+        if found is None:
+            held = 0 if self._is_last else held_length(self._rest, marks)
+            self._deliver(self._consume(len(self._rest) - held))
+            return False
+        position, mark = found
+        self._deliver(self._consume(position))
+        self._consume(len(mark))
+        self._in_header = mark != _MESSAGE
+        return True
+
+    def _deliver(self, text: str) -> None:
+        if not text:
+            return
+        if self._in_call:
+            self._add(call=ToolCallDelta(self._num_calls - 1, arguments=text))
+        elif self._channel == "analysis":
+            self._add(reasoning=text)
+        else:
+            self._add(text=text)

@@ -1,0 +1,261 @@
+"""Calls whose arguments are JSON: the formats of Hermes and Qwen, Llama 3, Mistral and DeepSeek, and a plain list."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+from gateway.text.formats.parser import CallIds, CallParser, OfferedTools
+from gateway.text.formats.scanning import MAX_SPACE, SPACE, JsonScanner, Match, Part, Pattern, Unmatched
+
+# An object with the name and the arguments of a call, up to the arguments.
+_ENVELOPE = (
+    *("{", Part.SPACES, '"name"', Part.SPACES, ":", Part.SPACES, '"', Part.NAME, '"', Part.SPACES, ","),
+    *(Part.SPACES, ('"arguments"', '"parameters"'), Part.SPACES, ":", Part.SPACES),
+)
+_NOTHING = Pattern()
+
+
+class JsonCallParser(CallParser):
+    """After a marker comes a header with the name, then the arguments as JSON, then a trailer.
+
+    Arguments are delivered as they come. A header that is an object with other fields, or with its fields in another
+    order, is read as a whole.
+
+    Attributes:
+        header: What stands between the marker and the arguments.
+        trailer: What stands after the call.
+        is_envelope: Whether the header begins an object that ends after the arguments.
+    """
+
+    header: Pattern = Pattern(Part.SPACES, *_ENVELOPE, before="{")
+    trailer: Pattern = _NOTHING
+    is_envelope = True
+
+    def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
+        super().__init__(tools, call_ids)
+        self._stage: Callable[[], bool] = self._read_header
+        self._scanner = JsonScanner()
+        self._num_scanned = 0
+
+    def _begin(self, marker: str, opening: str) -> None:
+        super()._begin(marker, opening)
+        self._stage = self._read_header
+
+    def _call_step(self) -> bool:
+        return self._stage()
+
+    def _read_header(self) -> bool:
+        return self._match_header(self.header)
+
+    def _match_header(self, header: Pattern) -> bool:
+        found = header.match(self._rest)
+        if found is Unmatched.MORE and not self._is_last:
+            return False
+        if isinstance(found, Match) and found.name in self._tools:
+            self._consume(found.end)
+            self._open_call(found.name)
+            self._scanner = JsonScanner(depth=1 if self.is_envelope else 0)
+            self._stage = self._read_arguments
+        elif self.is_envelope and self._rest[: MAX_SPACE + 1].lstrip(SPACE).startswith("{"):
+            self._scanner, self._num_scanned = JsonScanner(), 0
+            self._stage = self._read_object
+        else:
+            self._give_back()
+        return True
+
+    def _read_arguments(self) -> bool:
+        depth = 1 if self.is_envelope else 0
+        end = self._scanner.end(self._rest, 0, depth)
+        self._add_arguments(self._consume(len(self._rest) if end is None else end))
+        if end is None:
+            return self._end_if_last()
+        is_closed = self._scanner.depth <= depth
+        self._stage = self._read_envelope_end if self.is_envelope and is_closed else self._read_trailer
+        return True
+
+    def _read_envelope_end(self) -> bool:
+        """Drops what the object has after the arguments."""
+        end = self._scanner.end(self._rest, 0, 0)
+        self._consume(len(self._rest) if end is None else end)
+        if end is None:
+            return self._end_if_last()
+        self._stage = self._read_trailer
+        return True
+
+    def _read_object(self) -> bool:
+        end = self._scanner.end(self._rest, self._num_scanned, 0)
+        self._num_scanned = len(self._rest)
+        if end is None and not self._is_last:
+            return False
+        call = None if end is None else _call_in(self._rest[:end])
+        if end is None or call is None or call[0] not in self._tools:
+            self._give_back()
+            return True
+        self._consume(end)
+        self._open_call(call[0])
+        self._add_arguments(call[1])
+        self._stage = self._read_trailer
+        return True
+
+    def _read_trailer(self) -> bool:
+        found = self.trailer.match(self._rest)
+        if found is Unmatched.MORE and not self._is_last:
+            return False
+        if isinstance(found, Match):
+            self._consume(found.end)
+        elif found is Unmatched.MORE:
+            self._consume(len(self._rest))
+        self._end_call()
+        return True
+
+    def _end_if_last(self) -> bool:
+        if self._is_last:
+            self._end_call()
+        return False
+
+
+class HermesParser(JsonCallParser):
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
+
+    begins = ("<tool_call>",)
+    tokens = ("</tool_call>",)
+    trailer = Pattern(Part.SPACES, "</tool_call>")
+
+
+class DeepSeekV3Parser(JsonCallParser):
+    """<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, then the arguments in a fence of Markdown."""
+
+    begins = ("<｜tool▁call▁begin｜>",)
+    dropped = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    tokens = ("<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+    header = Pattern("function<｜tool▁sep｜>", Part.NAME, Part.SPACES, "```json", Part.SPACES, before="{")
+    trailer = Pattern(Part.SPACES, ("```", ""), Part.SPACES, "<｜tool▁call▁end｜>")
+    is_envelope = False
+
+
+class DeepSeekV31Parser(JsonCallParser):
+    """<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>"""
+
+    begins = ("<｜tool▁call▁begin｜>",)
+    dropped = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    tokens = ("<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+    header = Pattern(Part.NAME, "<｜tool▁sep｜>", Part.SPACES, before="{")
+    trailer = Pattern(Part.SPACES, "<｜tool▁call▁end｜>")
+    is_envelope = False
+
+
+class JsonListParser(JsonCallParser):
+    """[{"name": ..., "arguments": {...}}, ...] and nothing else, from the first character on."""
+
+    header = Pattern(*_ENVELOPE, before="{")
+    list_begin = Pattern(Part.SPACES, "[", Part.SPACES)
+    separator = Pattern(Part.SPACES, ",", Part.SPACES)
+    trailer = Pattern(Part.SPACES, "]")
+
+    def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
+        super().__init__(tools, call_ids)
+        if not self.begins:
+            self._begin("", "")
+
+    def _begin(self, marker: str, opening: str) -> None:
+        super()._begin(marker, opening)
+        self._stage = self._read_list_begin
+
+    def _read_list_begin(self) -> bool:
+        found = self.list_begin.match(self._rest)
+        if found is Unmatched.MORE and not self._is_last:
+            return False
+        if isinstance(found, Match):
+            self._opening += self._consume(found.end)
+            self._stage = self._read_header
+        else:
+            self._give_back()
+        return True
+
+    def _read_trailer(self) -> bool:
+        found = self.separator.match(self._rest)
+        if found is Unmatched.MORE and not self._is_last:
+            return False
+        if not isinstance(found, Match):
+            return super()._read_trailer()
+        self._opening = self._consume(found.end)
+        self._stage = self._read_header
+        return True
+
+
+class MistralParser(JsonListParser):
+    """[TOOL_CALLS] before a list of calls, or before each NAME[ARGS]{...}."""
+
+    begins = ("[TOOL_CALLS]",)
+    tokens = ("[ARGS]", "[CALL_ID]")
+    named = Pattern(Part.SPACES, Part.NAME, ("[ARGS]", ""), Part.SPACES, before="{")
+    named_with_id = Pattern(Part.SPACES, Part.NAME, "[CALL_ID]", Part.NAME, "[ARGS]", Part.SPACES, before="{")
+
+    def _begin(self, marker: str, opening: str) -> None:
+        super()._begin(marker, opening)
+        self._stage = self._read_kind
+
+    def _read_kind(self) -> bool:
+        for header in (self.list_begin, self.named, self.named_with_id):
+            found = header.match(self._rest)
+            if found is Unmatched.MORE and not self._is_last:
+                return False
+            if isinstance(found, Match):
+                self.is_envelope = header is self.list_begin
+                self._stage = self._read_list_begin if self.is_envelope else partial(self._match_header, header)
+                return True
+        self._give_back()
+        return True
+
+    def _read_trailer(self) -> bool:
+        if self.is_envelope:
+            return super()._read_trailer()
+        self._end_call()
+        return True
+
+
+class Llama3Parser(JsonCallParser):
+    """{"name": ..., "parameters": {...}} from the first character on, or after <|python_tag|>; between calls a
+    semicolon."""
+
+    begins = ("<|python_tag|>",)
+    separator = Pattern(Part.SPACES, (";", ""), Part.SPACES, before="{")
+
+    def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
+        super().__init__(tools, call_ids)
+        self._begin("", "")
+
+    def _read_trailer(self) -> bool:
+        found = self.separator.match(self._rest)
+        if found is Unmatched.MORE and not self._is_last:
+            return False
+        if isinstance(found, Match):
+            self._opening = self._consume(found.end)
+            self._stage = self._read_header
+        else:
+            self._end_call()
+        return True
+
+
+def _call_in(text: str) -> tuple[str, str] | None:
+    """The name and the arguments of the call that an object is, as JSON; None where it is none."""
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    fields = cast(dict[str, Any], value)
+    name, arguments = fields.get("name"), fields.get("arguments", fields.get("parameters"))
+    if isinstance(arguments, str):
+        # Some models write the arguments as a text with JSON in it.
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)

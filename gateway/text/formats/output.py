@@ -1,0 +1,78 @@
+"""What is read from the text of an answer: its reasoning, its content and its tool calls, piece by piece."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of one tool call. The first part of a call has its id and its name; `arguments` are added to what came.
+
+    `index` is the position of the call among those of its sequence.
+    """
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of an answer: what was added to each part of it."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.tool_calls)
+
+    @property
+    def num_characters(self) -> int:
+        """The characters of text, reasoning, and names and arguments of calls: by these, clients count what they
+        have."""
+        calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
+        return len(self.text) + len(self.reasoning) + calls
+
+    def without(self, num_characters: int) -> "Output":
+        """The piece without its first characters, in the order reasoning, text, calls."""
+        if not num_characters:
+            return self
+        reasoning, num_characters = _cut(self.reasoning, num_characters)
+        text, num_characters = _cut(self.text, num_characters)
+        calls: list[ToolCallDelta] = []
+        for call in self.tool_calls:
+            # A name is delivered whole: a client that has a part of it has the call's id.
+            name, num_characters = _cut(call.name, num_characters)
+            arguments, num_characters = _cut(call.arguments, num_characters)
+            if len(name) == len(call.name) and name:
+                calls.append(ToolCallDelta(call.index, call.id, name, arguments))
+            elif arguments:
+                calls.append(ToolCallDelta(call.index, arguments=arguments))
+        return Output(text, reasoning, tuple(calls))
+
+
+NOTHING = Output()
+
+
+def joined(pieces: Iterable[Output]) -> Output:
+    """Consecutive pieces as one; the parts of one call as one part."""
+    texts: list[str] = []
+    reasonings: list[str] = []
+    calls: list[tuple[ToolCallDelta, list[str]]] = []
+    for piece in pieces:
+        texts.append(piece.text)
+        reasonings.append(piece.reasoning)
+        for call in piece.tool_calls:
+            if calls and calls[-1][0].index == call.index:
+                calls[-1][1].append(call.arguments)
+            else:
+                calls.append((call, [call.arguments]))
+    deltas = tuple(ToolCallDelta(first.index, first.id, first.name, "".join(parts)) for first, parts in calls)
+    return Output("".join(texts), "".join(reasonings), deltas)
+
+
+def _cut(text: str, num_characters: int) -> tuple[str, int]:
+    """The text without its first characters, and how many of them are not in it."""
+    return text[num_characters:], max(num_characters - len(text), 0)

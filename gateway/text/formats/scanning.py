@@ -1,0 +1,190 @@
+"""Recognition in text that comes in pieces of any size: markers, headers of calls, and where a JSON value ends.
+
+Every function decides by the text alone and not by its pieces: it answers only where no further text can change the
+answer, and asks for more otherwise.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+SPACE = " \t\r\n"
+MAX_SPACE = 64
+"""Longer runs of spaces are text, so that no search takes long."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,65}")
+_MAX_NAME = 64
+_KEY = re.compile(r"[^<>\n]{1,129}")
+_MAX_KEY = 128
+_STRING_ENDS = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+
+
+def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """The position and the text of the first marker in `text`; of two at one place, the longer."""
+    found = [(position, -len(marker), marker) for marker in markers if (position := text.find(marker)) >= 0]
+    if not found:
+        return None
+    position, _, marker = min(found)
+    return position, marker
+
+
+def held_length(text: str, markers: Sequence[str]) -> int:
+    """The length of the longest end of `text` with which a marker may begin."""
+    longest = 0
+    for marker in markers:
+        if marker[0] not in text[1 - len(marker) :]:
+            continue
+        for length in range(min(len(marker) - 1, len(text)), longest, -1):
+            if text.endswith(marker[:length]):
+                longest = length
+                break
+    return longest
+
+
+def trailing_space(text: str) -> int:
+    """The number of spaces at the end of `text`, at most MAX_SPACE."""
+    tail = text[-MAX_SPACE:]
+    return len(tail) - len(tail.rstrip(SPACE))
+
+
+class JsonScanner:
+    """Follows the brackets and strings of JSON text that comes in pieces, each character once.
+
+    Attributes:
+        depth: The number of open brackets.
+    """
+
+    __slots__ = ("_escaped", "_quote", "depth")
+
+    # Outside of strings: brackets and quotes, and what JSON cannot have there.
+    structure = re.compile(r"[^\s0-9A-Za-z,:.+-]")
+    opening = "{["
+    closing = "}]"
+    quotes = '"'
+
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth
+        # Of the string that is open.
+        self._quote = ""
+        self._escaped = False
+
+    def end(self, text: str, start: int, depth: int) -> int | None:
+        """The position after the bracket with which only `depth` brackets are open, or the position of a character
+        that JSON cannot have there; None where `text` has neither."""
+        position = start
+        while position < len(text):
+            if self._escaped:
+                self._escaped = False
+                position += 1
+                continue
+            found = (_STRING_ENDS[self._quote] if self._quote else self.structure).search(text, position)
+            if found is None:
+                return None
+            position, character = found.end(), found.group()
+            if self._quote:
+                self._escaped = character == "\\"
+                self._quote = self._quote if self._escaped else ""
+            elif character in self.opening:
+                self.depth += 1
+            elif character in self.closing:
+                self.depth -= 1
+                if self.depth <= depth:
+                    return position
+            elif character in self.quotes:
+                self._quote = character
+            else:
+                return found.start()
+        return None
+
+
+class PythonScanner(JsonScanner):
+    """The same for calls in Python."""
+
+    structure = re.compile(r"[^\s\w,:.+=-]")
+    opening = "{[("
+    closing = "}])"
+    quotes = "\"'"
+
+
+class Part(Enum):
+    """What a pattern may have besides fixed texts."""
+
+    SPACES = "any number of spaces"
+    NAME = "the name of a tool"
+    KEY = "the name of a parameter"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`end` is the position after what was matched."""
+
+    end: int
+    name: str = ""
+
+
+class Unmatched(Enum):
+    """Why a pattern does not match."""
+
+    MORE = "more text may match"
+    NEVER = "no further text matches"
+
+
+class Pattern:
+    """A sequence of fixed texts (a tuple has alternatives, the first that fits is taken), spaces and names, the
+    first of which is that of the match.
+
+    `before` are the characters of which one must follow; it is not part of the match.
+    """
+
+    def __init__(self, *parts: str | tuple[str, ...] | Part, before: str = "") -> None:
+        self._parts = parts
+        self._before = before
+
+    def match(self, text: str, start: int = 0) -> Match | Unmatched:
+        position, name = start, ""
+        for part in self._parts:
+            match part:
+                case Part.SPACES:
+                    found = _spaces(text, position)
+                case Part.NAME | Part.KEY:
+                    found = _word(text, position, part)
+                    if isinstance(found, int):
+                        name = name or text[position:found]
+                case _:
+                    found = _literal(text, position, (part,) if isinstance(part, str) else part)
+            if isinstance(found, Unmatched):
+                return found
+            position = found
+        if not self._before:
+            return Match(position, name)
+        if position == len(text):
+            return Unmatched.MORE
+        return Match(position, name) if text[position] in self._before else Unmatched.NEVER
+
+
+def _spaces(text: str, position: int) -> int | Unmatched:
+    end = min(position + MAX_SPACE, len(text))
+    while position < end and text[position] in SPACE:
+        position += 1
+    # What follows decides whether there are more; a text that ends here may go on with any.
+    return Unmatched.MORE if position == len(text) else position
+
+
+def _word(text: str, position: int, part: Part) -> int | Unmatched:
+    regex, longest = (_NAME, _MAX_NAME) if part is Part.NAME else (_KEY, _MAX_KEY)
+    found = regex.match(text, position)
+    if found is None:
+        return Unmatched.MORE if position == len(text) else Unmatched.NEVER
+    if found.end() - position > longest:
+        return Unmatched.NEVER
+    return Unmatched.MORE if found.end() == len(text) else found.end()
+
+
+def _literal(text: str, position: int, alternatives: tuple[str, ...]) -> int | Unmatched:
+    rest_length = len(text) - position
+    for alternative in alternatives:
+        if text.startswith(alternative, position):
+            return position + len(alternative)
+        if rest_length < len(alternative) and alternative.startswith(text[position:]):
+            return Unmatched.MORE
+    return Unmatched.NEVER

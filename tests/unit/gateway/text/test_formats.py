@@ -1,0 +1,261 @@
+"""Every format of calls and reasoning: what is read depends on the text alone, and no text is lost."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.text.formats.answer import (
+    CALL_PARSERS,
+    HARMONY,
+    HARMONY_REASONING,
+    AnswerFormat,
+    reasoning_format_of,
+    tool_format_of,
+)
+from gateway.text.formats.other_calls import MAX_WHOLE_CALL
+from gateway.text.formats.output import Output, ToolCallDelta, joined
+from gateway.text.formats.parser import OfferedTool
+from gateway.text.formats.thinking import Thinking
+
+TOOLS = (OfferedTool("get_weather", frozenset({"city"})), OfferedTool("now"))
+WEATHER, NOW = ("get_weather", {"city": 'Pa}r"is', "days": [1, True]}), ("now", {})
+_ARGUMENTS = json.dumps(WEATHER[1])
+
+
+def call(name, arguments, key="arguments"):
+    return f'{{"name": "{name}", "{key}": {json.dumps(arguments)}}}'
+
+
+# What a model of the format writes that says "Wait." and calls both tools, as its chat template writes past calls.
+TWO_CALLS = {
+    "hermes": f"Wait.\n<tool_call>\n{call(*WEATHER)}\n</tool_call>\n<tool_call>\n{call(*NOW)}\n</tool_call>",
+    "llama3_json": f"{call(*WEATHER, key='parameters')}; {call(*NOW, key='parameters')}",
+    "mistral": f"Wait.[TOOL_CALLS] [{call(*WEATHER)}, {call(*NOW)}]",
+    "deepseek_v3": "Wait.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    f"{_ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "Wait.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    f"{_ARGUMENTS}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "qwen3_coder": 'Wait.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nPa}r"is\n</parameter>\n'
+    "<parameter=days>\n[1, true]\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n"
+    "</tool_call>",
+    "glm45": 'Wait.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa}r"is</arg_value>\n<arg_key>days'
+    "</arg_key>\n<arg_value>[1, true]</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    "gemma4": 'Wait.<|tool_call>call:get_weather{city:<|"|>Pa}r"is<|"|>,days:[1,true]}<tool_call|><|tool_call>'
+    "call:now{}<tool_call|>",
+    "functiongemma": 'Wait.<start_function_call>call:get_weather{city:<escape>Pa}r"is<escape>,days:[1,true]}'
+    "<end_function_call><start_function_call>call:now{}<end_function_call>",
+    "pythonic": "[get_weather(city='Pa}r\"is', days=[1, True]), now()]",
+    "json_list": f"[{call(*WEATHER)}, {call(*NOW)}]",
+    HARMONY: "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary "
+    f"to=functions.get_weather <|constrain|>json<|message|>{_ARGUMENTS}<|call|><|start|>assistant to=functions.now"
+    "<|channel|>commentary json<|message|>{}<|call|>",
+}
+_WITHOUT_TEXT = {"llama3_json", "pythonic", "json_list"}
+# Other ways in which models write calls.
+VARIANTS = [
+    ("hermes", '<tool_call>{"arguments": {"a": "}"}, "name": "now"}</tool_call>', [("now", {"a": "}"})]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', [("now", {})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}', [("now", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": 7}</tool_call>', [("now", {})]),
+    ("llama3_json", '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}', [("now", {})]),
+    ("mistral", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[CALL_ID]a1[ARGS]{}[TOOL_CALLS]now{}", [("now", {})] * 3),
+    ("mistral", '[TOOL_CALLS][{"arguments": {}, "name": "now"}]', [("now", {})]),
+    ("qwen3_coder", "<function=now>\n<parameter=a b>\nx\n</parameter>\n</function>", [("now", {"a b": "x"})]),
+    ("pythonic", 'x\n```tool_code\nprint(now(a=null, b={"c": -1}))\nnow()\n```', None),
+    (
+        "gemma4",
+        '<|tool_call>call:now{a:{<|"|>k<|"|>:null},b:x y}<tool_call|>',
+        [("now", {"a": {"k": None}, "b": "x y"})],
+    ),
+    (HARMONY, ' to=functions.now<|channel|>commentary json<|message|>{"a": 1}', [("now", {"a": 1})]),
+]
+# What begins like a call and is none: all of it is content.
+NO_CALLS = [
+    ("hermes", "<tool_call> no JSON </tool_call>"),
+    ("hermes", 'a <tool_call>{"name": "unknown", "arguments": {}}</tool_call> b'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "args'),
+    ("hermes", "a <tool_"),
+    ("hermes", "<tool_call>" + " " * 70 + '{"name": "now"}'),
+    ("llama3_json", '{"name": "Ann", "age": 3}'),
+    ("llama3_json", 'The call is {"name": "now", "parameters": {}}'),
+    ("llama3_json", "<|python_tag|>print(1)"),
+    ("mistral", "[TOOL_CALLS] none"),
+    ("mistral", "[TOOL_CALLS] [1, 2]"),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>unknown\n```json\n{}\n```"),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>now{}"),
+    ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>"),
+    ("glm45", "<tool_call>unknown\n</tool_call>"),
+    ("gemma4", "<|tool_call>call:now{a:<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a:1"),
+    ("functiongemma", "<start_function_call>now{}<end_function_call>"),
+    ("pythonic", "[1, 2] are numbers"),
+    ("pythonic", "[now(1)]"),
+    ("pythonic", "[now(a=b)]"),
+    ("pythonic", "```tool_code\nimport os\n```"),
+    ("pythonic", "[" * 3000),
+    ("json_list", "no list"),
+    (HARMONY, "plain text"),
+    (HARMONY, " to=functions.unknown<|channel|>commentary json"),
+]
+
+
+def read(answer_format, *pieces):
+    parser = answer_format.parser(lambda index: f"call-{index}")
+    return joined([*map(parser.push, pieces), parser.finish()])
+
+
+def tool_format(name, **fields):
+    return AnswerFormat(tool_format=name, tools=TOOLS, **fields)
+
+
+def calls_of(output):
+    assert [call.index for call in output.tool_calls] == list(range(len(output.tool_calls)))
+    assert all(call.id == f"call-{call.index}" for call in output.tool_calls)
+    return [(call.name, json.loads(call.arguments)) for call in output.tool_calls]
+
+
+@pytest.mark.parametrize("name", TWO_CALLS)
+def test_calls_are_read_as_models_write_them(name):
+    output = read(tool_format(name), TWO_CALLS[name])
+    assert calls_of(output) == [WEATHER, NOW]
+    assert output.text == ("" if name in _WITHOUT_TEXT else "Wait.")
+
+
+def test_every_format_is_tested():
+    assert TWO_CALLS.keys() == CALL_PARSERS.keys() | {HARMONY}
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), VARIANTS)
+def test_calls_are_read_in_the_other_forms_that_models_use(name, text, calls):
+    output = read(tool_format(name), text)
+    assert calls_of(output) == (calls or [("now", {"a": None, "b": {"c": -1}}), ("now", {})])
+
+
+@pytest.mark.parametrize(("name", "text"), NO_CALLS)
+def test_what_is_no_call_is_content(name, text):
+    assert read(tool_format(name), text) == read(tool_format(name), *text) == Output(text)
+
+
+_TEXTS = sorted({*TWO_CALLS.values(), *(text for _, text, _ in VARIANTS), *(text for _, text in NO_CALLS)})
+_FRAGMENTS = sorted(
+    {fragment for text in _TEXTS if len(text) < 1000 for fragment in re.split(r"(\s|\b|(?<=[>\]]))", text)}
+)
+
+
+@given(st.data())
+def test_what_is_read_does_not_depend_on_the_pieces(data):
+    """Whole texts, and texts of their fragments in any order."""
+    name = data.draw(st.sampled_from(sorted(TWO_CALLS)))
+    fragments = st.lists(st.sampled_from(_FRAGMENTS), max_size=12).map("".join)
+    text = data.draw(
+        st.one_of(st.sampled_from(_TEXTS), fragments, st.tuples(fragments, fragments).map(TWO_CALLS[name].join))
+    )
+    reasoning = data.draw(st.sampled_from([None, "qwen3", "gemma4", HARMONY_REASONING]))
+    thinking = data.draw(st.sampled_from(list(Thinking)))
+    answer_format = tool_format(name, reasoning_format=reasoning, thinking=thinking)
+    text = data.draw(st.sampled_from(["", "<think>", "<|channel>thought\n", " "])) + text
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = read(answer_format, text)
+    assert read(answer_format, *pieces) == whole
+    assert read(answer_format, *text) == whole
+
+
+@given(st.sampled_from(sorted(CALL_PARSERS)), st.text(alphabet='<[{"]}>: \ntoolcnw_|`', max_size=40))
+def test_text_without_calls_comes_as_it_is(name, text):
+    output = read(tool_format(name), *text)
+    assert output.tool_calls or output.text == text
+
+
+def test_arguments_are_delivered_as_they_come():
+    parser = tool_format("hermes").parser(str)
+    assert parser.push('<tool_call>{"name": "now", "arguments": {"a": "x').tool_calls == (
+        ToolCallDelta(0, "0", "now", '{"a": "x'),
+    )
+    assert parser.push("yz").tool_calls == (ToolCallDelta(0, arguments="yz"),)
+    parser = tool_format("qwen3_coder").parser(str)
+    parser.push("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
+    assert parser.push('a "b"').tool_calls == (ToolCallDelta(0, arguments='a \\"b\\"'),)
+
+
+def test_an_unfinished_call_is_delivered_as_far_as_it_came():
+    assert read(tool_format("hermes"), '<tool_call>{"name": "now", "arguments": {"a": ').tool_calls == (
+        ToolCallDelta(0, "call-0", "now", '{"a": '),
+    )
+
+
+def test_a_long_call_that_must_be_read_as_a_whole_is_content():
+    text = f'<|tool_call>call:now{{a:<|"|>{"x" * MAX_WHOLE_CALL}<|"|>}}<tool_call|>'
+    assert read(tool_format("gemma4"), text) == Output(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "thinking", "text", "output"),
+    [
+        ("qwen3", Thinking.MAY_BEGIN, "<think>\nHm <b>.\n</think>\n\nYes. ", Output("Yes. ", "Hm <b>.")),
+        ("qwen3", Thinking.MAY_BEGIN, "\n Yes.", Output("\n Yes.")),
+        ("qwen3", Thinking.BEGUN, "\nHm.\n</think>\n\nYes.", Output("Yes.", "Hm.")),
+        ("qwen3", Thinking.BEGUN, "Hm. </thi", Output("", "Hm. </thi")),
+        ("mistral", Thinking.MAY_BEGIN, "[THINK]Hm.[/THINK]Yes.", Output("Yes.", "Hm.")),
+        ("gemma4", Thinking.MAY_BEGIN, "<|channel>thought\nHm.<channel|>Yes.", Output("Yes.", "Hm.")),
+        ("seed_oss", Thinking.MAY_BEGIN, "<seed:think>Hm.</seed:think>Yes.", Output("Yes.", "Hm.")),
+        (
+            HARMONY_REASONING,
+            Thinking.MAY_BEGIN,
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+            Output("Yes.", "Hm."),
+        ),
+    ],
+)
+def test_reasoning_is_apart_from_content(name, thinking, text, output):
+    answer_format = AnswerFormat(reasoning_format=name, thinking=thinking)
+    assert read(answer_format, text) == read(answer_format, *text) == output
+
+
+def test_calls_after_reasoning():
+    text = f"<think>\nA <tool_call> would help.\n</think>\n\n{TWO_CALLS['hermes']}"
+    output = read(tool_format("hermes", reasoning_format="qwen3"), text)
+    assert (output.reasoning, output.text, calls_of(output)) == ("A <tool_call> would help.", "Wait.", [WEATHER, NOW])
+
+
+def test_a_format_without_tools_and_reasoning_needs_no_parser():
+    assert AnswerFormat().parser(str) is None
+    assert AnswerFormat(reasoning_format="qwen3", thinking=Thinking.NONE).parser(str) is None
+
+
+def test_a_client_that_has_some_characters_gets_the_rest():
+    output = Output("text", "why", (ToolCallDelta(0, "a", "now", "{}"), ToolCallDelta(1, "b", "then", "[]")))
+    assert output.num_characters == 18
+    assert output.without(0) is output
+    assert output.without(4) == Output("ext", "", output.tool_calls)
+    assert output.without(7) == Output("", "", output.tool_calls)
+    assert output.without(11) == Output("", "", (ToolCallDelta(0, arguments="}"), output.tool_calls[1]))
+    assert output.without(18) == Output()
+
+
+# Short templates that write calls and reasoning as the models' own do.
+TEMPLATES = {
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}": ("hermes", None),
+    "{{ '<tool_call>\\n<function=' + c.name + '>\\n<parameter=' }}</think>": ("qwen3_coder", "qwen3"),
+    "{{ '<|python_tag|>' }}": ("llama3_json", None),
+    '{{ \'Respond in the format {"name": n, "parameters": dictionary of argument name}\' }}': ("llama3_json", None),
+    "{{ '[TOOL_CALLS] [' }}[THINK]": ("mistral", "mistral"),
+    "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + t + '```json' }}<think>": ("deepseek_v3", "qwen3"),
+    "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + t }}</think>": ("deepseek_v31", "qwen3"),
+    "{{ '<|tool_call>call:' }}<|channel>thought": ("gemma4", "gemma4"),
+    "{{ '<start_function_call>' }}": ("functiongemma", None),
+    "{{ '<tool_call>' + name + '<arg_key>' }}<think>": ("glm45", "qwen3"),
+    "{{ 'Example: [func_name1(params_name1=1)]' }}": ("pythonic", None),
+    "{{ '<|start|>assistant<|channel|>final' }}": (HARMONY, HARMONY_REASONING),
+    "{{ messages }}": (None, None),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_formats_are_recognised_by_the_chat_template(template):
+    assert (tool_format_of(template), reasoning_format_of(template)) == TEMPLATES[template]
