@@ -65,7 +65,6 @@ _EVENT_STREAM = {
     "x-accel-buffering": "no",
 }
 _JSON = {"content-type": "application/json"}
-_DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 _PIECE_BYTES = 1 << 16
 _PIECE_CHARACTERS = 1 << 15
@@ -99,11 +98,41 @@ class ErrorAnswer:
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How an API writes errors and streams.
+
+    Attributes:
+        error: The object that says an error.
+        names_events: Whether each event of a stream has the `type` of its object as its name, as in OpenAI's responses
+            and Anthropic's messages. Otherwise events have no names, and [DONE] is the last one.
+    """
+
+    error: Callable[[ErrorAnswer], Mapping[str, Any]]
+    names_events: bool = False
+
+    def error_body(self, answer: ErrorAnswer) -> bytes:
+        return as_json(self.error(answer))
+
+    def event(self, value: Mapping[str, Any]) -> bytes:
+        """A server-sent event."""
+        name = f"event: {value['type']}\n".encode() if self.names_events else b""
+        return b"".join((name, b"data: ", as_json(value), b"\n\n"))
+
     @property
-    def body(self) -> bytes:
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
-        return ErrorBody(error=detail).model_dump_json().encode()
+    def end_of_stream(self) -> bytes:
+        return b"" if self.names_events else b"data: [DONE]\n\n"
+
+
+def _openai_error(answer: ErrorAnswer) -> dict[str, Any]:
+    kind = _TYPES.get(answer.status, "invalid_request_error" if answer.status < 500 else "server_error")
+    detail = ErrorDetail(message=answer.message, type=kind, param=answer.param, code=answer.code)
+    return ErrorBody(error=detail).model_dump()
+
+
+OPENAI = Dialect(_openai_error)
+"""OpenAI's completions and chat completions, and all that is no API of its own."""
 
 
 class HttpError(Exception):
@@ -144,8 +173,8 @@ def _of_quire_error(error: QuireError) -> ErrorAnswer:
     )
 
 
-def error_response(answer: ErrorAnswer) -> Response:
-    return Response(answer.body, answer.status, dict(answer.headers), media_type="application/json")
+def error_response(answer: ErrorAnswer, dialect: Dialect = OPENAI) -> Response:
+    return Response(dialect.error_body(answer), answer.status, dict(answer.headers), media_type="application/json")
 
 
 def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
@@ -247,11 +276,12 @@ def _is_long(value: Any) -> bool:
 class WatchedResponse(Response):
     """A response that is given up, with the requests that it runs, as soon as the client has left."""
 
-    def __init__(self, names: ParamNames, headers: Mapping[str, str]) -> None:
+    def __init__(self, names: ParamNames, headers: Mapping[str, str], dialect: Dialect) -> None:
         """`names` are the names of fields in errors."""
         self.background = None
         self._names = names
         self._headers = headers
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         making = asyncio.create_task(self._make_or_fail(send))
@@ -275,17 +305,21 @@ class WatchedResponse(Response):
         raise NotImplementedError
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
-        await send_answer(send, answer, self._headers)
+        await send_answer(send, answer, self._headers, self._dialect)
 
 
 class WholeResponse(WatchedResponse):
     """One JSON object. A long one is sent in pieces, as they are made."""
 
     def __init__(
-        self, make: Callable[[], AsyncGenerator[bytes, None]], names: ParamNames, headers: Mapping[str, str]
+        self,
+        make: Callable[[], AsyncGenerator[bytes, None]],
+        names: ParamNames,
+        headers: Mapping[str, str],
+        dialect: Dialect = OPENAI,
     ) -> None:
         """`make` yields the pieces of the body."""
-        super().__init__(names, headers)
+        super().__init__(names, headers, dialect)
         self._make_pieces = make
         self._has_started = False
 
@@ -314,7 +348,7 @@ class WholeResponse(WatchedResponse):
 
 
 class StreamedResponse(WatchedResponse):
-    """Server-sent events, each a JSON object, and [DONE] at the end.
+    """Server-sent events.
 
     The headers are sent with the first event, or when the request has been with a scheduler for a while: a scheduler
     that refuses does so at once, and a refusal shall be an ordinary error answer. Later errors are the last event of
@@ -328,11 +362,12 @@ class StreamedResponse(WatchedResponse):
         keep_alive_s: float,
         names: ParamNames,
         headers: Mapping[str, str],
+        dialect: Dialect,
     ) -> None:
-        """`make` yields the objects, as JSON without line breaks. `is_submitted` returns whether a scheduler has the
-        request. After `keep_alive_s` without an event a comment is sent; 0 sends none."""
-        super().__init__(names, headers)
-        self._make_objects = make
+        """`make` yields one or more events at a time. `is_submitted` returns whether a scheduler has the request. After
+        `keep_alive_s` without an event a comment is sent; 0 sends none."""
+        super().__init__(names, headers, dialect)
+        self._make_events = make
         self._is_submitted = is_submitted
         self._keep_alive_s = keep_alive_s
         self._has_started = False
@@ -343,10 +378,10 @@ class StreamedResponse(WatchedResponse):
     async def _make(self, send: Send) -> None:
         silence = asyncio.create_task(self._break_silence(send))
         try:
-            async with aclosing(self._make_objects()) as objects:
-                async for each in objects:
-                    await self._write(send, b"data: " + each + b"\n\n")
-            await self._write(send, _DONE, is_last=True)
+            async with aclosing(self._make_events()) as events:
+                async for each in events:
+                    await self._write(send, each)
+            await self._write(send, self._dialect.end_of_stream, is_last=True)
         finally:
             silence.cancel()
 
@@ -370,7 +405,7 @@ class StreamedResponse(WatchedResponse):
                 await _start(send, 200, _EVENT_STREAM | dict(self._headers))
                 self._has_started = True
             self._written_at = asyncio.get_running_loop().time()
-            if data:
+            if data or is_last:
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
@@ -378,13 +413,16 @@ class StreamedResponse(WatchedResponse):
             has_started = self._has_started
         if not has_started:
             return await super()._send_error(send, answer)
-        return await self._write(send, b"data: " + answer.body + b"\n\n", is_last=True)
+        return await self._write(send, self._dialect.event(self._dialect.error(answer)), is_last=True)
 
 
-async def send_answer(send: Send, answer: ErrorAnswer, headers: Mapping[str, str] | None = None) -> None:
+async def send_answer(
+    send: Send, answer: ErrorAnswer, headers: Mapping[str, str] | None = None, dialect: Dialect = OPENAI
+) -> None:
     """Sends an error, with `headers` unless it has the same itself."""
-    await _start(send, answer.status, _json_headers(answer.body) | {**(headers or {}), **answer.headers})
-    await send({"type": "http.response.body", "body": answer.body})
+    body = dialect.error_body(answer)
+    await _start(send, answer.status, _json_headers(body) | {**(headers or {}), **answer.headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _json_headers(body: bytes) -> dict[str, str]:

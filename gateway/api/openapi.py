@@ -42,6 +42,7 @@ class ApiRoute(Route):
         method: Literal["GET", "POST"] = "GET",
         body: type[BaseModel] | None = None,
         streams: bool = False,
+        refuses: bool = False,
         media_type: str = "application/json",
         statuses: Sequence[int] = (),
         error: type[BaseModel] = ErrorBody,
@@ -50,6 +51,7 @@ class ApiRoute(Route):
 
         Args:
             streams: A successful answer may be a stream of server-sent events instead.
+            refuses: The path is known, and never answered with success.
             statuses: Besides 200, and besides those of any path with or without a body.
             error: The type of the body of errors.
         """
@@ -59,7 +61,8 @@ class ApiRoute(Route):
         self.media_types = (media_type, _EVENT_STREAM) if streams else (media_type,)
         self.is_open = path in OPEN_PATHS
         self.error = error
-        self.statuses = sorted({200, *statuses, *(() if self.is_open else _STATUSES), *(HTTP_STATUSES if body else ())})
+        own = {400} if refuses else {200, *statuses}
+        self.statuses = sorted({*own, *(() if self.is_open else _STATUSES), *(HTTP_STATUSES if body else ())})
 
 
 def openapi_route(routes: Sequence[BaseRoute]) -> ApiRoute:
@@ -90,10 +93,13 @@ def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": definitions.get("$defs", {}),
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
         # A gateway without a file of keys needs none.
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"x-api-key": []}],
     }
 
 

@@ -211,6 +211,9 @@ class AuthMiddleware:
 
     def _caller_of(self, scope: Scope) -> Caller:
         shown = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not shown:
+            # Anthropic's name of the header.
+            shown = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
         caller = self._authenticator.authenticate(shown)
         if scope["path"] == METRICS_PATH and not caller.access.is_operator:
             raise PermissionDenied("metrics are for the API keys of operators", reason="OPERATORS_ONLY")

@@ -1,8 +1,11 @@
 """Text to token ids and back, as tokenizer.json and tokenizer_config.json of the model directory define it."""
 
 import asyncio
+import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -21,6 +24,10 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 # Newer and older section of further special tokens: a list, or an object with a name for each.
 _FURTHER = ("extra_special_tokens", "additional_special_tokens")
 _NAMED_FURTHER = "model_specific_special_tokens"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# Decoders treat the first token of a text in a special way, so each token is decoded after this one.
+_ANCHOR = "a"
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -95,6 +102,11 @@ class Tokenizer:
             return self._spell(token_ids)
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._spell, token_ids)
 
+    @cached_property
+    def token_texts(self) -> "TokenTexts":
+        """Texts and bytes of single tokens."""
+        return TokenTexts(self)
+
     def spelling(self, token_id: int) -> str:
         """One token as the vocabulary spells it; an empty string for an unknown id."""
         return self._tokenizer.id_to_token(token_id) or ""
@@ -123,6 +135,62 @@ class Tokenizer:
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+class TokenTexts:
+    """Texts and bytes of the vocabulary's tokens. Ids that the tokenizer does not know have neither."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._tokenizer = tokenizer
+        anchor = tokenizer.id_of(_ANCHOR)
+        self._anchor = [] if anchor is None else [anchor]
+        self._bytes: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._find_bytes(token_id)
+        return found
+
+    def text_of(self, token_id: int) -> str:
+        """The token's text, with replacement characters for parts of characters."""
+        return self.bytes_of(token_id).decode(errors="replace")
+
+    def key_of(self, token_id: int) -> str:
+        """As `text_of`, but parts of characters are written as bytes, so that different tokens differ."""
+        data = self.bytes_of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        text = self._decode_after_anchor(token_id)
+        spelling = self._tokenizer.spelling(token_id)
+        if _REPLACEMENT not in text or not spelling:
+            return text.encode()
+        if match := _BYTE_TOKEN.fullmatch(spelling):
+            return bytes.fromhex(match[1])
+        byte_of = _byte_level_alphabet()
+        if all(character in byte_of for character in spelling):
+            return bytes(byte_of[character] for character in spelling)
+        return text.encode()
+
+    def _decode_after_anchor(self, token_id: int) -> str:
+        before = self._tokenizer.decode(self._anchor, include_special_tokens=True)
+        text = self._tokenizer.decode([*self._anchor, token_id], include_special_tokens=True)
+        if text.startswith(before):
+            return text[len(before) :]
+        return self._tokenizer.decode([token_id], include_special_tokens=True)
+
+
+@functools.cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable ones as themselves, others as characters from 256 up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 class _SilentIds:

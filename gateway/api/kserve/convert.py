@@ -15,11 +15,12 @@ from typing import Any
 from gateway.api.answers import as_json
 from gateway.api.openai.read import body_of, completion_options, param_name
 from gateway.api.openai.schemas import CompletionBody
-from gateway.api.openai.write import TokenTexts, logprobs_by_token_id
+from gateway.api.openai.write import logprobs_by_token_id
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
 from gateway.request.generator import Result
 from gateway.request.types import RequestOptions, TextPrompt
 from gateway.request.validation import Violations, renamed, shortened
+from gateway.text.tokenizer import TokenTexts
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import QuireError
 

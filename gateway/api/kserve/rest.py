@@ -11,7 +11,15 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.answers import ErrorAnswer, HttpError, WholeResponse, as_json, error_answer
+from gateway.api.answers import (
+    Dialect,
+    ErrorAnswer,
+    HttpError,
+    WholeResponse,
+    as_json,
+    error_answer,
+    error_response,
+)
 from gateway.api.body import BodyLimits, read_model
 from gateway.api.kserve.convert import MAX_ELEMENTS, MAX_PARAMETERS
 from gateway.api.kserve.servicer import KServeServicer
@@ -127,14 +135,14 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits) -> list[Api
             body = await read_model(InferBody, request, body_limits, _UNION_TYPES)
             asked = _request_message(body, request)
         except (HttpError, QuireError) as error:
-            return _error_response(error)
+            return error_response(error_answer(error, str), _DIALECT)
 
         async def make() -> AsyncGenerator[bytes, None]:
             response = await servicer.ModelInfer(asked, None)
             # It may have a thousand long texts.
             yield await asyncio.to_thread(lambda: as_json(_response_json(response)))
 
-        return _InferResponse(make, str, {})
+        return WholeResponse(make, str, {}, _DIALECT)
 
     return [
         _route("/v2", server),
@@ -270,24 +278,12 @@ def _data(contents: pb.InferTensorContents) -> list[Any]:
     return texts or numbers or list(contents.uint_contents)
 
 
-class _InferResponse(WholeResponse):
-    """The answer to an inference; its errors are in the protocol's shape."""
-
-    async def _send_error(self, send: Any, answer: ErrorAnswer) -> None:
-        await super()._send_error(send, _ProtocolError.of(answer))
-
-
-class _ProtocolError(ErrorAnswer):
+def _protocol_error(answer: ErrorAnswer) -> dict[str, Any]:
     """An error in the protocol's shape: its message alone, with the paths of fields in the body."""
+    return InferenceError(error=_CONTENTS.sub(".data", answer.message)).model_dump()
 
-    @classmethod
-    def of(cls, answer: ErrorAnswer) -> "_ProtocolError":
-        message = _CONTENTS.sub(".data", answer.message)
-        return cls(answer.status, message, answer.code, answer.param, answer.headers)
 
-    @property
-    def body(self) -> bytes:
-        return InferenceError(error=self.message).model_dump_json().encode()
+_DIALECT = Dialect(_protocol_error)
 
 
 async def _answered(
@@ -296,9 +292,4 @@ async def _answered(
     try:
         return JSONResponse(to_json(await call()), status)
     except QuireError as error:
-        return _error_response(error)
-
-
-def _error_response(error: Exception) -> Response:
-    answer = _ProtocolError.of(error_answer(error, str))
-    return Response(answer.body, answer.status, dict(answer.headers), media_type="application/json")
+        return error_response(error_answer(error, str), _DIALECT)

@@ -25,7 +25,6 @@ from gateway.api.kserve.convert import (
     in_stream,
     read_inference,
 )
-from gateway.api.openai.write import TokenTexts
 from gateway.auth.caller import current_caller
 from gateway.metrics import Durations, RequestStatistics
 from gateway.replicas.events import Chunk, Completed, Finished
@@ -68,7 +67,6 @@ class KServeServicer:
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self._model_name = generator.model.name
-        self._token_texts = TokenTexts(generator.model.tokenizer)
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context | None) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -183,7 +181,7 @@ class KServeServicer:
                             yield responder.last(finished, usage)
 
     def _responder(self, inference: Inference) -> Responder:
-        return Responder(self._model_name, inference, self._token_texts)
+        return Responder(self._model_name, inference, self._generator.model.tokenizer.token_texts)
 
     def _check_target(self, request: pb.ModelInferRequest) -> None:
         """Raises NotFound where the request names another model, or version."""

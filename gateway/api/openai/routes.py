@@ -9,9 +9,10 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.answers import as_json, error_answer, error_response
 from gateway.api.body import BodyLimits
+from gateway.api.calls import respond
+from gateway.api.openai.calls import ChatCall, CompletionCall
 from gateway.api.openai.read import chat_prompt, read_request
 from gateway.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from gateway.api.openai.stream import ChatCall, CompletionCall, OpenAiService
 from gateway.api.openapi import ApiRoute
 from gateway.auth.caller import current_caller
 from gateway.model import ServedModel
@@ -19,7 +20,7 @@ from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
 from gateway.request.types import ChatPrompt, TextPrompt
 from gateway.request.validation import find_model
-from quire.rpc.errors import QuireError, invalid_field
+from quire.rpc.errors import QuireError, Unimplemented, invalid_field
 
 # Tokens that are written in less than a millisecond.
 _FEW = 4096
@@ -41,27 +42,44 @@ def openai_routes(
         *_generation_routes(generator, body_limits, keep_alive_s),
         *_model_routes(generator, started_at_s),
         *_text_routes(generator, body_limits),
+        *_refused_routes(generator.model.name),
     ]
 
 
 def _generation_routes(generator: Generator, body_limits: BodyLimits, keep_alive_s: float) -> list[ApiRoute]:
-    service = OpenAiService(generator, keep_alive_s)
     model = generator.model.name
 
     async def completions(request: Request) -> Response:
         """Continues one or several prompts."""
         body = await read_request(CompletionBody, request, body_limits)
-        return service.respond(CompletionCall(body, model))
+        return respond(generator, CompletionCall(body, model), keep_alive_s)
 
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation."""
         body = await read_request(ChatBody, request, body_limits)
-        return service.respond(ChatCall(body, model))
+        return respond(generator, ChatCall(body, model), keep_alive_s)
 
     return [
         ApiRoute("/v1/completions", completions, method="POST", body=CompletionBody, streams=True),
         ApiRoute("/v1/chat/completions", chat_completions, method="POST", body=ChatBody, streams=True),
     ]
+
+
+def _refused_routes(model: str) -> list[ApiRoute]:
+    """Paths of models of other kinds. Clients learn why there is no answer, where a 404 would not say it."""
+
+    def route(path: str, what: str) -> ApiRoute:
+        async def refuse(request: Request) -> Response:
+            raise Unimplemented(
+                f'model "{model}" generates text and gives no {what}; send this to a server with a model that does',
+                reason="WRONG_KIND_OF_MODEL",
+            )
+
+        refuse.__doc__ = f"Refused: the model gives no {what}."
+        return ApiRoute(path, refuse, method="POST", refuses=True)
+
+    kinds = {"embeddings": "embeddings", "rerank": "scores of documents", "score": "scores of texts"}
+    return [route(f"/v1/{path}", what) for path, what in kinds.items()]
 
 
 def _model_routes(generator: Generator, started_at_s: int) -> list[ApiRoute]:

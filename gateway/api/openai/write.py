@@ -5,8 +5,6 @@ approximation.
 """
 
 import dataclasses
-import functools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -29,15 +27,11 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result
 from gateway.request.types import Prompt, TextPrompt
 from gateway.text.detokenizer import TextPieces
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer, TokenTexts
 from quire.common.v1.common_pb2 import StoppingParameters
 from quire.version import VERSION
 
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-# Decoders treat the first token of a text in a special way, so each token is decoded after this one.
-_ANCHOR = "a"
 # JSON has no infinity, the log probability of excluded tokens. Clients know this value for it.
 _LOWEST = -9999.0
 _ROLE = {"role": "assistant"}
@@ -92,14 +86,14 @@ class ChunkUsage:
 
     def __init__(self, body: GenerationBody, live: Sequence[LiveRequest]) -> None:
         options = body.stream_options
-        self._is_included = options is not None and bool(options.include_usage)
+        self.is_included = options is not None and bool(options.include_usage)
         self._is_continuous = options is not None and bool(options.continuous_usage_stats)
         self._prompt_tokens = sum(len(each.request.prompt_token_ids) for each in live)
         self._completion_tokens = 0
 
     def after(self, event: Chunk | Finished) -> dict[str, Any]:
         """The field for the chunk of `event`. Called once for each event, in order."""
-        if not self._is_included:
+        if not self.is_included:
             return {}
         if not self._is_continuous:
             return {"usage": None}
@@ -115,62 +109,6 @@ def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
-
-
-class TokenTexts:
-    """Texts and bytes of the vocabulary's tokens. Ids that the tokenizer does not know have neither."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        anchor = tokenizer.id_of(_ANCHOR)
-        self._anchor = [] if anchor is None else [anchor]
-        self._bytes: dict[int, bytes] = {}
-
-    def bytes_of(self, token_id: int) -> bytes:
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._find_bytes(token_id)
-        return found
-
-    def text_of(self, token_id: int) -> str:
-        """The token's text, with replacement characters for parts of characters."""
-        return self.bytes_of(token_id).decode(errors="replace")
-
-    def key_of(self, token_id: int) -> str:
-        """As `text_of`, but parts of characters are written as bytes, so that different tokens differ."""
-        data = self.bytes_of(token_id)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-    def _find_bytes(self, token_id: int) -> bytes:
-        text = self._decode_after_anchor(token_id)
-        spelling = self._tokenizer.spelling(token_id)
-        if _REPLACEMENT not in text or not spelling:
-            return text.encode()
-        if match := _BYTE_TOKEN.fullmatch(spelling):
-            return bytes.fromhex(match[1])
-        byte_of = _byte_level_alphabet()
-        if all(character in byte_of for character in spelling):
-            return bytes(byte_of[character] for character in spelling)
-        return text.encode()
-
-    def _decode_after_anchor(self, token_id: int) -> str:
-        before = self._tokenizer.decode(self._anchor, include_special_tokens=True)
-        text = self._tokenizer.decode([*self._anchor, token_id], include_special_tokens=True)
-        if text.startswith(before):
-            return text[len(before) :]
-        return self._tokenizer.decode([token_id], include_special_tokens=True)
-
-
-@functools.cache
-def _byte_level_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable ones as themselves, others as characters from 256 up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 class CompletionLogprobs:
@@ -278,7 +216,10 @@ class ChatShaper:
             )
         return answer
 
-    def chunk(self, position: int, event: Chunk | Finished) -> dict[str, Any]:
+    def begin(self) -> Iterable[dict[str, Any]]:
+        return ()
+
+    def event(self, position: int, event: Chunk | Finished) -> Iterable[dict[str, Any]]:
         match event:
             case Chunk(sequence_index=index):
                 delta = self._role(index) | {"content": event.text}
@@ -286,10 +227,11 @@ class ChatShaper:
             case Finished(sequence_index=index):
                 finish = finish_fields(event, self._live.request.stopping)
                 choice = {"index": index, "delta": self._role(index), "logprobs": None} | finish
-        return self._chunk([choice]) | self._usage_so_far.after(event)
+        yield self._chunk([choice]) | self._usage_so_far.after(event)
 
-    def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": usage_fields(usages)}
+    def end(self, usages: Sequence[Usage]) -> Iterable[dict[str, Any]]:
+        if self._usage_so_far.is_included:
+            yield self._chunk([]) | {"usage": usage_fields(usages)}
 
     def _role(self, index: int) -> dict[str, Any]:
         """The role, in the first chunk of each choice."""
@@ -316,13 +258,12 @@ class CompletionShaper:
         echoes: Sequence[str],
         live: Sequence[LiveRequest],
         tokenizer: Tokenizer,
-        texts: TokenTexts,
     ) -> None:
         """`echoes` are the starts of the texts."""
         self._head = head
         self._body = body
         self._live = live
-        self._texts = texts
+        self._texts = tokenizer.token_texts
         self._tokenizer = tokenizer
         self._is_echo_alone = is_echo_alone(body)
         self._choices = [
@@ -343,17 +284,21 @@ class CompletionShaper:
                 choice = self._choice(position, self._shown(as_chunk(sequence)))
                 yield choice | self._finish(position, sequence.finished) | prompt_logprobs
 
-    def chunk(self, position: int, event: Chunk | Finished) -> dict[str, Any]:
+    def begin(self) -> Iterable[dict[str, Any]]:
+        return ()
+
+    def event(self, position: int, event: Chunk | Finished) -> Iterable[dict[str, Any]]:
         match event:
             case Chunk():
                 event = self._shown(event)
                 choice = self._choice(position, event) | NOT_FINISHED
             case Finished(sequence_index=index):
                 choice = self._choice(position, Chunk(index, 0, [], "")) | self._finish(position, event)
-        return self._head.fields("text_completion") | {"choices": [choice]} | self._usage_so_far.after(event)
+        yield self._head.fields("text_completion") | {"choices": [choice]} | self._usage_so_far.after(event)
 
-    def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        return self._head.fields("text_completion") | {"choices": [], "usage": self._usage(usages)}
+    def end(self, usages: Sequence[Usage]) -> Iterable[dict[str, Any]]:
+        if self._usage_so_far.is_included:
+            yield self._head.fields("text_completion") | {"choices": [], "usage": self._usage(usages)}
 
     def _choice(self, position: int, chunk: Chunk) -> dict[str, Any]:
         choices = self._choices[position]

@@ -158,6 +158,12 @@ async def test_every_path_but_the_open_ones_is_refused_without_a_key(gateway, ke
         assert (await client.get("/no/such", headers=dict(bearer(key)))).status_code == 404
 
 
+async def test_a_key_may_come_in_the_header_of_anthropic_s_clients(gateway, key):
+    async with httpx.AsyncClient(base_url=gateway.http_url, timeout=10) as client:
+        for shown, status in ((key, 200), ("no", 401)):
+            assert (await client.get("/v1/models", headers={"x-api-key": shown})).status_code == status
+
+
 async def test_a_refused_upload_is_answered_whatever_its_size(gateway):
     async with httpx.AsyncClient(base_url=gateway.http_url, timeout=30) as client:
         response = await client.post(

@@ -383,3 +383,11 @@ async def test_log_probabilities_of_prompts_are_bound_over_all_choices_of_a_call
     assert (status, error["param"]) == (400, "logprobs")
     assert "1,050,000 log probabilities of prompts; a call may ask for at most 1,048,576" in error["message"]
     await scheduler.until(lambda: not scheduler.live)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score"])
+async def test_what_a_model_that_generates_text_cannot_do_is_refused_with_the_reason(client, path):
+    response = await client.post(path, json={"model": "quire-tiny", "input": "hello"})
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "wrong_kind_of_model")
+    assert 'model "quire-tiny" generates text' in error["message"]

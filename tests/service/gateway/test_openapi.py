@@ -60,7 +60,7 @@ async def test_the_document_is_whole(document):
     for path, _, operation in operations_of(document):
         named = {parameter["name"] for parameter in operation.get("parameters", ())}
         assert named == set(re.findall(r"{(\w+)}", path))
-        assert "200" in operation["responses"]
+        assert "200" in operation["responses"] or operation["summary"].startswith("Refused: ")
         assert operation["summary"]
 
 

@@ -8,13 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.api.answers import LazyList, WholeResponse, as_json, json_pieces
-from gateway.api.openai import stream as service
-from gateway.api.openai.stream import Call, OpenAiService
+from gateway.api import calls
+from gateway.api.answers import OPENAI, LazyList, WholeResponse, as_json, json_pieces
+from gateway.api.calls import Call
 from gateway.request.answer_memory import AnswerMemory
 from gateway.request.generator import Generator
 from quire.rpc.errors import ResourceExhausted
-from tests.support.tokenizers import byte_level, wrapped
 
 
 @pytest.mark.parametrize(
@@ -124,19 +123,19 @@ async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_s
     async def shaper(*_):
         return SimpleNamespace(whole=lambda _: {"choices": LazyList(entries)})
 
-    monkeypatch.setattr(service, "running", lambda *_, **__: contextlib.nullcontext([]))
-    monkeypatch.setattr(service, "results_of", nothing)
-    model = SimpleNamespace(tokenizer=wrapped(byte_level()))
-    generator = SimpleNamespace(model=model, call_memory=lambda form: memory.call("key", form))
+    monkeypatch.setattr(calls, "running", lambda *_, **__: contextlib.nullcontext([]))
+    monkeypatch.setattr(calls, "results_of", nothing)
+    generator = SimpleNamespace(call_memory=lambda form: memory.call("key", form))
     call: Any = SimpleNamespace(
-        head=SimpleNamespace(id="x"),
-        body=SimpleNamespace(stream=False),
+        id="x",
+        streams=False,
+        dialect=OPENAI,
         shows_prompt_by_choice=False,
         requests=nothing,
         shaper=shaper,
         param_name=lambda _, field: field,
     )
-    response = OpenAiService(cast(Generator, generator), 15.0).respond(cast(Call, call))
+    response = calls.respond(cast(Generator, generator), cast(Call, call), 15.0)
     start, *pieces = await messages_of(response)
     assert start["status"] == status
     assert pieces[-1].get("more_body", False) == (status == 200)

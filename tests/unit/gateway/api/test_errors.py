@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from gateway.api.answers import error_answer
+from gateway.api.answers import OPENAI, error_answer
 from gateway.request.validation import summary
 from quire.rpc import errors
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, ResourceExhausted
@@ -37,7 +37,7 @@ def test_every_error_has_its_status(kind, status, type_):
     answer = error_answer(kind("what happened"), short)
     assert answer.status == status
     body = {"message": "what happened", "type": type_, "param": None, "code": kind.default_reason.lower()}
-    assert json.loads(answer.body) == {"error": body}
+    assert json.loads(OPENAI.error_body(answer)) == {"error": body}
 
 
 def test_every_error_of_the_hierarchy_is_known():
@@ -78,5 +78,5 @@ def test_of_an_unexpected_error_nothing_goes_out(caplog):
     with caplog.at_level(logging.ERROR):
         answer = error_answer(KeyError("secret"), short)
     assert answer.status == 500
-    assert b"secret" not in answer.body
+    assert b"secret" not in OPENAI.error_body(answer)
     assert "secret" in caplog.text

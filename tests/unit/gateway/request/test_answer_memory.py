@@ -7,7 +7,7 @@ import pytest
 
 from gateway.api.answers import json_pieces
 from gateway.api.openai.schemas import CompletionBody
-from gateway.api.openai.write import CompletionShaper, Head, TokenTexts
+from gateway.api.openai.write import CompletionShaper, Head
 from gateway.replicas.events import event_batch_from
 from gateway.replicas.ledger import Ledger
 from gateway.request.answer_memory import (
@@ -78,7 +78,6 @@ def ledger():
 
 async def test_many_log_probabilities_are_kept_as_columns_and_written_in_pieces(ledger):
     """A share of 64 prompts with n=128, 400 tokens and 20 log probabilities, which took 2,960 bytes a position."""
-    texts = TokenTexts(TOKENIZER)
     num_positions = 64 * 50
     with AnswerMemory(per_call=1 << 30, per_key=1 << 30, total=1 << 30).call("key", IN_PIECES) as call:
         live = open_live(ledger, call, num_sequences=64, logprobs=NUM_TOP, max_tokens=50)
@@ -92,7 +91,7 @@ async def test_many_log_probabilities_are_kept_as_columns_and_written_in_pieces(
             assert held / 2 < call.num_bytes < 2 * held
             assert held / num_positions < 400
             body = CompletionBody(prompt="x", logprobs=NUM_TOP)
-            shaper = CompletionShaper(Head("id", 1, "m"), body, [None], [""], [live], TOKENIZER, texts)
+            shaper = CompletionShaper(Head("id", 1, "m"), body, [None], [""], [live], TOKENIZER)
             answer = shaper.whole(await results_of([live]))
             tracemalloc.reset_peak()
             sizes = [len(piece) for piece in json_pieces(answer)]

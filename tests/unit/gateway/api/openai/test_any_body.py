@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.answers import error_answer
+from gateway.api.answers import OPENAI, error_answer
 from gateway.api.body import BodyLimits, load_json
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
@@ -67,7 +67,7 @@ def answered(kind, data: bytes) -> None:
     except QuireError as error:
         answer = error_answer(error, lambda field: field if body is None else param_name(body, field))
         assert 400 <= answer.status < 500
-        json.loads(answer.body)
+        json.loads(OPENAI.error_body(answer))
         assert answer.param is None or not answer.param.startswith(("sampling.", "stopping.", "output."))
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from gateway.api.openai.calls import CompletionCall
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
-from gateway.api.openai.stream import CompletionCall
 from gateway.request.types import ChatMessage, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,

@@ -8,8 +8,9 @@ import tokenizers
 from tokenizers import decoders, models
 
 from gateway.api.answers import as_json
-from gateway.api.openai.write import CompletionLogprobs, TokenTexts, chat_logprobs, prompt_logprobs
+from gateway.api.openai.write import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from gateway.replicas.events import Logprob, PositionLogprobs
+from gateway.text.tokenizer import TokenTexts
 from quire.model_directory import resolve_model
 from tests.support.tokenizers import byte_fallback, byte_level, byte_level_bytes, wrapped
 

@@ -1,0 +1,135 @@
+"""Completions and chat completions as calls: the requests that they make, and what writes their answers."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from gateway.api.answers import OPENAI, HttpError, error_answer
+from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
+from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.api.openai.write import ChatShaper, CompletionShaper, Head
+from gateway.auth.caller import current_caller
+from gateway.replicas.live import LiveRequest
+from gateway.request.generator import Generator
+from gateway.request.limits import MAX_REQUEST_ID_LENGTH
+from gateway.request.types import Prompt, RequestOptions, TextPrompt, TokenPrompt
+from gateway.request.validation import Violations, check_model, check_prompt
+from gateway.text.tokenizer import Tokenizer
+from gateway.turns import Turns
+from quire.rpc.errors import QuireError, invalid_field
+
+
+class _Call:
+    """What both have in common. See gateway.api.calls.Call."""
+
+    dialect = OPENAI
+
+    def __init__(self, body: GenerationBody, prefix: str, model: str) -> None:
+        self.id = f"{prefix}-{body.request_id or secrets.token_hex(16)}"
+        self.streams = bool(body.stream)
+        self._head = Head(self.id, int(time.time()), model)
+        # By this id the request runs, and can be cancelled.
+        self._request_id = self.id if body.request_id is None else body.request_id
+
+
+class ChatCall(_Call):
+    """A chat completion: one request."""
+
+    shows_prompt_by_choice = False
+
+    def __init__(self, body: ChatBody, model: str) -> None:
+        super().__init__(body, "chatcmpl", model)
+        self._body = body
+
+    async def requests(self, generator: Generator) -> list[RequestOptions]:
+        return [chat_options(self._body, self._request_id)]
+
+    def param_name(self, position: int, field: str) -> str:
+        return param_name(self._body, field)
+
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> ChatShaper:
+        return ChatShaper(self._head, self._body, live[0], generator.model.tokenizer.token_texts)
+
+
+class CompletionCall(_Call):
+    """A completion: one request a prompt."""
+
+    shows_prompt_by_choice = True
+
+    def __init__(self, body: CompletionBody, model: str) -> None:
+        """Raises InvalidArgument: there is no prompt."""
+        if body.prompt is None:
+            raise invalid_field("prompt", "is missing")
+        super().__init__(body, "cmpl", model)
+        self._body = body
+        self._prompts = completion_prompts(body)
+
+    async def requests(self, generator: Generator) -> list[RequestOptions]:
+        num_prompts = len(self._prompts)
+        if num_prompts > 1:
+            _check_shared_id(self._body.request_id, num_prompts)
+        first_id = self._request_id
+        ids = [first_id] if num_prompts == 1 else [f"{first_id}-{position}" for position in range(num_prompts)]
+        # All have the same parameters, as one object.
+        options = completion_options(self._body, None, first_id)
+        turns = Turns()
+        requests: list[RequestOptions] = []
+        for position, request_id in enumerate(ids):
+            prompt = await self._encoded(generator, position)
+            requests.append(dataclasses.replace(options, prompt=prompt, request_id=request_id))
+            await turns.pause()
+        return requests
+
+    def param_name(self, position: int, field: str) -> str:
+        name = param_name(self._body, field)
+        if len(self._prompts) == 1 or not name.startswith("prompt") or name.startswith("prompt_"):
+            return name
+        return f"prompt[{position}]{name.removeprefix('prompt')}"
+
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> CompletionShaper:
+        tokenizer = generator.model.tokenizer
+        echoes: list[str] = []
+        for prompt, each in zip(self._prompts, live, strict=True):
+            echoes.append(await _echo_text(prompt, each, tokenizer) if self._body.echo else "")
+        return CompletionShaper(self._head, self._body, self._prompts, echoes, live, tokenizer)
+
+    async def _encoded(self, generator: Generator, position: int) -> Prompt | None:
+        """The prompt at `position`; as tokens, where the text shall get no special tokens.
+
+        Raises:
+            HttpError: the text is refused before it is tokenized, as the generator would refuse it.
+        """
+        prompt = self._prompts[position]
+        if self._body.add_special_tokens is not False or not isinstance(prompt, TextPrompt):
+            return prompt
+        try:
+            limits = await generator.limits()
+            check_model(self._body.model, current_caller().visible(generator.model.name))
+            violations = Violations()
+            check_prompt(violations, prompt, limits)
+            violations.raise_if_any()
+        except QuireError as error:
+            raise HttpError(error_answer(error, partial(self.param_name, position))) from error
+        return TokenPrompt(await generator.model.tokenizer.encode(prompt.text, add_special_tokens=False))
+
+
+async def _echo_text(prompt: Prompt | None, live: LiveRequest, tokenizer: Tokenizer) -> str:
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    request = live.request
+    return await tokenizer.decode_any(
+        request.prompt_token_ids.tolist(), include_special_tokens=request.output.include_special_tokens
+    )
+
+
+def _check_shared_id(request_id: str | None, num_prompts: int) -> None:
+    """The number of each prompt is appended to the id."""
+    limit = MAX_REQUEST_ID_LENGTH - len(f"-{num_prompts - 1}")
+    if request_id is not None and len(request_id) > limit:
+        raise invalid_field(
+            "request_id",
+            f"has {len(request_id):,} characters; with {num_prompts:,} prompts, each of which adds -N to it, "
+            f"the max is {limit}",
+        )
