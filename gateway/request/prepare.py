@@ -105,6 +105,8 @@ async def prepare(
     """
     turns = Turns()
     field, token_ids = await encode_prompt(options.prompt, model)
+    if (kept := options.truncate_prompt_tokens) is not None:
+        token_ids = token_ids[-(limits.max_prompt_tokens if kept == -1 else kept) :]
     asked_max_tokens = options.asked("stopping.max_tokens")
     max_tokens = resolve_max_tokens(field, token_ids, asked_max_tokens, _num_candidates(options.sampling), limits)
     parameters = await call.complete(options, model, limits)

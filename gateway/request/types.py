@@ -89,6 +89,8 @@ class RequestOptions:
     as_written: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values that the messages cannot hold exactly as the caller wrote them, by the path of the field. The validator
     checks these instead, and refuses each value that is outside the range of its field."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many tokens of the prompt; -1 keeps as many as a prompt may have."""
     request_id: str | None = None
     priority: int | None = None
     priority_sign: Literal[1, -1] = 1

@@ -185,7 +185,7 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     """
     check_model(request.model, served_model)
     violations = Violations()
-    check_prompt(violations, request.prompt, limits)
+    check_prompt(violations, request.prompt, limits, is_truncated=request.truncate_prompt_tokens is not None)
     if request.sampling.HasField("beam_search"):
         _check_beam_search(violations, request, limits)
     else:
@@ -195,6 +195,9 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     for field in ("output.logprobs", "output.prompt_logprobs"):
         violations.check_range(field, request.asked(field), 0, limits.max_logprobs)
     violations.check_range("priority", request.priority, -100, 100)
+    violations.check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, limits.max_prompt_tokens)
+    if request.truncate_prompt_tokens == 0:
+        violations.add("truncate_prompt_tokens", "is 0; a prompt needs at least 1 token, and -1 keeps what fits")
     _check_request_id(violations, request.request_id)
     violations.raise_if_any()
 
@@ -206,7 +209,7 @@ def check_another(request: RequestOptions, limits: Limits) -> None:
         InvalidArgument: its prompt or its id is missing or out of range.
     """
     violations = Violations()
-    check_prompt(violations, request.prompt, limits)
+    check_prompt(violations, request.prompt, limits, is_truncated=request.truncate_prompt_tokens is not None)
     _check_request_id(violations, request.request_id)
     violations.raise_if_any()
 
@@ -264,22 +267,24 @@ def check_prompt(
     *,
     missing: FieldViolation = _MISSING_PROMPT,
     chat_field: str = "messages",
+    is_truncated: bool = False,
 ) -> None:
-    """Checks a prompt before it is tokenized. `missing` is the violation if there is no prompt."""
+    """Checks a prompt before it is tokenized. `missing` is the violation if there is no prompt. A prompt that is to be
+    truncated may have more tokens than others."""
     match prompt:
         case None:
             violations.add(missing.field, missing.description)
         case TextPrompt(text=text):
             violations.check_text("text", text)
-            _check_prompt_size(violations, "text", [text], limits)
+            _check_prompt_size(violations, "text", [text], limits, is_truncated=is_truncated)
         case TokenPrompt(token_ids=token_ids):
             if not token_ids:
                 violations.add("token_ids.ids", "is empty; a prompt needs at least 1 token")
-            elif _check_prompt_length(violations, "token_ids.ids", len(token_ids), limits):
+            elif is_truncated or _check_prompt_length(violations, "token_ids.ids", len(token_ids), limits):
                 violations.check_token_ids("token_ids.ids", token_ids, limits.vocab_size)
         case ChatPrompt():
             if check_messages(violations, prompt, limits, field=chat_field):
-                _check_prompt_size(violations, chat_field, texts_of(prompt), limits)
+                _check_prompt_size(violations, chat_field, texts_of(prompt), limits, is_truncated=is_truncated)
 
 
 def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *, field: str = "messages") -> bool:
@@ -330,8 +335,13 @@ def texts_of(prompt: ChatPrompt) -> Iterator[str]:
         yield from (tool.name, tool.description, tool.parameters)
 
 
-def _check_prompt_size(violations: Violations, field: str, texts: Iterable[str], limits: Limits) -> None:
+def _check_prompt_size(
+    violations: Violations, field: str, texts: Iterable[str], limits: Limits, *, is_truncated: bool
+) -> None:
     """Refuses a text with so many bytes that it has too many tokens, before the tokenizer spends time on it."""
+    if is_truncated:
+        violations.check_size(field, texts, limits.max_tokenize_bytes)
+        return
     fewest = limits.fewest_tokens(sum(map(utf8_size, texts)))
     _check_prompt_length(violations, field, fewest, limits, is_lower_bound=True)
 

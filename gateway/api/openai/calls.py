@@ -92,7 +92,9 @@ class CompletionCall(_Call):
         tokenizer = generator.model.tokenizer
         echoes: list[str] = []
         for prompt, each in zip(self._prompts, live, strict=True):
-            echoes.append(await _echo_text(prompt, each, tokenizer) if self._body.echo else "")
+            is_truncated = self._body.truncate_prompt_tokens is not None
+            echo = await _echo_text(prompt, each, tokenizer, is_truncated=is_truncated) if self._body.echo else ""
+            echoes.append(echo)
         return CompletionShaper(self._head, self._body, self._prompts, echoes, live, tokenizer)
 
     async def _encoded(self, generator: Generator, position: int) -> Prompt | None:
@@ -108,15 +110,15 @@ class CompletionCall(_Call):
             limits = await generator.limits()
             check_model(self._body.model, current_caller().visible(generator.model.name))
             violations = Violations()
-            check_prompt(violations, prompt, limits)
+            check_prompt(violations, prompt, limits, is_truncated=self._body.truncate_prompt_tokens is not None)
             violations.raise_if_any()
         except QuireError as error:
             raise HttpError(error_answer(error, partial(self.param_name, position))) from error
         return TokenPrompt(await generator.model.tokenizer.encode(prompt.text, add_special_tokens=False))
 
 
-async def _echo_text(prompt: Prompt | None, live: LiveRequest, tokenizer: Tokenizer) -> str:
-    if isinstance(prompt, TextPrompt):
+async def _echo_text(prompt: Prompt | None, live: LiveRequest, tokenizer: Tokenizer, *, is_truncated: bool) -> str:
+    if isinstance(prompt, TextPrompt) and not is_truncated:
         return prompt.text
     request = live.request
     return await tokenizer.decode_any(

@@ -251,6 +251,7 @@ def _options(
         stopping=stopping,
         output=output,
         as_written=as_written,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
         request_id=request_id,
         # Lower runs earlier in vLLM's API, higher in Quire's.
         priority=None if body.priority is None else -body.priority,

@@ -142,6 +142,7 @@ class GenerationBody(Body, ConstraintFields):
     early_stopping: bool | Literal["never"] | None = None
     priority: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
     request_id: str | None = None
 

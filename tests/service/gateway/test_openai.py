@@ -103,6 +103,29 @@ async def test_special_tokens_are_added_unless_they_are_not_wanted(client, sched
     assert answer["choices"][0]["text"].startswith("hello")
 
 
+@pytest.mark.parametrize(("kept", "num_tokens"), [(3, 3), (-1, 1023)])
+async def test_a_prompt_that_is_too_long_may_be_truncated_to_its_end(client, scheduler, kept, num_tokens):
+    text = "hello " * 1500
+    whole = TOKENIZER.encode(text).ids
+    for path, body in ((COMPLETIONS, {"prompt": text}), (COMPLETIONS, {"prompt": whole}), (CHAT, {"messages": [
+        {"role": "user", "content": text}]})):  # fmt: skip
+        response = await client.post(path, json=body | {"max_tokens": 1, "truncate_prompt_tokens": kept})
+        assert response.status_code == 200, response.text
+        sent = decode_int32(scheduler.submits[-1].prompt_token_ids, "prompt").tolist()
+        assert len(sent) == num_tokens == response.json()["usage"]["prompt_tokens"]
+        if path == COMPLETIONS:
+            assert sent == whole[-num_tokens:]
+    for value in (0, -2, 5000):
+        status, error = await error_of(client, COMPLETIONS, truncate_prompt_tokens=value)
+        assert (status, error["param"]) == (400, "truncate_prompt_tokens")
+
+
+async def test_an_echo_of_a_truncated_prompt_begins_with_what_was_kept(client):
+    answer = await complete(client, prompt="hello there", truncate_prompt_tokens=1, echo=True, max_tokens=1)
+    last = TOKENIZER.decode(TOKENIZER.encode("hello there").ids[-1:])
+    assert answer["choices"][0]["text"].startswith(last)
+
+
 async def test_the_end_of_a_text_says_why_it_ended(client, scheduler):
     scheduler.rule = scripted([*SPEECH, 2])
     cases = [

@@ -1,0 +1,54 @@
+"""docs/openai.md has every field of OpenAI's bodies: those that the gateway parses, refuses and ignores."""
+
+import re
+from pathlib import Path
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from gateway.api.openai.conversation import FunctionDefinition, Message, ToolDefinition
+from gateway.api.openai.schemas import HINTS, UNSUPPORTED, ChatBody, CompletionBody, GenerationBody
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "openai.md"
+COMMON, COMPLETIONS, CHAT = "Fields of both", "Fields of completions", "Fields of chat completions"
+REFUSED, IGNORED = "Refused", "Accepted without effect"
+
+
+def fields_of(section: str) -> set[str]:
+    """The fields in the first column of the table of a section."""
+    (_, _, rest) = DOCUMENT.read_text().partition(f"# {section}\n")
+    table = rest.partition("\n#")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+
+
+def test_every_field_that_is_parsed_is_in_its_table():
+    common = set(GenerationBody.model_fields)
+    assert fields_of(COMMON) == common
+    assert fields_of(COMPLETIONS) == set(CompletionBody.model_fields) - common
+    assert fields_of(CHAT) == set(ChatBody.model_fields) - common
+
+
+def test_messages_and_tools_too():
+    assert fields_of("Messages") >= set(Message.model_fields)
+    functions = {f"function.{name}" for name in FunctionDefinition.model_fields}
+    assert fields_of("Tools") == {"type", *functions}
+    assert set(ToolDefinition.model_fields) == {"type", "function"}
+
+
+def test_what_is_refused_and_what_is_ignored_is_listed():
+    assert fields_of(REFUSED) == set(UNSUPPORTED)
+    assert fields_of(IGNORED) == set(HINTS)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "section"),
+    [
+        (completion_create_params.CompletionCreateParamsBase, COMPLETIONS),
+        (chat_create_params.CompletionCreateParamsBase, CHAT),
+    ],
+)
+def test_no_parameter_of_openai_s_client_is_missing(parameters, section):
+    known = set().union(*map(fields_of, (COMMON, section, REFUSED, IGNORED)))
+    assert set(parameters.__annotations__) <= known
