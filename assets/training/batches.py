@@ -1,13 +1,13 @@
 """Packs documents into rows of equal length, with a weight for the loss of each token."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from tokenizers import Tokenizer
 
-from assets.training.corpus import PAD_ID, Emphasis, documents
+from assets.training.corpus import PAD_ID, Document, Emphasis, documents
 
 _DOCUMENTS_AT_ONCE = 512
 
@@ -21,15 +21,23 @@ class Shape:
 # Every batch has 4,096 tokens; three of ten steps practise longer contexts.
 SHAPES = (Shape(16, 256), Shape(16, 256), Shape(8, 512), Shape(16, 256), Shape(16, 256),
           Shape(4, 1024), Shape(16, 256), Shape(16, 256), Shape(8, 512), Shape(16, 256))  # fmt: skip
+# A conversation with tools has some 240 tokens and would seldom end within a row of 256.
+LONG_SHAPES = (Shape(4, 512), Shape(4, 512), Shape(4, 512), Shape(4, 512), Shape(2, 1024))
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A stretch of training up to step `until`, on its own stream of documents."""
+    """A stretch of training up to step `until`, on its own stream of documents.
+
+    Attributes:
+        documents: The stream for a seed and an emphasis.
+    """
 
     until: int
     seed: int
     emphasis: Emphasis
+    documents: Callable[[int, Emphasis], Iterator[Document]] = documents
+    shapes: tuple[Shape, ...] = SHAPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +54,8 @@ class EncodedDocument:
     weights: list[float]
 
 
-def encoded_documents(tokenizer: Tokenizer, seed: int, emphasis: Emphasis) -> Iterator[EncodedDocument]:
+def encoded_documents(tokenizer: Tokenizer, stream: Iterator[Document]) -> Iterator[EncodedDocument]:
     """Encodes segment by segment; segments meet where the tokenizer splits anyway."""
-    stream = documents(seed, emphasis)
     while True:
         chunk = list(islice(stream, _DOCUMENTS_AT_ONCE))
         texts = [segment.text for document in chunk for segment in document]
@@ -86,9 +93,9 @@ def lesson_batches(tokenizer: Tokenizer, lessons: tuple[Lesson, ...], done: int)
     start = 0
     for lesson in lessons:
         if done < lesson.until:
-            stream = encoded_documents(tokenizer, lesson.seed, lesson.emphasis)
+            stream = encoded_documents(tokenizer, lesson.documents(lesson.seed, lesson.emphasis))
             for step in range(start, lesson.until):
-                batch = next_batch(stream, SHAPES[step % len(SHAPES)])
+                batch = next_batch(stream, lesson.shapes[step % len(lesson.shapes)])
                 if step >= done:
                     yield step, batch
         start = lesson.until

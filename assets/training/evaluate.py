@@ -24,8 +24,11 @@ from assets.training.corpus import (
     draw_name_memory,
     draw_question,
 )
+from assets.training.json_questions import JSON_KINDS
 from assets.training.questions import NAMES, WORDS, draw
 from assets.training.stories import Story, draw_request, draw_story
+from assets.training.tool_lessons import TOOL_KINDS
+from assets.training.tools import ToolConversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,14 @@ class Answerer:
             messages.append({"role": "user", "content": turn.user})
             messages.append({"role": "assistant", "content": turn.assistant})
         return str(self.tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True))
+
+    def tool_prompt(self, conversation: ToolConversation) -> str:
+        """Everything before the last answer, with the tools as a user of OpenAI's API defines them."""
+        tools = [tool.definition() for tool in conversation.tools] or None
+        messages = conversation.messages()[:-1]
+        return str(
+            self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        )
 
     @torch.inference_mode()
     def answer(self, prompts: list[str], max_tokens: int) -> list[Answer]:
@@ -91,6 +102,7 @@ class Answerer:
 _PROMPTS_AT_ONCE = 50
 _ANSWER_TOKENS = 80
 _STORY_TOKENS = 300
+_CALL_TOKENS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +186,17 @@ def _draw_probe(answerer: Answerer, kind: str, rng: Random) -> Probe:
             return _repeat_probe(answerer, rng, made_up=True)
         case "story":
             return _story_probe(answerer, rng)
+        case _ if kind in TOOL_KINDS:
+            conversation = TOOL_KINDS[kind](rng, held_out=True)
+            return Probe(answerer.tool_prompt(conversation), conversation.last_answer())
         case _:
-            return _chat_probe(answerer, conversation_of(draw(QUESTION_KINDS[kind], rng, held_out=True)))
+            question = draw((QUESTION_KINDS | JSON_KINDS)[kind], rng, held_out=True)
+            return _chat_probe(answerer, conversation_of(question))
 
 
-KINDS = (*QUESTION_KINDS, "repeat_made_up", "name_memory", "given_name", "plain_form", "story")
+FIRST_COURSE_KINDS = (*QUESTION_KINDS, "repeat_made_up", "name_memory", "given_name", "plain_form", "story")
+SECOND_COURSE_KINDS = (*TOOL_KINDS, *JSON_KINDS)
+KINDS = (*FIRST_COURSE_KINDS, *SECOND_COURSE_KINDS)
 
 
 def _different_probes(answerer: Answerer, kind: str, rng: Random, count: int) -> list[Probe]:
@@ -204,7 +222,11 @@ def _failures(answerer: Answerer, probes: list[Probe], max_tokens: int) -> Itera
 def score_kind(answerer: Answerer, kind: str, seed: int, count: int) -> KindScore:
     """Asks up to `count` different held-out questions of one kind."""
     probes = _different_probes(answerer, kind, Random(f"{seed} {kind}"), count)
-    max_tokens = _STORY_TOKENS if kind == "story" else _ANSWER_TOKENS
+    max_tokens = _ANSWER_TOKENS
+    if kind == "story":
+        max_tokens = _STORY_TOKENS
+    elif kind in SECOND_COURSE_KINDS:
+        max_tokens = _CALL_TOKENS
     return KindScore(kind, len(probes), tuple(_failures(answerer, probes, max_tokens)))
 
 
@@ -232,6 +254,12 @@ def _print_score(score: KindScore, shown_failures: int) -> None:
         )
 
 
+def _print_sum(name: str, scores: list[KindScore]) -> None:
+    if asked := sum(score.asked for score in scores):
+        right = sum(score.right for score in scores)
+        print(f"{name:<16}{right:>6} of {asked:<6}{right / asked:>8.1%}")
+
+
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
@@ -240,8 +268,8 @@ def main() -> None:
     for kind in arguments.kinds:
         scores.append(score_kind(answerer, kind, arguments.seed, arguments.questions))
         _print_score(scores[-1], arguments.show_failures)
-    right, asked = sum(score.right for score in scores), sum(score.asked for score in scores)
-    print(f"{'all':<16}{right:>6} of {asked:<6}{right / asked:>8.1%}")
+    _print_sum("first course", [score for score in scores if score.kind in FIRST_COURSE_KINDS])
+    _print_sum("second course", [score for score in scores if score.kind in SECOND_COURSE_KINDS])
     texts = (arguments.model / "heldout.txt").read_text().strip().split("\n\n")
     perplexity = answerer.perplexity(texts)
     print(f"perplexity {perplexity.value:.4f}: {perplexity.tokens} tokens of {perplexity.documents} held-out texts")

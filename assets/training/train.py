@@ -1,17 +1,23 @@
-"""Makes assets/quire-tiny from nothing: python -m assets.training.train."""
+"""Makes assets/quire-tiny: python -m assets.training.train.
+
+The first course makes a model from random weights. The second one goes on from the file that the first has written;
+`--from DIRECTORY` begins with it.
+"""
 
 import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from assets.training.batches import Batch, Lesson, lesson_batches
+from assets.training.batches import LONG_SHAPES, Batch, Lesson, lesson_batches
 from assets.training.corpus import (
     BOS_ID,
     END_ID,
@@ -22,6 +28,7 @@ from assets.training.corpus import (
     THIRD_EMPHASIS,
     held_out_texts,
 )
+from assets.training.second_course import SECOND_SHARES, second_course_documents
 from assets.training.tokenizer import VOCABULARY_SIZE, save_tokenizer, train_tokenizer
 
 
@@ -69,7 +76,6 @@ def make_model() -> LlamaForCausalLM:
 class TrainingPlan:
     """The last lesson ends where the schedule does."""
 
-    seed: int
     schedule: Schedule
     lessons: tuple[Lesson, ...]
     checkpoint_every: int = 100
@@ -83,14 +89,39 @@ def _make_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
 
 
 def weighted_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
-    """Cross entropy of each token given those before it, averaged with the batch's weights."""
+    """Cross entropy of each token given those before it, times the batch's weights, summed."""
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=batch.tokens, use_cache=False).logits[:, :-1]
-    losses = torch.nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), batch.tokens[:, 1:].flatten(), reduction="none"
-    )
-    weights = batch.weights[:, 1:].flatten()
-    return (losses * weights).sum() / weights.sum()
+        hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
+        counts = batch.weights[:, 1:] > 0
+        logits = model.lm_head(hidden[counts])
+    losses = torch.nn.functional.cross_entropy(logits.float(), batch.tokens[:, 1:][counts], reduction="none")
+    return (losses * batch.weights[:, 1:][counts]).sum()
+
+
+class _Gradients:
+    """Gradients by several threads, each with a part of the batch's rows.
+
+    Threads that meet once a step share a busy machine better than threads that meet in each product.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, threads: int) -> None:
+        self._model = model
+        self._parameters = list(model.parameters())
+        self._threads = threads
+        self._executor = ThreadPoolExecutor(threads)
+
+    def compute(self, batch: Batch) -> float:
+        """Sets the gradients of the mean loss of a batch, which it returns."""
+        total = batch.weights[:, 1:].sum()
+        rows = zip(batch.tokens.chunk(self._threads), batch.weights.chunk(self._threads), strict=True)
+        parts = list(self._executor.map(lambda part: self._of_part(Batch(*part), total), rows))
+        for parameter, *gradients in zip(self._parameters, *(gradients for _, gradients in parts), strict=True):
+            parameter.grad = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
+        return sum(loss for loss, _ in parts)
+
+    def _of_part(self, part: Batch, total: torch.Tensor) -> tuple[float, tuple[torch.Tensor, ...]]:
+        loss = weighted_loss(self._model, part) / total
+        return loss.item(), torch.autograd.grad(loss, self._parameters)
 
 
 def _save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -107,29 +138,32 @@ def _load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim
 
 
 def train(
-    tokenizer: Tokenizer, plan: TrainingPlan, checkpoint: Path, log: Callable[[str], None] = print
-) -> LlamaForCausalLM:
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    plan: TrainingPlan,
+    checkpoint: Path,
+    threads: int,
+    log: Callable[[str], None] = print,
+) -> None:
     """Trains from the start, or from `checkpoint` where that file exists, on the very batches it would have seen."""
-    torch.manual_seed(plan.seed)
-    model = make_model().train()
+    model.train()
     optimizer = _make_optimizer(model)
     done = _load_checkpoint(checkpoint, model, optimizer) if checkpoint.exists() else 0
+    gradients = _Gradients(model, threads)
     started, seen = time.monotonic(), 0
     for step, batch in lesson_batches(tokenizer, plan.lessons, done):
         for group in optimizer.param_groups:
             group["lr"] = plan.schedule.rate(step)
-        loss = weighted_loss(model, batch)
-        loss.backward()
+        loss = gradients.compute(batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seen += batch.tokens.numel()
         if step % 20 == 0:
             pace = seen / (time.monotonic() - started)
-            log(f"step {step} loss {loss.item():.4f} rate {plan.schedule.rate(step):.2e} tokens/s {pace:.0f}")
+            log(f"step {step} loss {loss:.4f} rate {plan.schedule.rate(step):.2e} tokens/s {pace:.0f}")
         if (step + 1) % plan.checkpoint_every == 0:
             _save_checkpoint(checkpoint, model, optimizer, step + 1)
-    return model
 
 
 HELD_OUT_SEED = 99
@@ -167,8 +201,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> No
             path.replace(directory / path.name)
 
 
-PLAN = TrainingPlan(
-    seed=0,
+FIRST_COURSE = TrainingPlan(
     schedule=Schedule(steps=4500, warm_up=100, decay=1100, peak=2e-3),
     lessons=(
         Lesson(until=2000, seed=0, emphasis=FIRST_EMPHASIS),
@@ -176,16 +209,30 @@ PLAN = TrainingPlan(
         Lesson(until=4500, seed=2, emphasis=THIRD_EMPHASIS),
     ),
 )
+SECOND_COURSE = TrainingPlan(
+    schedule=Schedule(steps=2400, warm_up=50, decay=1000, peak=1.5e-3),
+    lessons=(
+        Lesson(1300, seed=3, emphasis=THIRD_EMPHASIS, documents=second_course_documents, shapes=LONG_SHAPES),
+        Lesson(
+            2400,
+            seed=4,
+            emphasis=THIRD_EMPHASIS,
+            documents=partial(second_course_documents, shares=SECOND_SHARES),
+            shapes=LONG_SHAPES,
+        ),
+    ),
+)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("assets/quire-tiny"))
+    parser.add_argument("--from", type=Path, dest="start", help="a model of the first course, which is then not made")
     parser.add_argument(
         "--checkpoint",
         type=Path,
         default=Path(tempfile.gettempdir()) / "quire-tiny-checkpoint.pt",
-        help="where an interrupted training goes on; removed at the end (default: %(default)s)",
+        help="where an interrupted course goes on; removed at its end (default: %(default)s)",
     )
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
@@ -195,14 +242,30 @@ def _log(line: str) -> None:
     print(line, flush=True)
 
 
+def _first_course(output: Path, checkpoint: Path, threads: int) -> None:
+    torch.manual_seed(0)
+    model, tokenizer = make_model(), train_tokenizer()
+    train(model, tokenizer, FIRST_COURSE, checkpoint, threads, _log)
+    export(model, tokenizer, output)
+    checkpoint.unlink(missing_ok=True)
+
+
+def _second_course(start: Path, output: Path, checkpoint: Path, threads: int) -> None:
+    """From the weights as they are stored, so that it does not matter when the first course was."""
+    model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
+    train(model, tokenizer, SECOND_COURSE, checkpoint, threads, _log)
+    export(model, tokenizer, output)
+    checkpoint.unlink(missing_ok=True)
+
+
 def main() -> None:
     arguments = _arguments()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    tokenizer = train_tokenizer()
-    model = train(tokenizer, PLAN, arguments.checkpoint, _log)
-    export(model, tokenizer, arguments.output)
-    arguments.checkpoint.unlink(missing_ok=True)
+    if arguments.start is None:
+        _first_course(arguments.output, arguments.checkpoint, arguments.threads)
+    _second_course(arguments.start or arguments.output, arguments.output, arguments.checkpoint, arguments.threads)
     _log(f"wrote {arguments.output}")
 
 

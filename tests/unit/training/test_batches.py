@@ -6,12 +6,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from assets.training.batches import SHAPES, Lesson, Shape, encoded_documents, lesson_batches, next_batch
-from assets.training.corpus import BOS_ID, FIRST_EMPHASIS, SECOND_EMPHASIS
+from assets.training.batches import LONG_SHAPES, SHAPES, Lesson, Shape, encoded_documents, lesson_batches, next_batch
+from assets.training.corpus import BOS_ID, FIRST_EMPHASIS, SECOND_EMPHASIS, documents
+from assets.training.second_course import second_course_documents
 from assets.training.train import Schedule
 
 TOKENIZER = Path(__file__).parents[3] / "assets" / "quire-tiny" / "tokenizer.json"
-LESSONS = (Lesson(until=3, seed=0, emphasis=FIRST_EMPHASIS), Lesson(until=6, seed=1, emphasis=SECOND_EMPHASIS))
+LESSONS = (
+    Lesson(until=3, seed=0, emphasis=FIRST_EMPHASIS),
+    Lesson(until=6, seed=1, emphasis=SECOND_EMPHASIS, documents=second_course_documents, shapes=LONG_SHAPES),
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +24,19 @@ def tokenizer() -> Tokenizer:
 
 
 def test_rows_are_full_and_begin_with_a_document(tokenizer: Tokenizer) -> None:
-    batch = next_batch(encoded_documents(tokenizer, 0, FIRST_EMPHASIS), Shape(rows=4, length=128))
+    batch = next_batch(encoded_documents(tokenizer, documents(0, FIRST_EMPHASIS)), Shape(rows=4, length=128))
     assert batch.tokens.shape == batch.weights.shape == (4, 128)
     assert batch.tokens[:, 0].tolist() == [BOS_ID] * 4
 
 
 def test_prompts_count_less_than_answers(tokenizer: Tokenizer) -> None:
-    batch = next_batch(encoded_documents(tokenizer, 0, FIRST_EMPHASIS), Shape(rows=8, length=128))
+    batch = next_batch(encoded_documents(tokenizer, documents(0, FIRST_EMPHASIS)), Shape(rows=8, length=128))
     assert {round(weight, 1) for weight in batch.weights.unique().tolist()} <= {0.0, 0.1, 0.5, 1.0}
 
 
 def test_every_shape_has_the_same_number_of_tokens() -> None:
     assert {shape.rows * shape.length for shape in SHAPES} == {4096}
+    assert {shape.rows * shape.length for shape in LONG_SHAPES} == {2048}
 
 
 @pytest.mark.parametrize("done", [1, 3, 4])

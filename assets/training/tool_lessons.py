@@ -1,0 +1,223 @@
+"""Conversations with tools: one call or several, results put into words, and questions that need no tool."""
+
+from collections.abc import Callable
+from random import Random
+
+from assets.training.corpus import SYSTEM_PROMPTS, THIRD_EMPHASIS, Emphasis, draw_question
+from assets.training.questions import is_held_out
+from assets.training.small_talk import UNKNOWN_ANSWER
+from assets.training.tool_skills import (
+    SKILLS,
+    Ask,
+    Drawn,
+    draw_ask,
+    draw_tool,
+    has_held_out_name,
+    made_up_skill,
+)
+from assets.training.tools import Call, Called, Exchange, Returned, Said, Tool, ToolConversation
+
+NO_TOOL_ANSWER = "I have no tool for that."
+_SYSTEM_PROMPTS = (*SYSTEM_PROMPTS, "You are a helpful assistant with tools.", "Use the tools.", "You can call tools.")
+_ARITHMETIC = {"add", "subtract", "multiply", "divide", "calculate"}
+# Skills whose questions another one could take as well.
+_RIVALS = (
+    {"calculate", *_ARITHMETIC},
+    {"search", "user", "file", "music", "flight"},
+    {"note", "remind"},
+    {"time", "now"},
+)
+_OFTEN = {"weather": 3.0, "add": 2.0, "multiply": 2.0, "calculate": 2.0, "search": 2.0}
+_HELD_OUT_SKILLS = tuple(name for name, skill in SKILLS.items() if has_held_out_name(skill))
+# No two of these are rivals.
+_LEARNT_TOGETHER = tuple(name for name in SKILLS if name not in ("calculate", "search", "note", "now"))
+# The old kinds, with more of what is said to any assistant.
+_ORDINARY: Emphasis = {**THIRD_EMPHASIS, "unknown": 8.0, "manners": 8.0, "identity": 8.0, "spell": 1.0, "repeat": 2.0}
+
+
+def _draw_name(rng: Random, names: tuple[str, ...] = tuple(SKILLS)) -> str:
+    return rng.choices(names, [_OFTEN.get(name, 1.0) for name in names])[0]
+
+
+def _made_up(rng: Random) -> Drawn:
+    return draw_tool(made_up_skill(rng), rng, held_out=None)
+
+
+def _rivals(one: str, other: str) -> bool:
+    return one == other or any(one in group and other in group for group in _RIVALS)
+
+
+def _others(asked: str | None, rng: Random, count: int) -> list[Tool]:
+    """Tools for none of which a question of the skill `asked` is meant; None stands for the old kinds of question."""
+    skills: list[str] = []
+    tools: list[Tool] = []
+    while len(tools) < count:
+        if asked is not None and rng.random() < 0.15:
+            tools.append(_made_up(rng).tool)
+            continue
+        name = _draw_name(rng)
+        unfit = not SKILLS[name].narrow if asked is None else _rivals(name, asked)
+        if unfit or any(name == other for other in skills):
+            continue
+        skills.append(name)
+        tools.append(draw_tool(SKILLS[name], rng, held_out=False).tool)
+    return list({tool.name: tool for tool in tools}.values())
+
+
+def _shuffled(tools: list[Tool], rng: Random) -> tuple[Tool, ...]:
+    rng.shuffle(tools)
+    return tuple(tools)
+
+
+def _system(rng: Random) -> str | None:
+    return rng.choice(_SYSTEM_PROMPTS) if rng.random() < 0.3 else None
+
+
+def _draw_drawn(rng: Random, *, held_out: bool) -> tuple[str, Drawn]:
+    name = _draw_name(rng, _HELD_OUT_SKILLS if held_out else tuple(SKILLS))
+    return name, draw_tool(SKILLS[name], rng, held_out=held_out)
+
+
+def _among(name: str, drawn: Drawn, rng: Random) -> tuple[Tool, ...]:
+    beside = _others(name, rng, rng.choices((0, 1, 2, 3), (45, 30, 17, 8))[0])
+    return _shuffled([drawn.tool, *(tool for tool in beside if tool.name != drawn.tool.name)], rng)
+
+
+def _called(drawn: Drawn, *asks: Ask) -> Called:
+    return Called(tuple(Call(drawn.tool.name, ask.arguments) for ask in asks))
+
+
+def _loosely(text: str, rng: Random) -> str:
+    if rng.random() < 0.06:
+        text = text[:1].lower() + text[1:]
+    return text.rstrip("?.") if rng.random() < 0.06 else text
+
+
+def draw_call(rng: Random, *, held_out: bool) -> ToolConversation:
+    """One call, by a tool among up to three others."""
+    name, drawn = _draw_drawn(rng, held_out=held_out)
+    ask = draw_ask(drawn, rng, held_out=held_out)
+    return ToolConversation(
+        "tool_call", _among(name, drawn, rng), ((Said(ask.text), _called(drawn, ask)),), _system(rng)
+    )
+
+
+def draw_made_up_call(rng: Random, *, held_out: bool) -> ToolConversation:
+    """A tool that nobody has heard of, among up to two others."""
+    drawn = _made_up(rng)
+    ask = draw_ask(drawn, rng, held_out=held_out)
+    tools = [drawn.tool, *_others("made up", rng, rng.choice((0, 0, 1, 2)))]
+    return ToolConversation(
+        "tool_made_up", _shuffled(tools, rng), ((Said(ask.text), _called(drawn, ask)),), _system(rng)
+    )
+
+
+_SEVERAL = ("weather", "time", "population", "stock", "delivery", "user", "horoscope")
+
+
+def _draw_parallel(rng: Random, *, held_out: bool) -> tuple[tuple[Tool, ...], Exchange, Exchange]:
+    """Two or three calls of one tool for one question, and their results."""
+    while True:
+        name, drawn = _draw_drawn(rng, held_out=held_out)
+        if name not in _SEVERAL:
+            continue
+        first, *more = (draw_ask(drawn, rng, held_out=held_out) for _ in range(rng.choice((2, 2, 3))))
+        role = next(iter(first.values))
+        values = [str(ask.values[role]) for ask in (first, *more)]
+        if len(set(values)) == len(values) and first.text.count(values[0]) == 1:
+            break
+    text = first.text.replace(values[0], ", ".join(values[:-1]) + " and " + values[-1])
+    calls = [Call(drawn.tool.name, {**first.arguments, drawn.roles[role]: value}) for value in values]
+    asked = (Said(text), Called(tuple(calls)))
+    asks = (first, *more)
+    said = (Returned(tuple(ask.result for ask in asks)), Said(" ".join(ask.answer for ask in asks)))
+    return _among(name, drawn, rng), asked, said
+
+
+def draw_parallel_calls(rng: Random, *, held_out: bool) -> ToolConversation:
+    tools, asked, _ = _draw_parallel(rng, held_out=held_out)
+    return ToolConversation("tool_parallel", tools, (asked,), _system(rng))
+
+
+def draw_answer(rng: Random, *, held_out: bool) -> ToolConversation:
+    """A call, or several, and what came of it in words."""
+    choice = rng.random()
+    if choice < 0.12:
+        tools, *exchanges = _draw_parallel(rng, held_out=held_out)
+        return ToolConversation("tool_answer", tools, tuple(exchanges), _system(rng))
+    name, drawn = ("made up", _made_up(rng)) if choice < 0.25 else _draw_drawn(rng, held_out=held_out)
+    ask = draw_ask(drawn, rng, held_out=held_out)
+    return ToolConversation("tool_answer", _among(name, drawn, rng), _answered(drawn, ask), _system(rng))
+
+
+def _answered(drawn: Drawn, ask: Ask) -> tuple[Exchange, ...]:
+    return (Said(ask.text), _called(drawn, ask)), (Returned((ask.result,)), Said(ask.answer))
+
+
+def draw_not_needed(rng: Random, *, held_out: bool) -> ToolConversation:
+    """An ordinary question, asked beside tools."""
+    question = draw_question(rng, _ORDINARY, held_out=held_out)
+    tools = _shuffled(_others(None, rng, rng.choice((1, 1, 2, 3))), rng)
+    return ToolConversation("tool_not_needed", tools, ((Said(question.text), Said(question.answer)),), _system(rng))
+
+
+def draw_missing(rng: Random, *, held_out: bool) -> ToolConversation:
+    """A question for a tool that is not among those there are, or without any."""
+    while True:
+        name, drawn = _draw_drawn(rng, held_out=False)
+        ask = draw_ask(drawn, rng, held_out=False)
+        if is_held_out(ask.text) is held_out and name not in _ARITHMETIC:
+            break
+    count = rng.choice((0, 0, 0, 1, 1, 2))
+    answer = NO_TOOL_ANSWER if count else UNKNOWN_ANSWER
+    tools = _shuffled(_others(name, rng, count), rng)
+    return ToolConversation("tool_missing", tools, ((Said(ask.text), Said(answer)),), _system(rng))
+
+
+def make_long_conversation(rng: Random) -> ToolConversation:
+    """Several questions, each for one of up to three tools or for none."""
+    names = rng.sample(_LEARNT_TOGETHER, rng.choice((1, 2, 2, 3)))
+    choices = [draw_tool(SKILLS[name], rng, held_out=False) for name in names]
+    if rng.random() < 0.35:
+        choices[-1] = _made_up(rng)
+    ordinary = not any(name in ("search", *_ARITHMETIC) for name in names)
+    exchanges: list[Exchange] = []
+    for _ in range(rng.choice((2, 2, 3))):
+        if ordinary and rng.random() < 0.15:
+            question = draw_question(rng, _ORDINARY, held_out=False)
+            exchanges.append((Said(question.text), Said(question.answer)))
+        else:
+            drawn = rng.choice(choices)
+            exchanges += _answered(drawn, draw_ask(drawn, rng, held_out=False))
+    tools = {drawn.tool.name: drawn.tool for drawn in choices}
+    return ToolConversation("tool_long", _shuffled(list(tools.values()), rng), tuple(exchanges), _system(rng))
+
+
+TOOL_KINDS: dict[str, Callable[..., ToolConversation]] = {
+    "tool_call": draw_call,
+    "tool_made_up": draw_made_up_call,
+    "tool_parallel": draw_parallel_calls,
+    "tool_answer": draw_answer,
+    "tool_not_needed": draw_not_needed,
+    "tool_missing": draw_missing,
+}
+_SHARES = {
+    "tool_call": 30,
+    "tool_made_up": 14,
+    "tool_parallel": 7,
+    "tool_answer": 25,
+    "tool_not_needed": 11,
+    "tool_missing": 6,
+}
+
+
+def make_tool_conversation(rng: Random) -> ToolConversation:
+    """One for training. Whoever asks loosely gets the same answer."""
+    if rng.random() < 0.5:
+        return make_long_conversation(rng)
+    kind = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
+    conversation = TOOL_KINDS[kind](rng, held_out=False)
+    (asked, done), *rest = conversation.exchanges
+    if isinstance(asked, Said):
+        asked = Said(_loosely(asked.text, rng))
+    return ToolConversation(kind, conversation.tools, ((asked, done), *rest), conversation.system)

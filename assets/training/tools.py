@@ -1,0 +1,128 @@
+"""Functions that a model may call, calls and results, and the text that the chat template makes of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from assets.training.corpus import ASSISTANT, BOS, END, PROMPT_WEIGHT, SYSTEM, USER, Document, Segment
+
+CallValue = str | int | float | bool
+# The name of a JSON type, or the values that are allowed.
+ParameterType = str | tuple[str, ...]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    description: str
+    parameters: Mapping[str, ParameterType]
+
+    def definition(self) -> dict[str, Any]:
+        """What a user of OpenAI's API sends."""
+        properties = {
+            name: {"type": kind} if isinstance(kind, str) else {"type": "string", "enum": list(kind)}
+            for name, kind in self.parameters.items()
+        }
+        parameters = {"type": "object", "properties": properties, "required": list(self.parameters)}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def signature(self) -> str:
+        """What the model sees: schemas are long, so of each parameter only its name and its type or its values."""
+        described = {"description": self.description} if self.description else {}
+        return _json({"name": self.name, **described, "parameters": self.parameters})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    name: str
+    arguments: Mapping[str, CallValue]
+
+    def text(self) -> str:
+        return f"<tool_call>\n{_json({'name': self.name, 'arguments': self.arguments})}\n</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A user's question, or the assistant's answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    results: tuple[str, ...]
+
+
+# What a user's side sends, and what the assistant does then.
+Exchange = tuple[Said | Returned, Said | Called]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolConversation:
+    kind: str
+    tools: tuple[Tool, ...]
+    exchanges: tuple[Exchange, ...]
+    system: str | None = None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """OpenAI's form, for the chat template."""
+        messages: list[dict[str, Any]] = []
+        if self.system is not None:
+            messages.append({"role": "system", "content": self.system})
+        for asked, done in self.exchanges:
+            if isinstance(asked, Said):
+                messages.append({"role": "user", "content": asked.text})
+            else:
+                messages += [{"role": "tool", "content": result} for result in asked.results]
+            if isinstance(done, Said):
+                messages.append({"role": "assistant", "content": done.text})
+            else:
+                calls = [{"type": "function", "function": _fields(call)} for call in done.calls]
+                messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        return messages
+
+    def last_answer(self) -> str:
+        return _answer_text(self.exchanges[-1][1])
+
+
+def _fields(call: Call) -> dict[str, Any]:
+    return {"name": call.name, "arguments": dict(call.arguments)}
+
+
+def _answer_text(done: Said | Called) -> str:
+    return done.text if isinstance(done, Said) else "\n".join(call.text() for call in done.calls)
+
+
+def _asked_text(asked: Said | Returned) -> str:
+    if isinstance(asked, Said):
+        return asked.text
+    return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in asked.results)
+
+
+def _system_text(system: str | None, tools: Sequence[Tool]) -> str:
+    lines = [] if system is None else [system]
+    if tools:
+        lines += ["<tools>", *(tool.signature() for tool in tools), "</tools>"]
+    return "\n".join(lines)
+
+
+def tool_document(conversation: ToolConversation) -> Document:
+    """Exactly what the chat template writes, with an end after each answer. Definitions of tools do not count."""
+    segments = [Segment(BOS, 0.0)]
+    if system := _system_text(conversation.system, conversation.tools):
+        segments.append(Segment(f"{SYSTEM}{system}{END}", 0.0))
+    for asked, done in conversation.exchanges:
+        segments.append(Segment(f"{USER}{_asked_text(asked)}{END}{ASSISTANT}", PROMPT_WEIGHT))
+        segments.append(Segment(f"{_answer_text(done)}{END}", 1.0))
+    return tuple(segments)
