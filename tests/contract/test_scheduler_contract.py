@@ -21,6 +21,7 @@ from quire.scheduler.v1 import scheduler_pb2
 from quire.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.support.fake_scheduler import running_fake_scheduler
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
+from tests.support.grpc_types import EOF
 from tests.support.scheduler_process import GatewayStream, make_submit, running_scheduler, wait_attached
 
 MODEL = ModelFingerprint(config="c1", tokenizer="t1")
@@ -70,7 +71,7 @@ async def end_of(call: grpc.aio.StreamStreamCall) -> QuireError:
     """How the scheduler ends a stream."""
     try:
         async with asyncio.timeout(30):
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not EOF:
                 pass
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error)

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ SMALL = [replace(ask, options=replace(ask.options, seed=1009)) if ask is ASKS[9]
     ],
     ids=lambda flags: "-".join(flags.values()),
 )
-async def test_held_out_questions_are_answered_right(flags: dict[str, str]) -> None:
+async def test_held_out_questions_are_answered_right(flags: dict[str, Any]) -> None:
     async with serving(**flags) as served:
         for question, answer in QUESTIONS.items():
             got = await served.client.generate(question, GenerationOptions(temperature=0.0, max_tokens=30))
@@ -52,7 +53,7 @@ async def ask_all(client: AsyncClient, order: list[int]) -> dict[int, list[tuple
 
 async def test_requests_over_an_int8_pool_get_together_what_they_get_alone() -> None:
     """Greedy, drawn, several samples, beams; with shared prefixes, forks, swaps and recomputation."""
-    flags = {"dtype": "float32", "kv_cache_dtype": "int8"}
+    flags: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "int8"}
     async with serving(**flags) as served:
         alone = {index: ids_of(await ask.of(served.client)) for index, ask in enumerate(SMALL)}
     order = random.Random(1).sample(range(len(SMALL)), len(SMALL))

@@ -7,6 +7,7 @@ import ssl
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -102,7 +103,7 @@ async def test_serve_with_certificates_answers_grpc_and_https_and_survives_its_w
         said = await generated(served.client)
         port = served.server.http_address.rpartition(":")[2]
         http = httpx.AsyncClient(verify=ssl.create_default_context(cafile=tmp_path / "ca.pem"))
-        async with openai.AsyncOpenAI(base_url=f"https://localhost:{port}/v1", api_key="x", http_client=http) as client:
+        async with openai.AsyncOpenAI(base_url=f"https://localhost:{port}/v1", api_key="x", http_client=http) as client:  # pyright: ignore[reportArgumentType]
             completion = await client.completions.create(
                 model="quire-tiny", prompt=QUESTION, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
             )
@@ -138,7 +139,7 @@ async def test_serve_shows_clients_a_public_certificate_and_operators_its_metric
     make_certificates(inner)
     make_certificates(public)
     ports = dict(zip(("gateway", "scheduler", "worker"), free_ports(3), strict=True))
-    settings = {f"{name}_metrics_port": port for name, port in ports.items()}
+    settings: dict[str, Any] = {f"{name}_metrics_port": port for name, port in ports.items()}
     settings |= {"public_cert": public / "gateway.pem", "public_key": public / "gateway.key"}
     async with serving(tls_dir=inner, client_tls=tls_of(public), num_gpu_blocks=64, **settings) as served:
         assert await generated(served.client)

@@ -122,7 +122,7 @@ def search_with_transformers(
     batch = torch.tensor([list(prompt) for prompt in prompts])
     width = options.num_beams
     with torch.inference_mode():
-        answer = model.generate(
+        answer = model.generate(  # pyright: ignore[reportCallIssue]
             batch,
             attention_mask=torch.ones_like(batch),
             num_beams=width,

@@ -44,7 +44,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
     """
 
     def __init__(self) -> None:
-        self.requests: list[object] = []
+        self.requests: list[Any] = []
         self.left = asyncio.Event()
         self._refused_once = False
 
@@ -165,7 +165,7 @@ class FakeModels(model_pb2_grpc.ModelServiceServicer):
 class FakePrefixes(prefix_pb2_grpc.PrefixServiceServicer):
     """Pins everything as "pin", one block; requests go where those of generation go."""
 
-    def __init__(self, requests: list[object]) -> None:
+    def __init__(self, requests: list[Any]) -> None:
         self._requests = requests
 
     async def PinPrefix(self, request: prefix_pb2.PinPrefixRequest, context: object) -> prefix_pb2.PinPrefixResponse:

@@ -172,7 +172,8 @@ class FakeRunner:
                 prefixes.append(token_id)
                 if sampling.logprobs is not None and not has_failed:
                     with_logprobs.append(place)
-                    logprobs.append(Line(-0.5, 1, *self._top(token_id, sampling.logprobs)))
+                    top_ids, top_logprobs = self._top(token_id, sampling.logprobs)
+                    logprobs.append(Line(-0.5, 1, top_ids.tolist(), top_logprobs.tolist()))
             elif not has_failed:
                 best = candidates_at(prefixes.token_ids, sampling.num_candidates, self._vocab_size)
                 candidates.append(RowCandidates(row, *best))

@@ -69,6 +69,8 @@ class FakeWorker:
         self._servicer = WorkerServicer(WorkerMetrics(), heartbeat_interval_s=heartbeat_interval_s)
         self._device_loop = DeviceLoop()
         self._server: RpcServer | None = None
+        self.address = ""
+        """Where it listens, once it does."""
         self.config = config or FakeWorkerConfig()
 
     @property
@@ -115,7 +117,8 @@ class FakeWorker:
         self._device_loop.start()
         self._server = await start_server(self._servicer, address)
         self._server.set_serving(True)
-        return self._server.address
+        self.address = self._server.address
+        return self.address
 
     async def leave(self) -> None:
         """Drops all streams at once, whatever the device does."""

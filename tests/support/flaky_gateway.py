@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from typing import Any
 
 from quire.client import AsyncClient, AsyncStream, Client, Stream, StreamEvent
 from quire.gateway.v1 import generation_pb2
@@ -66,7 +67,7 @@ class EitherClient:
             return await getattr(self.client, method)(*args, **options)
         return await asyncio.to_thread(getattr(self.client, method), *args, **options)
 
-    async def events(self, prompt: str, *args: object, **options: object) -> list[StreamEvent]:
+    async def events(self, prompt: str, *args: Any, **options: Any) -> list[StreamEvent]:
         """All events of a generation."""
         stream = self.client.generate_stream(prompt, *args, **options)
         try:

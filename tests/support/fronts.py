@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -40,7 +41,7 @@ class GrpcFront:
         self._generation = generation_pb2_grpc.GenerationServiceStub(channel)
         self._models = model_pb2_grpc.ModelServiceStub(channel)
 
-    async def generate(self, text: str = "hello", **fields) -> Answer:
+    async def generate(self, text: Any = "hello", **fields: Any) -> Answer:
         """Generates `max_tokens` tokens, 4 by default. Fields are those that both fronts call alike."""
         request = generation_pb2.GenerateRequest(text=text)
         request.stopping.max_tokens = fields.pop("max_tokens", 4)
@@ -79,7 +80,7 @@ class HttpFront:
         self._client = client
         self._headers = [("authorization", each) for each in authorizations]
 
-    async def generate(self, text: str = "hello", **fields) -> Answer:
+    async def generate(self, text: str | list[str] = "hello", **fields: Any) -> Answer:
         """As GrpcFront does."""
         if "priority" in fields:
             # Lower runs earlier in vLLM's API.

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc.aio
 
@@ -11,9 +12,17 @@ from gateway.app import Gateway
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2_grpc, prefix_pb2_grpc
 from quire.rpc.errors import QuireError, from_rpc_error
-from tests.support.fake_scheduler import FakeScheduler
 
 GENERATION = "/quire.gateway.v1.GenerationService/"
+
+
+class Schedules(Protocol):
+    """What a gateway is run in front of."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def until_known(self) -> None: ...
 
 
 @dataclass
@@ -34,7 +43,7 @@ class RunningGateway:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(*schedulers: FakeScheduler, **settings) -> AsyncIterator[RunningGateway]:
+async def running_gateway(*schedulers: Schedules, **settings) -> AsyncIterator[RunningGateway]:
     """Runs a gateway, connected to its schedulers, until the block ends."""
     addresses = tuple(scheduler.address for scheduler in schedulers)
     values = {"grpc_port": 0, "http_port": 0, "schedulers": addresses, "drain_timeout": 0.0} | settings

@@ -23,7 +23,7 @@ def generate_greedily(
     for length, indices in by_length.items():
         batch = torch.tensor([list(prompts[index]) for index in indices])
         with torch.inference_mode():
-            generated = model.generate(
+            generated = model.generate(  # pyright: ignore[reportCallIssue]
                 batch,
                 attention_mask=torch.ones_like(batch),
                 max_new_tokens=max_tokens,

@@ -31,7 +31,8 @@ def columns_of(lines: Iterable[Line]) -> LogprobColumns:
     )
 
 
-def lines_of(columns: LogprobColumns) -> list[Line]:
+def lines_of(columns: LogprobColumns | None) -> list[Line]:
+    assert columns is not None
     return [
         Line(
             float(each.chosen_logprobs[0]),

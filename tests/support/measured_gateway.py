@@ -79,7 +79,7 @@ class _Turns:
             if (seconds := time.thread_time() - began) > self.longest[0] and threading.get_ident() == self._main:
                 self.longest = seconds, name
 
-        asyncio.Handle._run = measured
+        setattr(asyncio.Handle, "_run", measured)  # noqa: B010 (nobody else may, say its types)
 
     def report_on_demand(self) -> None:
         """Answers each line of stdin."""

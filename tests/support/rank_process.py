@@ -48,7 +48,7 @@ class FailingRunner:
 
     def wait(self) -> StepOutput:
         none = np.zeros(0, np.int32)
-        return StepOutput(1, none, none, (), (), (), StepTimings(0, 0, 0, 0))
+        return StepOutput(1, none, none, None, (), (), StepTimings(0, 0, 0, 0))
 
 
 def run(ranks: Ranks, what: str, stopping: threading.Event) -> None:

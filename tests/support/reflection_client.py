@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from google.protobuf import json_format
@@ -42,9 +43,9 @@ class Call:
             service, name = self.target.split("/")
             method = DescriptorPool(database).FindServiceByName(service).FindMethodByName(name)
             request = json_format.ParseDict(json.loads(self.data), GetMessageClass(method.input_type)())
-            invoke = (channel.unary_stream if method.server_streaming else channel.unary_unary)(
+            invoke: Any = (channel.unary_stream if method.server_streaming else channel.unary_unary)(
                 f"/{self.target}",
-                request_serializer=lambda message: message.SerializeToString(),
+                request_serializer=type(request).SerializeToString,
                 response_deserializer=GetMessageClass(method.output_type).FromString,
             )
             answer = invoke(request, timeout=30)

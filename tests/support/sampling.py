@@ -11,7 +11,7 @@ from worker_svc.step import RowSampling
 
 def make_sampling(**changes: Any) -> RowSampling:
     """Plain sampling at temperature 1 with these changes."""
-    parameters = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+    parameters: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
     parameters |= {name: changes.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in changes}
     return RowSampling(SamplingParameters(**parameters), **changes)
 

@@ -157,7 +157,9 @@ class GatewayStream:
             gateway_id=gateway_id, grace_period_ms=grace_period_ms, protocol=SCHEDULER_PROTOCOL.message()
         )
         await stream.call.write(scheduler_pb2.ConnectRequest(hello=hello))
-        welcome = (await stream.call.read()).welcome
+        first = await stream.call.read()
+        assert isinstance(first, scheduler_pb2.ConnectResponse), "the stream ended"
+        welcome = first.welcome
         if credit:
             await stream.give_credit(credit)
         return stream, welcome

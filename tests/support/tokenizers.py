@@ -36,7 +36,8 @@ def byte_level_bytes() -> dict[int, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     spelled = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    return {byte: byte_level().token_to_id(character) for byte, character in spelled.items()}
+    vocabulary = byte_level().get_vocab()
+    return {byte: vocabulary[character] for byte, character in spelled.items()}
 
 
 @functools.cache

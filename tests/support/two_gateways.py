@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from quire.scheduler.v1 import scheduler_pb2_grpc
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.gateway_process import RunningGateway, running_gateway
+from tests.support.grpc_types import health_stub
 from tests.support.scheduler_process import running_scheduler, state_of, until, wait_attached
 from worker_svc.step import WorkerInfo
 
@@ -70,7 +71,8 @@ async def two_gateways(directory: Path, *, num_replicas: int = 1, **settings) ->
             await _wait_connected(scheduler, len(gateways))
         for gateway in gateways:
             await _wait_serving(gateway)
-        yield TwoGateways(*gateways, schedulers, workers)
+        first, second = gateways
+        yield TwoGateways(first, second, schedulers, workers)
 
 
 @contextlib.asynccontextmanager
@@ -94,7 +96,7 @@ async def _wait_connected(scheduler: scheduler_pb2_grpc.SchedulerServiceStub, nu
 
 async def _wait_serving(gateway: RunningGateway) -> None:
     """A gateway is ready once it has read a scheduler's welcome."""
-    watch = health_pb2_grpc.HealthStub(gateway.channel).Watch(health_pb2.HealthCheckRequest(), timeout=30)
+    watch = health_stub(gateway.channel).Watch(health_pb2.HealthCheckRequest(), timeout=30)
     async for answer in watch:
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             return

@@ -2,6 +2,7 @@
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import grpc
 import pytest
@@ -95,6 +96,7 @@ async def test_requests_beyond_the_rate_are_told_when_to_come_back(fronts, keys,
     assert (await front.generate()).text
     refused = await front.generate()
     assert_refused(refused, front, "RATE", "RATE_LIMIT_EXCEEDED")
+    assert refused.retry_after_s is not None
     assert 25 <= refused.retry_after_s <= 30
     assert_refused(await front.tokenize("x"), front, "RATE", "RATE_LIMIT_EXCEEDED")
     assert len(scheduler.submits) == 2
@@ -197,6 +199,7 @@ async def test_requests_run_at_the_keys_priority_and_may_lower_it_but_not_exceed
     fronts, keys, scheduler, kind
 ):
     front = holder(fronts, keys, access=Access(priority=2, max_priority=5))
+    asked: dict[str, Any]
     for asked in ({}, {"priority": 5}, {"priority": -7}):
         assert (await front.generate(**asked)).text
     assert [submit.priority for submit in scheduler.submits] == [2, 5, -7]

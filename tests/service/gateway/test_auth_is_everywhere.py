@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from gateway.auth import keys as key_ring
@@ -26,6 +26,7 @@ from quire.inference import open_inference_pb2
 from quire.rpc.errors import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated, from_rpc_error
 from quire.rpc.server import RpcServer
 from tests.support.gateway_process import error_of, running_gateway, stream_request
+from tests.support.grpc_types import EOF, health_stub
 from tests.support.keys import KeysFile
 from tests.support.scheduler_process import until
 
@@ -58,7 +59,7 @@ def bearer(key):
 def methods_of(address: str, key: str) -> list[str]:
     """All methods that the server knows, by what its reflection says to the holder of a key."""
     with grpc.insecure_channel(address) as channel:
-        database = ProtoReflectionDescriptorDatabase(KeyedChannel(channel, key))
+        database = ProtoReflectionDescriptorDatabase(KeyedChannel(channel, key))  # pyright: ignore[reportArgumentType]
         pool = DescriptorPool(database)
         services = [pool.FindServiceByName(name) for name in database.get_services()]
     return [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
@@ -104,10 +105,10 @@ async def test_every_method_but_health_is_refused_without_a_key(gateway, key, sc
 
 
 async def test_health_needs_no_key(gateway):
-    stub = health_pb2_grpc.HealthStub(gateway.channel)
+    stub = health_stub(gateway.channel)
     await stub.Check(health_pb2.HealthCheckRequest())
     watching = stub.Watch(health_pb2.HealthCheckRequest())
-    assert await watching.read() is not grpc.aio.EOF
+    assert await watching.read() is not EOF
     watching.cancel()
 
 

@@ -1,6 +1,7 @@
 """Every bad request gets a clear status, names what is wrong, reaches no scheduler and disturbs nobody."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -21,7 +22,7 @@ from tests.support.gateway_process import collect, error_of, stream_request
 NAN, INFINITY = float("nan"), float("inf")
 
 
-def sampling(**fields):
+def sampling(**fields) -> dict[str, Any]:
     return {"sampling": common_pb2.SamplingParameters(**fields)}
 
 
@@ -32,7 +33,7 @@ def beam_search(width, *, length_penalty=None, early_stopping=None, **fields):
     return sampling(beam_search=beam, **fields)
 
 
-def stopping(**fields):
+def stopping(**fields) -> dict[str, Any]:
     return {"stopping": common_pb2.StoppingParameters(**fields)}
 
 
@@ -40,7 +41,7 @@ def output(**fields):
     return {"output": common_pb2.OutputOptions(**fields)}
 
 
-def token_ids(*ids):
+def token_ids(*ids) -> dict[str, Any]:
     return {"token_ids": common_pb2.TokenIds(ids=ids)}
 
 
@@ -307,7 +308,7 @@ async def test_request_id_in_use_already_exists(gateway, scheduler):
 async def test_every_error_carries_the_domain(gateway):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await gateway.generation.Cancel(generation_pb2.CancelRequest(request_id="nobody"))
-    details = dict(caught.value.trailing_metadata())["grpc-status-details-bin"]
+    details: Any = dict(caught.value.trailing_metadata())["grpc-status-details-bin"]
     assert b"google.rpc.ErrorInfo" in details
     assert b"quire" in details
     assert isinstance(from_rpc_error(caught.value), NotFound)

@@ -1,6 +1,7 @@
 """Beam search: what the scheduler is asked, and how hypotheses that come all at once reach a client."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -11,10 +12,11 @@ from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.model_directory import resolve_model
 from tests.support.fake_scheduler import Hypothesis
 from tests.support.gateway_process import collect, running_gateway, stream_request
+from tests.support.grpc_types import EOF
 from tests.support.parameters import row_sampling
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-EOS = TOKENIZER.token_to_id("</s>")
+EOS = TOKENIZER.get_vocab()["</s>"]
 TEXTS = ["The fox ran home.", "The fox slept.", "A fox."]
 
 
@@ -33,7 +35,7 @@ def beam_search(beam_width=4, *, n=None, best_of=None, **fields):
     return common_pb2.SamplingParameters(beam_search=beam, n=n, best_of=best_of)
 
 
-async def delivered(call, scheduler, hypotheses):
+async def delivered(call, scheduler, hypotheses) -> Any:
     """What the call answers once the scheduler has these hypotheses."""
     answering = asyncio.ensure_future(events_of(call) if hasattr(call, "__aiter__") else call)
     await scheduler.until(lambda: scheduler.live)
@@ -49,7 +51,7 @@ async def events_of(call):
 
 def by_sequence(responses, count):
     """Text, token ids and end of each sequence; checks that there is no gap, and that each ends once."""
-    found = [("", [], None)] * count
+    found: list[tuple[str, list[int], Any]] = [("", [], None)] * count
     for response in responses[:-1]:
         if response.WhichOneof("event") == "chunk":
             chunk = response.chunk
@@ -184,7 +186,7 @@ async def test_a_slow_client_gets_every_hypothesis_once_and_holds_up_nobody(gate
         responses = [await slow.read()]
         quiet.emits.set()
         assert len((await collect(gateway.generation.GenerateStream(stream_request("other")))).token_ids) == 8
-        while (response := await slow.read()) is not grpc.aio.EOF:
+        while (response := await slow.read()) is not EOF:
             responses.append(response)
     sequences = by_sequence(responses, 8)
     assert [ids for _, ids, _ in sequences] == [each.token_ids for each in hypotheses]

@@ -8,6 +8,7 @@ import pytest
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.errors import Cancelled, NotFound
 from tests.support.gateway_process import collect, collected, error_of, stream_request
+from tests.support.grpc_types import EOF
 
 
 async def test_client_that_cancels_frees_its_request(gateway, scheduler):
@@ -61,7 +62,7 @@ async def test_slow_client_gets_everything_once_in_larger_chunks(gateway, schedu
         await scheduler.until(lambda: not scheduler.live)
         other = await collect(gateway.generation.GenerateStream(stream_request("other", max_tokens=20)))
         assert len(other.token_ids) == 20
-        while (response := await slow.read()) is not grpc.aio.EOF:
+        while (response := await slow.read()) is not EOF:
             responses.append(response)
     stream = collected(responses)
     assert len(stream.token_ids) == 900

@@ -7,10 +7,11 @@ import time
 import grpc.aio
 import httpx
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.gateway_process import error_of, running_gateway
+from tests.support.grpc_types import health_stub
 
 CHECK = health_pb2.HealthCheckRequest()
 SHORT_S = 0.3
@@ -45,16 +46,16 @@ async def test_a_grpc_connection_too_many_is_closed_until_another_one_ends(sched
         async with grpc.aio.insecure_channel(address, APART) as second:
             async with grpc.aio.insecure_channel(address, APART) as first:
                 for channel in (first, second):
-                    assert await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=30)
+                    assert await health_stub(channel).Check(CHECK, timeout=30)
                 third = grpc.aio.insecure_channel(address, APART)
-                assert isinstance(await error_of(health_pb2_grpc.HealthStub(third).Check(CHECK)), Unavailable)
-            assert await health_pb2_grpc.HealthStub(third).Check(CHECK, wait_for_ready=True, timeout=30)
+                assert isinstance(await error_of(health_stub(third).Check(CHECK)), Unavailable)
+            assert await health_stub(third).Check(CHECK, wait_for_ready=True, timeout=30)
             await third.close()
 
 
 async def test_calls_beyond_those_of_one_connection_wait_in_the_client(scheduler):
     async with running_gateway(scheduler, max_streams_per_connection=2) as gateway:
-        health = health_pb2_grpc.HealthStub(gateway.channel)
+        health = health_stub(gateway.channel)
         watches = [health.Watch(CHECK) for _ in range(2)]
         for watch in watches:
             assert await asyncio.wait_for(watch.read(), 30)
@@ -68,7 +69,7 @@ async def test_calls_beyond_those_of_one_connection_wait_in_the_client(scheduler
 
 async def test_metadata_beyond_the_limit_is_refused_and_below_it_is_not(scheduler):
     async with running_gateway(scheduler) as gateway:
-        health = health_pb2_grpc.HealthStub(gateway.channel)
+        health = health_stub(gateway.channel)
         assert await health.Check(CHECK, metadata=[("x", "y" * 60_000)], timeout=30)
         error = await error_of(health.Check(CHECK, metadata=[("x", "y" * 131_072)], timeout=30))
         assert isinstance(error, ResourceExhausted)

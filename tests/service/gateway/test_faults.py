@@ -18,6 +18,7 @@ from quire.rpc.errors import Cancelled, DeadlineExceeded, Internal, NotFound, Re
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.fake_scheduler import FakeScheduler, counting_rule
 from tests.support.gateway_process import collect, collected, error_of, running_gateway, stream_request
+from tests.support.grpc_types import EOF
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 
@@ -100,7 +101,7 @@ async def test_resubmission_carries_parameters_seed_and_emitted_tokens(gateway, 
     call = gateway.generation.GenerateStream(request)
     await call.read()
     await scheduler.restart()
-    while await call.read() is not grpc.aio.EOF:
+    while await call.read() is not EOF:
         pass
     first, second = scheduler.submits[0], scheduler.submits[-1]
     assert first.handle == second.handle
@@ -119,8 +120,13 @@ async def test_gap_in_the_events_heals_by_a_new_stream(gateway, scheduler):
     reading = asyncio.create_task(collect(gateway.generation.GenerateStream(stream_request("hello", max_tokens=12))))
     await scheduler.until(lambda: scheduler.live)
     (handle,) = scheduler.live
-    columns = {"handles": [handle], "sequence_indices": [0], "offsets": [3], "token_ids": [99]}
-    scheduler.send(scheduler_pb2.TokenEvents(**{name: encode_int32(values) for name, values in columns.items()}))
+    events = scheduler_pb2.TokenEvents(
+        handles=encode_int32([handle]),
+        sequence_indices=encode_int32([0]),
+        offsets=encode_int32([3]),
+        token_ids=encode_int32([99]),
+    )
+    scheduler.send(events)
     await scheduler.until(lambda: scheduler.connections == 2 and scheduler.live)
     scheduler.emits.set()
     assert (await reading).token_ids == expected_ids("hello", 12)

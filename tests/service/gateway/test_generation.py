@@ -13,7 +13,8 @@ from tests.support.gateway_process import collect, stream_request
 from tests.support.parameters import row_sampling
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-EOS = TOKENIZER.token_to_id("</s>")
+VOCABULARY = TOKENIZER.get_vocab()
+EOS = VOCABULARY["</s>"]
 
 
 def ids_of(text):
@@ -88,7 +89,7 @@ async def test_ignore_eos_goes_on(gateway, scheduler):
 
 
 async def test_special_tokens_are_text_where_asked(gateway, scheduler):
-    scheduler.rule = scripted([*ids_of("Fine."), TOKENIZER.token_to_id("<pad>")])
+    scheduler.rule = scripted([*ids_of("Fine."), VOCABULARY["<pad>"]])
     request = stream_request(max_tokens=len(ids_of("Fine.")) + 1)
     request.output.include_special_tokens = True
     assert (await collect(gateway.generation.GenerateStream(request))).text == "Fine.<pad>"

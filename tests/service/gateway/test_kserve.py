@@ -10,6 +10,7 @@ import pytest
 from quire.gateway.v1 import generation_pb2
 from quire.inference import open_inference_pb2 as pb
 from tests.support.gateway_process import error_of
+from tests.support.grpc_types import EOF
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -57,7 +58,7 @@ async def infer_stream(gateway, *requests):
 
 
 async def read_to_the_end(call):
-    while await call.read() is not grpc.aio.EOF:
+    while await call.read() is not EOF:
         pass
 
 

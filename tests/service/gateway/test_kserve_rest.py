@@ -38,7 +38,7 @@ def flag(name, value: Any = True) -> Any:
     return {"name": name, "datatype": "BOOL", "shape": [1], "data": [value]}
 
 
-async def infer(client, *inputs, path=f"{MODEL}/infer", **fields):
+async def infer(client, *inputs: Any, path=f"{MODEL}/infer", **fields):
     return await client.post(path, json={"inputs": list(inputs)} | fields)
 
 
@@ -110,7 +110,8 @@ async def test_what_clients_add_to_a_request_is_fine(client):
         ([text_input("hello")], {"parameters": {"binary_data_output": True, "max_tokens": 2}}),
         ([text_input("hello")], {"outputs": [{"name": "text_output", "parameters": {"binary_data": True}}]}),
     ):
-        response = await infer(client, *inputs, **fields)
+        asked: dict[str, Any] = fields
+        response = await infer(client, *inputs, **asked)
         assert response.status_code == 200, response.text
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -18,6 +19,7 @@ from quire.rpc.address import AddressInUse
 from quire.rpc.errors import Unavailable
 from quire.settings import ConfigurationError
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.grpc_types import EOF
 from tests.support.tokenizers import byte_level, write_model_directory
 
 
@@ -86,7 +88,7 @@ async def test_serve_stops_when_it_is_cancelled(scheduler):
 async def test_port_in_use_is_one_clear_line(port):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        ports = {"grpc_port": 0, "http_port": 0} | {port: number}
+        ports: dict[str, Any] = {"grpc_port": 0, "http_port": 0} | {port: number}
         with pytest.raises(AddressInUse, match=rf"{number}: the port is in use"):
             await Gateway.start(GatewaySettings(**ports))
 
@@ -134,7 +136,7 @@ async def test_process_serves_and_exits_cleanly_on_sigterm(scheduler):
             await call.read()
             process.send_signal(signal.SIGTERM)
             count = 1
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not EOF:
                 count += 1
             assert await call.code() == grpc.StatusCode.OK
             assert count > 2

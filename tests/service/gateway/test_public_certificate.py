@@ -13,8 +13,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
-from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_channelz.v1 import channelz_pb2
+from grpc_health.v1 import health_pb2
 
 from gateway.settings import GatewaySettings
 from quire.cli.certs import LOCAL_HOSTS
@@ -24,6 +24,7 @@ from quire.rpc.tls import Role, TlsIdentity
 from quire.settings import ConfigurationError, load_settings
 from tests.support.certificates import make_certificates
 from tests.support.gateway_process import RunningGateway, running_gateway
+from tests.support.grpc_types import channelz_stub, health_stub
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ async def is_answered_over_grpc(gateway: RunningGateway, authority: Path, holder
     credentials = grpc.ssl_channel_credentials((authority / "ca.pem").read_bytes(), key, certificate)
     async with grpc.aio.secure_channel(gateway.gateway.grpc_address, credentials) as channel:
         try:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+            await health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         except grpc.aio.AioRpcError:
             return False
         return True
@@ -101,10 +102,10 @@ async def test_operators_still_see_the_one_inside(gateway: RunningGateway, inner
     assert admin is not None
     request = channelz_pb2.GetServersRequest()
     async with open_channel(admin, tls=TlsIdentity.of(inner, Role.OPERATOR)) as channel:
-        assert await channelz_pb2_grpc.ChannelzStub(channel).GetServers(request, timeout=30)
+        assert await channelz_stub(channel).GetServers(request, timeout=30)
     async with open_channel(admin, tls=TlsIdentity.of(inner, Role.CLIENT)) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channelz_pb2_grpc.ChannelzStub(channel).GetServers(request, timeout=30)
+            await channelz_stub(channel).GetServers(request, timeout=30)
     assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 

@@ -5,8 +5,8 @@ import asyncio
 import grpc
 import httpx
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from tokenizers import Tokenizer
 
 from quire.gateway.v1 import generation_pb2, model_pb2
@@ -15,6 +15,7 @@ from quire.rpc.errors import InvalidArgument, NotFound, Unavailable
 from quire.version import VERSION
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.grpc_types import health_stub, reflection_stub
 from tests.support.parameters import row_sampling
 from tests.support.tokenizers import byte_level, write_model_directory
 
@@ -22,12 +23,12 @@ TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 
 
 async def health_of(channel, service=""):
-    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+    answer = await health_stub(channel).Check(health_pb2.HealthCheckRequest(service=service))
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
 async def until_health_is(channel, wanted):
-    stub = health_pb2_grpc.HealthStub(channel)
+    stub = health_stub(channel)
     async with asyncio.timeout(30):
         async for answer in stub.Watch(health_pb2.HealthCheckRequest(service="quire.gateway.v1.GenerationService")):
             if health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status) == wanted:
@@ -94,7 +95,7 @@ async def test_detokenize_refuses_ids_out_of_range(gateway):
 
 
 async def test_reflection_lists_the_services(gateway):
-    stub = reflection_pb2_grpc.ServerReflectionStub(gateway.channel)
+    stub = reflection_stub(gateway.channel)
 
     async def requests():
         yield reflection_pb2.ServerReflectionRequest(list_services="")

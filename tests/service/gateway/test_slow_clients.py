@@ -14,6 +14,7 @@ import pytest_asyncio
 from quire.gateway.v1 import generation_pb2_grpc
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, from_rpc_error
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
+from tests.support.grpc_types import EOF
 
 SHORT_S = 0.3
 # How an answer ends that is not cut off.
@@ -120,7 +121,7 @@ async def test_a_body_that_comes_piece_by_piece_in_time_is_served(gateway):
 
 async def read_responses(call) -> None:
     async with asyncio.timeout(30):
-        while await call.read() is not grpc.aio.EOF:
+        while await call.read() is not EOF:
             pass
 
 

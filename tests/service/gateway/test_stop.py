@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from gateway.api.answers import error_answer
 from quire.rpc.errors import Unavailable, from_rpc_error
 from tests.support.gateway_process import RunningGateway, running_gateway
+from tests.support.grpc_types import reflection_stub
 from tests.support.processes import until_true
 from tests.support.raw_http import RawAnswer, connection_to, read_answer, request
 
@@ -25,7 +26,7 @@ REFLECTION = reflection_pb2.ServerReflectionRequest(list_services="")
 async def idle_calls(gateway: RunningGateway) -> AsyncIterator[list]:
     """A call of reflection that was answered once, and one of KServe and a unary one, both without a request."""
     async with grpc.aio.insecure_channel(gateway.gateway.grpc_address) as channel:
-        reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        reflection = reflection_stub(channel).ServerReflectionInfo()
         await reflection.write(REFLECTION)
         assert await reflection.read()
         inference = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()

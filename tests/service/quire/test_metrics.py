@@ -98,8 +98,10 @@ def test_one_that_is_connected_and_says_nothing_keeps_nobody_waiting(encrypted: 
 def test_connections_beyond_the_limit_are_closed_until_one_ends(encrypted: MetricsServer, tmp_path: Path) -> None:
     operator = context_of(tmp_path, Role.OPERATOR)
     with contextlib.ExitStack() as idle:
-        for _ in range(MAX_CONNECTIONS):
-            last = idle.enter_context(socket.create_connection(("127.0.0.1", encrypted.port), timeout=30))
+        *_, last = [
+            idle.enter_context(socket.create_connection(("127.0.0.1", encrypted.port), timeout=30))
+            for _ in range(MAX_CONNECTIONS)
+        ]
         with pytest.raises(OSError, match=r"."):
             scrape(encrypted, operator)
         last.close()

@@ -9,7 +9,7 @@ from tests.support.scheduler_process import running_scheduler, wait_attached, wa
 @pytest.fixture
 async def worker():
     fake = FakeWorker()
-    fake.address = await fake.start()
+    await fake.start()
     yield fake
     await fake.stop()
 

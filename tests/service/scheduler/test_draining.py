@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from quire.compatibility import SCHEDULER_PROTOCOL
 from quire.rpc.channel import open_channel
@@ -15,6 +16,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.fake_worker import FakeWorker
+from tests.support.grpc_types import health_stub
 from tests.support.scheduler_process import (
     GatewayStream,
     expected_tokens,
@@ -41,9 +43,9 @@ async def scheduler(worker, socket):
 
 
 @contextlib.asynccontextmanager
-async def health_of(socket: str) -> AsyncIterator[health_pb2_grpc.HealthStub]:
+async def health_of(socket: str) -> AsyncIterator[Any]:
     async with open_channel(f"unix:{socket}") as channel:
-        yield health_pb2_grpc.HealthStub(channel)
+        yield health_stub(channel)
 
 
 async def start_draining(scheduler: scheduler_pb2_grpc.SchedulerServiceStub) -> asyncio.Task[int]:

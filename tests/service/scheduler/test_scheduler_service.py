@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import Any
 
 import grpc
 import pytest
@@ -172,7 +173,9 @@ async def test_the_greatest_handle_serves_and_one_more_is_refused_alone(schedule
 async def test_sampling_that_no_gateway_sends_is_refused_by_the_worker_and_fails_alone(scheduler, name, value):
     stream, _ = await GatewayStream.open(scheduler)
     group, field = name.split(".")
-    sent = {"row_sampling": make_row_sampling(**{field: value})} if group == "sampling" else {"output": {field: value}}
+    sent: dict[str, Any] = {"output": {field: value}}
+    if group == "sampling":
+        sent = {"row_sampling": make_row_sampling(**{field: value})}
     await stream.submit(make_submit(1, **sent))
     await stream.submit(make_submit(2))
     await stream.read_until_over(1, 2)

@@ -1,5 +1,7 @@
 """Blocks as the scheduler service keeps them: shared, cached, preempted, shown."""
 
+from typing import Any
+
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.request import sequence_seed
 from tests.support.fake_runner import token_at
@@ -45,7 +47,7 @@ async def test_get_state_shows_block_tables(worker, tmp_path):
 
 
 async def test_a_cached_prefix_is_reported_and_survives_a_restart_of_the_scheduler(worker, tmp_path):
-    long = {"prompt_len": 100, "max_tokens": 4}
+    long: dict[str, Any] = {"prompt_len": 100, "max_tokens": 4}
     async with running_scheduler(str(tmp_path / "a.sock"), worker.address) as stub:
         await wait_attached(stub)
         stream, _ = await GatewayStream.open(stub)

@@ -32,7 +32,7 @@ async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TraceColle
 @pytest.fixture
 async def worker() -> AsyncIterator[FakeWorker]:
     fake = FakeWorker(TIGHT)
-    fake.address = await fake.start()
+    await fake.start()
     yield fake
     await fake.stop()
 
@@ -86,6 +86,7 @@ async def test_a_request_tells_its_times_in_order(scheduler, collector) -> None:
 
 async def test_cached_tokens_are_told(scheduler, collector) -> None:
     stream, _ = await GatewayStream.open(scheduler)
+    trace_id = ""
     for _ in range(2):
         submit, trace_id, _ = traced_submit(7, prompt_len=9)
         await stream.submit(submit)

@@ -116,6 +116,7 @@ async def test_prompt_logprobs_are_those_of_the_model_at_any_chunk_size(tmp_path
     async with running_worker(tmp_path) as address, attached_client(address, 1) as client:
         assign = [make_assign(3, PROMPT, BLOCKS, prompt_logprobs=2, repetition_penalty=2.0)]
         other = make_assign(2, PROMPT, [12, 13, 14])
+        result = worker_pb2.StepResult()
         for start in range(0, len(PROMPT), chunk):
             new = min(chunk, len(PROMPT) - start)
             batch = make_batch([2, 3], [new, new], [start, start], [])
@@ -174,6 +175,7 @@ async def test_a_row_whose_prompt_has_bad_logits_fails_when_it_samples(tmp_path:
     async def prefill(client: StepClient) -> worker_pb2.StepResult:
         """Rows 2 and 3 of the same prompt; 3 asks for its log probabilities, and 4 samples from it too."""
         assign = [make_assign(2, PROMPT, [12, 13, 14]), make_assign(3, PROMPT, BLOCKS, prompt_logprobs=2, logprobs=1)]
+        result = worker_pb2.StepResult()
         for start in range(0, len(PROMPT), chunk):
             new = min(chunk, len(PROMPT) - start)
             is_last = start + new == len(PROMPT)

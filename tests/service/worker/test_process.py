@@ -8,9 +8,10 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from quire.rpc.channel import open_channel
+from tests.support.grpc_types import health_stub
 from tests.support.worker_client import StepClient, ints, make_assign, make_batch, worker_stub
 from worker_svc.protocol.stream import SERVICE_NAME
 
@@ -33,7 +34,7 @@ async def refusal(*flags: str) -> str:
 
 async def until_serving(address: str, process: Process) -> None:
     async with asyncio.timeout(START_S), open_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub = health_stub(channel)
         call = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), wait_for_ready=True)
         async for response in call:
             assert process.returncode is None

@@ -7,12 +7,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from quire.rpc.address import free_port
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, Unavailable
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.grpc_types import health_stub
 from tests.support.worker_client import StepClient, attach_request, ints, make_assign, make_batch, worker_stub
 from worker_svc.protocol.stream import SERVICE_NAME
 
@@ -32,7 +33,7 @@ def address_of(rank: int, directory: Path) -> str:
 
 async def until_serving(address: str) -> None:
     async with asyncio.timeout(START_S), open_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub = health_stub(channel)
         async for response in stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), wait_for_ready=True):
             if response.status == health_pb2.HealthCheckResponse.SERVING:
                 return

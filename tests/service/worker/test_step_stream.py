@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 
@@ -114,11 +115,13 @@ async def test_steps_behind_a_failed_one_are_not_run(service: Service) -> None:
         assert len(calls) == 1
 
 
-async def test_a_hung_device_shows_in_the_heartbeats_and_holds_up_nothing_else(service: Service) -> None:
+async def test_a_hung_device_shows_in_the_heartbeats_and_holds_up_nothing_else(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release = threading.Event()
     async with attached_client(service.address, 1) as client, worker_stub(service.address) as stub:
         await prefill(client)
-        service.model.before_step = lambda _: release.wait(10) and None
+        monkeypatch.setattr(service.model, "before_step", lambda _: release.wait(30) and None)
         await client.send(client.step(batch=make_batch([0], [1], [5])))
         while (beat := await client.heartbeat()).busy_ms < 60:
             assert beat.last_step_id == 1
@@ -300,7 +303,7 @@ async def test_a_worker_that_loads_its_model_says_so(tmp_path: Path) -> None:
     server = await start_server(servicer, f"unix:{tmp_path / 'loading'}")
     try:
         async with worker_stub(server.address) as stub:
-            with pytest.raises(Exception, match="loading its model") as raised:
+            with pytest.raises(grpc.RpcError, match="loading its model") as raised:
                 await stub.GetInfo(worker_pb2.GetInfoRequest())
             error = from_rpc_error(raised.value)
             assert isinstance(error, Unavailable)

@@ -105,7 +105,9 @@ def flags_of_scripts() -> Iterator[str]:
     for file in (file for folder in SCRIPTS for file in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":
-                yield from (each.value for each in node.args if isinstance(each, ast.Constant))
+                yield from (
+                    each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)
+                )
 
 
 def walk(folder: Path) -> Iterator[Path]:

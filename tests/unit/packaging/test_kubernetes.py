@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -25,7 +25,7 @@ def manifests() -> Manifests:
 def changed(manifests: Manifests, kind: str, name: str, change: Callable[[dict[str, Any]], Any]) -> Manifests:
     documents = copy.deepcopy(manifests.documents)
     (document,) = (each for each in documents if (each["kind"], each["metadata"]["name"]) == (kind, name))
-    change(document)
+    change(cast(dict[str, Any], document))
     return dataclasses.replace(manifests, documents=documents)
 
 
@@ -47,7 +47,7 @@ def set_to(value: Any, *path: str | int) -> Callable[[dict[str, Any]], None]:
     """A field of the container, or of the document where the path begins with "spec", that has another value."""
 
     def change(document: dict[str, Any]) -> None:
-        target = document if path[0] == "spec" else container_of(document)
+        target: Any = document if path[0] == "spec" else container_of(document)
         for step in path[:-1]:
             target = target[step]
         target[path[-1]] = value

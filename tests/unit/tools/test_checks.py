@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -71,7 +71,7 @@ def test_a_field_that_no_schema_has_or_of_another_type_is_found(
     manifests = Manifests.read(check_kubernetes.DIRECTORY)
     documents = copy.deepcopy(manifests.documents)
     (worker,) = (each for each in documents if (each["kind"], each["metadata"]["name"]) == ("StatefulSet", "worker"))
-    change(worker)
+    change(cast(dict[str, Any], worker))
     found = list(check_kubernetes.schema_problems(dataclasses.replace(manifests, documents=documents)))
     assert found
     assert all(line.startswith("StatefulSet worker: ") and named in line for line in found)

@@ -9,7 +9,7 @@ from worker_svc.step import StepOutput, StepTimings
 
 def test_steps_that_finished_are_counted_with_their_tokens_failures_and_times() -> None:
     metrics = WorkerMetrics()
-    output = StepOutput(1, int32([0, 1]), np.zeros(2, np.int32), (), (), (1,), StepTimings(10, 20, 3000, 400))
+    output = StepOutput(1, int32([0, 1]), np.zeros(2, np.int32), None, (), (1,), StepTimings(10, 20, 3000, 400))
     metrics.step_finished(replace(output, num_computed_tokens=6))
     value = metrics.registry.get_sample_value
     assert value("quire_worker_tokens_total") == 6

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_channelz.v1 import channelz_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from quire.rpc.address import AddressInUse, TcpAddress, check_bindable, free_port
 from quire.rpc.channel import open_channel
@@ -21,6 +21,7 @@ from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity
 from quire.settings import ConfigurationError
 from tests.support.certificates import make_certificates
+from tests.support.grpc_types import channelz_stub, health_stub, reflection_stub
 from tests.support.processes import until_true
 
 SERVICE = "quire.test.Echo"
@@ -59,7 +60,7 @@ async def server() -> AsyncIterator[RpcServer]:
 async def health_of(address: str, service: str) -> int:
     async with open_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
-        response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)
+        response = await health_stub(channel).Check(request, timeout=30)
     return response.status
 
 
@@ -78,7 +79,7 @@ async def test_health_of_an_unknown_service_is_not_found(server: RpcServer) -> N
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def read_not_serving(watch: grpc.aio.UnaryStreamCall) -> None:
+async def read_not_serving(watch: Any) -> None:
     """Reads until the stream fails. Its status may overtake the last message; either says that nothing is served."""
     while True:
         assert (await watch.read()).status == NOT_SERVING
@@ -86,7 +87,7 @@ async def read_not_serving(watch: grpc.aio.UnaryStreamCall) -> None:
 
 async def test_a_health_watcher_sees_each_change_and_does_not_hold_up_stop(server: RpcServer) -> None:
     async with open_channel(server.address) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        watch = health_stub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == NOT_SERVING
         server.set_serving(True)
         assert (await watch.read()).status == SERVING
@@ -124,7 +125,7 @@ async def test_reflection_of_both_versions_knows_services_methods_and_messages(
 
 async def test_reflection_lists_the_services(server: RpcServer) -> None:
     async with open_channel(server.address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub = reflection_stub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         (response,) = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
     names = {service.name for service in response.list_services_response.service}
@@ -232,7 +233,7 @@ async def test_a_port_that_is_handed_over_leads_to_those_who_share_it() -> None:
     await first.hand_over(10)
     for _ in range(10):
         async with own_connection(first.address) as channel:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+            answer = await health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert answer.status == SERVING
     for server in (first, second):
         await server.stop(0)
@@ -356,9 +357,9 @@ async def test_channelz_counts_the_calls_of_the_server() -> None:
     assert server.admin is not None
     async with open_channel(server.address) as channel:
         for _ in range(3):
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+            await health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         async with grpc.aio.insecure_channel(server.admin.address) as admin:
-            stub = channelz_pb2_grpc.ChannelzStub(admin)
+            stub = channelz_stub(admin)
             servers = await stub.GetServers(channelz_pb2.GetServersRequest(), timeout=30)
     assert 3 in [each.data.calls_succeeded for each in servers.server]
     await server.stop(0)
@@ -402,6 +403,6 @@ async def codes_of_callers(address: str, directory: Path) -> dict[Role | None, g
     for role in (None, Role.OPERATOR, Role.SCHEDULER):
         tls = None if role is None else TlsIdentity.of(directory, role)
         async with open_channel(address, tls=tls) as channel:
-            call = channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest(), timeout=30)
+            call = channelz_stub(channel).GetServers(channelz_pb2.GetServersRequest(), timeout=30)
             codes[role] = await call.code()
     return codes

@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 import pytest_asyncio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from quire.cli.certs import LOCAL_HOSTS
 from quire.rpc.certificates import Authority
@@ -18,6 +18,7 @@ from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.settings import ConfigurationError
 from tests.support.certificates import make_certificates
+from tests.support.grpc_types import health_stub, reflection_stub
 
 CHECK = health_pb2.HealthCheckRequest()
 
@@ -39,7 +40,7 @@ async def worker(tmp_path: Path, authority: Authority) -> AsyncIterator[RpcServe
 async def reflect(channel: grpc.aio.Channel) -> object:
     """A method that is not health."""
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=30)
+    call = reflection_stub(channel).ServerReflectionInfo(iter([request]), timeout=30)
     return await call.read()
 
 
@@ -61,7 +62,7 @@ async def test_a_caller_of_another_role_is_refused_everything_but_health(
 ) -> None:
     tls = TlsIdentity.of(tmp_path, role)
     async with open_channel(worker.address, tls=tls) as channel:
-        assert await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=30)
+        assert await health_stub(channel).Check(CHECK, timeout=30)
     refusal = await error_of(open_channel(worker.address, tls=tls))
     assert isinstance(refusal, PermissionDenied)
     assert refusal.reason == "WRONG_ROLE"

@@ -12,6 +12,7 @@ from gateway.request.limits import MAX_CALL_PARAMETER_ENTRIES, MAX_CALL_STOP_BYT
 from gateway.request.types import (
     ChatMessage,
     ChatPrompt,
+    Prompt,
     TextPrompt,
     TokenPrompt,
 )
@@ -40,7 +41,7 @@ LIMITS = Limits(
 PLAIN_PROMPT = TextPrompt("hello")
 
 
-def check(prompt=PLAIN_PROMPT, **fields):
+def check(prompt: Prompt = PLAIN_PROMPT, **fields):
     check_request(make_options(prompt, **fields), LIMITS, "served")
 
 

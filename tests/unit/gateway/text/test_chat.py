@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,8 +42,9 @@ def test_renders_as_transformers_does(source):
 
     conversation = [{"role": message.role, "content": message.content} for message in MESSAGES]
     conversation[1]["name"] = "Ann"
+    special_tokens: dict[str, Any] = SPECIAL_TOKENS
     (expected,), _ = render_jinja_template(
-        [conversation], chat_template=source, add_generation_prompt=True, **SPECIAL_TOKENS
+        [conversation], chat_template=source, add_generation_prompt=True, **special_tokens
     )
     assert render(source) == expected
 

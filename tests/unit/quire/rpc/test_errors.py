@@ -1,5 +1,7 @@
 """Errors and statuses, without a server."""
 
+from typing import Any
+
 import grpc
 import pytest
 
@@ -34,7 +36,7 @@ class FailedCall(grpc.RpcError):
     def details(self) -> str | None:
         return self._details
 
-    def trailing_metadata(self) -> tuple | None:
+    def trailing_metadata(self) -> Any:
         return self._metadata
 
 
@@ -112,5 +114,6 @@ def test_long_texts_are_cut() -> None:
 
 def test_the_domain_is_quire() -> None:
     assert errors.DOMAIN == "quire"
+    value: Any
     (value,) = (value for _, value in to_rpc_status(Internal("x")).trailing_metadata or ())
     assert b"quire" in value

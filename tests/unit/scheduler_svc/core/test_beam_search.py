@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -224,7 +225,7 @@ def test_input_that_does_not_describe_the_beams_is_refused(candidates, outputs, 
 
 
 def make_beams(handle: int, width: int = 3, **options) -> Request:
-    defaults = {"prompt_len": 6, "max_tokens": 8, "num_returned": width}
+    defaults: dict[str, Any] = {"prompt_len": 6, "max_tokens": 8, "num_returned": width}
     return make_request(handle, num_sequences=width, beam=BeamParameters(width), **(defaults | options))
 
 

@@ -1,6 +1,7 @@
 """The request whose steps the worker refuses, or dies of, fails alone, whoever runs beside it."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ ENOUGH = LOSSES_BEFORE_TRIALS + LOSSES_ON_TRIAL
 @pytest.mark.parametrize("policy", PolicyKind)
 @pytest.mark.parametrize("fault", ["poisoned", "deadly"])
 def test_under_every_policy_the_same_request_is_found(fault, policy):
-    assert_others_finish(make_driver(**{fault: {2: 1}}, policy=policy, num_blocks=12))
+    culprit: dict[str, Any] = {fault: {2: 1}}
+    assert_others_finish(make_driver(**culprit, policy=policy, num_blocks=12))
 
 
 @pytest.mark.parametrize("fault", ["poisoned", "deadly"])
@@ -127,7 +129,7 @@ MANY = 100
 """Ten cohorts of ten."""
 
 
-def make_crowd(**culprits: dict[int, int]) -> Driver:
+def make_crowd(**culprits: Any) -> Driver:
     return make_driver(num_requests=MANY, max_num_seqs=128, num_blocks=600, max_num_batched_tokens=800, **culprits)
 
 

@@ -193,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             del self.requests[handle]
             self.aborted.add(handle)
 
-    @precondition(lambda self: len(self.driver.scheduler.running))
+    @precondition(lambda self: bool(self.driver.scheduler.running))
     @rule(data=st.data())
     def preempt(self, data):
         keys = [group.request.key for group in self.driver.scheduler.running]
@@ -211,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert len(pin.hashes) == length // scheduler.config.block_size
 
-    @precondition(lambda self: len(self.driver.scheduler.pins))
+    @precondition(lambda self: bool(self.driver.scheduler.pins))
     @rule(data=st.data())
     def unpin(self, data):
         scheduler = self.driver.scheduler

@@ -1,6 +1,7 @@
 """What GetState and InspectBlocks answer about many blocks does not hold the event loop up."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,7 @@ async def test_others_have_their_turns_and_the_answer_is_of_one_moment(loop, sch
     # The first piece is made; all blocks are given back before the next.
     for handle in (1, 2):
         assert scheduler.abort(make_request(handle).key)
+    message: Any
     message, turns = await turns_of(asking)
     assert turns >= 2 * 100 / 16 - 1
     assert message == whole

@@ -43,7 +43,7 @@ class GatedStep:
         if self._step_id in self._runner.failing:
             raise RuntimeError(f"step {self._step_id} burnt")
         none = int32(())
-        return StepOutput(self._step_id, none, none, (), (), (), StepTimings(0, 0, 0, 0))
+        return StepOutput(self._step_id, none, none, None, (), (), StepTimings(0, 0, 0, 0))
 
 
 class Outcomes:

@@ -26,7 +26,8 @@ def test_on_the_cpu_the_values_are_there_at_once() -> None:
 def test_every_value_arrives_in_its_own_slot() -> None:
     numbers = [torch.tensor([number]) for number in range(13)]
     logprobs, prompts = LogprobValues(*numbers[3:7]), LogprobValues(*numbers[7:11])
-    sent = StepValues(*numbers[:3], logprobs, CandidateValues(*numbers[11:]), prompts)
+    token_ids, is_finite, finite_tokens = numbers[:3]
+    sent = StepValues(token_ids, is_finite, finite_tokens, logprobs, CandidateValues(*numbers[11:]), prompts)
     assert HostCopy(sent, IN_ORDER, IN_ORDER).wait() == sent.map(Tensor.numpy)
 
 

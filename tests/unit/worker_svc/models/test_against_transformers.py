@@ -68,7 +68,7 @@ def test_greedy_continuation_equals_generate(shape: str, tmp_path: Path) -> None
         spans = [Span(row, length + step, length + step + 1) for row, length in enumerate(lengths)]
     for row, length in enumerate(lengths):
         prompt = torch.tensor([runner.sequences[row][:length]])
-        generated = reference.generate(
+        generated = reference.generate(  # pyright: ignore[reportCallIssue]
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24, eos_token_id=None
         )
         assert runner.sequences[row] == generated[0].tolist()
@@ -100,7 +100,7 @@ def test_half_precision_is_as_close_as_transformers_own(shape: str, dtype: torch
     reference = make_shape(tmp_path, shape)
     (sequence,) = make_sequences(23)
     exact = expected_logits(reference, sequence)
-    theirs = (expected_logits(reference.to(dtype), sequence) - exact).abs().mean()
+    theirs = (expected_logits(reference.to(dtype), sequence) - exact).abs().mean()  # pyright: ignore[reportArgumentType]
     ours = PagedRunner(load(tmp_path, dtype), [sequence], block_size=16).step(Span(0, 0, 23))
     assert ours.dtype == torch.float32
     assert (ours - exact).abs().mean() < 1.5 * theirs

@@ -267,7 +267,8 @@ def test_decodes_stay_on_the_device(shape: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_equal", [False, True])
 def test_a_head_beside_the_embedding_counts_where_it_differs(family: str, is_equal: bool, tmp_path: Path) -> None:
     model = make_model(tmp_path, family, tie_word_embeddings=False)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
     if is_equal:
         with torch.no_grad():
             head.weight.copy_(embedding.weight)

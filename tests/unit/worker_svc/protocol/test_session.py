@@ -19,7 +19,7 @@ def make_header(step_id: int, epoch: int = EPOCH, generation: int = GENERATION) 
 
 def make_output(step_id: int) -> StepOutput:
     none = np.zeros(0, np.int32)
-    return StepOutput(step_id, none, none, (), (), (), StepTimings(0, 0, 0, 0))
+    return StepOutput(step_id, none, none, None, (), (), StepTimings(0, 0, 0, 0))
 
 
 def run_steps(session: Session, last: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -174,7 +175,7 @@ async def test_a_malformed_context_of_a_row_begins_a_trace() -> None:
 
 
 async def test_other_methods_are_not_watched() -> None:
-    details = SimpleNamespace(method="/quire.worker.v1.WorkerService/GetInfo", invocation_metadata=())
+    details: Any = SimpleNamespace(method="/quire.worker.v1.WorkerService/GetInfo", invocation_metadata=())
     handler = object()
 
     async def continuation(_: object) -> object:

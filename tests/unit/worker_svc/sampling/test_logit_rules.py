@@ -32,7 +32,9 @@ class Row:
 
 def make_rules(row: Row) -> LogitRules | None:
     arrays = ("bias_token_ids", "allowed_token_ids", "stop_token_ids")
-    values = {name: np.array(value, np.int32) if name in arrays else value for name, value in row.rules.items()}
+    values: dict[str, Any] = {
+        name: np.array(value, np.int32) if name in arrays else value for name, value in row.rules.items()
+    }
     if "bias_values" in values:
         values["bias_values"] = np.array(values["bias_values"], np.float32)
     values["bad_sequences"] = tuple(np.array(each, np.int32) for each in row.rules.get("bad_sequences", ()))

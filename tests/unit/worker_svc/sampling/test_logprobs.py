@@ -154,7 +154,7 @@ def test_rules_give_the_scores_of_transformers(name: str) -> None:
     scores = logits.log_softmax(dim=1)
     for processor in processors:
         # The first row alone asks for something.
-        scores[:1] = processor(torch.tensor([PROMPT + OUTPUT]), scores[:1].clone())
+        scores[:1] = processor(torch.LongTensor([PROMPT + OUTPUT]), scores[:1].clone())
     found = candidates_of(logits, [rules, None], VOCAB)
     expected = scores.sort(dim=1, descending=True, stable=True)
     torch.testing.assert_close(found.logprobs, expected.values, rtol=1e-5, atol=1e-5)

@@ -1,11 +1,14 @@
 """Bodies to options, and the validator's field names back."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from gateway.api.openai.calls import CompletionCall
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody
-from gateway.request.types import ChatMessage, TextPrompt, TokenPrompt
+from gateway.request.types import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     EARLY_STOPPING_NEVER,
@@ -18,13 +21,22 @@ from quire.common.v1.common_pb2 import (
 from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import parse
 
+# Calls of token ids need none.
+NO_GENERATOR: Any = None
+
 
 def completion(**fields) -> CompletionBody:
     return parse(CompletionBody, {"prompt": "hello"} | fields)
 
 
-def chat(content="hello", **fields) -> ChatBody:
+def chat(content: Any = "hello", **fields) -> ChatBody:
     return parse(ChatBody, {"messages": [{"role": "user", "content": content}]} | fields)
+
+
+def messages_of(body: ChatBody) -> Sequence[ChatMessage]:
+    prompt = chat_options(body, "id").prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt.messages
 
 
 def options(**fields):
@@ -137,12 +149,12 @@ def test_beam_search(fields, expected):
 
 def test_content_in_parts_becomes_one_text():
     body = chat([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])
-    assert chat_options(body, "id").prompt.messages == [ChatMessage("user", "one\ntwo")]
+    assert messages_of(body) == [ChatMessage("user", "one\ntwo")]
 
 
 def test_names_of_speakers_reach_the_template_and_an_empty_one_is_none():
     messages = [{"role": "user", "content": "hello", "name": name} for name in ("Ann", "", None)]
-    names = [message.name for message in chat_options(chat(messages=messages), "id").prompt.messages]
+    names = [message.name for message in messages_of(chat(messages=messages))]
     assert names == ["Ann", None, None]
 
 
@@ -214,13 +226,13 @@ async def test_the_id_of_several_prompts_leaves_room_for_their_numbers(num_promp
     def call(num_characters):
         return CompletionCall(completion(prompt=[[5]] * num_prompts, request_id="x" * num_characters), "m")
 
-    requests = await call(limit).requests(generator=None)
-    assert max(len(request.request_id) for request in requests) == 128
+    requests = await call(limit).requests(NO_GENERATOR)
+    assert max(len(request.request_id or "") for request in requests) == 128
     expected = f"request_id has {limit + 1} characters; with {num_prompts} prompts, each of which adds -N to it, "
     with pytest.raises(InvalidArgument, match=f"^{expected}the max is {limit}$"):
-        await call(limit + 1).requests(generator=None)
+        await call(limit + 1).requests(NO_GENERATOR)
 
 
 async def test_the_id_of_one_prompt_may_have_its_full_length():
-    (request,) = await CompletionCall(completion(prompt=[[5]], request_id="x" * 128), "m").requests(generator=None)
+    (request,) = await CompletionCall(completion(prompt=[[5]], request_id="x" * 128), "m").requests(NO_GENERATOR)
     assert request.request_id == "x" * 128
