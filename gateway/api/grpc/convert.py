@@ -88,6 +88,8 @@ class _ChatMessages(Sequence[ChatMessage]):
 
     def __getitem__(self, position: Any) -> Any:
         message = self._messages[position]
+        given = {each.name for each, _ in message.ListFields()}
+        _refuse([f"messages[{position}].{name}" for name in _UNSUPPORTED_OF_MESSAGES if name in given])
         return ChatMessage(message.role, message.content)
 
 
@@ -110,14 +112,15 @@ _UNSUPPORTED_OF_MESSAGES = ("name", "tool_calls", "tool_call_id", "reasoning")
 
 
 def _refuse_unsupported(message: Any) -> None:
-    """Raises Unimplemented, naming each field of a chat that is set and has no effect in this version."""
+    """Raises Unimplemented, naming each field of a chat that is set and has no effect in this version; fields of its
+    messages are refused when they are read."""
     given = {each.name for each, _ in message.ListFields()}
-    fields = [name for name in _UNSUPPORTED if name in given]
-    for position, each in enumerate(message.messages):
-        given = {field.name for field, _ in each.ListFields()}
-        fields += [f"messages[{position}].{name}" for name in _UNSUPPORTED_OF_MESSAGES if name in given]
+    _refuse([name for name in _UNSUPPORTED if name in given])
+
+
+def _refuse(fields: list[str]) -> None:
     if fields:
-        violations = [FieldViolation(name, "is not supported by this version; leave it out") for name in fields[:16]]
+        violations = [FieldViolation(name, "is not supported by this version; leave it out") for name in fields]
         raise Unimplemented(summary(violations), violations=violations)
 
 
