@@ -198,7 +198,7 @@ def repeated(head: bytes, unit: bytes, tail: bytes, number: int | None = None) -
         (
             CHAT,
             repeated(b'{"messages": [{"role": "user", "content": [', b'{"type": "text", "text": ""}', b"]}]}", 25_000),
-            "messages have 25,000 parts of content together; the max is 8,192",
+            "messages have 25,000 parts of content and tool calls together; the max is 8,192",
         ),
         (COMPLETIONS, repeated(b'{"prompt": [', b'"abcdefgh"', b"]}", 100_000), "prompt has 100,000 entries"),
         (
