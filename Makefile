@@ -26,7 +26,8 @@ CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMak
 
 CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-compose check-kubernetes
 
-.PHONY: help setup protos serve test test-all test-long test-sanitizers coverage triton-client check $(CHECKS) bench tiny api-docs clean
+.PHONY: help setup protos serve test test-all test-long test-sanitizers coverage triton-client check $(CHECKS) bench
+.PHONY: tiny api-docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -56,7 +57,7 @@ test-long: setup triton-client test-sanitizers ## 1,000 examples of each propert
 	QUIRE_FUZZ_SECONDS=60 $(PYTEST) --timeout 600 tests/chaos/test_fuzz.py
 	$(BIN)/python -m bench soak
 
-test-sanitizers: setup ## run the tests of the CPU kernels with AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
+test-sanitizers: setup ## run the tests of the CPU kernels with sanitizers of addresses, undefined behavior and threads
 	tests/sanitizers/run.sh $(BIN)/python $(ARGS)
 
 coverage: setup triton-client ## run the first tier and print the coverage of each package
