@@ -1,0 +1,186 @@
+"""JSON schemas as constraints: which keywords are enforced, and the refusal of the others by name.
+
+A schema is read without recursion, so that no depth of it harms the reader.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+MAX_DEPTH = 64
+MAX_SUBSCHEMAS = 50_000
+
+
+class ConstraintError(ValueError):
+    """A constraint that cannot be enforced.
+
+    Attributes:
+        field: What is wrong, relative to the constraint; empty for the constraint itself.
+        description: Why, and what to do instead.
+    """
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(f"{field or 'constraint'} {description}")
+        self.field = field
+        self.description = description
+
+
+# Where subschemas are: keywords whose value is a schema, a list of them, or an object of them.
+_ONE = frozenset(("items", "additionalProperties", "additionalItems"))
+_LIST = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
+_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+
+ENFORCED = frozenset(
+    (
+        *_ONE, *_LIST, *_BY_NAME, "$ref", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties",
+        "maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
+        "exclusiveMaximum", "multipleOf",
+    )
+)  # fmt: skip
+"""Keywords that the generated text obeys."""
+
+ANNOTATIONS = frozenset(
+    (
+        "$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "deprecated",
+        "description", "discriminator", "example", "examples", "externalDocs", "id", "readOnly", "strict", "title",
+        "writeOnly", "xml",
+    )
+)  # fmt: skip
+"""Keywords that say nothing about what is valid: they are allowed and have no effect. So are names that begin "x-"."""
+
+FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
+"""Values of `format` that are enforced, as far as a regular expression can."""
+
+REFUSED = frozenset(
+    (
+        "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "$vocabulary", "contains",
+        "contentSchema", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
+        "minContains", "not", "nullable", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+    )
+)  # fmt: skip
+"""Keywords of JSON schema or OpenAPI that are not enforced, and therefore refused by name."""
+
+_HINTS = {
+    "nullable": 'use "type": [..., "null"]',
+    "uniqueItems": "leave it out and check the answer",
+    "dependentRequired": "use anyOf of objects with other lists of required properties",
+    "if": "use anyOf",
+    "not": "say what is allowed instead",
+    "propertyNames": "use patternProperties and additionalProperties: false",
+}
+# Values by which a refused keyword changes nothing.
+_NEUTRAL = (("uniqueItems", False), ("nullable", False), ("unevaluatedProperties", True), ("unevaluatedItems", True))
+
+
+def read_schema(field: str, text: str) -> dict[str, Any]:
+    """The schema in a text, without annotations.
+
+    Raises:
+        ConstraintError: it is no schema, too deep, or uses what is not enforced.
+    """
+    try:
+        schema = json.loads(text)
+    except RecursionError as error:
+        raise ConstraintError(field, f"is nested too deeply; the max is {MAX_DEPTH} levels of schemas") from error
+    except ValueError as error:
+        raise ConstraintError(field, f"is not valid JSON: {error}") from error
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ConstraintError(field, f"is {_shown(schema)}; it must be a JSON object")
+    return _clean(field, schema)
+
+
+def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
+    cleaned: dict[str, Any] = {}
+    pending: list[tuple[str, int, Any, dict[str, Any] | list[Any], Any]] = [("#", 0, root, cleaned, "root")]
+    num_subschemas = 0
+    while pending:
+        path, depth, schema, parent, key = pending.pop()
+        num_subschemas += 1
+        if num_subschemas > MAX_SUBSCHEMAS:
+            raise ConstraintError(field, f"has more than {MAX_SUBSCHEMAS:,} subschemas")
+        if depth > MAX_DEPTH:
+            raise ConstraintError(field, f"is nested more than {MAX_DEPTH} levels deep at {path:.120}")
+        if isinstance(schema, bool):
+            parent[key] = schema
+            continue
+        if not isinstance(schema, dict):
+            raise ConstraintError(field, f"has {_shown(schema)} at {path:.120}, where a schema is expected")
+        result: dict[str, Any] = {}
+        parent[key] = result
+        for name, value in schema.items():
+            if (name in ANNOTATIONS and name not in ("$id", "$anchor", "$schema")) or name.startswith("x-"):
+                continue
+            if any(name == other and value is neutral for other, neutral in _NEUTRAL):
+                continue
+            if name not in ENFORCED and name not in ANNOTATIONS:
+                raise _not_enforced(field, name, path)
+            result[name] = value
+            for where, inner_key, container, inner in _subschemas(field, path, name, value, result):
+                pending.append((where, depth + 1, inner, container, inner_key))
+        _check_values(field, path, result)
+    return cleaned["root"]
+
+
+def _subschemas(
+    field: str, path: str, name: str, value: Any, result: dict[str, Any]
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Path, key, container and value of each subschema of a keyword. The containers are copies."""
+    if name in _BY_NAME:
+        if not isinstance(value, dict):
+            raise ConstraintError(field, f"has {_shown(value)} as {name} at {path:.120}; it must be an object")
+        # In the order of the schema, which is that of the answer's properties.
+        copy: Any = dict.fromkeys(value)
+        result[name] = copy
+        for key, inner in value.items():
+            yield f"{path}/{name}/{key}", key, copy, inner
+    elif name in _LIST or (name == "items" and isinstance(value, list)):
+        if not isinstance(value, list) or (not value and name != "prefixItems"):
+            raise ConstraintError(field, f"has {_shown(value)} as {name} at {path:.120}; it must be a list of schemas")
+        copy = [None] * len(value)
+        result[name] = copy
+        for index, inner in enumerate(value):
+            yield f"{path}/{name}/{index}", index, copy, inner
+    elif name in _ONE:
+        yield f"{path}/{name}", name, result, value
+
+
+def _check_values(field: str, path: str, schema: dict[str, Any]) -> None:
+    reference = schema.get("$ref")
+    if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
+        raise ConstraintError(
+            field,
+            f"has $ref {_shown(reference)} at {path:.120}; only references within the schema (#/...) are followed",
+        )
+    types = schema.get("type", "string")
+    if "string" not in (types if isinstance(types, list) else (types,)):
+        # It speaks of strings alone.
+        schema.pop("format", None)
+    format_name = schema.get("format")
+    if format_name is not None and format_name not in FORMATS:
+        known = ", ".join(sorted(FORMATS))
+        raise ConstraintError(
+            field, f"has format {_shown(format_name)} at {path:.120}, which is not enforced; enforced are {known}"
+        )
+    fewest, required = schema.get("minProperties", 0), schema.get("required", ())
+    if isinstance(fewest, int) and isinstance(required, list | tuple) and fewest > max(1, len(required)):
+        raise ConstraintError(
+            field,
+            f"has minProperties {fewest} at {path:.120}, which is not enforced above 1 and the number of required "
+            "properties; list them in required",
+        )
+
+
+def _not_enforced(field: str, name: str, path: str) -> ConstraintError:
+    if name in REFUSED:
+        hint = f"; {_HINTS[name]}" if name in _HINTS else "; leave it out"
+        return ConstraintError(field, f'uses "{name}" at {path:.120}, which is not enforced{hint}')
+    return ConstraintError(
+        field, f'uses "{name:.64}" at {path:.120}, which is no known keyword; names of annotations begin with "x-"'
+    )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

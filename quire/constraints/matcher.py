@@ -1,0 +1,362 @@
+"""The engine: which tokens may follow the tokens so far, and what a token changes about that.
+
+A matcher is a function of its tokens: one that consumed them one by one and one that consumed them at once, in another
+process, allow the same next tokens.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from quire.constraints.json_schema import ConstraintError
+from quire.constraints.program import Free, Part, Program
+from quire.model_directory import ModelDirectory
+
+Mask = NDArray[np.int32]
+"""One bit a token, the least significant first: [words of the vocabulary]."""
+
+# Deterministic bounds, so that gateway and worker accept and refuse alike. Fuel is work: 1,000 is 0.02 ms of building a
+# lexer, and 0.07 ms of a mask; 1,000 items are 0.05 ms of a mask.
+_LIMITS = LLParserLimits(
+    max_items_in_row=1_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+_SHOWN_ERROR = 300
+_KEPT_MASKS = 256
+
+
+class Vocabulary:
+    """The tokens of a model, as constraints see them: ids, the bytes that they stand for, and which are special."""
+
+    def __init__(self, tokenizer: Mapping[str, Any], size: int, eos_token_ids: Sequence[int]) -> None:
+        """`tokenizer` is the content of tokenizer.json, `size` the width of the logits.
+
+        Raises:
+            ValueError: the library cannot tell the bytes of this tokenizer's tokens.
+        """
+        added = tokenizer.get("added_tokens", ())
+        self.special_tokens = {each["content"]: each["id"] for each in added if each["special"] and each["id"] < size}
+        self.tokenizer = _open(tokenizer, size, [token_id for token_id in eos_token_ids if token_id < size])
+        self.num_words = -(-self.tokenizer.vocab_size // 32)
+        self.eos = frozenset(self.tokenizer.eos_tokens)
+        self._masks: dict[frozenset[int], Mask] = {}
+
+    @classmethod
+    def of_model(cls, directory: ModelDirectory, size: int) -> Self:
+        """That of a model directory.
+
+        Raises:
+            ConfigurationError: the directory has no tokenizer.
+            ValueError: as of the constructor.
+        """
+        content = json.loads(directory.tokenizer_file().read_text(encoding="utf-8"))
+        return cls(content, size, directory.eos_token_ids)
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each token; those of a special token are its text."""
+        return [self.tokenizer.decode_bytes([token_id]) for token_id in range(self.tokenizer.vocab_size)]
+
+    @cached_property
+    def sorted_bytes(self) -> tuple[list[bytes], NDArray[np.int64]]:
+        """The bytes of all tokens in order, and the tokens that they belong to."""
+        texts = self.token_bytes
+        order = sorted(range(len(texts)), key=texts.__getitem__)
+        return [texts[token_id] for token_id in order], np.array(order)
+
+    @cached_property
+    def all_tokens(self) -> Mask:
+        return self.mask_of(range(self.tokenizer.vocab_size))
+
+    def mask_of_set(self, token_ids: frozenset[int]) -> Mask:
+        """`mask_of`, kept: requests have the same few sets."""
+        if (mask := self._masks.get(token_ids)) is None:
+            if len(self._masks) >= _KEPT_MASKS:
+                self._masks.clear()
+            mask = self._masks[token_ids] = self.mask_of([each for each in token_ids if each < self.num_words * 32])
+        return mask
+
+    def mask_of(self, token_ids: Collection[int]) -> Mask:
+        """A mask of these tokens alone."""
+        bits = np.zeros(self.num_words * 32, np.bool_)
+        bits[list(token_ids)] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _open(tokenizer: Mapping[str, Any], size: int, eos: Sequence[int]) -> LLTokenizer:
+    decoder = tokenizer.get("decoder") or {}
+    if decoder.get("type") == "Metaspace":
+        # Written in the words that the library knows; it also has the byte tokens of a vocabulary, if there are any.
+        space = {"type": "Replace", "pattern": {"String": decoder.get("replacement", "▁")}, "content": " "}
+        tokenizer = {**tokenizer, "decoder": {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}]}}
+    text = json.dumps(tokenizer, ensure_ascii=False)
+    for num_tokens in (size, None):
+        try:
+            return LLTokenizer(text, n_vocab=num_tokens, eos_token=list(eos) or None)
+        except ValueError as error:
+            # A tokenizer may have more tokens than the model has logits; no model chooses those.
+            if num_tokens is None or "vocab size too small" not in str(error):
+                raise
+    raise AssertionError
+
+
+class _FreeText:
+    """A free state over a vocabulary. All texts are bytes."""
+
+    def __init__(self, state: Free, vocabulary: Vocabulary) -> None:
+        self.may_end = state.may_end
+        self.markers = tuple((text.encode(), then) for text, then in state.markers)
+        self._vocabulary = vocabulary
+        self._masks: dict[bytes, Mask] = {}
+        self._longest = max(len(text) for text, _ in self.markers)
+
+    def advance(self, tail: bytes, token: bytes) -> tuple[bytes, int | None, bool]:
+        """The tail after a token, the state that follows a marker that is complete, and whether the token goes on."""
+        text = tail + token
+        ends = [(place + len(marker), then) for marker, then in self.markers if (place := text.find(marker)) >= 0]
+        if ends:
+            end, then = min(ends)
+            return b"", then, end < len(text)
+        return self._open_end(text), None, False
+
+    def _open_end(self, text: bytes) -> bytes:
+        """The longest end of the text that begins a marker."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            end = text[-length:]
+            if any(marker.startswith(end) for marker, _ in self.markers):
+                return end
+        return b""
+
+    def mask(self, tail: bytes) -> Mask:
+        """All tokens but those that complete a marker and go beyond it: what follows a marker is not free."""
+        if (mask := self._masks.get(tail)) is None:
+            mask = self._vocabulary.all_tokens & ~self._vocabulary.mask_of(self._beyond(tail))
+            self._masks[tail] = mask
+        return mask
+
+    @cached_property
+    def _containing(self) -> list[int]:
+        """Tokens with a whole marker before their end."""
+        texts = self._vocabulary.token_bytes
+        return [
+            token_id
+            for marker, _ in self.markers
+            for token_id, text in enumerate(texts)
+            if len(text) > len(marker) and marker in text[:-1]
+        ]
+
+    def _beyond(self, tail: bytes) -> list[int]:
+        found = list(self._containing)
+        texts, token_ids = self._vocabulary.sorted_bytes
+        for marker, _ in self.markers:
+            for length in range(1, min(len(tail), len(marker) - 1) + 1):
+                if not marker.startswith(tail[-length:]):
+                    continue
+                rest = marker[length:]
+                place = bisect_left(texts, rest)
+                while place < len(texts) and texts[place].startswith(rest):
+                    if len(texts[place]) > len(rest):
+                        found.append(int(token_ids[place]))
+                    place += 1
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _PartState:
+    matcher: LLMatcher
+    """Fresh; copied for each use."""
+    then: int | None
+
+
+class Template:
+    """A program over a vocabulary, compiled: makes matchers."""
+
+    def __init__(self, program: Program, vocabulary: Vocabulary) -> None:
+        """Raises ConstraintError where a grammar is malformed or too large."""
+        self.vocabulary = vocabulary
+        self.states = tuple(
+            _FreeText(state, vocabulary) if isinstance(state, Free) else _compiled(state, vocabulary)
+            for state in program.states
+        )
+
+    def matcher(self, ending_token_ids: Sequence[int]) -> "Matcher":
+        """A new matcher of a text that ends with one of these tokens."""
+        return Matcher(self, frozenset(ending_token_ids))
+
+
+def _compiled(part: Part, vocabulary: Vocabulary) -> _PartState:
+    matcher = LLMatcher(vocabulary.tokenizer, part.grammar, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        # The first mask builds most of the lexer, and finds a grammar of nothing.
+        matcher.compute_bitmask()
+        matcher.reset()
+    if matcher.is_error():
+        raise ConstraintError(part.field, f"cannot be enforced: {_one_line(matcher.get_error())}")
+    return _PartState(matcher, part.then)
+
+
+def _one_line(error: str) -> str:
+    text = " ".join(error.split("<state>")[0].split())
+    return text if len(text) <= _SHOWN_ERROR else text[: _SHOWN_ERROR - 3] + "..."
+
+
+class Matcher:
+    """The place in a program after some tokens.
+
+    Attributes:
+        error: Why no token can follow any more; None while some can.
+    """
+
+    __slots__ = ("_endings", "_free", "_grammar", "_has_ended", "_tail", "_template", "_then", "error")
+
+    def __init__(self, template: Template, endings: frozenset[int]) -> None:
+        self._template = template
+        self._endings = endings
+        self._has_ended = False
+        self.error: str | None = None
+        self._enter(0)
+
+    def _enter(self, index: int) -> None:
+        state = self._template.states[index]
+        self._tail = b""
+        self._then: int | None = None
+        self._free: _FreeText | None = None
+        self._grammar: LLMatcher | None = None
+        if isinstance(state, _FreeText):
+            self._free = state
+        else:
+            self._grammar, self._then = state.matcher.deep_copy(), state.then
+            self._leave_complete_part()
+
+    def copy(self) -> Self:
+        """An independent matcher at the same place."""
+        other = object.__new__(type(self))
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        if self._grammar is not None:
+            other._grammar = self._grammar.deep_copy()
+        return other
+
+    def consume(self, token_id: int) -> None:
+        """Goes on by one token. One that the mask does not allow is an error."""
+        if self.error is not None or self._has_ended:
+            return
+        if token_id in self._endings and self.may_end:
+            self._has_ended = True
+        elif (grammar := self._grammar) is not None:
+            self._consume_in_part(grammar, token_id)
+        else:
+            self._consume_in_free_text(token_id)
+
+    def _consume_in_part(self, grammar: LLMatcher, token_id: int) -> None:
+        if self._then is None:
+            if not grammar.consume_token(token_id):
+                self._fail(token_id)
+        elif grammar.try_consume_tokens([token_id]):
+            self._leave_complete_part()
+        elif not grammar.is_error() and grammar.is_accepting():
+            self._enter(self._then)
+            self.consume(token_id)
+        else:
+            self._fail(token_id)
+
+    def _leave_complete_part(self) -> None:
+        grammar = self._grammar
+        if self._then is not None and grammar is not None and grammar.is_stopped() and not grammar.is_error():
+            self._enter(self._then)
+
+    def _consume_in_free_text(self, token_id: int) -> None:
+        assert self._free is not None
+        texts = self._template.vocabulary.token_bytes
+        text = texts[token_id] if token_id < len(texts) else b""
+        self._tail, then, goes_beyond = self._free.advance(self._tail, text)
+        if goes_beyond:
+            self._fail(token_id)
+        elif then is not None:
+            self._enter(then)
+
+    def _fail(self, token_id: int) -> None:
+        grammar = self._grammar
+        reason = _one_line(grammar.get_error()) if grammar is not None and grammar.is_error() else ""
+        self.error = f"token {token_id} cannot follow the tokens before it" + (f": {reason}" if reason else "")
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text is complete as it is."""
+        if self._has_ended:
+            return True
+        if self._free is not None:
+            return self._free.may_end
+        grammar = self._grammar
+        if grammar is None or not grammar.is_accepting():
+            return False
+        if self._then is None:
+            return True
+        after = self._template.states[self._then]
+        return isinstance(after, _FreeText) and after.may_end
+
+    @property
+    def needs_grammar(self) -> LLMatcher | None:
+        """The grammar whose mask `finish` completes; None where the mask needs no grammar."""
+        return None if self._has_ended or self.error is not None else self._grammar
+
+    def finish(self, mask: Mask, delays_end: bool) -> None:
+        """Completes a mask, which is that of `needs_grammar` if there is one.
+
+        Args:
+            mask: Zeros where no token can follow, which `error` explains then.
+            delays_end: the text does not end while it can go on.
+        """
+        grammar, vocabulary = self._grammar, self._template.vocabulary
+        if self.error is None and grammar is not None and grammar.is_error():
+            self.error = f"no token can follow: {_one_line(grammar.get_error())}"
+        if self.error is not None:
+            mask[:] = 0
+            return
+        if self._has_ended:
+            mask[:] = 0
+        elif self._free is not None:
+            mask[:] = self._free.mask(self._tail)
+        elif self._then is not None:
+            if grammar is not None and grammar.is_accepting():
+                after = self._template.states[self._then]
+                assert isinstance(after, _FreeText)
+                mask |= after.mask(b"")
+        elif self._endings == vocabulary.eos and not delays_end:
+            # The library allows eos where the grammar may end.
+            return
+        mask &= ~vocabulary.mask_of_set(self._endings | vocabulary.eos)
+        if self.may_end and not (delays_end and mask.any()):
+            mask |= vocabulary.mask_of_set(self._endings)
+        if not mask.any():
+            self.error = "no token can follow: the text is complete, and no token ends it"
+
+
+class MaskMaker:
+    """Makes the masks of several matchers, in threads of its own."""
+
+    def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
+        self._vocabulary = vocabulary
+        self._executor = LLExecutor(num_threads)
+
+    def make(self, matchers: Sequence[Matcher], delays_end: Sequence[bool]) -> Mask:
+        """[n, words], one mask for each matcher, no two of which are the same."""
+        masks = np.zeros((len(matchers), self._vocabulary.num_words), np.int32)
+        grammars = [(each, i) for i, matcher in enumerate(matchers) if (each := matcher.needs_grammar) is not None]
+        if grammars:
+            self._executor.unsafe_compute_mask_ptr(grammars, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+        for matcher, mask, delays in zip(matchers, masks, delays_end, strict=True):
+            matcher.finish(mask, delays)
+        return masks

@@ -1,0 +1,235 @@
+"""From a `Constraint` to a program: a small state machine of free text and of parts with a grammar.
+
+A free state lasts until one of its markers has been written; a part lasts until its grammar has nothing more to add. So
+free text costs no grammar, and the grammars know nothing of what is around them.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
+from quire.constraints.json_schema import ConstraintError, read_schema
+
+MAX_CONSTRAINT_BYTES = 1 << 20
+MAX_TAGS = 256
+MAX_MARKER_BYTES = 256
+MAX_CHOICES = 100_000
+
+# At most one line break with indentation, or a few spaces: enough for any style of JSON, and a model cannot go on with
+# white space for ever.
+_WHITE_SPACE = r"\n[ \t]{0,64}|[ \t]{1,2}"
+_SCHEMA_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
+# Models put white space between what is before a JSON text and the text itself.
+_LEADING_SPACE = "/[ \\t\\n]{1,4}/"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Text of a grammar, which is a list of llguidance's grammars as JSON. `then` is the state after it; None where the
+    text ends."""
+
+    field: str
+    grammar: str
+    then: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Any text, up to the first occurrence of a marker. `may_end` tells whether the text may end before it."""
+
+    markers: tuple[tuple[str, int], ...]
+    """Markers, and the state that follows each; no marker begins another one."""
+    may_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The states; the text begins in the first of them."""
+
+    states: tuple[Part | Free, ...]
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        return (state for state in self.states if isinstance(state, Part))
+
+
+def program_of(constraint: Constraint, special_tokens: dict[str, int]) -> Program:
+    """The program of a constraint.
+
+    Args:
+        special_tokens: Ids of the special tokens of the vocabulary, by their text: no other token can spell them.
+
+    Raises:
+        ConstraintError: something is missing, malformed or not enforced.
+    """
+    size = constraint.ByteSize()
+    if size > MAX_CONSTRAINT_BYTES:
+        raise ConstraintError("", f"has {size:,} bytes; the max is {MAX_CONSTRAINT_BYTES:,}")
+    offset = 0
+    states: list[Part | Free] = []
+    after_text = constraint.HasField("begins_after")
+    if after_text:
+        _check_marker("begins_after", constraint.begins_after)
+        states.append(Free(((constraint.begins_after, 1),), may_end=False))
+        offset = 1
+    kind = constraint.WhichOneof("kind")
+    match kind:
+        case None:
+            raise ConstraintError(
+                "", "has no kind; set one of json_schema, json_object, regex, choice, lark, structural_tags"
+            )
+        case "structural_tags":
+            states += _tag_states(constraint.structural_tags, offset, special_tokens)
+        case "json_schema" | "json_object":
+            schema = constraint.json_schema if kind == "json_schema" else '{"type": "object"}'
+            grammar = _grammar(kind, "json_schema", schema)
+            lark = f"start: {_LEADING_SPACE}? @body"
+            grammars = _joined(lark, {"body": grammar}) if after_text else [grammar]
+            states.append(Part(kind, _dumps(grammars), None))
+        case "regex" | "lark":
+            states.append(Part(kind, _dumps([_grammar(kind, kind, getattr(constraint, kind))]), None))
+        case "choice":
+            states.append(Part(kind, _dumps([_choice(constraint.choice.texts)]), None))
+        case _:
+            raise AssertionError(kind)
+    return Program(tuple(states))
+
+
+def _choice(texts: Any) -> dict[str, Any]:
+    if not texts:
+        raise ConstraintError("choice.texts", "is empty; at least 1 text is needed")
+    if len(texts) > MAX_CHOICES:
+        raise ConstraintError("choice.texts", f"has {len(texts):,} entries; the max is {MAX_CHOICES:,}")
+    for position, text in enumerate(texts):
+        if not text:
+            raise ConstraintError(f"choice.texts[{position}]", "is empty; it needs at least 1 character")
+    # One terminal: a rule of many alternatives costs the parser an item each.
+    alternatives = " | ".join(_quoted(text) for text in dict.fromkeys(texts))
+    return {"lark_grammar": f"start: TEXT\nTEXT: {alternatives}"}
+
+
+def _grammar(field: str, kind: str, text: str) -> dict[str, Any]:
+    """One grammar of llguidance's list of grammars."""
+    match kind:
+        case "json_schema":
+            return {"json_schema": read_schema(field, text) | {"x-guidance": _SCHEMA_OPTIONS}}
+        case "regex":
+            if not text:
+                raise ConstraintError(field, "is empty; an answer that must be empty needs no model")
+            return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]
+        case "lark":
+            if not text.strip():
+                raise ConstraintError(field, "is empty; it needs at least a rule `start`")
+            try:
+                return {"lark_grammar": any_to_lark(text)}
+            except Exception as error:
+                # The converter of GBNF has no common error of its own.
+                raise ConstraintError(field, f"is not a grammar in GBNF: {error}") from error
+    raise AssertionError(kind)
+
+
+def _joined(lark: str, named: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"lark_grammar": lark}, *(grammar | {"name": name} for name, grammar in named.items())]
+
+
+def _dumps(grammars: list[dict[str, Any]]) -> str:
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _quoted(text: str) -> str:
+    """A text as a literal of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _tag_states(tags: StructuralTags, offset: int, special_tokens: dict[str, int]) -> list[Part | Free]:
+    field = "structural_tags.tags"
+    if not tags.tags:
+        raise ConstraintError(field, "is empty; at least 1 tag is needed")
+    if len(tags.tags) > MAX_TAGS:
+        raise ConstraintError(field, f"has {len(tags.tags):,} entries; the max is {MAX_TAGS:,}")
+    for position, tag in enumerate(tags.tags):
+        _check_marker(f"{field}[{position}].begin", tag.begin)
+        if tag.WhichOneof("content") is None:
+            raise ConstraintError(f"{field}[{position}]", "has no content; set one of json_schema, regex, lark")
+    if tags.no_free_text:
+        return [_tags_alone(tags, special_tokens)]
+    by_begin: dict[str, list[int]] = {}
+    for position, tag in enumerate(tags.tags):
+        by_begin.setdefault(tag.begin, []).append(position)
+    _check_apart(by_begin)
+    # The first state is free text, then there is a part for each beginning, then the free text after a tag.
+    num_parts = len(by_begin)
+    markers = tuple((begin, offset + 1 + index) for index, begin in enumerate(by_begin))
+    then = None if tags.single else offset + 1 + num_parts
+    states: list[Part | Free] = [Free(markers, may_end=not tags.required)]
+    for positions in by_begin.values():
+        named = {f"tag_{position}": _content(tags.tags[position], position) for position in positions}
+        bodies = [_sequence(f"@tag_{each}", _literal(tags.tags[each].end, special_tokens)) for each in positions]
+        states.append(Part(f"{field}[{positions[0]}]", _dumps(_joined(f"start: {' | '.join(bodies)}", named)), then))
+    if then is not None:
+        states.append(Free(markers, may_end=True))
+    return states
+
+
+def _tags_alone(tags: StructuralTags, special_tokens: dict[str, int]) -> Part:
+    named = {f"tag_{position}": _content(tag, position) for position, tag in enumerate(tags.tags)}
+    bodies = [
+        _sequence(_literal(tag.begin, special_tokens), f"@tag_{position}", _literal(tag.end, special_tokens))
+        for position, tag in enumerate(tags.tags)
+    ]
+    repeated = "" if tags.single else ("+" if tags.required else "*")
+    optional = "?" if tags.single and not tags.required else ""
+    lark = f"start: (tag){repeated}{optional}\ntag: {' | '.join(bodies)}"
+    return Part("structural_tags", _dumps(_joined(lark, named)), None)
+
+
+def _content(tag: StructuralTag, position: int) -> dict[str, Any]:
+    kind = tag.WhichOneof("content")
+    assert kind is not None
+    return _grammar(f"structural_tags.tags[{position}].{kind}", kind, getattr(tag, kind))
+
+
+def _sequence(*items: str) -> str:
+    return " ".join(item for item in items if item)
+
+
+def _literal(text: str, special_tokens: dict[str, int]) -> str:
+    """A text in Lark: literals, and special tokens where it spells them. Empty for an empty text."""
+    items: list[str] = []
+    while text:
+        found = [(place, -len(token), token) for token in special_tokens if (place := text.find(token)) >= 0]
+        if not found:
+            items.append(_quoted(text))
+            break
+        place, _, token = min(found)
+        if place:
+            items.append(_quoted(text[:place]))
+        items.append(f"<[{special_tokens[token]}]>")
+        text = text[place + len(token) :]
+    return " ".join(items)
+
+
+def _check_marker(field: str, text: str) -> None:
+    if not text:
+        raise ConstraintError(field, "is empty; it needs at least 1 character")
+    size = len(text.encode())
+    if size > MAX_MARKER_BYTES:
+        raise ConstraintError(field, f"has {size:,} bytes; the max is {MAX_MARKER_BYTES:,}")
+
+
+def _check_apart(by_begin: dict[str, list[int]]) -> None:
+    """Raises ConstraintError where one beginning begins another one, which then could never be reached."""
+    ordered = sorted(by_begin)
+    for shorter, longer in pairwise(ordered):
+        if longer.startswith(shorter):
+            raise ConstraintError(
+                f"structural_tags.tags[{by_begin[longer][0]}].begin",
+                f"is {longer!r:.80}, which begins with that of tags[{by_begin[shorter][0]}], {shorter!r:.80}; let both "
+                "begin alike and put the rest into the content",
+            )
