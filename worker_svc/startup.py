@@ -11,6 +11,7 @@ import torch
 
 from kernels import ops
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
+from quire.constraints.matcher import Vocabulary
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.processors import available_memory, num_processors
 from quire.rpc.address import is_local
@@ -24,6 +25,7 @@ from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.parallel.rendezvous import rendezvous
 from worker_svc.profiling import memory_for_pool, warm_up
 from worker_svc.protocol.stream import Worker
+from worker_svc.sampling.constraints import RowMatchers, TemplateCache
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import ModelGeometry, WorkerInfo, WorkerLimits
 from worker_svc.thread_binding import bind_threads
@@ -62,7 +64,8 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop, stopping: th
             quantization=Quantization(settings.quantization),
         )
         _release_freed_memory()
-        worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory))
+        templates = TemplateCache(partial(Vocabulary.of_model, directory, model.vocab_size))
+        worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory), templates)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"the model and a step of {settings.max_num_batched_tokens} tokens do not fit on {device}; "
@@ -78,8 +81,9 @@ def make_worker(
     settings: WorkerSettings,
     device_loop: DeviceLoop,
     fingerprint: ModelFingerprint = UNKNOWN_MODEL,
+    templates: TemplateCache | None = None,
 ) -> Worker:
-    """The worker of a loaded model.
+    """The worker of a loaded model; without `templates` no row has a constraint.
 
     Raises:
         ConfigurationError: the device has no attention for the model's heads, or the pool or the graphs cannot be as
@@ -93,7 +97,10 @@ def make_worker(
     geometry = model_geometry(model, settings.max_model_len)
     limits = WorkerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, MAX_LOGPROBS)
     pool = _make_pool(model, geometry, limits, settings)
-    runner = ModelRunner(model, pool, geometry, limits)
+    # The masks of a step are made while a GPU runs the model, or beside it on the same processors.
+    num_threads = 1 if model.device.type == "cpu" else max(1, num_processors() // 2)
+    matchers = None if templates is None else RowMatchers(templates, num_threads)
+    runner = ModelRunner(model, pool, geometry, limits, matchers=matchers)
     if with_graphs:
         record_cuda_graphs(runner, model.device)
     warm_up(runner, pool.geometry, geometry.max_model_len, limits)

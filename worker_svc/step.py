@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.common.v1.common_pb2 import SamplingParameters
+from quire.common.v1.common_pb2 import Constraint, SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import FailedPrecondition, invalid_field
@@ -143,6 +143,18 @@ class LogitRules:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowConstraint:
+    """What the output of a row must match."""
+
+    message: Constraint
+    """It is not changed any more."""
+    ending_token_ids: tuple[int, ...]
+    """Drawn only where the output is complete."""
+    min_tokens: int = 0
+    """None of them is drawn before this many output tokens, as long as another token may follow."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowSampling:
     """How a row samples: the gateway's message, checked, and what the scheduler adds for this sequence."""
 
@@ -157,6 +169,7 @@ class RowSampling:
     """As `logprobs`, for each prompt token but the first, when the position before it is computed."""
     rules: LogitRules | None = None
     """None when no logit is changed."""
+    constraint: RowConstraint | None = None
     refusal: str | None = None
     """Why the parameters cannot be used: the row runs, and fails when it samples."""
 

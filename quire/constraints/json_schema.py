@@ -55,7 +55,8 @@ REFUSED = frozenset(
     (
         "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "$vocabulary", "contains",
         "contentSchema", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
-        "minContains", "not", "nullable", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+        "minContains", "not", "nullable", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+        "uniqueItems",
     )
 )  # fmt: skip
 """Keywords of JSON schema or OpenAPI that are not enforced, and therefore refused by name."""

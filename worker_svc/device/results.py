@@ -70,6 +70,11 @@ class HostCopy:
         self._sources = None
         return self._targets.map(Tensor.numpy)
 
+    def token_ids(self) -> np.ndarray:
+        """The drawn tokens alone, for another thread than that of `wait`; waits for the device."""
+        self._arrived.wait()
+        return self._targets.token_ids.numpy()
+
 
 def _begin_copy(source: Tensor) -> Tensor:
     if source.is_cpu:

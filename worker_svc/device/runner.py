@@ -27,6 +27,7 @@ from worker_svc.device.results import HostCopy, LaunchedStep, StepValues
 from worker_svc.device.rows import FailedPrompts, Rows
 from worker_svc.device.streams import Stopwatch, Streams
 from worker_svc.models.base import CausalLM, ModelInput
+from worker_svc.sampling.constraints import Masks, RowMatchers
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
 from worker_svc.sampling.logprobs import (
     compute_prompt_logprobs,
@@ -52,8 +53,9 @@ class ModelRunner:
         geometry: ModelGeometry,
         limits: WorkerLimits,
         streams: Streams | None = None,
+        matchers: RowMatchers | None = None,
     ) -> None:
-        """Without `streams` it takes those of the model's device."""
+        """Without `streams` it takes those of the model's device; without `matchers` no row has a constraint."""
         self._model = model
         self._pool = pool
         self._streams = streams or Streams.of(model.device)
@@ -66,6 +68,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._run_model = make_forward(model, pool, geometry.max_model_len, limits)
         self._run_decodes = make_decodes(model, pool, geometry.max_model_len, limits)
+        self._matchers = matchers
         self._seals = SealInventory(pool.geometry.num_gpu_blocks)
         self._failed_prompts = FailedPrompts()
         self._num_launched = 0
@@ -116,6 +119,7 @@ class ModelRunner:
         stopwatch.mark()
 
         samples = plan_samples(batch)
+        masks_made = None if self._matchers is None else self._matchers.begin(step.row_changes, samples.rows)
         logits = finite = prompts = prompt_logprobs = None
         if len(batch.rows) and self._run_decodes is not None and samples_every_token(batch):
             # No token is within its prompt, so none has prompt log probabilities.
@@ -133,13 +137,21 @@ class ModelRunner:
         columns = self._rows.sampling.take(samples.rows)
         drawn, logprobs, candidates = Drawn.none(self._model.device), None, None
         if logits is not None:
-            logits = self._change_logits(logits, samples, columns)
+            masks = None if masks_made is None else masks_made.result()
+            if masks is not None:
+                masks.refuse(columns)
+            elif columns.has_constraint.any():
+                columns.refuse(columns.has_constraint, "sampling.constraint cannot be enforced by this worker")
+            logits = self._change_logits(logits, samples, columns, masks)
             drawn = self._draw(logits, samples, columns)
             logprobs = gather_logprobs(logits, drawn.token_ids, columns)
             candidates = gather_candidates(logits, columns)
         stopwatch.mark()
 
         values = StepValues(drawn.token_ids, drawn.is_finite, finite, logprobs, candidates, prompt_logprobs)
+        copy = HostCopy(values, self._streams.compute, self._streams.results)
+        if self._matchers is not None and masks_made is not None:
+            self._matchers.drew(samples.rows, copy.token_ids)
         return LaunchedStep(
             step=step,
             number=self._num_launched,
@@ -147,7 +159,7 @@ class ModelRunner:
             rows=samples.rows,
             columns=columns,
             prompts=prompts,
-            copy=HostCopy(values, self._streams.compute, self._streams.results),
+            copy=copy,
             stopwatch=stopwatch,
             seals=self._seals,
             failed_prompts=self._failed_prompts,
@@ -163,12 +175,14 @@ class ModelRunner:
     def _model_input(self, batch: Batch) -> ModelInput:
         return build_model_input(batch, self._rows, self._pool.gpu, self._pool.geometry.block_size)
 
-    def _change_logits(self, logits: torch.Tensor, samples: SamplePlan, columns: SamplingColumns) -> torch.Tensor:
-        """The logits of each sampling row, [s, vocab], after its rules."""
+    def _change_logits(
+        self, logits: torch.Tensor, samples: SamplePlan, columns: SamplingColumns, masks: Masks | None
+    ) -> torch.Tensor:
+        """The logits of each sampling row, [s, vocab], after its constraint and its rules."""
         if samples.logit_of_row is not None:
             logits = logits[to_device(samples.logit_of_row, logits.device)]
         history = History(self._rows.token_ids, samples.rows, columns.num_prompt_tokens, samples.positions)
-        apply_logit_rules(logits, columns, history)
+        apply_logit_rules(logits, columns, history, masks)
         return logits
 
     def _draw(self, logits: torch.Tensor, samples: SamplePlan, columns: SamplingColumns) -> Drawn:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker_svc.sampling.constraints import Masks
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, LogitRules
 from worker_svc.to_device import to_device
@@ -40,11 +41,12 @@ class RuledRow:
     rules: LogitRules
 
 
-def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History) -> None:
+def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History, masks: Masks | None = None) -> None:
     """Changes the logits of the rows that ask for it, in place.
 
-    In this order: tokens that are not allowed get -infinity; the bias is added, and stop tokens before min_tokens and
-    last tokens of bad words get -infinity; then repetition, frequency and presence penalty (`apply_penalties`).
+    In this order: tokens that a constraint excludes, and those that are not allowed, get -infinity; the bias is added,
+    and stop tokens before min_tokens and last tokens of bad words get -infinity; then repetition, frequency and
+    presence penalty (`apply_penalties`).
 
     Logits of rows that report candidates (beam search) are converted to log probabilities first and not normalised
     again: their rules change scores, as in transformers.
@@ -53,11 +55,15 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
         logits: [n, vocab] float32.
         columns: Parameters of the n rows.
         history: Tokens of the n rows.
+        masks: Those of the constrained rows.
     """
     places = np.flatnonzero(columns.has_rules)
-    if not len(places):
+    if masks is None and not len(places):
         return
-    _normalise_candidates(logits, np.flatnonzero(columns.has_rules & (columns.num_candidates > 0)))
+    changed = columns.has_rules | columns.has_constraint
+    _normalise_candidates(logits, np.flatnonzero(changed & (columns.num_candidates > 0)))
+    if masks is not None:
+        masks.apply(logits)
     ruled = [RuledRow(place, columns.rules[place]) for place in places.tolist()]
     _keep_allowed(logits, [each for each in ruled if len(each.rules.allowed_token_ids)])
     _add_bias(logits, ruled, history)

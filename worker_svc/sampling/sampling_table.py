@@ -17,7 +17,7 @@ from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
-from worker_svc.step import Int32Array, LogitRules, ModelGeometry, RowSampling, WorkerLimits
+from worker_svc.step import Int32Array, LogitRules, ModelGeometry, RowConstraint, RowSampling, WorkerLimits
 
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -73,7 +73,14 @@ class SamplingReader:
             num_candidates=min(message.num_candidates, self._vocab_size) or None,
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
             rules=None if rules.is_neutral else rules,
+            constraint=self._constraint(asked),
         )
+
+    def _constraint(self, asked: RowSamplingMessage) -> RowConstraint | None:
+        if not asked.sampling.HasField("constraint"):
+            return None
+        endings = tuple(each for each in asked.stopping.stop_token_ids if each < self._vocab_size)
+        return RowConstraint(asked.sampling.constraint, endings, asked.stopping.min_tokens)
 
     def _rules(self, asked: RowSamplingMessage) -> LogitRules:
         sampling, stopping = asked.sampling, asked.stopping
@@ -92,7 +99,8 @@ class SamplingReader:
                 self._bad_sequence(f"bad_token_sequences[{index}]", each.ids)
                 for index, each in enumerate(asked.bad_token_sequences)
             ),
-            min_tokens=stopping.min_tokens,
+            # A constraint ends a row before min_tokens where nothing else may follow.
+            min_tokens=0 if sampling.HasField("constraint") else stopping.min_tokens,
             # An eos id beyond the logits cannot be drawn anyway.
             stop_token_ids=np.array([each for each in stopping.stop_token_ids if each < self._vocab_size], np.int32),
         )
@@ -135,6 +143,7 @@ class SamplingColumns:
     has_rules: NDArray[np.bool_]
     rules: NDArray[np.object_]
     """`LogitRules`, or None where nothing is done to the logits."""
+    has_constraint: NDArray[np.bool_]
     num_prompt_tokens: NDArray[np.int64]
     wants_prompt_logprobs: NDArray[np.bool_]
     num_prompt_logprobs: NDArray[np.int64]
@@ -156,6 +165,7 @@ class SamplingColumns:
             num_candidates=np.zeros(num_rows, np.int64),
             has_rules=np.zeros(num_rows, np.bool_),
             rules=np.full(num_rows, None, np.object_),
+            has_constraint=np.zeros(num_rows, np.bool_),
             num_prompt_tokens=np.zeros(num_rows, np.int64),
             wants_prompt_logprobs=np.zeros(num_rows, np.bool_),
             num_prompt_logprobs=np.zeros(num_rows, np.int64),
@@ -182,6 +192,7 @@ class SamplingColumns:
         self.num_candidates[row] = sampling.num_candidates or 0
         self.has_rules[row] = sampling.rules is not None
         self.rules[row] = sampling.rules
+        self.has_constraint[row] = sampling.constraint is not None
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.wants_prompt_logprobs[row] = sampling.prompt_logprobs is not None
         self.num_prompt_logprobs[row] = sampling.prompt_logprobs or 0
@@ -191,7 +202,12 @@ class SamplingColumns:
     def clear(self, rows: Int32Array) -> None:
         """Frees what rows without a sequence hold; their numbers stay until `put` replaces them."""
         self.rules[rows] = self.refusal[rows] = None
-        self.has_rules[rows] = self.is_refused[rows] = False
+        self.has_rules[rows] = self.has_constraint[rows] = self.is_refused[rows] = False
+
+    def refuse(self, rows: NDArray[np.integer] | NDArray[np.bool_], reason: str) -> None:
+        """Lets rows fail when they sample."""
+        self.is_refused[rows] = True
+        self.refusal[rows] = reason
 
     def copy_rows(self, parents: Int32Array, children: Int32Array) -> None:
         """The children get the parents' parameters."""

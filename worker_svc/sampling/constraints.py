@@ -1,0 +1,265 @@
+"""Constraints of rows: a matcher beside each constrained row, and the masks of the tokens that may follow.
+
+A matcher is a function of the output of its row. It is made of the tokens that a row is assigned with, and follows the
+row: it goes on by the tokens that the row draws, is copied where the row forks, and is made anew where tokens are
+replaced. So a replayed, preempted or resumed row gets what an undisturbed one gets.
+
+Masks are made in a thread of their own while the model runs: `begin` before the forward pass, `Masks` after it. Rows
+without a constraint cost nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.common.v1.common_pb2 import Constraint
+from quire.constraints.json_schema import ConstraintError
+from quire.constraints.matcher import MaskMaker, Matcher, Template, Vocabulary
+from quire.constraints.program import program_of
+from worker_svc.sampling.sampling_table import SamplingColumns
+from worker_svc.step import Int32Array, RowChanges, RowConstraint
+from worker_svc.to_device import to_device
+
+# Of the constraints whose compiled form is kept, as messages. A compiled one takes a few times as much.
+_CACHE_BYTES = 16 << 20
+_CACHE_ENTRY_BYTES = 4096
+
+DrawnTokens = Callable[[], NDArray[np.integer]]
+"""Waits for the tokens that a step drew: [s], in the order of its samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens may follow in the constrained ones of a step's samples.
+
+    Attributes:
+        places: [m], their indices among the samples.
+        bits: [m, words], one bit a token.
+        errors: why no token may follow, by place; their bits are zero.
+    """
+
+    places: NDArray[np.int64]
+    bits: NDArray[np.int32]
+    errors: dict[int, str]
+
+    def refuse(self, columns: SamplingColumns) -> None:
+        """Makes the samples that have no token fail."""
+        for place, error in self.errors.items():
+            columns.refuse(np.array([place]), f"sampling.constraint: {error}")
+
+    def apply(self, logits: Tensor) -> None:
+        """Gives all other tokens -infinity. `logits` is [s, vocab]."""
+        width = logits.shape[1]
+        if logits.is_cpu:
+            allowed = np.unpackbits(self.bits.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+            for place, row in zip(self.places.tolist(), allowed, strict=True):
+                logits[place, : len(row)].masked_fill_(torch.from_numpy(row[:width]).logical_not_(), -torch.inf)
+            logits[:, allowed.shape[1] :].index_fill_(0, torch.from_numpy(self.places), -torch.inf)
+            return
+        places, bits = to_device(self.places, logits.device), to_device(self.bits, logits.device)
+        shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
+        excluded = ((bits[:, :, None] >> shifts) & 1).view(len(bits), -1)[:, :width] == 0
+        masked = logits[places]
+        masked[:, : excluded.shape[1]].masked_fill_(excluded, -torch.inf)
+        masked[:, excluded.shape[1] :] = -torch.inf
+        logits.index_copy_(0, places, masked)
+
+
+@dataclass(slots=True)
+class _Row:
+    constraint: RowConstraint
+    template: "Future[Template]"
+    draws: bool
+    num_prompt_tokens: int
+    output: list[int]
+    matcher: Matcher | None = None
+    error: str | None = None
+    """Why there is no matcher."""
+
+    def ready(self) -> Matcher | None:
+        """The matcher after the output; waits until the constraint is compiled. None if there is none."""
+        if self.matcher is None and self.error is None:
+            try:
+                self.matcher = self.template.result().matcher(self.constraint.ending_token_ids)
+            except ConstraintError as error:
+                self.error = f"{error.field}{'' if error.field else 'it'} {error.description}"
+            else:
+                for token_id in self.output:
+                    self.matcher.consume(token_id)
+        return self.matcher
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        self.output.extend(token_ids)
+        if self.matcher is not None:
+            for token_id in token_ids:
+                self.matcher.consume(token_id)
+
+    def replace(self, position: int, token_ids: Sequence[int]) -> None:
+        """Replaces the tokens of the sequence from a position on."""
+        position -= self.num_prompt_tokens
+        if position < len(self.output):
+            del self.output[position:]
+            self.matcher = None
+        self.append(token_ids)
+
+    def copy(self) -> "_Row":
+        matcher = None if self.matcher is None else self.matcher.copy()
+        return _Row(
+            self.constraint, self.template, self.draws, self.num_prompt_tokens, list(self.output), matcher, self.error
+        )
+
+    @property
+    def delays_end(self) -> bool:
+        return len(self.output) < self.constraint.min_tokens
+
+
+class TemplateCache:
+    """Compiled constraints by their content, the least recently used ones dropped. Compiles in a thread of its own."""
+
+    def __init__(self, open_vocabulary: Callable[[], Vocabulary]) -> None:
+        """The vocabulary is opened in that thread, at once."""
+        self._compiler = ThreadPoolExecutor(1, "constraints-compile")
+        self.vocabulary = self._compiler.submit(open_vocabulary)
+        self._templates: OrderedDict[bytes, Future[Template]] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, constraint: Constraint) -> "Future[Template]":
+        """The compiled constraint, at some time; a ConstraintError if it cannot be enforced."""
+        key = constraint.SerializeToString(deterministic=True)
+        if (template := self._templates.get(key)) is None or _has_failed(template):
+            if template is None:
+                self._num_bytes += len(key) + _CACHE_ENTRY_BYTES
+            template = self._templates[key] = self._compiler.submit(self._compile, constraint)
+        self._templates.move_to_end(key)
+        while self._num_bytes > _CACHE_BYTES and len(self._templates) > 1:
+            dropped, _ = self._templates.popitem(last=False)
+            self._num_bytes -= len(dropped) + _CACHE_ENTRY_BYTES
+        return template
+
+    def drop(self, constraint: Constraint) -> None:
+        """Compiles a constraint anew when it is needed again: all its matchers share what failed one of them."""
+        key = constraint.SerializeToString(deterministic=True)
+        if self._templates.pop(key, None) is not None:
+            self._num_bytes -= len(key) + _CACHE_ENTRY_BYTES
+
+    def close(self) -> None:
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, constraint: Constraint) -> Template:
+        try:
+            vocabulary = self.vocabulary.result()
+        except Exception as error:
+            raise ConstraintError("", f"cannot be enforced with this model's tokenizer: {error}") from error
+        return Template(program_of(constraint, vocabulary.special_tokens), vocabulary)
+
+
+def _has_failed(template: "Future[Template]") -> bool:
+    return template.done() and template.exception() is not None
+
+
+class RowMatchers:
+    """The matchers of all constrained rows. Used by the thread that launches steps, in the order of the steps."""
+
+    def __init__(self, templates: TemplateCache, num_threads: int) -> None:
+        """`num_threads` compute the masks of a step."""
+        self._templates = templates
+        self._num_threads = num_threads
+        # What follows is the thread's, except `_constrained`: the rows of the last launched step, which those of the
+        # thread will be.
+        self._thread = ThreadPoolExecutor(1, "constraints")
+        self._maker: MaskMaker | None = None
+        self._rows: dict[int, _Row] = {}
+        self._constrained: set[int] = set()
+
+    def begin(self, changes: RowChanges, samplers: Int32Array) -> "Future[Masks] | None":
+        """Applies the changes of a step and begins to make the masks of the rows that sample in it.
+
+        Returns:
+            The masks; None where no row that samples has a constraint.
+        """
+        if not changes.are_none:
+            had_rows = bool(self._constrained)
+            self._follow(changes)
+            if had_rows or self._constrained:
+                self._thread.submit(self._apply, changes)
+        places = [place for place, row in enumerate(samplers.tolist()) if row in self._constrained]
+        if not places:
+            return None
+        return self._thread.submit(self._make, places, samplers)
+
+    def drew(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:
+        """Tells what the rows draw in the step that `begin` was called for last, if it returned masks."""
+        self._thread.submit(self._append, samplers, token_ids)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._templates.close()
+
+    def _follow(self, changes: RowChanges) -> None:
+        constrained = self._constrained
+        constrained.difference_update(changes.release.tolist())
+        for each in changes.assign:
+            if each.sampling.constraint is None:
+                constrained.discard(each.row)
+            else:
+                constrained.add(each.row)
+        if constrained:
+            pairs = changes.fork.tolist()
+            children = {child for parent, child in pairs if parent in constrained}
+            constrained.difference_update(child for _, child in pairs)
+            constrained |= children
+
+    def _apply(self, changes: RowChanges) -> None:
+        rows = self._rows
+        for row in changes.release.tolist():
+            rows.pop(row, None)
+        for each in changes.assign:
+            if (constraint := each.sampling.constraint) is None:
+                rows.pop(each.row, None)
+            else:
+                output = each.token_ids[each.num_prompt_tokens :].tolist()
+                draws = each.sampling.num_candidates is None
+                template = self._templates.get(constraint.message)
+                rows[each.row] = _Row(constraint, template, draws, each.num_prompt_tokens, output)
+        pairs = changes.fork.tolist()
+        parents = {parent: rows.get(parent) for parent, _ in pairs}
+        for parent, child in pairs:
+            if (held := parents[parent]) is None:
+                rows.pop(child, None)
+            else:
+                rows[child] = held.copy()
+        for each in changes.set_tokens:
+            if (held := rows.get(each.row)) is not None:
+                held.replace(each.position, each.token_ids.tolist())
+
+    def _make(self, places: list[int], samplers: Int32Array) -> Masks:
+        rows = [self._rows[int(samplers[place])] for place in places]
+        matchers = [row.ready() for row in rows]
+        usable = [index for index, matcher in enumerate(matchers) if matcher is not None]
+        errors = {place: row.error for place, row in zip(places, rows, strict=True) if row.error is not None}
+        bits = np.zeros((len(places), 0), np.int32)
+        if usable:
+            vocabulary = self._templates.vocabulary.result()
+            if self._maker is None:
+                self._maker = MaskMaker(vocabulary, self._num_threads)
+            bits = np.zeros((len(places), vocabulary.num_words), np.int32)
+            made = [matcher for matcher in matchers if matcher is not None]
+            bits[usable] = self._maker.make(made, [rows[index].delays_end for index in usable])
+            for index, matcher in zip(usable, made, strict=True):
+                if matcher.error is not None:
+                    errors[places[index]] = matcher.error
+                    self._templates.drop(rows[index].constraint.message)
+        return Masks(np.array(places), bits, errors)
+
+    def _append(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:
+        drawn = token_ids().tolist()
+        for row, token_id in zip(samplers.tolist(), drawn, strict=True):
+            if (held := self._rows.get(row)) is not None and held.draws:
+                held.append([token_id])
