@@ -162,6 +162,7 @@ class Gateway:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        self._generator.model.constraints.close()
         self._generator.model.executor.shutdown(wait=False)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from gateway.request.constraints import ConstraintChecker
 from gateway.request.types import RequestOptions, write
 from gateway.request.validation import Violations, check_numbers
 from gateway.text.chat import Chat, ChatTemplate, special_token_texts
@@ -30,6 +31,7 @@ class ServedModel:
     chat: Chat
     tokenizer_config: Mapping[str, Any]
     """The content of tokenizer_config.json (`ModelDirectory.tokenizer_config`)."""
+    constraints: ConstraintChecker
     executor: Executor
     """Runs long tokenization and rendering."""
 
@@ -55,6 +57,7 @@ class ServedModel:
             tokenizer=tokenizer,
             chat=Chat(name, template, tokenizer, executor),
             tokenizer_config=directory.tokenizer_config,
+            constraints=ConstraintChecker(directory.path),
             executor=executor,
         )
 

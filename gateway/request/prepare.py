@@ -64,8 +64,13 @@ class CallParameters:
         else:
             check_another(options, limits)
 
-    async def complete(self, options: RequestOptions, model: ServedModel, limits: Limits) -> Parameters:
-        """The parameters of a request that passed `check`. Raises InvalidArgument if they leave no token to choose."""
+    async def complete(self, options: RequestOptions, model: ServedModel, limits: Limits, tenant: str) -> Parameters:
+        """The parameters of a request that passed `check`.
+
+        Raises:
+            InvalidArgument: they leave no token to choose, or hold a constraint that cannot be enforced.
+            ResourceExhausted: too many constraints wait to be checked.
+        """
         if (known := self._known(options)) is not None:
             return known
         turns = Turns()
@@ -74,6 +79,9 @@ class CallParameters:
         parameters = resolve(options, model.sampling_defaults, model.eos_token_ids, bad_sequences)
         await turns.pause()
         check_choice(parameters, bad_sequences)
+        if options.sampling.HasField("constraint"):
+            check_end(options, parameters)
+            await model.constraints.check(options.sampling.constraint, tenant)
         self._options, self._parameters = options, parameters
         return parameters
 
@@ -109,7 +117,7 @@ async def prepare(
         token_ids = token_ids[-(limits.max_prompt_tokens if kept == -1 else kept) :]
     asked_max_tokens = options.asked("stopping.max_tokens")
     max_tokens = resolve_max_tokens(field, token_ids, asked_max_tokens, _num_candidates(options.sampling), limits)
-    parameters = await call.complete(options, model, limits)
+    parameters = await call.complete(options, model, limits, tenant)
     await turns.pause()
     stopping = parameters.stopping
     if stopping.max_tokens != max_tokens:
@@ -162,7 +170,11 @@ def resolve(
     output.MergeFrom(options.output)
     _keep_each_once(stopping.stop_token_ids)
     ending = () if stopping.ignore_eos else eos_token_ids
-    return Parameters(sampling, stopping, output, ending, _row_sampling(sampling, stopping, ending, bad_sequences))
+    row_sampling = _row_sampling(sampling, stopping, ending, bad_sequences)
+    if sampling.HasField("constraint"):
+        # The worker alone delays the end: where nothing else may follow, a text ends before min_tokens.
+        stopping.min_tokens = 0
+    return Parameters(sampling, stopping, output, ending, row_sampling)
 
 
 def drawn_seed(sampling: SamplingParameters) -> int:
@@ -191,6 +203,27 @@ def check_choice(parameters: Parameters, bad_sequences: Sequence[Sequence[int]])
             f"leaves nothing to choose: all of its {len(allowed):,} tokens are bad words or end the "
             f"sequence before min_tokens, which is {stopping.min_tokens:,}",
         )
+
+
+def check_end(options: RequestOptions, parameters: Parameters) -> None:
+    """Raises InvalidArgument if no token can end a text with a constraint, or min_tokens contradicts another ending."""
+    violations = Violations()
+    if not parameters.eos_token_ids and not parameters.stopping.stop_token_ids:
+        if parameters.stopping.ignore_eos:
+            problem = (
+                "is true; a text with sampling.constraint ends where that is met: leave it out, or set stop_token_ids"
+            )
+            violations.add("stopping.ignore_eos", problem)
+        else:
+            problem = "is empty, and the model has no eos id; a text with sampling.constraint needs a token to end with"
+            violations.add("stopping.stop_token_ids", problem)
+    if options.asked("stopping.min_tokens") and parameters.stopping.stop:
+        violations.add(
+            "stopping.min_tokens",
+            "cannot be used with both sampling.constraint and stop: the constraint may end a text before, and stop "
+            "strings would too",
+        )
+    violations.raise_if_any()
 
 
 def _sampling(asked: SamplingParameters, model_defaults: SamplingParameters) -> SamplingParameters:
@@ -226,7 +259,7 @@ def _row_sampling(
     row = RowSampling(sampling=sampling, bad_token_sequences=[TokenIds(ids=each) for each in bad_sequences])
     for name in _NOT_FOR_WORKERS:
         row.sampling.ClearField(name)
-    if stopping.min_tokens:
+    if stopping.min_tokens or sampling.HasField("constraint"):
         row.stopping.min_tokens = stopping.min_tokens
         row.stopping.stop_token_ids.extend({*stopping.stop_token_ids, *eos_token_ids})
     return row.SerializeToString(deterministic=True)

@@ -469,8 +469,6 @@ def _check_beam_search(violations: Violations, request: RequestOptions, limits: 
 
 def _check_sampling(violations: Violations, request: RequestOptions, limits: Limits) -> None:
     """Checks what applies to sampling and to beam search."""
-    if request.sampling.HasField("constraint"):
-        violations.add("sampling.constraint", "is not supported yet; send the request without it")
     violations.check_range("sampling.seed", request.asked("sampling.seed"), MIN_SEED, MAX_SEED)
     check_numbers(violations, request, [name for name in NUMBERS if name not in DRAWING])
     _check_logit_bias(violations, request.asked("sampling.logit_bias"), limits)

@@ -4,6 +4,7 @@
 # pyright: reportUnnecessaryIsInstance=false
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
@@ -14,6 +15,7 @@ from quire.client.types import (
     AnyChatMessage,
     BeamSearch,
     ChatMessage,
+    Constraint,
     EarlyStopping,
     FinishReason,
     GeneratedSequence,
@@ -29,6 +31,8 @@ from quire.client.types import (
     SequenceFinished,
     ServerInfo,
     StreamEvent,
+    StructuralTag,
+    StructuralTags,
     TokenChunk,
     Tokenization,
     Usage,
@@ -232,6 +236,61 @@ def _fill_options(message: Any, options: GenerationOptions | None) -> None:
     _fill(message.output, **{name: getattr(options, name) for name in _OUTPUT_FIELDS})
     if options.beam_search is not None:
         _fill_beam_search(message.sampling.beam_search, options.beam_search)
+    if options.constraint is not None:
+        fill_constraint(message.sampling.constraint, options.constraint)
+
+
+def fill_constraint(message: common_pb2.Constraint, constraint: Constraint, path: str = "constraint") -> None:
+    """Sets what a constraint says; `path` is the caller's name of it.
+
+    Raises:
+        InvalidArgument: it does not say exactly one thing, or a value does not fit its field.
+    """
+    if not isinstance(constraint, Constraint):
+        raise invalid_field(path, f"is {constraint!r:.80}; it must be a Constraint")
+    _check_one(path, constraint, ("json_schema", "json_object", "regex", "choice", "lark", "structural_tags"))
+    _fill_content(message, path, constraint)
+    if constraint.json_object:
+        message.json_object.SetInParent()
+    if constraint.choice:
+        _put(message.choice, "texts", constraint.choice, f"{path}.choice")
+    if constraint.begins_after is not None:
+        _put(message, "begins_after", constraint.begins_after, f"{path}.begins_after")
+    if (tags := constraint.structural_tags) is not None:
+        if not isinstance(tags, StructuralTags):
+            raise invalid_field(f"{path}.structural_tags", f"is {tags!r:.80}; it must be a StructuralTags")
+        _fill(message.structural_tags, required=tags.required, single=tags.single, no_free_text=tags.no_free_text)
+        _check_is_sequence("structural_tags.tags", tags.tags, "a sequence of StructuralTag")
+        for index, tag in enumerate(tags.tags):
+            where = f"{path}.structural_tags.tags[{index}]"
+            if not isinstance(tag, StructuralTag):
+                raise invalid_field(where, f"is {tag!r:.80}; it must be a StructuralTag")
+            _check_one(where, tag, ("json_schema", "regex", "lark"))
+            added = message.structural_tags.tags.add()
+            _put(added, "begin", tag.begin, f"{where}.begin")
+            _put(added, "end", tag.end, f"{where}.end")
+            _fill_content(added, where, tag)
+
+
+def _check_one(path: str, value: object, names: Sequence[str]) -> None:
+    given = [name for name in names if getattr(value, name) not in (None, False, ())]
+    if len(given) != 1:
+        said = f"sets {' and '.join(given)}" if given else "sets nothing"
+        raise invalid_field(path, f"{said}; it must set exactly one of {', '.join(names)}")
+
+
+def _fill_content(message: Message, path: str, content: Constraint | StructuralTag) -> None:
+    if (schema := content.json_schema) is not None:
+        _put(message, "json_schema", _schema_text(schema), f"{path}.json_schema")
+    for name in ("regex", "lark"):
+        if (text := getattr(content, name)) is not None:
+            _put(message, name, text, f"{path}.{name}")
+
+
+def _schema_text(schema: Any) -> Any:
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    return json.dumps(schema, ensure_ascii=False) if isinstance(schema, Mapping) else schema
 
 
 def _fill_beam_search(message: common_pb2.BeamSearchParameters, beam: BeamSearch) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class FinishReason(StrEnum):
@@ -32,6 +33,44 @@ class BeamSearch:
     early_stopping: EarlyStopping | None = None
 
 
+JsonSchema = str | Mapping[str, Any] | type
+"""A JSON schema as JSON text, as a mapping, or a class with a method `model_json_schema`, as pydantic's models have."""
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralTag:
+    """A constrained part of a text, between `begin` and `end`: exactly one of the three says what it is."""
+
+    begin: str
+    end: str = ""
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    lark: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralTags:
+    """Free text with constrained parts."""
+
+    tags: Sequence[StructuralTag]
+    required: bool | None = None
+    single: bool | None = None
+    no_free_text: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the generated text must match: exactly one of all but `begins_after`, after which the constraint holds."""
+
+    json_schema: JsonSchema | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    lark: str | None = None
+    structural_tags: StructuralTags | None = None
+    begins_after: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """How to continue a prompt. None leaves the choice to the model's defaults.
@@ -54,6 +93,7 @@ class GenerationOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
     allowed_token_ids: Sequence[int] = ()
     bad_words: str | Sequence[str] = ()
+    constraint: Constraint | None = None
 
     max_tokens: int | None = None
     min_tokens: int | None = None

@@ -40,21 +40,21 @@ _KEPT_MASKS = 256
 class Vocabulary:
     """The tokens of a model, as constraints see them: ids, the bytes that they stand for, and which are special."""
 
-    def __init__(self, tokenizer: Mapping[str, Any], size: int, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer` is the content of tokenizer.json, `size` the width of the logits.
+    def __init__(self, tokenizer: Mapping[str, Any], size: int | None, eos_token_ids: Sequence[int]) -> None:
+        """`tokenizer` is the content of tokenizer.json, `size` the width of the logits; None where it does not matter.
 
         Raises:
             ValueError: the library cannot tell the bytes of this tokenizer's tokens.
         """
         added = tokenizer.get("added_tokens", ())
-        self.special_tokens = {each["content"]: each["id"] for each in added if each["special"] and each["id"] < size}
-        self.tokenizer = _open(tokenizer, size, [token_id for token_id in eos_token_ids if token_id < size])
+        self.special_tokens = {each["content"]: each["id"] for each in added if each["special"]}
+        self.tokenizer = _open(tokenizer, size, eos_token_ids)
         self.num_words = -(-self.tokenizer.vocab_size // 32)
         self.eos = frozenset(self.tokenizer.eos_tokens)
         self._masks: dict[frozenset[int], Mask] = {}
 
     @classmethod
-    def of_model(cls, directory: ModelDirectory, size: int) -> Self:
+    def of_model(cls, directory: ModelDirectory, size: int | None) -> Self:
         """That of a model directory.
 
         Raises:
@@ -95,18 +95,22 @@ class Vocabulary:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _open(tokenizer: Mapping[str, Any], size: int, eos: Sequence[int]) -> LLTokenizer:
+def _open(tokenizer: Mapping[str, Any], size: int | None, eos: Sequence[int]) -> LLTokenizer:
     decoder = tokenizer.get("decoder") or {}
     if decoder.get("type") == "Metaspace":
         # Written in the words that the library knows; it also has the byte tokens of a vocabulary, if there are any.
         space = {"type": "Replace", "pattern": {"String": decoder.get("replacement", "▁")}, "content": " "}
         tokenizer = {**tokenizer, "decoder": {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}]}}
     text = json.dumps(tokenizer, ensure_ascii=False)
+    num_known = max(
+        len(tokenizer["model"]["vocab"]), *(each["id"] + 1 for each in tokenizer.get("added_tokens", ())), 0
+    )
+    eos = [token_id for token_id in eos if token_id < num_known]
     for num_tokens in (size, None):
         try:
-            return LLTokenizer(text, n_vocab=num_tokens, eos_token=list(eos) or None)
+            return LLTokenizer(text, n_vocab=num_tokens, eos_token=eos or None)
         except ValueError as error:
-            # A tokenizer may have more tokens than the model has logits; no model chooses those.
+            # A tokenizer may have more tokens than the model has logits, which the model never chooses.
             if num_tokens is None or "vocab size too small" not in str(error):
                 raise
     raise AssertionError

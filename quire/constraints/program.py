@@ -5,13 +5,14 @@ free text costs no grammar, and the grammars know nothing of what is around them
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
 from quire.constraints.json_schema import ConstraintError, read_schema
@@ -25,6 +26,8 @@ MAX_CHOICES = 100_000
 # white space for ever.
 _WHITE_SPACE = r"\n[ \t]{0,64}|[ \t]{1,2}"
 _SCHEMA_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
+# In Lark a colon stands between a rule and what it is.
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Models put white space between what is before a JSON text and the text itself.
 _LEADING_SPACE = "/[ \\t\\n]{1,4}/"
 
@@ -126,8 +129,10 @@ def _grammar(field: str, kind: str, text: str) -> dict[str, Any]:
         case "lark":
             if not text.strip():
                 raise ConstraintError(field, "is empty; it needs at least a rule `start`")
+            if _GBNF_RULE.search(text) is None:
+                return {"lark_grammar": text}
             try:
-                return {"lark_grammar": any_to_lark(text)}
+                return {"lark_grammar": gbnf_to_lark(text)}
             except Exception as error:
                 # The converter of GBNF has no common error of its own.
                 raise ConstraintError(field, f"is not a grammar in GBNF: {error}") from error

@@ -1,0 +1,236 @@
+"""Checks constraints before their requests are taken: compiled on trial in a process apart (`check_process`), so that
+none of them harms this one.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from quire.common.v1.common_pb2 import Constraint
+from quire.constraints.check_process import HEADER
+from quire.constraints.program import MAX_CONSTRAINT_BYTES
+from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, Unavailable
+
+MAX_RUNNING = 2
+"""Constraints that are compiled at once, at most one of them of one tenant while others wait."""
+MAX_WAITING = 64
+MAX_WAITING_OF_TENANT = 16
+# Of the verdicts that are kept. Each is less than 3 KiB.
+MAX_KEPT = 4096
+_RETRY_AFTER_MS = 1000
+_FIELD = "sampling.constraint"
+_logger = logging.getLogger(__name__)
+
+Verdict = tuple[str, str] | None
+"""Field, relative to the constraint, and description of what is wrong; None where nothing is."""
+
+
+class ConstraintChecker:
+    """Tells whether constraints can be enforced. Verdicts are kept by content; one tenant's never displace those of
+    another that has fewer."""
+
+    def __init__(self, model_directory: Path) -> None:
+        self._trial = TrialProcess(model_directory)
+        self._kept: dict[str, OrderedDict[bytes, Verdict]] = {}
+        self._num_kept = 0
+        self._turns = FairTurns(MAX_RUNNING, MAX_WAITING, MAX_WAITING_OF_TENANT)
+        self._underway: dict[bytes, asyncio.Task[Verdict]] = {}
+
+    async def check(self, constraint: Constraint, tenant: str) -> None:
+        """Waits until a constraint was compiled on trial.
+
+        Raises:
+            InvalidArgument: it is malformed, not enforced, or takes too much time or memory.
+            ResourceExhausted: too many constraints wait already.
+        """
+        size = constraint.ByteSize()
+        if size > MAX_CONSTRAINT_BYTES:
+            raise _refusal(("", f"has {size:,} bytes; the max is {MAX_CONSTRAINT_BYTES:,}"))
+        content = constraint.SerializeToString(deterministic=True)
+        key = hashlib.blake2b(content, digest_size=32).digest()
+        kept = self._kept.get(tenant)
+        if kept is not None and key in kept:
+            kept.move_to_end(key)
+            verdict = kept[key]
+        else:
+            verdict = await self._compile(key, content, tenant)
+            self._keep(key, verdict, tenant)
+        if verdict is not None:
+            raise _refusal(verdict)
+
+    async def _compile(self, key: bytes, content: bytes, tenant: str) -> Verdict:
+        if (task := self._underway.get(key)) is None:
+            task = asyncio.create_task(self._turns.run(tenant, lambda: self._trial.verdict(content)))
+            self._underway[key] = task
+            task.add_done_callback(lambda _: self._underway.pop(key, None))
+        # One that gives up leaves the verdict to the others that wait for it.
+        return await asyncio.shield(task)
+
+    def _keep(self, key: bytes, verdict: Verdict, tenant: str) -> None:
+        kept = self._kept.setdefault(tenant, OrderedDict())
+        if key not in kept:
+            self._num_kept += 1
+        kept[key] = verdict
+        if self._num_kept > MAX_KEPT:
+            greatest = max(self._kept, key=lambda each: len(self._kept[each]))
+            self._kept[greatest].popitem(last=False)
+            self._num_kept -= 1
+            if not self._kept[greatest]:
+                del self._kept[greatest]
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._trial.close()
+
+
+def _refusal(verdict: tuple[str, str]) -> InvalidArgument:
+    field, description = verdict
+    violation = FieldViolation(f"{_FIELD}.{field}" if field else _FIELD, description)
+    return InvalidArgument(f"{violation.field} {description}", violations=[violation])
+
+
+class FairTurns:
+    """Bounded work of several tenants: a few at a time, the tenants in turn."""
+
+    def __init__(self, max_running: int, max_waiting: int, max_waiting_of_tenant: int) -> None:
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._max_waiting_of_tenant = max_waiting_of_tenant
+        self._num_running = 0
+        # Tenants in the order of their next turn.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def run(self, tenant: str, work: Callable[[], Awaitable[Verdict]]) -> Verdict:
+        """Does the work in its turn. Raises ResourceExhausted where too much waits already."""
+        if self._num_running >= self._max_running:
+            await self._wait(tenant)
+        else:
+            self._num_running += 1
+        try:
+            return await work()
+        finally:
+            self._num_running -= 1
+            self._wake_next()
+
+    async def _wait(self, tenant: str) -> None:
+        queue = self._waiting.get(tenant, ())
+        if len(queue) >= self._max_waiting_of_tenant or sum(map(len, self._waiting.values())) >= self._max_waiting:
+            raise ResourceExhausted(
+                f"{len(queue)} constraints of this tenant wait to be compiled; try again",
+                reason="CONSTRAINTS_QUEUE_FULL",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                # The turn came with the cancellation.
+                self._num_running -= 1
+                self._wake_next()
+            raise
+
+    def _wake_next(self) -> None:
+        while self._waiting and self._num_running < self._max_running:
+            tenant, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue
+            if not turn.done():
+                turn.set_result(None)
+                self._num_running += 1
+
+
+class TrialProcess:
+    """The process that compiles constraints on trial. It starts at the first use, and again if it ended."""
+
+    def __init__(self, model_directory: Path) -> None:
+        self._model_directory = model_directory
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._answers: dict[int, asyncio.Future[Verdict]] = {}
+        self._next_number = 0
+
+    async def verdict(self, content: bytes) -> Verdict:
+        """The verdict on a serialized constraint.
+
+        Raises:
+            Unavailable: the process ended before it answered, or cannot be started.
+        """
+        stdin = await self._stdin()
+        self._next_number += 1
+        number = self._next_number
+        answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            stdin.write(HEADER.pack(len(content), number) + content)
+            await stdin.drain()
+            return await answer
+        except ConnectionError as error:
+            raise _ended() from error
+        finally:
+            self._answers.pop(number, None)
+
+    async def _stdin(self) -> asyncio.StreamWriter:
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None or self._reader is None:
+                try:
+                    self._process = await asyncio.create_subprocess_exec(
+                        sys.executable,
+                        "-m",
+                        "quire.constraints.check_process",
+                        str(self._model_directory),
+                        stdin=asyncio.subprocess.PIPE,
+                        stdout=asyncio.subprocess.PIPE,
+                    )
+                except OSError as error:
+                    raise _ended() from error
+                assert self._process.stdout is not None
+                self._reader = asyncio.create_task(self._read(self._process.stdout), name="constraints")
+            assert self._process.stdin is not None
+            return self._process.stdin
+
+    async def _read(self, stdout: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                length, number = HEADER.unpack(await stdout.readexactly(HEADER.size))
+                payload = await stdout.readexactly(length)
+                answer = self._answers.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(_verdict_from(payload))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            _logger.warning("the process that compiles constraints ended; the next constraint starts it again")
+        finally:
+            self._reader = None
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(_ended())
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+
+def _verdict_from(payload: bytes) -> Verdict:
+    if not payload:
+        return None
+    field, description = json.loads(payload)
+    return field, description
+
+
+def _ended() -> Unavailable:
+    return Unavailable(
+        "the process that compiles constraints ended; try again",
+        reason="CONSTRAINTS_UNAVAILABLE",
+        retry_after_ms=_RETRY_AFTER_MS,
+    )

@@ -1,0 +1,101 @@
+"""Texts that match what a request asks for, by all kinds of constraints and all ways of decoding."""
+
+import json
+import re
+from dataclasses import replace
+
+import jsonschema
+import pytest
+
+from quire.client import (
+    BeamSearch,
+    Constraint,
+    FinishReason,
+    GenerationOptions,
+    StructuralTag,
+    StructuralTags,
+)
+from quire.rpc.errors import InvalidArgument
+from tests.support.serving import serving
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+SAMPLED = GenerationOptions(temperature=1.0, seed=3, max_tokens=120)
+PROMPT = "Write about a cat:"
+
+
+@pytest.fixture(scope="module")
+async def client():
+    async with serving() as served:
+        yield served.client
+
+
+async def texts_of(client, constraint: Constraint, options: GenerationOptions = SAMPLED, **changes) -> list[str]:
+    answer = await client.generate(PROMPT, replace(options, constraint=constraint, **changes))
+    assert {each.finish_reason for each in answer.sequences} == {FinishReason.STOP}
+    return [each.text for each in answer.sequences]
+
+
+@pytest.mark.parametrize("decoding", [{}, {"temperature": 0.0}, {"n": 3}, {"beam_search": BeamSearch(3)}], ids=str)
+async def test_answers_are_valid_under_the_json_schema(client, decoding) -> None:
+    if "beam_search" in decoding:
+        decoding = {"temperature": None, "n": 3} | decoding
+    for text in await texts_of(client, Constraint(json_schema=PERSON), **decoding):
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+async def test_each_kind_of_constraint_is_met(client) -> None:
+    brief = {(await client.tokenize(text, add_special_tokens=False)).token_ids[0]: 9.0 for text in ('"', "}", ":")}
+    assert isinstance(json.loads((await texts_of(client, Constraint(json_object=True), logit_bias=brief))[0]), dict)
+    assert re.fullmatch("[0-9]{3}-[a-f]+x", (await texts_of(client, Constraint(regex="[0-9]{3}-[a-f]{1,9}x")))[0])
+    assert (await texts_of(client, Constraint(choice=["red", "green", "grün"])))[0] in ("red", "green", "grün")
+    assert set((await texts_of(client, Constraint(lark='start: "ab" rest\nrest: "c" | "d" "e"')))[0]) <= set("abcde")
+    tags = StructuralTags([StructuralTag("<call>", "</call>", json_schema=PERSON)], required=True, no_free_text=True)
+    (text,) = await texts_of(client, Constraint(structural_tags=replace(tags, single=True)))
+    jsonschema.validate(json.loads(text.removeprefix("<call>").removesuffix("</call>")), PERSON)
+
+
+async def test_a_constraint_begins_after_a_text(client) -> None:
+    (text,) = await texts_of(client, Constraint(regex="[0-9]{4}", begins_after=" "))
+    before, after = text.split(" ", 1)
+    assert re.fullmatch("[0-9]{4}", after)
+    assert before
+
+
+async def test_an_answer_that_ends_by_its_length_is_the_beginning_of_a_match(client) -> None:
+    options = replace(SAMPLED, constraint=Constraint(regex="(abc){20}"), max_tokens=7)
+    (sequence,) = (await client.generate(PROMPT, options)).sequences
+    assert sequence.finish_reason == FinishReason.LENGTH
+    assert ("abc" * 20).startswith(sequence.text)
+
+
+async def test_min_tokens_delays_the_end_as_long_as_the_text_can_go_on(client) -> None:
+    (text,) = await texts_of(client, Constraint(regex="a{1,30}"), min_tokens=20)
+    assert len(text) >= 20
+    (text,) = await texts_of(client, Constraint(regex="ab"), min_tokens=20)
+    assert text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "options", "field", "problem"),
+    [
+        (Constraint(json_schema={"uniqueItems": True}), {}, "sampling.constraint.json_schema", '"uniqueItems" at #'),
+        (Constraint(json_schema="{"), {}, "sampling.constraint.json_schema", "not valid JSON"),
+        (Constraint(regex="(a"), {}, "sampling.constraint.regex", "unclosed group"),
+        (Constraint(lark="rest: /a/"), {}, "sampling.constraint.lark", "start"),
+        (Constraint(regex="a"), {"ignore_eos": True}, "stopping.ignore_eos", "leave it out, or set stop_token_ids"),
+        (Constraint(regex="a"), {"min_tokens": 2, "stop": "b"}, "stopping.min_tokens", "stop strings"),
+    ],
+)
+async def test_what_cannot_be_enforced_is_refused_by_name(client, constraint, options, field, problem) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(problem)) as refused:
+        await texts_of(client, constraint, **options)
+    assert [each.field for each in refused.value.violations] == [field]
