@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
@@ -189,6 +190,8 @@ class TrialProcess:
                         str(self._model_directory),
                         stdin=asyncio.subprocess.PIPE,
                         stdout=asyncio.subprocess.PIPE,
+                        # It forks, so it must have no threads.
+                        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
                     )
                 except OSError as error:
                     raise _ended() from error

@@ -1,0 +1,229 @@
+"""Constraints of generated text: two libraries side by side, and what constrained rows cost a worker's steps.
+
+`--tokenizer` may name several; without it a vocabulary of 128,000 tokens is trained first, which takes minutes
+(`--keep` writes it for the next time). The other library is measured where it is installed: `pip install xgrammar`.
+"""
+
+import argparse
+import importlib.util
+import json
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from bench.grammar_schemas import all_schemas
+from bench.report import Series, write_results
+from quire.common.v1.common_pb2 import Constraint
+from quire.constraints.json_schema import ConstraintError
+from quire.constraints.matcher import MaskMaker, Template, Vocabulary
+from quire.constraints.program import program_of
+
+_LARGE = 128_000
+_SPECIAL = ("<pad>", "<s>", "</s>")
+_EOS = 2
+_MAX_TOKENS = 200
+_ANSWERS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokenizer", type=Path, nargs="+", help="tokenizer.json files")
+    parser.add_argument("--keep", type=Path, help="where to write the vocabulary that is trained")
+    parser.add_argument("--steps", type=int, default=0, help="measure so many steps of a worker instead")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=12, help="of the model that is stepped, 768 wide")
+    parser.add_argument("--runs", type=int, default=3, help="texts of each schema")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        files = arguments.tokenizer
+        if files is None:
+            files = [arguments.keep or Path(made) / "tokenizer.json"]
+            train(_LARGE).save(str(files[0]))
+        if arguments.steps:
+            # Brings torch.
+            from bench.grammar_steps import measure_steps
+
+            measure_steps(files[0], arguments)
+            return
+        series, facts = [], {}
+        for file in files:
+            name = file.parent.name if file.stem == "tokenizer" else file.stem
+            measured = list(_measure(json.loads(file.read_text()), arguments.runs))
+            for each in measured:
+                series += each.series(name)
+                facts[f"{name}, {each.library}"] = each.facts()
+                print(f"{name}: {each}", flush=True)
+        if arguments.out is not None:
+            write_results(arguments.out, "Masks of two libraries over JSON schemas", series, libraries=facts)
+
+
+def train(size: int) -> tokenizers.Tokenizer:
+    """A byte-level vocabulary of this Python's own sources and packages."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(_SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    texts = (file.read_text(errors="replace") for file in files)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One library over one vocabulary. Times in microseconds."""
+
+    library: str
+    refused: list[str]
+    rejected: list[str]
+    """Schemas of whose texts a token was refused."""
+    compile_us: list[float]
+    mask_us: list[float]
+    consume_us: list[float]
+
+    def series(self, vocabulary: str) -> list[Series]:
+        named = {"compile": self.compile_us, "mask": self.mask_us, "consume": self.consume_us}
+        return [
+            Series(f"{vocabulary}, {self.library}: {what}, {label}", "us", (value,))
+            for what, values in named.items()
+            for label, value in zip(("p50", "p99", "max"), _quantiles(values), strict=True)
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        return {"refused": self.refused, "rejected": self.rejected, "masks": len(self.mask_us)}
+
+    def __str__(self) -> str:
+        shown = {"compile": self.compile_us, "mask": self.mask_us, "consume": self.consume_us}
+        times = "; ".join(f"{name} {'/'.join(f'{each:.0f}' for each in _quantiles(v))} us" for name, v in shown.items())
+        failed = f"refused {self.refused}, rejected {self.rejected}"
+        return f"{self.library}: {times} (p50/p99/max), mask mean {np.mean(self.mask_us):.0f} us; {failed}"
+
+
+def _quantiles(values: list[float]) -> tuple[float, float, float]:
+    return float(np.median(values)), float(np.percentile(values, 99)), max(values)
+
+
+def _measure(content: dict[str, Any], num_texts: int) -> Iterator[Measured]:
+    """Each library makes the masks of the same tokens: texts of the schemas, as the tokenizer spells them."""
+    vocabulary = Vocabulary(content, None, [_EOS])
+    texts = {name: _texts(vocabulary, content, schema, num_texts) for name, schema in all_schemas().items()}
+    libraries = [("llguidance", _llguidance(vocabulary))]
+    if importlib.util.find_spec("xgrammar") is not None:
+        libraries.append(("xgrammar", _xgrammar(vocabulary)))
+    for library, compile_schema in libraries:
+        yield _measure_library(library, compile_schema, texts)
+
+
+Session = tuple[Callable[[], None], Callable[[int], bool]]
+"""Makes the next mask, and goes on by a token, which may be refused."""
+
+
+def _measure_library(
+    library: str, compile_schema: Callable[[str], Callable[[], Session]], texts: dict[str, list[list[int]]]
+) -> Measured:
+    measured = Measured(library, [], [], [], [], [])
+    for name, schema in all_schemas().items():
+        started = time.perf_counter()
+        try:
+            begin = compile_schema(json.dumps(schema))
+        except (ConstraintError, RuntimeError):
+            measured.refused.append(name)
+            continue
+        measured.compile_us.append((time.perf_counter() - started) * 1e6)
+        for text in texts[name]:
+            fill, consume = begin()
+            for token_id in text:
+                started = time.perf_counter()
+                fill()
+                masked = time.perf_counter()
+                is_accepted = consume(token_id)
+                measured.mask_us.append((masked - started) * 1e6)
+                measured.consume_us.append((time.perf_counter() - masked) * 1e6)
+                if not is_accepted:
+                    measured.rejected.append(name)
+                    break
+    return measured
+
+
+def _texts(vocabulary: Vocabulary, content: dict[str, Any], schema: Any, count: int) -> list[list[int]]:
+    """Texts that are valid under a schema, drawn at random and spelled anew: compact JSON."""
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    constraint = Constraint(json_schema=json.dumps(schema))
+    template = Template(program_of(constraint, vocabulary.special_tokens), vocabulary)
+    maker, rng, texts = MaskMaker(vocabulary, 1), np.random.default_rng(0), []
+    for _ in range(20 * count):
+        matcher, drawn = template.matcher((_EOS,)), []
+        while len(drawn) < _MAX_TOKENS:
+            bits = np.unpackbits(maker.make([matcher], [False])[0].view(np.uint8), bitorder="little")
+            drawn.append(int(rng.choice(np.flatnonzero(bits))))
+            if drawn[-1] == _EOS:
+                value = json.loads(vocabulary.tokenizer.decode_str(drawn[:-1]))
+                try:
+                    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+                except ValueError:
+                    # A number beyond those of double precision.
+                    break
+                texts.append(tokenizer.encode(text, add_special_tokens=False).ids[:_MAX_TOKENS])
+                break
+            matcher.consume(drawn[-1])
+        if len(texts) == count:
+            break
+    return texts
+
+
+def _llguidance(vocabulary: Vocabulary) -> Callable[[str], Callable[[], Session]]:
+    maker = MaskMaker(vocabulary, 1)
+
+    def compile_schema(schema: str) -> Callable[[], Session]:
+        program = program_of(Constraint(json_schema=schema), vocabulary.special_tokens)
+        template = Template(program, vocabulary)
+
+        def begin() -> Session:
+            matcher = template.matcher((_EOS,))
+
+            def consume(token_id: int) -> bool:
+                matcher.consume(token_id)
+                return matcher.error is None
+
+            return lambda: _ignore(maker.make([matcher], [False])), consume
+
+        return begin
+
+    return compile_schema
+
+
+def _xgrammar(vocabulary: Vocabulary) -> Callable[[str], Callable[[], Session]]:
+    import torch
+    import xgrammar
+
+    torch.set_num_threads(1)
+    info = xgrammar.TokenizerInfo(vocabulary.token_bytes, stop_token_ids=[_EOS])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    bits = xgrammar.allocate_token_bitmask(1, info.vocab_size)
+
+    def compile_schema(schema: str) -> Callable[[], Session]:
+        compiled = compiler.compile_json_schema(schema, strict_mode=False)
+
+        def begin() -> Session:
+            matcher = xgrammar.GrammarMatcher(compiled)
+            return lambda: _ignore(matcher.fill_next_token_bitmask(bits)), matcher.accept_token
+
+        return begin
+
+    return compile_schema
+
+
+def _ignore(_: object) -> None:
+    """Makes an expression a call without a result."""
