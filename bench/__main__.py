@@ -21,6 +21,7 @@ BENCHMARKS = (
     "stages",
     "ranks",
     "beside",
+    "grammar",
 )
 
 

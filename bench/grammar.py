@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import MaskMaker, Template, Vocabulary
 from quire.constraints.program import program_of
+from quire.model_directory import ModelDirectory, resolve_model
 
 _LARGE = 128_000
 _SPECIAL = ("<pad>", "<s>", "</s>")
@@ -55,10 +57,10 @@ def main(arguments: argparse.Namespace) -> None:
 
             measure_steps(files[0], arguments)
             return
-        series, facts = [], {}
+        series, facts, texts = [], {}, draw_texts(arguments.runs)
         for file in files:
             name = file.parent.name if file.stem == "tokenizer" else file.stem
-            measured = list(_measure(json.loads(file.read_text()), arguments.runs))
+            measured = list(_measure(json.loads(file.read_text()), texts))
             for each in measured:
                 series += each.series(name)
                 facts[f"{name}, {each.library}"] = each.facts()
@@ -115,10 +117,11 @@ def _quantiles(values: list[float]) -> tuple[float, float, float]:
     return float(np.median(values)), float(np.percentile(values, 99)), max(values)
 
 
-def _measure(content: dict[str, Any], num_texts: int) -> Iterator[Measured]:
+def _measure(content: dict[str, Any], drawn: dict[str, list[str]]) -> Iterator[Measured]:
     """Each library makes the masks of the same tokens: texts of the schemas, as the tokenizer spells them."""
     vocabulary = Vocabulary(content, None, [_EOS])
-    texts = {name: _texts(vocabulary, content, schema, num_texts) for name, schema in all_schemas().items()}
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    texts = {name: [tokenizer.encode(text, add_special_tokens=False).ids for text in drawn[name]] for name in drawn}
     libraries = [("llguidance", _llguidance(vocabulary))]
     if importlib.util.find_spec("xgrammar") is not None:
         libraries.append(("xgrammar", _xgrammar(vocabulary)))
@@ -157,30 +160,35 @@ def _measure_library(
     return measured
 
 
-def _texts(vocabulary: Vocabulary, content: dict[str, Any], schema: Any, count: int) -> list[list[int]]:
-    """Texts that are valid under a schema, drawn at random and spelled anew: compact JSON."""
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-    constraint = Constraint(json_schema=json.dumps(schema))
-    template = Template(program_of(constraint, vocabulary.special_tokens), vocabulary)
-    maker, rng, texts = MaskMaker(vocabulary, 1), np.random.default_rng(0), []
-    for _ in range(20 * count):
-        matcher, drawn = template.matcher((_EOS,)), []
-        while len(drawn) < _MAX_TOKENS:
-            bits = np.unpackbits(maker.make([matcher], [False])[0].view(np.uint8), bitorder="little")
-            drawn.append(int(rng.choice(np.flatnonzero(bits))))
-            if drawn[-1] == _EOS:
-                value = json.loads(vocabulary.tokenizer.decode_str(drawn[:-1]))
-                try:
-                    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-                except ValueError:
-                    # A number beyond those of double precision.
-                    break
-                texts.append(tokenizer.encode(text, add_special_tokens=False).ids[:_MAX_TOKENS])
-                break
-            matcher.consume(drawn[-1])
-        if len(texts) == count:
-            break
+def draw_texts(count: int) -> dict[str, list[str]]:
+    """Texts that are valid under each schema, drawn at random by the embedded model's tokens, as compact JSON."""
+    vocabulary = Vocabulary.of_model(ModelDirectory.open(resolve_model(None)), None)
+    maker, rng = MaskMaker(vocabulary, 1), np.random.default_rng(0)
+    texts: dict[str, list[str]] = {}
+    for name, schema in all_schemas().items():
+        program = program_of(Constraint(json_schema=json.dumps(schema)), vocabulary.special_tokens)
+        template = Template(program, vocabulary)
+        drawn = (_draw(template, maker, rng) for _ in range(20 * count))
+        texts[name] = list(islice((text for text in drawn if text is not None), count))
     return texts
+
+
+def _draw(template: Template, maker: MaskMaker, rng: np.random.Generator) -> str | None:
+    """One text; None if it is too long, or has a number beyond those of double precision."""
+    vocabulary = template.vocabulary
+    matcher, drawn = template.matcher(tuple(vocabulary.eos)), list[int]()
+    for _ in range(_MAX_TOKENS):
+        bits = np.unpackbits(maker.make([matcher], [False])[0].view(np.uint8), bitorder="little")
+        token_id = int(rng.choice(np.flatnonzero(bits)))
+        if token_id in vocabulary.eos:
+            value = json.loads(vocabulary.tokenizer.decode_str(drawn))
+            try:
+                return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            except ValueError:
+                return None
+        drawn.append(token_id)
+        matcher.consume(token_id)
+    return None
 
 
 def _llguidance(vocabulary: Vocabulary) -> Callable[[str], Callable[[], Session]]:
