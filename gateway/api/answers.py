@@ -376,7 +376,7 @@ class StreamedResponse(WatchedResponse):
         self._lock = asyncio.Lock()
 
     async def _make(self, send: Send) -> None:
-        silence = asyncio.create_task(self._break_silence(send))
+        silence = asyncio.create_task(self._keep_alive(send))
         try:
             async with aclosing(self._make_events()) as events:
                 async for each in events:
@@ -385,7 +385,7 @@ class StreamedResponse(WatchedResponse):
         finally:
             silence.cancel()
 
-    async def _break_silence(self, send: Send) -> None:
+    async def _keep_alive(self, send: Send) -> None:
         times_submitted = 0
         while times_submitted < 2:
             await asyncio.sleep(REFUSAL_S / 2)

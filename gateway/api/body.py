@@ -4,10 +4,10 @@ import codecs
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
 from gateway.api.answers import ErrorAnswer, HttpError
@@ -34,6 +34,17 @@ _EXPECTED = {
     "model_type": "an object",
     "string_type": "a string",
 }
+
+
+def max_entries(limit: int) -> BeforeValidator:
+    """Refuses an object with more entries than `limit` before any of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(cast(dict[Any, Any], value)) > limit:
+            raise PydanticCustomError("too_long", "an object of at most {max_length} entries", {"max_length": limit})
+        return value
+
+    return BeforeValidator(check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +174,8 @@ def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidA
     if not location:
         return InvalidArgument("the body must be a JSON object", reason="MALFORMED_MESSAGE")
     path, alternatives = _path(location, union_types)
-    if first["type"] == "too_long" and (most := first.get("ctx", {}).get("max_length")) is not None:
-        description = f"has more than {most:,} entries, which is the max"
+    if first["type"] == "too_long" and (limit := first.get("ctx", {}).get("max_length")) is not None:
+        description = f"has more than {limit:,} entries, which is the max"
     elif alternatives is not None:
         description = f"must be {alternatives}"
     elif first["type"] == "missing":

@@ -356,11 +356,11 @@ class TlsListener:
             if not self._places.take(holder):
                 connection.close()
                 continue
-            handshake = loop.create_task(self._shake_hands(connection, holder))
+            handshake = loop.create_task(self._handshake(connection, holder))
             self._handshakes.add(handshake)
             handshake.add_done_callback(self._handshakes.discard)
 
-    async def _shake_hands(self, connection: socket.socket, holder: object) -> None:
+    async def _handshake(self, connection: socket.socket, holder: object) -> None:
         try:
             connection.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -489,9 +489,9 @@ class HttpConnection(H11Protocol):
     def _watch_reader(self) -> None:
         """Cuts the connection where the client has taken nothing when the time is over."""
         num_waiting = self.transport.get_write_buffer_size()
-        self._writing = self.loop.call_later(self._settings.slow_reader_timeout, self._look_at_reader, num_waiting)
+        self._writing = self.loop.call_later(self._settings.slow_reader_timeout, self._check_reader, num_waiting)
 
-    def _look_at_reader(self, num_waited: int) -> None:
+    def _check_reader(self, num_waited: int) -> None:
         if self.transport.get_write_buffer_size() < num_waited:
             self._watch_reader()
         else:

@@ -248,8 +248,8 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _WriteWatch:
-    """Cancels the task that made it once one write takes too long. It has one timer, which looks when the current write
-    began; a timer for each write would cost far more.
+    """Cancels the task that made it once one write takes too long. It has one timer, which checks when the current
+    write began; a timer for each write would cost far more.
 
     Attributes:
         has_expired: Whether it has cancelled the task.
@@ -265,7 +265,7 @@ class _WriteWatch:
         self._task = task
         self._loop = asyncio.get_running_loop()
         self._began_at: float | None = None
-        self._timer = self._loop.call_later(timeout_s, self._look)
+        self._timer = self._loop.call_later(timeout_s, self._check)
 
     def begin(self) -> None:
         self._began_at = self._loop.time()
@@ -280,11 +280,11 @@ class _WriteWatch:
         if self.has_expired:
             self._task.uncancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
         due_at = (now if self._began_at is None else self._began_at) + self._timeout_s
         if now < due_at:
-            self._timer = self._loop.call_at(due_at, self._look)
+            self._timer = self._loop.call_at(due_at, self._check)
         else:
             self.has_expired = True
             self._task.cancel()

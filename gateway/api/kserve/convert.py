@@ -204,12 +204,12 @@ def _typed_values(tensor: InputTensor) -> Sequence[Value]:
 
 def _raw_values(tensor: InputTensor, data: bytes) -> list[Value] | None:
     """None where the bytes are not elements of the tensor's datatype. Reads at most one element more than allowed."""
-    most = MAX_ELEMENTS + 1
+    enough = MAX_ELEMENTS + 1
     if tensor.datatype == "BOOL":
-        return [byte != 0 for byte in data[:most]]
+        return [byte != 0 for byte in data[:enough]]
     values: list[Value] = []
     position = 0
-    while position < len(data) and len(values) < most:
+    while position < len(data) and len(values) < enough:
         start = position + _SIZE.size
         if start > len(data):
             return None

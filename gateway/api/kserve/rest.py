@@ -6,8 +6,7 @@ import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -20,7 +19,7 @@ from gateway.api.answers import (
     error_answer,
     error_response,
 )
-from gateway.api.body import BodyLimits, read_model
+from gateway.api.body import BodyLimits, max_entries, read_model
 from gateway.api.kserve.convert import MAX_ELEMENTS, MAX_PARAMETERS
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openapi import ApiRoute
@@ -43,15 +42,7 @@ _UNION_TYPES = {
 Element = str | bool
 
 
-def _check_size(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_PARAMETERS:
-        raise PydanticCustomError(
-            "too_long", "an object of at most {max_length} entries", {"max_length": MAX_PARAMETERS}
-        )
-    return value
-
-
-Parameters = Annotated[dict[str, bool | int | float | str] | None, BeforeValidator(_check_size)]
+Parameters = Annotated[dict[str, bool | int | float | str] | None, max_entries(MAX_PARAMETERS)]
 
 
 class _Part(BaseModel):

@@ -8,9 +8,9 @@ So has a value that changes nothing.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.api.body import max_entries
 from gateway.api.openai.constraints import ConstraintFields, check_constraints
 from gateway.api.openai.conversation import (
     ConversationFields,
@@ -82,13 +82,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _WAYS_OUT = {"functions": "; use tools", "function_call": "; use tool_choice"}
 
 
-def _check_size(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        most = f"{MAX_LOGIT_BIAS:,}"
-        raise PydanticCustomError("too_long", "an object of at most {most} entries", {"most": most})
-    return value
-
-
 class Body(BaseModel):
     """Strict about types: no text is taken for a number, and no number is NaN or infinite."""
 
@@ -123,7 +116,7 @@ class GenerationBody(Body, ConstraintFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # Names in JSON are texts.
-    logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, BeforeValidator(_check_size)] = None
+    logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, max_entries(MAX_LOGIT_BIAS)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

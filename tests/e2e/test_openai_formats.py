@@ -1,0 +1,79 @@
+"""Answers in a format against all processes, by OpenAI's own client: what is asked for is what comes."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI, BadRequestError
+
+from tests.support.serving import Served
+
+MODEL = "quire-tiny"
+STORY = "Once upon a time"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["kind", "brave"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(served: Served):
+    url = f"http://{served.server.http_address}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60) as running:
+        yield running
+
+
+def is_person(text: str) -> bool:
+    jsonschema.validate(json.loads(text), PERSON)
+    return True
+
+
+def is_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, is_person),
+        ({"response_format": {"type": "json_object"}}, is_object),
+        ({"guided_json": PERSON}, is_person),
+        ({"structured_outputs": {"regex": "[a-c]{3}-[0-9]{1,4}"}}, re.compile(r"[a-c]{3}-[0-9]{1,4}").fullmatch),
+        ({"guided_choice": ["red", "blue"]}, {"red", "blue"}.__contains__),
+        ({"structured_outputs": {"grammar": 'start: "a" ("b" | "c")+ "d"'}}, re.compile("a[bc]+d").fullmatch),
+    ],
+)
+async def test_a_completion_has_the_format_that_it_should(client: AsyncOpenAI, fields, fits):
+    # At random, so that the format is not what the model would write anyway; JSON allows any number of spaces.
+    for seed in range(2):
+        answer = await client.completions.create(
+            model=MODEL, prompt=STORY, max_tokens=400, temperature=0.8, seed=seed, extra_body=fields
+        )
+        (choice,) = answer.choices
+        assert choice.finish_reason == "stop", choice.text
+        assert fits(choice.text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_json": {"type": "nonsense"}}, "guided_json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": {"if": {}}}}},
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+async def test_a_format_that_cannot_be_enforced_is_refused_by_its_field(client: AsyncOpenAI, fields, param):
+    with pytest.raises(BadRequestError) as caught:
+        await client.completions.create(model=MODEL, prompt=STORY, extra_body=fields)
+    assert caught.value.param == param
