@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
@@ -62,7 +63,7 @@ class Answerer:
 
     def tool_prompt(self, conversation: ToolConversation) -> str:
         """Everything before the last answer, with the tools as a user of OpenAI's API defines them."""
-        tools = [tool.definition() for tool in conversation.tools] or None
+        tools: Any = [tool.definition() for tool in conversation.tools] or None
         messages = conversation.messages()[:-1]
         return str(
             self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
