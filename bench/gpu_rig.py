@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quire.common.v1.common_pb2 import SamplingParameters
-from worker_svc.device.graphs import GraphRecorder
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, block_bytes, pool_geometry
+from worker_svc.device.replay import GraphRecorder
 from worker_svc.device.runner import LaunchedStep, ModelRunner
 from worker_svc.models.base import CausalLM
 from worker_svc.step import (

@@ -12,7 +12,7 @@ import torch
 from bench.gpu_checks import Check
 from bench.gpu_model import config_of, make_model
 from bench.gpu_rig import BLOCK_SIZE, GREEDY, Rig
-from worker_svc.device.graphs import CudaGraphRecorder, GraphRecorder
+from worker_svc.device.replay import CudaGraphRecorder, GraphRecorder
 from worker_svc.models.base import CausalLM
 from worker_svc.step import StepOutput
 

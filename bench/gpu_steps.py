@@ -11,7 +11,7 @@ import torch
 from bench.gpu_figures import Figure, bandwidth
 from bench.gpu_model import config_of, make_model, step_bytes
 from bench.gpu_rig import BLOCK_SIZE, Rig
-from worker_svc.device.graphs import CudaGraphRecorder, GraphRecorder
+from worker_svc.device.replay import CudaGraphRecorder, GraphRecorder
 from worker_svc.models.llama import LlamaForCausalLM
 
 CONTEXT = 1024

@@ -9,9 +9,8 @@ from scheduler_svc.core.step import StepPlan, StepResult
 from scheduler_svc.service.worker_convert import step_answer, step_message
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.models.registry import load_model, resolve_dtype
-from worker_svc.protocol.convert import StepDecoder, step_of
+from worker_svc.protocol.convert import StepDecoder, result_message, step_of
 from worker_svc.protocol.stream import Worker
-from worker_svc.protocol.wire import result_message
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
 from worker_svc.step import AdmittedStep

@@ -8,7 +8,7 @@ import torch
 
 from bench.pool import fill_pool
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
-from worker_svc.device.recorded_forward import make_forward
+from worker_svc.device.replay import make_forward
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.registry import load_model

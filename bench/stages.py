@@ -22,7 +22,7 @@ from kernels.cpu.library import Operation
 from kernels.cpu.recording import RecordedCall, record
 from quire.settings import ConfigurationError
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
-from worker_svc.device.recorded_forward import room_for
+from worker_svc.device.replay import room_for
 from worker_svc.models.base import NativeCausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.weights import Quantization

@@ -9,8 +9,7 @@ from quire.rpc.process import configure_logging
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.tracing import Tracer, open_tracer
-from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.hang_guard import end_when_hung
+from worker_svc.device.device_loop import DeviceLoop, end_when_hung
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import WorkerServicer, start_server
 from worker_svc.protocol.tracing import PrefillSpans

@@ -1,15 +1,20 @@
-"""From settings to a worker that is ready for steps."""
+"""From settings to a worker that is ready for steps: model, KV pool, first steps, a processor for each thread."""
 
 import ctypes
 import logging
+import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from kernels import ops
+from kernels.cpu.library import LibraryUnavailableError, find_open_mp
+from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from quire.constraints.matcher import Vocabulary
 from quire.model_directory import ModelDirectory, resolve_model
@@ -17,23 +22,49 @@ from quire.processors import available_memory, num_processors
 from quire.rpc.address import is_local
 from quire.settings import ConfigurationError
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.device.graphs import check_cuda_graphs
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
+from worker_svc.parallel.ranks import Ranks
 from worker_svc.parallel.rendezvous import rendezvous
-from worker_svc.profiling import memory_for_pool, warm_up
 from worker_svc.protocol.stream import Worker
 from worker_svc.sampling.constraints import RowMatchers, TemplateCache
 from worker_svc.settings import WorkerSettings
-from worker_svc.step import ModelGeometry, WorkerInfo, WorkerLimits
-from worker_svc.thread_binding import bind_threads
+from worker_svc.step import (
+    AdmittedStep,
+    AssignRow,
+    Batch,
+    CacheOperations,
+    LogitRules,
+    ModelGeometry,
+    PoolGeometry,
+    RowChanges,
+    RowSampling,
+    SealedBlocks,
+    Step,
+    WorkerInfo,
+    WorkerLimits,
+)
 from worker_svc.weights import Quantization
 
 MAX_STEPS_IN_FLIGHT = 2
 MAX_LOGPROBS = 64
 _PROGRESS_INTERVAL_S = 2.0
+# Environment variables by which users of OpenMP bind threads themselves.
+_OWN_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+# One parameter of each kind, so that every path of the sampler has been taken.
+_SAMPLING = RowSampling(
+    SamplingParameters(temperature=1.0, top_p=0.9, min_p=0.01),
+    logprobs=1,
+    prompt_logprobs=1,
+    rules=LogitRules(presence_penalty=0.5, repetition_penalty=1.1, bad_sequences=(np.zeros(2, np.int32),)),
+)
+# On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
+_CUT_LENGTH = 2049
+_NO_PAIRS = np.zeros((0, 2), np.int32)
+_NO_MOVES = CacheOperations(_NO_PAIRS, _NO_PAIRS, _NO_PAIRS)
 _logger = logging.getLogger(__name__)
 
 
@@ -44,7 +75,7 @@ def build_worker(settings: WorkerSettings, device_loop: DeviceLoop, stopping: th
         stopping: set when this process is told to stop; then the end of another rank is no reason to leave.
 
     Raises:
-        ConfigurationError: the model, the device or the pool cannot be as the settings say.
+        ConfigurationError: the settings do not fit the model, the device or the memory.
     """
     device = choose_device(settings.device, settings.tensor_parallel_rank)
     # torch counts the processors of the machine and ignores the limits of a container.
@@ -86,8 +117,8 @@ def make_worker(
     """The worker of a loaded model; without `templates` no row has a constraint.
 
     Raises:
-        ConfigurationError: the device has no attention for the model's heads, or the pool or the graphs cannot be as
-            the settings say.
+        ConfigurationError: the device has no attention for the model's heads, or not the memory or the graphs that the
+            settings ask for.
     """
     _check_head_dim(model)
     ranks = model.ranks
@@ -238,3 +269,123 @@ def _release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _prefill_step(
+    lengths: list[int], num_new: list[int], block_size: int, moves: CacheOperations = _NO_MOVES
+) -> AdmittedStep:
+    """A step that assigns sequences to the first rows, computes the last new tokens of each and samples from each.
+
+    All their blocks are block 0: the results do not matter.
+    """
+    rows, none = np.arange(len(lengths), dtype=np.int32), np.zeros(0, np.int32)
+    assigned = tuple(
+        AssignRow(row, np.zeros(length, np.int32), np.zeros(-(-length // block_size), np.int32), _SAMPLING, length)
+        for row, length in enumerate(lengths)
+    )
+    new_tokens = np.array(num_new, np.int32)
+    step = Step(
+        step_id=0,
+        scheduler_epoch=0,
+        cache_operations=moves,
+        row_changes=RowChanges(none, assigned, _NO_PAIRS, (), (), np.zeros((0, 3), np.int32)),
+        batch=Batch(rows, new_tokens, np.array(lengths, np.int32) - new_tokens, np.stack((rows, rows), axis=1)),
+        sealed=SealedBlocks(none, np.zeros((0, 32), np.uint8)),
+    )
+    return AdmittedStep(step, np.zeros(1, np.int32))
+
+
+def warm_up(runner: ModelRunner, pool: PoolGeometry, max_model_len: int, limits: WorkerLimits) -> None:
+    """Runs sequences in block 0, so that the first request does not wait for lazy initialisation or compilation.
+
+    The steps compute several tokens where a step may have them, a single token, and one token of a long context:
+    attention has a kernel for each. Before the last one, block 0 is moved in every way that this pool has.
+    """
+    several = min(2, pool.block_size, max_model_len, limits.max_num_batched_tokens)
+    for length in (several, 1):
+        runner.launch(_prefill_step([length], [length], pool.block_size)).wait()
+    length = min(_CUT_LENGTH, max_model_len)
+    runner.launch(_prefill_step([length], [1], pool.block_size, _every_move(pool))).wait()
+
+
+def _every_move(pool: PoolGeometry) -> CacheOperations:
+    """Block 0 to the host and back where there are blocks, and onto block 1 where there is one."""
+    swap = np.array([(0, 0)], np.int32)[: pool.num_host_blocks]
+    copy = np.array([(0, 1)], np.int32)[: pool.num_gpu_blocks - 1]
+    return CacheOperations(swap, swap, copy)
+
+
+def memory_for_pool(
+    model: CausalLM, geometry: ModelGeometry, limits: WorkerLimits, block_size: int, utilization: float
+) -> int:
+    """Bytes of an accelerator that are left for the KV pool while a step of maximal size runs.
+
+    The step runs on a pool of one block that all sequences share: only its memory matters.
+    """
+    device = model.device
+    num_new = _worst_case(limits, geometry.max_model_len)
+    # For the longest context attention keeps the result of each piece, and allocates as much for every other row.
+    lengths = [geometry.max_model_len, *num_new[1:]]
+    request = PoolRequest(block_size, num_gpu_blocks=1, kv_cache_memory=None, swap_space=0, max_useful_blocks=1)
+    pool = allocate_pool(pool_geometry(model, request, None), device, model.dtype)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner = ModelRunner(model, pool, geometry, limits)
+    runner.launch(_prefill_step(lengths, num_new, block_size)).wait()
+    step_bytes = torch.cuda.max_memory_allocated(device) - before
+    del runner, pool
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * utilization) - (total - free) - step_bytes
+
+
+def _worst_case(limits: WorkerLimits, max_model_len: int) -> list[int]:
+    """The new tokens of as many rows as a step may have, divided evenly: a maximum of logits and of tokens."""
+    num_rows = min(limits.max_num_rows, limits.max_num_batched_tokens)
+    least, over = divmod(limits.max_num_batched_tokens, num_rows)
+    return [min(least + (row < over), max_model_len) for row in range(num_rows)]
+
+
+def bind_threads(ranks: Ranks) -> None:
+    """Binds the calling thread and its OpenMP team where `processors_for` gives each a processor (ADR 0011)."""
+    if any(name in os.environ for name in _OWN_BINDING):
+        return
+    processors = processors_for(ranks, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
+    if not processors:
+        return
+    try:
+        bind_team(processors)
+    except LibraryUnavailableError as error:
+        _logger.warning("threads stay unbound: %s", error)
+        return
+    _logger.info("threads are bound to processors %s", ", ".join(map(str, processors)))
+
+
+def processors_for(ranks: Ranks, num_threads: int, available: Sequence[int]) -> Sequence[int]:
+    """A processor for each thread of this rank; none where there are more or fewer threads than processors.
+
+    With fewer threads, the system moves a thread to a free processor when another program runs, which is faster.
+    """
+    if len(available) < 2 or num_threads * ranks.size != len(available):
+        return ()
+    return available[ranks.rank * num_threads : (ranks.rank + 1) * num_threads]
+
+
+def bind_team(processors: Sequence[int]) -> None:
+    """Binds each thread of the calling thread's OpenMP team, itself included, to one of `processors`.
+
+    Raises:
+        LibraryUnavailableError: torch uses an OpenMP runtime that this function does not know.
+    """
+    path = find_open_mp()
+    try:
+        runtime = ctypes.CDLL(str(path))
+        run_on_team, thread_num = runtime.GOMP_parallel, runtime.omp_get_thread_num
+    except (OSError, AttributeError) as error:
+        raise LibraryUnavailableError(f"{path} is not a usable OpenMP runtime: {error}") from error
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def bind(_: int | None) -> None:
+        os.sched_setaffinity(0, {processors[thread_num()]})
+
+    run_on_team(bind, None, len(processors), 0)

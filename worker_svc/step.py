@@ -1,6 +1,6 @@
 """The values of the step protocol: what a worker is, one step of the scheduler, and its results.
 
-`protocol.wire` converts them from and to messages; all other modules work with them. Arrays are int32 numpy arrays;
+`protocol.convert` converts them from and to messages; all other modules work with them. Arrays are int32 numpy arrays;
 pairs have shape [n, 2], triples [n, 3]. A row is a slot of the persistent batch.
 """
 

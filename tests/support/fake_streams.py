@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from worker_svc.device.streams import Mark, Streams
+from worker_svc.streams import Mark, Streams
 
 
 class FakeMark:

@@ -22,9 +22,8 @@ from scheduler_svc.core.step import StepPlan, StepResult
 from scheduler_svc.service.worker_convert import step_answer, step_message
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.models.registry import load_model
-from worker_svc.protocol.convert import step_of
+from worker_svc.protocol.convert import result_message, step_of
 from worker_svc.protocol.stream import Worker
-from worker_svc.protocol.wire import result_message
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker
 

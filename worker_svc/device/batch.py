@@ -12,7 +12,7 @@ from worker_svc.device.rows import Rows
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import ModelInput
 from worker_svc.step import Batch, Int32Array
-from worker_svc.to_device import to_device
+from worker_svc.streams import to_device
 
 
 @dataclass(frozen=True, slots=True)

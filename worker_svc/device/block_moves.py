@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kernels import ops
 from worker_svc.device.kv_pool import KvPool
-from worker_svc.device.streams import Mark, Stream
 from worker_svc.step import HASH_BYTES, AdmittedStep, Int32Array, SealedBlocks
+from worker_svc.streams import Mark, Stream
 
 
 @dataclass(frozen=True, slots=True)

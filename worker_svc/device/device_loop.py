@@ -1,9 +1,11 @@
 """The threads that run steps, so that the event loop never waits for the device.
 
 One thread launches steps in order. Where the device works asynchronously a second one waits for their outputs, so that
-a step can be launched while the previous one runs.
+a step can be launched while the previous one runs. A process whose device hangs or is lost ends itself, and its
+supervisor starts another one.
 """
 
+import asyncio
 import logging
 import queue
 import threading
@@ -13,11 +15,30 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from worker_svc.hang_guard import leave_process
+from worker_svc.parallel.ranks import leave_process
 from worker_svc.step import AdmittedStep, StepOutput, SupersededError
 
 T = TypeVar("T")
+
+_HANG_STEP_TIMEOUTS = 2.0
+"""The scheduler gives a step up after one timeout. A device that needs less than this, because kernels were compiled,
+is attached again and keeps its model; one that needs more is not expected to recover."""
+_MAX_CHECK_INTERVAL_S = 1.0
 _logger = logging.getLogger(__name__)
+
+
+async def end_when_hung(
+    busy_ms: Callable[[], int], step_timeout_s: float, leave: Callable[[str], object] = leave_process
+) -> None:
+    """Calls `leave` and returns when the device has been in its current step for too long at two checks in a row. After
+    a pause of the whole process, a working device is in another step at the second check."""
+    limit_s = _HANG_STEP_TIMEOUTS * step_timeout_s
+    interval_s = min(step_timeout_s / 4, _MAX_CHECK_INTERVAL_S)
+    num_too_long = 0
+    while num_too_long < 2:
+        await asyncio.sleep(interval_s)
+        num_too_long = num_too_long + 1 if busy_ms() > limit_s * 1e3 else 0
+    leave(f"the device hangs: it has been in one step for more than {limit_s:g} s")
 
 
 class Launched(Protocol):

@@ -31,7 +31,7 @@ from worker_svc.step import (
     check_distinct,
     first_true,
 )
-from worker_svc.to_device import to_device
+from worker_svc.streams import to_device
 
 
 class RowLedger:

@@ -10,7 +10,7 @@ from torch import nn
 
 from quire.settings import ConfigurationError
 from worker_svc.layers.attention import AttentionMetadata
-from worker_svc.layers.embedding import Embedding, TiedHead
+from worker_svc.layers.embedding_norm import Embedding, TiedHead
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.weights import Placement, Quantization
 

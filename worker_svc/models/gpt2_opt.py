@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker_svc.layers.activation import ActivationKind
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
-from worker_svc.layers.embedding import Embedding
-from worker_svc.layers.linear import Linear, LinearPart, Split
-from worker_svc.layers.norm import LayerNorm
+from worker_svc.layers.embedding_norm import Embedding, LayerNorm
+from worker_svc.layers.linear import ActivationKind, Linear, LinearPart, Split
 from worker_svc.models.base import ConfigFields, ModelInput, ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.parallel.ranks import heads_of_rank
 from worker_svc.weights import Placement

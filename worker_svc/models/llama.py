@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from kernels import ops
-from worker_svc.layers.activation import ActivationKind
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
-from worker_svc.layers.embedding import Embedding
-from worker_svc.layers.linear import Linear, LinearPart, Split
-from worker_svc.layers.norm import RmsNorm
+from worker_svc.layers.embedding_norm import Embedding, RmsNorm
+from worker_svc.layers.linear import ActivationKind, Linear, LinearPart, Split
 from worker_svc.models.base import ConfigFields, ModelInput, ModelShape, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.rope import RopeConfig
 from worker_svc.parallel.ranks import heads_of_rank

@@ -8,7 +8,7 @@ import torch
 
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
-from worker_svc.layers.embedding import TiedHead
+from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.linear import check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM

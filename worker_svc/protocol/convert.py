@@ -1,16 +1,18 @@
-"""What the scheduler sends, from messages to values.
+"""Between the messages of the step stream and values, in both directions.
 
-Errors of a StepRequest by itself are refused here: lengths, ranges, contradictions within a list. `RowLedger` refuses
-what contradicts the present content of the rows. Neither changes anything before everything is checked. Where the
-sampling parameters of a row are wrong, the step runs and that row alone fails (`SamplingReader`).
+`StepDecoder` refuses a StepRequest that is wrong by itself: lengths, ranges, contradictions within a list. `RowLedger`
+refuses what contradicts the present content of the rows. Neither changes anything before everything is checked. Where
+the sampling parameters of a row are wrong, the step runs and that row alone fails (`SamplingReader`).
 """
+
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from quire import compatibility
-from quire.arrays import decode_int32
+from quire.arrays import decode_int32, encode_float32, encode_int32, encode_logprobs
 from quire.compatibility import ProtocolVersions, check_protocol
-from quire.rpc.errors import FailedPrecondition, invalid_field
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
 from worker_svc.sampling.sampling_table import SamplingReader
 from worker_svc.step import (
@@ -20,12 +22,16 @@ from worker_svc.step import (
     CacheOperations,
     Int32Array,
     ModelGeometry,
+    PromptLogprobs,
     ReseedRow,
+    RowCandidates,
     RowChanges,
     SealedBlocks,
     SetTokens,
     Step,
     StepHeader,
+    StepOutput,
+    TokenLogprobs,
     WorkerInfo,
     WorkerLimits,
     check_distinct,
@@ -34,6 +40,9 @@ from worker_svc.step import (
 
 RunRequest = worker_pb2.RunRequest
 StepRequest = worker_pb2.StepRequest
+RunResponse = worker_pb2.RunResponse
+
+_MAX_UINT32 = 0xFFFFFFFF
 
 
 def epoch_of(request: RunRequest) -> int:
@@ -242,3 +251,130 @@ def _tuples(data: bytes, field: str, below: tuple[int, ...]) -> Int32Array:
             if greatest >= bound:
                 raise invalid_field(field, f"holds {greatest} in column {column}; values there must be below {bound}")
     return array
+
+
+def result_message(output: StepOutput) -> RunResponse:
+    """The answer to a step."""
+    timings = {name: min(duration, _MAX_UINT32) for name, duration in asdict(output.timings).items()}
+    result = worker_pb2.StepResult(
+        step_id=output.step_id,
+        rows=encode_int32(output.rows),
+        token_ids=encode_int32(output.token_ids),
+        token_logprobs=None if output.logprobs is None else _logprobs_message(output.logprobs),
+        prompt_logprobs=[_prompt_logprobs_message(each) for each in output.prompt_logprobs],
+        candidates=[_candidates_message(each) for each in output.candidates],
+        failures=[_failure_message(row, output.refusals.get(row)) for row in output.failed_rows],
+        non_finite_chunks=encode_int32(output.non_finite_chunks),
+        timings=worker_pb2.StepTimings(**timings),
+    )
+    return RunResponse(result=result)
+
+
+def _failure_message(row: int, refusal: str | None) -> worker_pb2.RowFailure:
+    if refusal is not None:
+        return worker_pb2.RowFailure(row=row, reason=worker_pb2.ROW_FAILURE_REASON_INVALID_SAMPLING, detail=refusal)
+    detail = "the logits hold NaN or +infinity, or nothing finite"
+    return worker_pb2.RowFailure(row=row, reason=worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS, detail=detail)
+
+
+def acknowledgement(output: StepOutput) -> RunResponse:
+    """The answer of a rank other than rank 0: its results are the same, so it sends none."""
+    return RunResponse(result=worker_pb2.StepResult(step_id=output.step_id))
+
+
+def attached_message(epoch: int, info: WorkerInfo, sealed: SealedBlocks) -> RunResponse:
+    """The answer to Attach."""
+    attached = worker_pb2.Attached(
+        scheduler_epoch=epoch,
+        info=info_message(info),
+        sealed_block_ids=encode_int32(sealed.block_ids),
+        sealed_hashes=sealed.hashes.tobytes(),
+    )
+    return RunResponse(attached=attached)
+
+
+def heartbeat_message(last_step_id: int, busy_ms: int) -> RunResponse:
+    """A sign of life, with the time that the device has been busy with its current step."""
+    return RunResponse(heartbeat=worker_pb2.Heartbeat(last_step_id=last_step_id, busy_ms=busy_ms))
+
+
+def info_message(info: WorkerInfo) -> worker_pb2.WorkerInfo:
+    """This worker's identity, geometry and limits."""
+    return worker_pb2.WorkerInfo(
+        worker_generation=info.worker_generation,
+        rank=info.rank,
+        world_size=info.world_size,
+        pool=worker_pb2.KvPoolGeometry(**asdict(info.pool)),
+        model=worker_pb2.ModelGeometry(**asdict(info.model)),
+        limits=worker_pb2.WorkerLimits(**asdict(info.limits)),
+        protocol=compatibility.WORKER_PROTOCOL.message(),
+        fingerprint=info.fingerprint.message(),
+    )
+
+
+def _logprobs_message(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    message = worker_pb2.TokenLogprobs(samples=encode_int32(logprobs.samples))
+    encode_logprobs(logprobs.columns, message)
+    return message
+
+
+def _prompt_logprobs_message(logprobs: PromptLogprobs) -> worker_pb2.RowPromptLogprobs:
+    message = worker_pb2.RowPromptLogprobs(row=logprobs.row, first_position=logprobs.first_position)
+    encode_logprobs(logprobs.columns, message)
+    return message
+
+
+def _candidates_message(candidates: RowCandidates) -> worker_pb2.RowCandidates:
+    return worker_pb2.RowCandidates(
+        row=candidates.row,
+        token_ids=encode_int32(candidates.token_ids),
+        logprobs=encode_float32(candidates.logprobs),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutline:
+    """The rows of a step, unchecked.
+
+    Attributes:
+        released: rows that hold nothing any more.
+        traced: trace parents of the rows that enter with this step.
+        computed: number of computed tokens by row.
+        sampling: rows that get a token.
+    """
+
+    step_id: int
+    released: list[int]
+    traced: dict[int, str]
+    computed: dict[int, int]
+    sampling: set[int]
+
+
+def has_traces(request: worker_pb2.RunRequest) -> bool:
+    """Whether the request is a step that assigns traced rows."""
+    return bool(request.step.traced)
+
+
+def outline_of(request: worker_pb2.RunRequest) -> StepOutline | None:
+    """None for a step with malformed arrays."""
+    step = request.step
+    try:
+        rows = decode_int32(step.batch.rows, "rows").tolist()
+        num_new_tokens = decode_int32(step.batch.num_new_tokens, "num_new_tokens").tolist()
+        return StepOutline(
+            step.step_id,
+            decode_int32(step.release, "release").tolist(),
+            {traced.row: traced.traceparent for traced in step.traced},
+            dict(zip(rows, num_new_tokens, strict=False)),
+            # Pairs, of which the first is the row that samples.
+            set(decode_int32(step.batch.samples, "samples")[::2].tolist()),
+        )
+    except InvalidArgument:
+        return None
+
+
+def answer_of(response: worker_pb2.RunResponse) -> tuple[int, int] | None:
+    """The step id of an answer, and the microseconds in the model; None for other responses."""
+    if not response.HasField("result"):
+        return None
+    return response.result.step_id, response.result.timings.model_us

@@ -20,16 +20,21 @@ from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
 from worker_svc.device.rows import RowLedger
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.protocol.convert import RunRequest, StepDecoder, StepRequest, epoch_of, step_header, step_of
-from worker_svc.protocol.session import Replay, Session, Sessions, Verdict
-from worker_svc.protocol.wire import (
+from worker_svc.protocol.convert import (
+    RunRequest,
     RunResponse,
+    StepDecoder,
+    StepRequest,
     acknowledgement,
     attached_message,
+    epoch_of,
     heartbeat_message,
     info_message,
     result_message,
+    step_header,
+    step_of,
 )
+from worker_svc.protocol.session import Replay, Session, Sessions, Verdict
 from worker_svc.step import AdmittedStep, SealedBlocks, Step, StepOutput, SupersededError, WorkerInfo
 
 HEARTBEAT_INTERVAL_S = 0.5

@@ -16,7 +16,7 @@ import grpc.aio
 
 from quire.rpc.interceptors import Behavior, remake
 from quire.tracing import Span, TraceContext, Tracer
-from worker_svc.protocol.wire import StepOutline, answer_of, has_traces, outline_of
+from worker_svc.protocol.convert import StepOutline, answer_of, has_traces, outline_of
 
 RUN_METHOD = "/quire.worker.v1.WorkerService/Run"
 _NAME = "prefill"

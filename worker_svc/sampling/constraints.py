@@ -24,7 +24,7 @@ from quire.constraints.matcher import MaskMaker, Matcher, Template, Vocabulary
 from quire.constraints.program import program_of
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, RowChanges, RowConstraint
-from worker_svc.to_device import to_device
+from worker_svc.streams import to_device
 
 # Of the constraints whose compiled form is kept, as messages. A compiled one takes a few times as much.
 _CACHE_BYTES = 16 << 20

@@ -15,7 +15,7 @@ from torch import Tensor
 from worker_svc.sampling.constraints import Masks
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Int32Array, LogitRules
-from worker_svc.to_device import to_device
+from worker_svc.streams import to_device
 
 # Tokens are looked up in tables of rows x length. Rows of similar length share one, of at most so many entries.
 _MAX_ENTRIES = 2**19

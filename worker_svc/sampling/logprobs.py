@@ -23,7 +23,7 @@ from worker_svc.models.base import CausalLM
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.sampling.truncation import best_tokens
 from worker_svc.step import Batch, Int32Array, PromptLogprobs, RowCandidates, TokenLogprobs
-from worker_svc.to_device import to_device
+from worker_svc.streams import to_device
 
 PIECE = 256
 """Prompt positions whose logits are computed at once: a long prompt takes no more memory than a short one."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.sampling.truncation import CHUNK, lowest_kept, most_likely, padded_width
-from worker_svc.to_device import to_device
+from worker_svc.streams import to_device
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

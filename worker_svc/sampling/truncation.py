@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.to_device import to_device
+from worker_svc.streams import to_device
 
 CHUNK = 256
 """Columns that are summed in one step; see `inverse_cdf`."""

@@ -118,7 +118,7 @@ def test_ranks_leave_when_a_step_fails_on_one_of_them(by: str) -> None:
         (status, errors), (other_status, _) = [ended(rank) for rank in ranks]
         assert (status, other_status) == (LOST_PEER_EXIT_STATUS, LOST_PEER_EXIT_STATUS)
         assert "no room on rank 0" in errors
-        assert "rank 0: step 1 failed on the device; the ranks need a new rendezvous; leaving" in errors
+        assert "rank 0: step 1 failed on the device; the ranks need a new rendezvous; this process exits" in errors
 
 
 @BOTH_WAYS
@@ -129,7 +129,7 @@ def test_a_rank_leaves_a_sum_that_another_one_will_not_join(victim: int, by: str
         ranks[victim].kill()
         status, errors = ended(survivor, "\n")
         assert status == LOST_PEER_EXIT_STATUS
-        assert "the ranks need a new rendezvous; leaving" in errors
+        assert "the ranks need a new rendezvous; this process exits" in errors
 
 
 @pytest.mark.parametrize(("victim", "survivors"), [(0, (1, 2)), (1, (0, 2))])

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from worker_svc.parallel.ranks import ALONE
-from worker_svc.thread_binding import processors_for
+from worker_svc.startup import processors_for
 
 # In a process of its own: bound threads stay bound. Prints the processors of the thread that computes.
 _RUN = """

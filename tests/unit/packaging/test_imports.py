@@ -53,7 +53,6 @@ VIEWERS = {
     "gateway/replicas/events.py",
     "gateway/replicas/link.py",
     "worker_svc/protocol/stream.py",
-    "worker_svc/protocol/wire.py",
     "worker_svc/sampling/sampling_table.py",
 }
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable
 
-from worker_svc.hang_guard import end_when_hung
+from worker_svc.device.device_loop import end_when_hung
 
 
 class Device:

@@ -18,8 +18,7 @@ from worker_svc import startup
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import choose_device, is_lost, make_worker, model_geometry, requested_pool_dtype
-from worker_svc.thread_binding import processors_for
+from worker_svc.startup import choose_device, is_lost, make_worker, model_geometry, processors_for, requested_pool_dtype
 
 
 def load(*flags: str, **environ: str) -> WorkerSettings:
@@ -128,7 +127,7 @@ _BIND = """
 import json, os, sys, threading
 import torch
 from worker_svc.parallel.ranks import Ranks
-from worker_svc.thread_binding import bind_threads
+from worker_svc.startup import bind_threads
 
 torch.set_num_threads(int(sys.argv[1]))
 before = set(os.listdir("/proc/self/task"))

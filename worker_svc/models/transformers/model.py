@@ -1,34 +1,50 @@
-"""Models without a family of Quire's own: transformers' code, with paged attention instead of theirs."""
+"""Models without a family of Quire's own: transformers' code, with paged attention instead of theirs.
 
+Configuration and weights are read as transformers reads them, but from local files alone: no code, no pickles.
+"""
+
+import contextlib
 import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging
 
 from quire.model_directory import ModelDirectory
+from quire.settings import ConfigurationError
 from worker_svc.models.base import CausalLM, ModelInput, ModelShape
 from worker_svc.models.transformers.adapters import adapt, served_attention
-from worker_svc.models.transformers.load import (
-    UnsupportedModelError,
-    load_pretrained,
-    max_model_len_of,
-    read_config,
-    refusals,
-    remembered_by_generate,
-)
 from worker_svc.models.transformers.paged import (
     PAGED,
     PAGED_WITH_MASKS,
     PagedLayers,
     PoolShape,
+    UnsupportedModelError,
     attend_by_hook,
     clear_hook,
     set_hook,
 )
-from worker_svc.models.transformers.probe import PROBED, ProbedModel, Recorder, probe, probed_mask
-from worker_svc.weights import Placement, Progress
+from worker_svc.models.transformers.probe import (
+    PROBED,
+    ProbedModel,
+    Recorder,
+    max_model_len_of,
+    one_line,
+    probe,
+    probed_mask,
+)
+from worker_svc.weights import Checkpoint, Placement, Progress
 
 
 def load_transformers_model(
@@ -162,3 +178,121 @@ def choose_attention(model: PreTrainedModel, name: str) -> None:
 
 def _empty_mask(*, device: torch.device, **_: Any) -> torch.Tensor:
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
+
+
+@contextlib.contextmanager
+def refusals(described: ModelDirectory) -> Iterator[None]:
+    """Converts what transformers' code raises to a ConfigurationError of one line that names the model."""
+    try:
+        yield
+    except (ConfigurationError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = str(error) if isinstance(error, UnsupportedModelError) else one_line(error)
+        raise ConfigurationError(
+            f"{described.architecture} of {described.path} cannot be served through transformers: {reason}"
+        ) from error
+
+
+def remembered_by_generate(config: PreTrainedConfig, windows: Sequence[int | None]) -> int | None:
+    """The length up to which transformers' `generate` sees all that the model's masks show; None for any.
+
+    Its cache keeps a window wherever the configuration names one, even where the masks ignore it.
+
+    Args:
+        windows: those of the masks, one for each attention call in the order of the layers.
+    """
+    caches = DynamicCache(config=config).layers
+    per_layer = max(len(windows) // max(len(caches), 1), 1)
+    forgotten: list[int] = []
+    for index, window in enumerate(windows[: per_layer * len(caches)]):
+        kept = getattr(caches[index // per_layer], "sliding_window", None)
+        if kept is not None and (window is None or window > kept):
+            forgotten.append(kept)
+    return min(forgotten, default=None)
+
+
+def read_config(described: ModelDirectory) -> PreTrainedConfig:
+    """config.json as transformers understands it.
+
+    Raises:
+        ConfigurationError: it is not a decoder alone, or needs code from the directory, which is never run.
+    """
+    with refusals(described):
+        config = AutoConfig.from_pretrained(described.path, local_files_only=True, trust_remote_code=False)
+    if config.is_encoder_decoder:
+        raise ConfigurationError(f"{described.architecture} of {described.path} has an encoder; decoders are served")
+    known = _model_class(config)
+    if known is None or known.__name__ != described.architecture:
+        raise ConfigurationError(
+            f"architecture {described.architecture} of {described.path} is no causal language model of transformers: "
+            f"its model type {config.model_type!r} is {'none' if known is None else known.__name__}"
+        )
+    return config
+
+
+def load_pretrained(
+    described: ModelDirectory, config: PreTrainedConfig, placement: Placement, progress: Progress | None
+) -> PreTrainedModel:
+    """The model with its weights, in memory of its own.
+
+    Raises:
+        ConfigurationError: a file that is missing or damaged, a tensor that is missing or misshapen.
+    """
+    Checkpoint.open(described.path, base_prefix="")
+    model_class = _model_class(config)
+    assert model_class is not None, "checked by read_config"
+    with refusals(described), _quiet():
+        # Its signature omits the pair that `output_loading_info` makes it return.
+        loaded: Any = model_class.from_pretrained(
+            described.path,
+            config=config,
+            dtype=placement.dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            # Reported below, with the tensor's name, which transformers' error lacks.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model: PreTrainedModel
+    model, found = loaded
+    for name, stored, expected in sorted(found["mismatched_keys"]):
+        raise ConfigurationError(
+            f"{described.path}: tensor {name} has shape {list(stored)}; config.json asks for {list(expected)}"
+        )
+    for name in sorted(found["missing_keys"]):
+        raise ConfigurationError(f"{described.path}: tensor {name} is missing from the safetensors files")
+    _place(model.eval().requires_grad_(False), placement.device)
+    if progress is not None:
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        progress("loading weights", total, total)
+    return model
+
+
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    # A few model types have several classes.
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return known if isinstance(known, type) else None
+
+
+def _place(model: PreTrainedModel, device: torch.device) -> None:
+    """Copies the weights out of the mapped files, which may change while the model runs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device, copy=True)
+    nn.Module.to(model, device)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppresses what transformers prints about the weights: it is raised as an error, or does not matter."""
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()

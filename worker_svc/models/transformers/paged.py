@@ -18,7 +18,6 @@ from kernels.checks import dtype_written_to
 from quire.settings import ConfigurationError
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import ModelInput
-from worker_svc.models.transformers.load import UnsupportedModelError
 
 # Names of attention functions in transformers' registry. The first has no mask function, so that models make no masks;
 # the second is for models that do something with their masks, which are empty.
@@ -27,6 +26,10 @@ PAGED_WITH_MASKS = "quire_paged_with_masks"
 
 # The attribute of attention modules that holds their hook.
 _HOOK = "quire_attention"
+
+
+class UnsupportedModelError(Exception):
+    """A model cannot be served through transformers' code. The message ends a sentence that names the model."""
 
 
 @dataclass(frozen=True, slots=True)

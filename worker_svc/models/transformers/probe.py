@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from worker_svc.models.transformers.load import UnsupportedModelError, max_model_len_of, one_line
-from worker_svc.models.transformers.paged import AttentionCall, LayerShape
+from quire.settings import ConfigurationError
+from worker_svc.models.transformers.paged import AttentionCall, LayerShape, UnsupportedModelError
 
 PROBED = "quire_probed"
 """Name of the attention function of probed models. Its masks show what the layers see."""
@@ -269,3 +269,55 @@ def window_of(mask_function: Callable[..., Any], num_positions: int) -> int | No
         if not torch.equal(row(position).bool(), expected):
             raise UnsupportedModelError("its attention is neither causal nor a sliding window")
     return None if width == num_positions else width
+
+
+# In order of precedence: some files name lengths of their training too.
+_LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length")
+
+# Lengths of the training of model types with ALiBi alone, whose configuration need not name one.
+_TRAINED_LENGTHS = {"bloom": 2048}
+
+
+def max_model_len_of(config: PreTrainedConfig) -> int:
+    """The number of positions up to which a model can be served.
+
+    In transformers, rotary embeddings that change with the length of the sequence change with the longest one of the
+    batch: such a model is served up to the length at which they begin to change. Chunked attention is causal within the
+    first chunk, attention to the best tokens as long as these are all tokens, and an attention temperature by position
+    is 1 up to its first step.
+
+    Raises:
+        ConfigurationError: config.json names no length.
+    """
+    text = config.get_text_config()
+    named = [getattr(text, name, None) for name in _LENGTH_FIELDS]
+    limits = [*_lengths(*named)[:1], *_lengths(*_rotary_limits(text), getattr(text, "index_topk", None))]
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        limits += _lengths(getattr(text, "attention_chunk_size", None))
+    if getattr(text, "attn_temperature_tuning", False):
+        # Token number floor_scale, counted from 1, is the first with another temperature.
+        limits += _lengths(getattr(text, "floor_scale", 0) - 1)
+    if not limits:
+        limits = _lengths(_TRAINED_LENGTHS.get(text.model_type))
+    if not limits:
+        raise ConfigurationError(f"config.json of model type {config.model_type!r} has no max_position_embeddings")
+    return min(limits)
+
+
+def _rotary_limits(text: PreTrainedConfig) -> list[object]:
+    rope = getattr(text, "rope_parameters", None) or {}
+    sections = (rope, *(each for each in rope.values() if isinstance(each, dict)))
+    return [
+        section.get("original_max_position_embeddings")
+        for section in sections
+        if section.get("rope_type") == "longrope"
+    ]
+
+
+def _lengths(*values: object) -> list[int]:
+    return [value for value in values if isinstance(value, int) and value > 0]
+
+
+def one_line(error: Exception) -> str:
+    """The class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -14,8 +14,8 @@ from tests.support.steps import int32, make_assign, make_changes, make_operation
 from worker_svc.device import block_moves
 from worker_svc.device.block_moves import BlockMoves, SealInventory
 from worker_svc.device.kv_pool import KvPool
-from worker_svc.device.streams import IN_ORDER, Stream
 from worker_svc.step import AdmittedStep, PoolGeometry, SealedBlocks
+from worker_svc.streams import IN_ORDER, Stream
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 10, 12
 Pairs = list[tuple[int, int]]

@@ -18,20 +18,20 @@ from tests.support.sampling import make_sampling
 from tests.support.steps import make_assign, make_batch, make_changes, make_step
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
 from worker_svc.device.batch import pad_batch
-from worker_svc.device.graphs import (
+from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, num_gpu_blocks, pool_geometry
+from worker_svc.device.replay import (
     MAX_GRAPH_ROWS,
     CudaGraphRecorder,
     GraphShape,
     GraphShapes,
     check_cuda_graphs,
 )
-from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, num_gpu_blocks, pool_geometry
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
-from worker_svc.device.streams import IN_ORDER, Streams
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.registry import load_model
 from worker_svc.startup import model_geometry
 from worker_svc.step import AdmittedStep, PoolGeometry, RowChanges, StepOutput, WorkerLimits
+from worker_svc.streams import IN_ORDER, Streams
 
 NUM_ROWS, NUM_BLOCKS = 19, 130
 CPU = torch.device("cpu")

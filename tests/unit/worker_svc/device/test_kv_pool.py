@@ -22,8 +22,8 @@ from worker_svc.device.kv_pool import (
     num_host_blocks,
     pool_geometry,
 )
-from worker_svc.device.streams import IN_ORDER
 from worker_svc.step import AdmittedStep, CacheOperations
+from worker_svc.streams import IN_ORDER
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

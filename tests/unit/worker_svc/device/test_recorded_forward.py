@@ -13,7 +13,7 @@ from tests.support.models import VOCAB_SIZE, make_shape
 from tests.support.more_models import NATIVE, make_family
 from tests.support.paged import PagedRunner, Span
 from worker_svc.device.kv_pool import KvPool
-from worker_svc.device.recorded_forward import RecordedForward, make_decodes, make_forward, room_for
+from worker_svc.device.replay import RecordedForward, make_decodes, make_forward, room_for
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.step import PoolGeometry, WorkerLimits

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.support.fake_streams import FakeDevice
-from worker_svc.device import results
-from worker_svc.device.results import HostCopy, StepValues
-from worker_svc.device.streams import IN_ORDER
+from worker_svc.device import runner
+from worker_svc.device.runner import HostCopy, StepValues
 from worker_svc.sampling.logprobs import CandidateValues, LogprobValues
+from worker_svc.streams import IN_ORDER
 
 
 def make_values(token_ids: Tensor) -> StepValues[Tensor]:
@@ -43,7 +43,7 @@ def test_results_leave_after_they_were_computed_and_the_next_step_does_not_wait_
         device.queue(lambda: (ran.append("copy"), target.copy_(source)))
         return target
 
-    monkeypatch.setattr(results, "_begin_copy", begin_copy)
+    monkeypatch.setattr(runner, "_begin_copy", begin_copy)
     device.queue(lambda: (ran.append("step"), result.fill_(7)))
     copy = HostCopy(make_values(result), device.compute, device.results)
     assert not device.results.can_run

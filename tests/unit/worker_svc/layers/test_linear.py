@@ -13,9 +13,10 @@ from quire.settings import ConfigurationError
 from tests.support.models import make_shape
 from tests.support.paged import PagedRunner, Span
 from worker_svc.layers import linear
-from worker_svc.layers.activation import ACTIVATIONS, ActivationKind
-from worker_svc.layers.embedding import Embedding
+from worker_svc.layers.embedding_norm import Embedding
 from worker_svc.layers.linear import (
+    ACTIVATIONS,
+    ActivationKind,
     DynamicProduct,
     Linear,
     LinearPart,

@@ -15,7 +15,7 @@ from quire.settings import ConfigurationError
 from tests.support.models import make_model, make_shape
 from tests.support.paged import PagedRunner, Span
 from worker_svc.layers.attention import AttentionMetadata
-from worker_svc.layers.embedding import TiedHead
+from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.models.base import CausalLM, ModelInput, NativeCausalLM
 from worker_svc.models.registry import FAMILIES, load_model, resolve_dtype
 

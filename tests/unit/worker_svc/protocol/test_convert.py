@@ -11,8 +11,7 @@ from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from tests.support.logprobs import Line, columns_of, lines_by_row
 from tests.support.worker_client import make_assign, make_batch
-from worker_svc.protocol.convert import StepDecoder, epoch_of, step_of
-from worker_svc.protocol.wire import attached_message, info_message, result_message
+from worker_svc.protocol.convert import StepDecoder, attached_message, epoch_of, info_message, result_message, step_of
 from worker_svc.step import (
     ModelGeometry,
     PoolGeometry,

@@ -10,7 +10,8 @@ from transformers import BloomConfig, FalconMambaConfig, Llama4TextConfig, Llama
 from quire.settings import ConfigurationError
 from tests.support.more_models import FOREIGN, Family, make_family
 from worker_svc.models.registry import load_model
-from worker_svc.models.transformers.load import max_model_len_of, remembered_by_generate
+from worker_svc.models.transformers.model import remembered_by_generate
+from worker_svc.models.transformers.probe import max_model_len_of
 
 
 @pytest.mark.parametrize(

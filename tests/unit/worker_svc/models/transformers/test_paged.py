@@ -14,8 +14,13 @@ from tests.support.paged import PagedRunner, Span
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import ModelInput
 from worker_svc.models.registry import load_model
-from worker_svc.models.transformers.load import UnsupportedModelError
-from worker_svc.models.transformers.paged import AttentionCall, LayerShape, PagedLayers, PoolShape
+from worker_svc.models.transformers.paged import (
+    AttentionCall,
+    LayerShape,
+    PagedLayers,
+    PoolShape,
+    UnsupportedModelError,
+)
 
 CPU = torch.device("cpu")
 PLAIN = LayerShape(

@@ -16,8 +16,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from worker_svc.models.transformers.load import UnsupportedModelError
-from worker_svc.models.transformers.paged import attend_by_hook, set_hook
+from worker_svc.models.transformers.paged import UnsupportedModelError, attend_by_hook, set_hook
 from worker_svc.models.transformers.probe import Forward, ProbedModel, Recorder, probe, window_of
 
 VOCAB_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 4, 2, 6

@@ -1,4 +1,4 @@
-"""Streams of device work, the marks by which one waits for another, and times of stages.
+"""Streams of device work: the marks by which one waits for another, times of stages, and small arrays to the device.
 
 Within a stream work runs in the order in which it was queued. A device without streams, as the CPU, has done all work
 when it was queued, and nothing waits.
@@ -10,7 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
 
 class Mark(Protocol):
@@ -138,3 +140,15 @@ class Stopwatch:
         if self._on_cuda:
             return [round(a.elapsed_time(b) * 1000) for a, b in itertools.pairwise(self._marks)]
         return [(b - a) // 1000 for a, b in itertools.pairwise(self._times_ns)]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device. On CUDA it goes through pinned memory in stream order, and the host does not wait.
+
+    On the CPU the tensor shares the array's memory, so the caller must not write to it any more.
+    """
+    # torch warns about read-only memory, as views of messages are.
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
