@@ -8,11 +8,10 @@ from quire.metrics import MetricsServer
 from quire.rpc.process import configure_logging
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
-from quire.tracing import Tracer, open_tracer
+from quire.tracing import open_tracer
 from worker_svc.device.device_loop import DeviceLoop, end_when_hung
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.stream import WorkerServicer, start_server
-from worker_svc.protocol.tracing import PrefillSpans
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
 
@@ -31,11 +30,11 @@ async def serve(settings: WorkerSettings) -> None:
     """
     configure_logging("worker", settings.log_level)
     metrics = WorkerMetrics()
-    servicer = WorkerServicer(metrics)
     device_loop = DeviceLoop()
     stopping = threading.Event()
     tracer = open_tracer(settings.otlp_traces_endpoint, "worker")
-    server, operators = await _start_server(settings, servicer, tracer)
+    servicer = WorkerServicer(metrics, tracer)
+    server, operators = await _start_server(settings, servicer)
     device_loop.start()
     metrics_server = None
     try:
@@ -59,9 +58,7 @@ async def serve(settings: WorkerSettings) -> None:
             await asyncio.to_thread(tracer.close)
 
 
-async def _start_server(
-    settings: WorkerSettings, servicer: WorkerServicer, tracer: Tracer | None
-) -> tuple[RpcServer, ServerTls | None]:
+async def _start_server(settings: WorkerSettings, servicer: WorkerServicer) -> tuple[RpcServer, ServerTls | None]:
     """The listening server, and the TLS of the other ports, which are for operators."""
     identity = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER)
     # Only a scheduler commands a worker.
@@ -73,7 +70,6 @@ async def _start_server(
         tls=tls,
         admin_port=settings.admin_port,
         admin_tls=operators,
-        interceptors=() if tracer is None else (PrefillSpans(tracer, settings.tensor_parallel_rank),),
     )
     warn_if_open(server.address, tls)
     return server, operators

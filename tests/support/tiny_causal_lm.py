@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from worker_svc.models.base import CausalLM, ModelInput, ModelShape
+from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.weights import Placement
 
 VOCAB_SIZE = 61
@@ -22,14 +22,14 @@ class TinyCausalLM(CausalLM):
     architecture = "TinyForCausalLM"
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        shape = ModelShape(
+        super().__init__(
+            Placement(torch.device("cpu"), dtype),
             num_layers=1,
             num_kv_heads=_HEADS,
             head_dim=_HEAD_DIM,
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,
         )
-        super().__init__(shape, Placement(torch.device("cpu"), dtype))
         generator = torch.Generator().manual_seed(5)
         width = _HEADS * _HEAD_DIM
         self.tokens = torch.randn((VOCAB_SIZE, width), generator=generator).to(dtype)

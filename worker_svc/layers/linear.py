@@ -38,33 +38,6 @@ from worker_svc.weights import Loadable, Placement, Quantization, TensorReader, 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _relu_squared(x: torch.Tensor) -> torch.Tensor:
-    return functional.relu(x).square()
-
-
-_gelu_tanh = partial(functional.gelu, approximate="tanh")
-
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": functional.gelu,
-    "gelu_fast": _gelu_tanh,
-    "gelu_new": _gelu_tanh,
-    "gelu_python": functional.gelu,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
-    "relu": functional.relu,
-    "relu2": _relu_squared,
-    "relu6": functional.relu6,
-    "sigmoid": torch.sigmoid,
-    "silu": functional.silu,
-    "swish": functional.silu,
-    "tanh": torch.tanh,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class FusedActivation:
     """An activation as `torch.ops.mkldnn._linear_pointwise` names it."""
@@ -74,30 +47,47 @@ class FusedActivation:
     scalars: list[float] = field(default_factory=list)
 
 
-_GELU_TANH = FusedActivation("gelu", "tanh")
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """An activation function, and the names by which a product can apply it to its sums; None where it cannot.
 
-# oneDNN's relu turns NaN into 0, which would hide a poisoned row: it is not among them.
-_FUSED: dict[str, FusedActivation] = {
-    "gelu": FusedActivation("gelu", "none"),
+    oneDNN's relu turns NaN into 0, which would hide a poisoned row, so it is not used.
+    """
+
+    function: Activation
+    fused: FusedActivation | None = None
+    own: str | None = None
+    """The name in `ops.product`."""
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _relu_squared(x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x).square()
+
+
+_GELU = _Function(functional.gelu, FusedActivation("gelu", "none"))
+_GELU_TANH = _Function(partial(functional.gelu, approximate="tanh"), FusedActivation("gelu", "tanh"), "gelu_tanh")
+_SILU = _Function(functional.silu, FusedActivation("swish"), "silu")
+
+ACTIVATIONS: dict[str, _Function] = {
+    "gelu": _GELU,
     "gelu_fast": _GELU_TANH,
     "gelu_new": _GELU_TANH,
-    "gelu_python": FusedActivation("gelu", "none"),
+    "gelu_python": _GELU,
     "gelu_pytorch_tanh": _GELU_TANH,
-    "sigmoid": FusedActivation("sigmoid"),
-    "silu": FusedActivation("swish"),
-    "swish": FusedActivation("swish"),
-    "tanh": FusedActivation("tanh"),
+    "quick_gelu": _Function(_quick_gelu),
+    "relu": _Function(functional.relu, own="relu"),
+    "relu2": _Function(_relu_squared),
+    "relu6": _Function(functional.relu6),
+    "sigmoid": _Function(torch.sigmoid, FusedActivation("sigmoid")),
+    "silu": _SILU,
+    "swish": _SILU,
+    "tanh": _Function(torch.tanh, FusedActivation("tanh")),
 }
-
-# Names that `ops.product` uses.
-_OWN = {
-    "gelu_fast": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
+"""By the names that model configurations use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,24 +111,24 @@ class ActivationKind:
     @property
     def is_gated_silu(self) -> bool:
         """Whether it is what `ops.silu_and_mul` computes."""
-        return self.gated and ACTIVATIONS[self.name] is functional.silu
+        return self.gated and ACTIVATIONS[self.name] is _SILU
 
     @property
     def function(self) -> Activation:
         if self.is_gated_silu:
             return ops.silu_and_mul
-        function = ACTIVATIONS[self.name]
+        function = ACTIVATIONS[self.name].function
         return partial(_gate_and_mul, function) if self.gated else function
 
     @property
     def fused(self) -> FusedActivation | None:
         """The same function where oneDNN can apply it to a product; None where it cannot."""
-        return None if self.gated else _FUSED.get(self.name)
+        return None if self.gated else ACTIVATIONS[self.name].fused
 
     @property
     def own(self) -> str | None:
         """The same function where `ops.product` can apply it; None where it cannot."""
-        return None if self.gated else _OWN.get(self.name)
+        return None if self.gated else ACTIVATIONS[self.name].own
 
 
 def _gate_and_mul(function: Activation, x: torch.Tensor) -> torch.Tensor:

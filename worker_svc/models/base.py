@@ -32,39 +32,34 @@ class ModelInput:
     kv_caches: Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes of a model that the rest of the worker needs.
-
-    Attributes:
-        num_kv_heads: of this rank.
-        vocab_size: width of the logits of all ranks together.
-        max_model_len: number of positions that the model supports.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_model_len: int
-
-
 class CausalLM(nn.Module):
     """A decoder-only language model over a paged KV pool.
 
     Attributes:
         architecture: its name in config.json.
+        num_kv_heads: of this rank.
+        vocab_size: width of the logits of all ranks together.
+        max_model_len: number of positions that the model supports.
     """
 
     architecture: str
 
-    def __init__(self, shape: ModelShape, placement: Placement) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        vocab_size: int,
+        max_model_len: int,
+    ) -> None:
         super().__init__()
-        self.num_layers = shape.num_layers
-        self.num_kv_heads = shape.num_kv_heads
-        self.head_dim = shape.head_dim
-        self.vocab_size = shape.vocab_size
-        self.max_model_len = shape.max_model_len
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
         self.ranks = placement.ranks
         self.device = placement.device
         self.dtype = placement.dtype

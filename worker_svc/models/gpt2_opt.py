@@ -13,7 +13,7 @@ from torch import nn
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import Embedding, LayerNorm
 from worker_svc.layers.linear import ActivationKind, Linear, LinearPart, Split
-from worker_svc.models.base import ConfigFields, ModelInput, ModelShape, NativeCausalLM, head_dim_of, make_head
+from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, head_dim_of, make_head
 from worker_svc.parallel.ranks import heads_of_rank
 from worker_svc.weights import Placement
 
@@ -153,14 +153,14 @@ class GPT2LMHeadModel(NativeCausalLM):
     base_prefix = "transformer."
 
     def __init__(self, config: GPT2Config, placement: Placement) -> None:
-        shape = ModelShape(
+        super().__init__(
+            placement,
             num_layers=config.num_layers,
             num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_heads)[1],
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_model_len=config.max_positions,
         )
-        super().__init__(shape, placement)
         hidden = config.hidden_size
         self.embedding = Embedding("transformer.wte", config.vocab_size, hidden, placement=placement, split=True)
         self.position_embedding = Embedding("transformer.wpe", config.max_positions, hidden, placement=placement)
@@ -263,14 +263,14 @@ class OPTForCausalLM(NativeCausalLM):
     base_prefix = "model."
 
     def __init__(self, config: OPTConfig, placement: Placement) -> None:
-        shape = ModelShape(
+        super().__init__(
+            placement,
             num_layers=config.num_layers,
             num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_heads)[1],
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_model_len=config.max_positions,
         )
-        super().__init__(shape, placement)
         decoder, hidden, width = "model.decoder", config.hidden_size, config.embedding_size
         self.embedding = Embedding(f"{decoder}.embed_tokens", config.vocab_size, width, placement=placement, split=True)
         self.position_embedding = Embedding(

@@ -14,7 +14,7 @@ from kernels import ops
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import Embedding, RmsNorm
 from worker_svc.layers.linear import ActivationKind, Linear, LinearPart, Split
-from worker_svc.models.base import ConfigFields, ModelInput, ModelShape, NativeCausalLM, head_dim_of, make_head
+from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, head_dim_of, make_head
 from worker_svc.models.rope import RopeConfig
 from worker_svc.parallel.ranks import heads_of_rank
 from worker_svc.weights import Placement
@@ -171,14 +171,14 @@ class LlamaForCausalLM(NativeCausalLM):
     layer_class: ClassVar[type[LlamaLayer]] = LlamaLayer
 
     def __init__(self, config: LlamaConfig, placement: Placement) -> None:
-        shape = ModelShape(
+        super().__init__(
+            placement,
             num_layers=config.num_layers,
             num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)[1],
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_model_len=config.rope.max_model_len,
         )
-        super().__init__(shape, placement)
         hidden = config.hidden_size
         self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement, split=True)
         self.cos_sin_table = config.rope.cos_sin_table(placement.device)

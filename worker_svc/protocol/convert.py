@@ -5,14 +5,14 @@ refuses what contradicts the present content of the rows. Neither changes anythi
 the sampling parameters of a row are wrong, the step runs and that row alone fails (`SamplingReader`).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 
 from quire import compatibility
 from quire.arrays import decode_int32, encode_float32, encode_int32, encode_logprobs
 from quire.compatibility import ProtocolVersions, check_protocol
-from quire.rpc.errors import FailedPrecondition, InvalidArgument, invalid_field
+from quire.rpc.errors import FailedPrecondition, invalid_field
 from quire.worker.v1 import worker_pb2
 from worker_svc.sampling.sampling_table import SamplingReader
 from worker_svc.step import (
@@ -330,51 +330,3 @@ def _candidates_message(candidates: RowCandidates) -> worker_pb2.RowCandidates:
         token_ids=encode_int32(candidates.token_ids),
         logprobs=encode_float32(candidates.logprobs),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutline:
-    """The rows of a step, unchecked.
-
-    Attributes:
-        released: rows that hold nothing any more.
-        traced: trace parents of the rows that enter with this step.
-        computed: number of computed tokens by row.
-        sampling: rows that get a token.
-    """
-
-    step_id: int
-    released: list[int]
-    traced: dict[int, str]
-    computed: dict[int, int]
-    sampling: set[int]
-
-
-def has_traces(request: worker_pb2.RunRequest) -> bool:
-    """Whether the request is a step that assigns traced rows."""
-    return bool(request.step.traced)
-
-
-def outline_of(request: worker_pb2.RunRequest) -> StepOutline | None:
-    """None for a step with malformed arrays."""
-    step = request.step
-    try:
-        rows = decode_int32(step.batch.rows, "rows").tolist()
-        num_new_tokens = decode_int32(step.batch.num_new_tokens, "num_new_tokens").tolist()
-        return StepOutline(
-            step.step_id,
-            decode_int32(step.release, "release").tolist(),
-            {traced.row: traced.traceparent for traced in step.traced},
-            dict(zip(rows, num_new_tokens, strict=False)),
-            # Pairs, of which the first is the row that samples.
-            set(decode_int32(step.batch.samples, "samples")[::2].tolist()),
-        )
-    except InvalidArgument:
-        return None
-
-
-def answer_of(response: worker_pb2.RunResponse) -> tuple[int, int] | None:
-    """The step id of an answer, and the microseconds in the model; None for other responses."""
-    if not response.HasField("result"):
-        return None
-    return response.result.step_id, response.result.timings.model_us

@@ -16,6 +16,7 @@ import grpc.aio
 
 from quire.rpc.errors import FailedPrecondition, Internal, QuireError, Unavailable
 from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
+from quire.tracing import Tracer
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
 from worker_svc.device.rows import RowLedger
@@ -35,6 +36,7 @@ from worker_svc.protocol.convert import (
     step_of,
 )
 from worker_svc.protocol.session import Replay, Session, Sessions, Verdict
+from worker_svc.protocol.tracing import PrefillSpans
 from worker_svc.step import AdmittedStep, SealedBlocks, Step, StepOutput, SupersededError, WorkerInfo
 
 HEARTBEAT_INTERVAL_S = 0.5
@@ -141,9 +143,12 @@ class _End:
 class StepStream:
     """The state of one Run call. FailedPrecondition when the epoch is refused."""
 
-    def __init__(self, worker: Worker, metrics: WorkerMetrics, epoch: int, *, heartbeat_interval_s: float) -> None:
+    def __init__(
+        self, worker: Worker, metrics: WorkerMetrics, tracer: Tracer | None, epoch: int, *, heartbeat_interval_s: float
+    ) -> None:
         self._worker = worker
         self._metrics = metrics
+        self._spans = PrefillSpans(tracer, worker.info.rank)
         self._heartbeat_interval_s = heartbeat_interval_s
         self._outgoing: asyncio.Queue[RunResponse | QuireError | _End] = asyncio.Queue()
         self._idle = asyncio.Event()
@@ -172,6 +177,7 @@ class StepStream:
                 yield item
         finally:
             session.end()
+            self._spans.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -199,11 +205,13 @@ class StepStream:
             return
         admitted = self._worker.admit(self._worker.decoder.decode(message))
         self._session.start(message.step_id)
+        self._spans.step_starts(admitted.step, {each.row: each.traceparent for each in message.traced})
         self._idle.clear()
         self._worker.submit(self._lane, admitted)
 
     def _finish(self, output: StepOutput) -> None:
         self._session.finish(output)
+        self._spans.step_ends(output)
         self._metrics.step_finished(output)
         self._outgoing.put_nowait(self._answer(output))
         if not self._session.num_in_flight:
@@ -230,8 +238,15 @@ class StepStream:
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """quire.worker.v1.WorkerService of one worker. Until it is loaded, every call is UNAVAILABLE."""
 
-    def __init__(self, metrics: WorkerMetrics, *, heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S) -> None:
+    def __init__(
+        self,
+        metrics: WorkerMetrics,
+        tracer: Tracer | None = None,
+        *,
+        heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+    ) -> None:
         self._metrics = metrics
+        self._tracer = tracer
         self._heartbeat_interval_s = heartbeat_interval_s
         self._loaded: Worker | None = None
         # The last reason to refuse a scheduler.
@@ -245,7 +260,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.RunResponse]:
         epoch = self._epoch_of(await anext(request_iterator, worker_pb2.RunRequest()))
-        stream = StepStream(self._worker(), self._metrics, epoch, heartbeat_interval_s=self._heartbeat_interval_s)
+        stream = StepStream(
+            self._worker(), self._metrics, self._tracer, epoch, heartbeat_interval_s=self._heartbeat_interval_s
+        )
         async with aclosing(stream.responses(request_iterator)) as responses:
             async for response in responses:
                 yield response

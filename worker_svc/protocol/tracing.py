@@ -3,55 +3,15 @@ tokens to the step that samples after the last of them.
 
 A decode step computes one token of each row, so that its spans would be one per token. Only the scheduler's span shows
 the time of decodes, and a decode step costs a look at a dict here.
-
-An interceptor watches the step stream; sessions know nothing of it.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import grpc
-import grpc.aio
-
-from quire.rpc.interceptors import Behavior, remake
 from quire.tracing import Span, TraceContext, Tracer
-from worker_svc.protocol.convert import StepOutline, answer_of, has_traces, outline_of
+from worker_svc.step import Step, StepOutput
 
-RUN_METHOD = "/quire.worker.v1.WorkerService/Run"
 _NAME = "prefill"
-
-
-class PrefillSpans(grpc.aio.ServerInterceptor):
-    """Watches every Run call. `rank` is that of this worker."""
-
-    def __init__(self, tracer: Tracer, rank: int) -> None:
-        self._tracer = tracer
-        self._rank = rank
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method != RUN_METHOD:
-            return handler
-        return remake(handler, self._watched, request_deserializer=handler.request_deserializer)
-
-    def _watched(self, behavior: Behavior) -> Behavior:
-        async def run(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            watch = StreamWatch(self._tracer, self._rank)
-            responses = behavior(watch.passing(requests), context)
-            try:
-                async for response in responses:
-                    watch.see_response(response)
-                    yield response
-            finally:
-                await responses.aclose()
-                watch.close()
-
-        return run
 
 
 @dataclass(slots=True)
@@ -66,7 +26,7 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What a step in flight computes for a traced row, which may hold another sequence when the answer comes."""
+    """What a step in flight computes for a traced row, which may hold another sequence when the step ends."""
 
     row: int
     prefill: _Prefill
@@ -74,61 +34,50 @@ class _Chunk:
     samples: bool
 
 
-@dataclass(slots=True)
-class StreamWatch:
-    """The traced rows of one stream. `rank` is that of the worker."""
+class PrefillSpans:
+    """The traced rows of one stream.
 
-    tracer: Tracer
-    rank: int
-    _open: dict[int, _Prefill] = field(default_factory=dict)
-    _in_flight: dict[int, list[_Chunk]] = field(default_factory=dict)
+    Args:
+        tracer: None where nothing is traced.
+        rank: of this worker.
+    """
 
-    async def passing(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Passes requests on, and looks at each before."""
-        async for request in requests:
-            if self._open or has_traces(request):
-                outline = outline_of(request)
-                if outline is not None:
-                    self._sent(outline)
-            yield request
+    def __init__(self, tracer: Tracer | None, rank: int) -> None:
+        self._tracer = tracer
+        self._rank = rank
+        self._open: dict[int, _Prefill] = {}
+        self._in_flight: dict[int, list[_Chunk]] = {}
 
-    def see_response(self, response: Any) -> None:
-        """Looks at a response before it is sent."""
-        if not self._in_flight:
+    def step_starts(self, step: Step, traced: Mapping[int, str]) -> None:
+        """To be called for each accepted step, with the trace parents of the rows that enter with it."""
+        if self._tracer is None or not (self._open or traced):
             return
-        answer = answer_of(response)
-        if answer is not None:
-            self._answered(*answer)
+        for row in step.row_changes.release.tolist():
+            self._end(row, "released")
+        for row, traceparent in traced.items():
+            self._end(row, "released")
+            span = self._tracer.start(_NAME, TraceContext(traceparent), {"quire.rank": self._rank})
+            self._open[row] = _Prefill(span)
+        batch, sampling = step.batch, set(step.batch.samples[:, 0].tolist())
+        self._in_flight[step.step_id] = [
+            _Chunk(row, self._open[row], num_tokens, row in sampling)
+            for row, num_tokens in zip(batch.rows.tolist(), batch.num_new_tokens.tolist(), strict=True)
+            if row in self._open
+        ]
+
+    def step_ends(self, output: StepOutput) -> None:
+        """To be called for each step that has its output."""
+        for chunk in self._in_flight.pop(output.step_id, ()):
+            chunk.prefill.num_steps += 1
+            chunk.prefill.num_tokens += chunk.num_tokens
+            chunk.prefill.in_model_us += output.timings.model_us
+            if chunk.samples and self._open.get(chunk.row) is chunk.prefill:
+                self._end(chunk.row, "sampled")
 
     def close(self) -> None:
         """Ends the spans of all rows with the stream."""
         for row in list(self._open):
             self._end(row, "stream ended")
-
-    def _sent(self, step: StepOutline) -> None:
-        for row in step.released:
-            self._end(row, "released")
-        for row, traceparent in step.traced.items():
-            self._end(row, "released")
-            self._open[row] = _Prefill(self._start(traceparent))
-        chunks = [
-            _Chunk(row, self._open[row], num_tokens, row in step.sampling)
-            for row, num_tokens in step.computed.items()
-            if row in self._open
-        ]
-        if chunks:
-            self._in_flight[step.step_id] = chunks
-
-    def _answered(self, step_id: int, model_us: int) -> None:
-        for chunk in self._in_flight.pop(step_id, ()):
-            chunk.prefill.num_steps += 1
-            chunk.prefill.num_tokens += chunk.num_tokens
-            chunk.prefill.in_model_us += model_us
-            if chunk.samples and self._open.get(chunk.row) is chunk.prefill:
-                self._end(chunk.row, "sampled")
-
-    def _start(self, traceparent: str) -> Span:
-        return self.tracer.start(_NAME, TraceContext(traceparent), {"quire.rank": self.rank})
 
     def _end(self, row: int, outcome: str) -> None:
         prefill = self._open.pop(row, None)
@@ -139,9 +88,7 @@ class StreamWatch:
                 "quire.outcome": outcome,
                 "quire.steps": prefill.num_steps,
                 "quire.computed_tokens": prefill.num_tokens,
+                "gen_ai.latency.time_in_model_forward": prefill.in_model_us / 1e6,
             }
         )
-        # Ranks other than the first report no times.
-        if prefill.in_model_us:
-            prefill.span.set({"gen_ai.latency.time_in_model_forward": prefill.in_model_us / 1e6})
         prefill.span.end()

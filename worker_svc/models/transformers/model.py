@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from quire.model_directory import ModelDirectory
 from quire.settings import ConfigurationError
-from worker_svc.models.base import CausalLM, ModelInput, ModelShape
+from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.transformers.adapters import adapt, served_attention
 from worker_svc.models.transformers.paged import (
     PAGED,
@@ -64,18 +64,28 @@ def load_transformers_model(
         pool = PoolShape.of(probed.shapes)
         max_model_len = _max_model_len(config, probed)
         vocab_size = model.logits(probed.hidden).shape[-1]
-    shape = ModelShape(len(probed.shapes), pool.num_kv_heads, pool.head_dim, vocab_size, max_model_len)
     layers = PagedLayers(probed.modules, probed.shapes, pool, placement.device)
-    return TransformersCausalLM(described.architecture, shape, placement, model, layers)
+    return TransformersCausalLM(
+        described.architecture,
+        model,
+        layers,
+        placement,
+        num_layers=len(probed.shapes),
+        num_kv_heads=pool.num_kv_heads,
+        head_dim=pool.head_dim,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+    )
 
 
 class TransformersCausalLM(CausalLM):
     """A causal language model of transformers whose attention layers call paged attention."""
 
     def __init__(
-        self, architecture: str, shape: ModelShape, placement: Placement, model: "SplitModel", layers: PagedLayers
+        self, architecture: str, model: "SplitModel", layers: PagedLayers, placement: Placement, **sizes: int
     ) -> None:
-        super().__init__(shape, placement)
+        """`sizes` are those of `CausalLM`."""
+        super().__init__(placement, **sizes)
         self.architecture = architecture
         self._model = model
         self._layers = layers

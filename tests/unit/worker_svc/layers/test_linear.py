@@ -112,7 +112,7 @@ def test_a_gated_product_of_float32_weights_halves_the_outputs(name: str) -> Non
     tokens = make_tokens(3, 512, torch.float32)
     gate, up = torch.nn.functional.linear(tokens, weight, bias).chunk(2, dim=-1)
     halved = make_product(weight, bias, ActivationKind(name, gated=True))(tokens)
-    torch.testing.assert_close(halved, ACTIVATIONS[name](gate) * up)
+    torch.testing.assert_close(halved, ACTIVATIONS[name].function(gate) * up)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -219,7 +219,7 @@ def test_activation_and_leading_dimensions_are_kept(quantization: Quantization, 
     assert plain.shape == (2, 3, 32)
     for name, activation in ACTIVATIONS.items():
         got = make_product(weight, None, ActivationKind(name), quantization)(x)
-        torch.testing.assert_close(got, activation(plain), msg=name)
+        torch.testing.assert_close(got, activation.function(plain), msg=name)
 
 
 @pytest.mark.parametrize("quantization", KINDS)
