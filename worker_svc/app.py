@@ -15,7 +15,7 @@ from worker_svc.protocol.stream import WorkerServicer, start_server
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import build_worker
 
-# The scheduler owns all requests; there is nothing to wait for but the steps in flight.
+# The scheduler owns all requests, so only the steps in flight have to finish.
 _GRACE_S = 1.0
 _DEVICE_STOP_S = 5.0
 _logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ async def serve(settings: WorkerSettings) -> None:
     SERVING when the model is loaded.
 
     Raises:
-        ConfigurationError: an address is taken, or the model, device or pool cannot be had.
+        ConfigurationError: an address is in use, or the model, the device or the memory is not available.
     """
     configure_logging("worker", settings.log_level)
     metrics = WorkerMetrics()

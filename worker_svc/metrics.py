@@ -1,4 +1,4 @@
-"""What a worker counts, for Prometheus."""
+"""The Prometheus metrics of a worker."""
 
 from collections.abc import Callable
 
@@ -10,18 +10,18 @@ _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class WorkerMetrics:
-    """Counters of one worker process, in a registry of its own."""
+    """Metrics of one worker process, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._steps = Counter("quire_worker_steps", "Steps that finished", registry=self.registry)
         self._tokens = Counter("quire_worker_tokens", "Tokens that were computed", registry=self.registry)
         self._sampled = Counter("quire_worker_sampled_tokens", "Tokens that were sampled", registry=self.registry)
-        self._row_failures = Counter("quire_worker_row_failures", "Rows with logits not finite", registry=self.registry)
+        self._row_failures = Counter("quire_worker_row_failures", "Rows that failed to sample", registry=self.registry)
         self._step_failures = Counter("quire_worker_step_failures", "Steps that failed", registry=self.registry)
         self._sessions = Counter("quire_worker_sessions", "Schedulers that attached", registry=self.registry)
         self._blocks = Gauge("quire_worker_kv_blocks", "Blocks of the KV pool", ("where",), registry=self.registry)
-        self._busy = Gauge("quire_worker_device_busy_seconds", "Time in the current step", registry=self.registry)
+        self._busy = Gauge("quire_worker_device_busy_seconds", "Seconds in the current step", registry=self.registry)
         stages = Histogram(
             "quire_worker_step_seconds", "Time of a step", ("stage",), buckets=_STEP_SECONDS, registry=self.registry
         )
@@ -29,7 +29,7 @@ class WorkerMetrics:
         self._model, self._sample = stages.labels("model"), stages.labels("sample")
 
     def describe(self, info: WorkerInfo, busy_ms: Callable[[], int]) -> None:
-        """Names the facts that do not come with steps."""
+        """Sets the metrics that no step reports."""
         self._blocks.labels("device").set(info.pool.num_gpu_blocks)
         self._blocks.labels("host").set(info.pool.num_host_blocks)
         self._busy.set_function(lambda: busy_ms() / 1000)

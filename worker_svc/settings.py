@@ -8,11 +8,11 @@ from quire.settings import parse_bytes, setting
 
 @dataclass(frozen=True)
 class WorkerFlags(StepFlags):
-    """How workers hold and run the model."""
+    """How workers load and run the model."""
 
     model_impl: str = setting(
         "auto",
-        "whose code runs the model; auto takes transformers' for what Quire has no code of its own for",
+        "whose code runs the model; auto takes transformers' where Quire has no code of its own for the architecture",
         choices=("auto", "native", "transformers"),
     )
     device: str = setting(
@@ -25,8 +25,8 @@ class WorkerFlags(StepFlags):
     )
     quantization: str = setting(
         "none",
-        "what linear layers hold: int8-weight-only rounds their weights to int8 when they are loaded, int8-dynamic "
-        "their inputs too",
+        "how linear layers are rounded: int8-weight-only rounds their weights to int8 when they are loaded, "
+        "int8-dynamic their inputs too",
         choices=("none", "int8-weight-only", "int8-dynamic"),
     )
     kv_cache_dtype: str = setting(
@@ -55,12 +55,12 @@ class WorkerFlags(StepFlags):
         metavar="BYTES",
     )
     max_num_seqs: int = setting(
-        256, "maximum of sequences that run at once, rows of the persistent batch", minimum=1, maximum=65536
+        256, "maximum number of sequences that run at once, rows of the persistent batch", minimum=1, maximum=65536
     )
-    max_num_batched_tokens: int = setting(2048, "maximum of tokens of one step", minimum=1, maximum=1 << 20)
+    max_num_batched_tokens: int = setting(2048, "maximum number of tokens of one step", minimum=1, maximum=1 << 20)
     max_model_len: int | None = setting(None, "longest sequence in tokens; not given, that of the model", minimum=1)
     num_threads: int | None = setting(
-        None, "threads of one operation on cpu; none gives each processor that may be used one", minimum=1
+        None, "threads of one operation on cpu; not given, one for each available processor", minimum=1
     )
     thread_binding: str = setting(
         "auto",

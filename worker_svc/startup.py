@@ -250,7 +250,7 @@ class LoadingProgress:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether the device takes no more work of this process, as after an illegal address. Waits for queued work."""
+    """Whether the device accepts no more work from this process, as after an illegal address. Waits for queued work."""
     if device.type != "cuda":
         return False
     try:

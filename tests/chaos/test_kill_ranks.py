@@ -35,7 +35,7 @@ async def test_a_rank_that_is_stopped_in_order_takes_the_other_along_at_once(cap
         assert await asyncio.wait_for(Streams(8).read(served.client), timeout=90) == undisturbed
     said = capfd.readouterr().err
     # Neither the successor nor silence told the other rank, and neither end counts as a crash.
-    assert "rank 1 ended in order" in said
+    assert "rank 1 shut down" in said
     assert "was started again" not in said
     assert "silent" not in said
     assert "worker-1 ended with status 0; starting it again in 0.1 s" in said

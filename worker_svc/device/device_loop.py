@@ -151,7 +151,7 @@ class DeviceLoop:
         """Sets the runner, before the first `submit`.
 
         Args:
-            is_lost: whether the device takes no more work of this process; called after an error.
+            is_lost: whether the device accepts no more work from this process; called after an error.
             on_failure: called with an error before that, and before the session hears of it. Not for a superseded step.
         """
         self._runner = runner
@@ -234,7 +234,7 @@ class DeviceLoop:
         self._on_failure(failed)
         if self._is_lost():
             # The scheduler would take a refusal for a fault of one request after the other.
-            self._leave("the device takes no more work of this process")
+            self._leave("the device accepts no more work from this process")
 
     def _end(self, job: _StepJob, error: Exception) -> None:
         del self._started_ns[id(job)]

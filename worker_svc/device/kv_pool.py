@@ -28,8 +28,8 @@ _FIRST_PART_S = 0.1
 _KEPT_FREE = 1 << 28
 _LOWEST_PRIORITY = 19
 _REST = 9.0
-"""Share of rest in the background, so that a system that allocates memory slowly serves requests meanwhile: a virtual
-machine cannot be interrupted while its host finds a page."""
+"""In the background, a pause follows each part, this many times as long as the part took: a virtual machine stops while
+its host allocates a page, and must serve requests in between."""
 _logger = logging.getLogger(__name__)
 
 
@@ -65,7 +65,7 @@ class PoolRequest:
 
     block_size: int
     num_gpu_blocks: int | None
-    """Overrides all sizes."""
+    """Instead of a size in bytes."""
     kv_cache_memory: int | None
     """Bytes; None takes the default of the device."""
     swap_space: int | None
@@ -142,8 +142,8 @@ def num_host_blocks(
     if left_bytes is not None and swap_space > left_bytes:
         beside = " beside the KV pool" if device.type == "cpu" else ""
         raise ConfigurationError(
-            f"--swap-space is {swap_space} bytes; this worker can have {left_bytes} bytes of memory{beside}, set it to "
-            "at most that"
+            f"--swap-space is {swap_space} bytes; {left_bytes} bytes of memory are available to "
+            f"this worker{beside}; set it to at most that"
         )
     if 0 < swap_space < bytes_per_block:
         raise ConfigurationError(
@@ -167,11 +167,11 @@ def _check_memory(request: PoolRequest, pool_bytes: int) -> None:
     if request.host_memory is None or pool_bytes <= request.host_memory:
         return
     if request.num_gpu_blocks is not None:
-        given = f"--num-gpu-blocks is {request.num_gpu_blocks}, which take {pool_bytes} bytes"
+        given = f"--num-gpu-blocks is {request.num_gpu_blocks}, {pool_bytes} bytes"
     else:
         given = f"--kv-cache-memory is {request.kv_cache_memory} bytes"
     raise ConfigurationError(
-        f"{given}; this worker can have {request.host_memory} bytes of memory, set it to at most that"
+        f"{given}; {request.host_memory} bytes of memory are available to this worker; set it to at most that"
     )
 
 
@@ -240,7 +240,7 @@ def _populate(layers: Sequence["weakref.ref[Tensor]"], end: int, *, rest: float 
     """Populates the first `end` bytes of keys and of values of all layers, in the order in which blocks are handed out.
 
     Args:
-        rest: After each part it rests so many times as long as the part took.
+        rest: After each part it sleeps this many times as long as the part took.
         max_s: It stops after that time.
 
     Returns:

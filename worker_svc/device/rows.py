@@ -261,7 +261,7 @@ class Rows:
 
 
 class FailedPrompts:
-    """The rows as of the last finished step whose prompt was judged by logits that are not finite. They fail when they
+    """The rows as of the last finished step whose prompt was scored by logits that are not finite. They fail when they
     sample, until the row gets another sequence.
 
     A step reports only failures of rows that sample in it. Until then the log probabilities of a prompt are reported as

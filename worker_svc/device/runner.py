@@ -132,7 +132,7 @@ class LaunchedStep:
         number: rises over all steps of the worker.
         rows: those that sample.
         columns: their parameters.
-        prompts: the prompt tokens that are judged; None where there are none.
+        prompts: the prompt tokens that are scored; None where there are none.
     """
 
     step: Step
@@ -149,8 +149,8 @@ class LaunchedStep:
     def wait(self) -> StepOutput:
         """The output, when the device has it; then the step's blocks are sealed. To be called once."""
         step, plan, values = self.step, self.prompts, self.copy.wait()
-        judged = values.prompt_logprobs
-        failed_prompts = () if plan is None or judged is None else find_failed_prompts(plan, judged)
+        scored = values.prompt_logprobs
+        failed_prompts = () if plan is None or scored is None else find_failed_prompts(plan, scored)
         is_refused = self.columns.is_refused
         is_usable = values.is_finite & ~is_refused & ~self.failed_prompts.failing_samples(step, failed_prompts)
         self.seals.add(step.sealed, self.number)
@@ -166,7 +166,7 @@ class LaunchedStep:
             ),
             failed_rows=tuple(self.rows[~is_usable].tolist()),
             timings=StepTimings(self.queue_us, *self.stopwatch.stages_us()),
-            prompt_logprobs=() if plan is None or judged is None else report_prompt_logprobs(plan, judged),
+            prompt_logprobs=() if plan is None or scored is None else report_prompt_logprobs(plan, scored),
             num_computed_tokens=int(step.batch.num_new_tokens.sum()),
             non_finite_chunks=() if chunks is None else non_finite_chunks(step.batch, chunks),
             refusals=dict(zip(self.rows[is_refused].tolist(), self.columns.refusal[is_refused], strict=True)),

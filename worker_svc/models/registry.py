@@ -53,10 +53,10 @@ def load_model(
         ranks: those that share the model; only the part of this one is read.
         model_impl: whose code runs the model: "native" is Quire's, "transformers" theirs, "auto" Quire's where it has a
             family for the model.
-        quantization: what linear layers keep of their weights; only Quire's own code has others than none.
+        quantization: how linear layers round their weights; transformers' code takes none only.
 
     Raises:
-        ConfigurationError: anything about the directory that keeps the model from being served.
+        ConfigurationError: the model of the directory cannot be served.
     """
     described = ModelDirectory.open(directory)
     if described.config.get("quantization_config"):
@@ -76,7 +76,7 @@ def load_model(
 
 
 def _check_for_transformers(described: ModelDirectory, placement: Placement) -> None:
-    """Raises ConfigurationError for what transformers' code is not used with."""
+    """Raises ConfigurationError for settings that transformers' code does not support."""
     if placement.ranks.size > 1:
         raise ConfigurationError(
             f"{described.architecture} runs through transformers' code, which is not split over ranks; "
@@ -117,8 +117,8 @@ def _load_native(
 
 
 def _with_embedding(model: NativeCausalLM, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, in which the one matrix of a tied model is found as the embedding. `safetensors.torch.save_model`
-    keeps the first of its names alone, which is the head's; transformers takes either for both."""
+    """The checkpoint, with the shared matrix of a tied model under the embedding's name. `safetensors.torch.save_model`
+    keeps only the first of its names, which is the head's; transformers accepts either."""
     if not isinstance(model.head, TiedHead):
         return checkpoint
     embedding = model.head.embedding_spec.name
@@ -127,7 +127,7 @@ def _with_embedding(model: NativeCausalLM, checkpoint: Checkpoint) -> Checkpoint
 
 def _has_head_of_its_own(model: NativeCausalLM, checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint has an output matrix that differs from the embedding, although the configuration says that
-    they are one. Then the configuration is wrong, as after a training that untied them; transformers sees it so too."""
+    they are tied. Then the configuration is wrong, as after a training that untied them; transformers agrees."""
     if not isinstance(model.head, TiedHead) or not checkpoint.has(HEAD):
         return False
     embedding = model.head.embedding_spec
@@ -137,7 +137,7 @@ def _has_head_of_its_own(model: NativeCausalLM, checkpoint: Checkpoint) -> bool:
 
 def _load_by_transformers(described: ModelDirectory, placement: Placement, progress: Progress | None) -> CausalLM:
     try:
-        # Only here: it takes seconds to import, and a worker of our own families does without it.
+        # Imported here because the import takes seconds, and Quire's own families do not need it.
         from worker_svc.models.transformers.model import load_transformers_model
     except ImportError as error:
         raise ConfigurationError(

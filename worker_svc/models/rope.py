@@ -1,8 +1,8 @@
 """Rotary position embeddings: the table of cosines and sines for each rope type of transformers' configurations.
 
-The angle of a token depends on its position alone, so that keys in the pool stay valid however a prompt is chunked,
-and whoever shares them. The two types whose frequencies depend on the length of the sequence (dynamic, longrope) use
-the length up to the token itself: what transformers computes when it generates token by token.
+The angle of a token depends only on its position, so that keys in the pool stay valid however a prompt is chunked and
+whichever sequences share them. The two types whose frequencies depend on the length of the sequence (dynamic, longrope)
+use the length up to the token itself, as transformers does when it generates token by token.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 
 from worker_svc.models.base import ConfigFields
 
-# More positions than any model knows: a bound on what a wrong configuration can make us allocate.
+# More positions than any model has. It bounds the memory that a wrong configuration can allocate.
 MAX_TABLE_LENGTH = 1 << 24
 
 
@@ -23,7 +23,7 @@ class RopeConfig:
 
     Attributes:
         max_positions: config.json's max_position_embeddings.
-        original_max_positions: what the model was first trained with, where scaling extends it.
+        original_max_positions: the length of the first training, where scaling extends it.
     """
 
     rope_type: str
@@ -113,7 +113,7 @@ def _dynamic(rope: RopeConfig) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated."""
+    """Divides the frequencies of long wavelengths by the factor, keeps those of short ones, interpolates between."""
     factor = rope.fields.number("factor")
     low = rope.fields.number("low_freq_factor")
     high = rope.fields.number("high_freq_factor")
@@ -163,7 +163,7 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
 
 
 def _longrope(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """LongRoPE: a factor per dimension, other ones beyond the original length; [max_model_len, D/2]."""
+    """LongRoPE: one factor per dimension up to the original length, another beyond it; [max_model_len, D/2]."""
     fields = rope.fields
     frequencies, _ = _default(rope)
     short = frequencies / torch.tensor(fields.numbers("short_factor", rope.head_dim // 2))

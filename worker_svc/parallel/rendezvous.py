@@ -3,10 +3,10 @@
 A rank that loses another one cannot go on, and what it computes cannot be trusted: it ends its process at once. The
 supervisor starts it again, and the ranks begin a new rendezvous.
 
-Rank 0 serves a store, in which every rank writes heartbeats. Beside it, each other rank has a TCP connection with rank
-0, its lifeline, which closes with either process, whatever ends it; a rank that ends in order says so before. Each rank
-but the first listens on the address from which it reaches rank 0, and rank 0 connects to it, as Gloo does. Where no
-connection can be made, or a machine is gone without closing it, heartbeats remain.
+Rank 0 serves a store, in which every rank writes heartbeats. In addition, each other rank has a TCP connection with
+rank 0, its lifeline, which closes when either process ends, for whatever reason; a rank that shuts down says so before.
+Each rank but the first listens on the address from which it reaches rank 0, and rank 0 connects to it, as Gloo does.
+Where no connection can be made, or a machine vanishes without closing it, heartbeats remain.
 """
 
 import logging
@@ -69,7 +69,7 @@ def rendezvous(
     """Waits until all ranks of the settings are there. To be called in the device thread, once in a process.
 
     Where they do not all come, this rank ends its process, since another one may only be late. It also ends its process
-    when another rank ends, in order or not, unless `stopping` says that this process is being stopped itself.
+    when another rank ends for any reason, unless `stopping` says that this process is being stopped itself.
 
     Raises:
         ConfigurationError: rank 0 cannot listen on the address.
@@ -96,7 +96,7 @@ def rendezvous(
     if memory is not None:
         return SharedMemoryRanks(rank, size, _leave, memory)
     if device.type == "cpu":
-        _logger.info("ranks share no memory, and exchange messages by Gloo")
+        _logger.info("ranks share no memory and exchange messages by Gloo")
     return DistributedRanks(rank, size, _leave)
 
 
@@ -156,7 +156,7 @@ def _enter(served: TCPStore | None, address: TcpAddress, rank: int, size: int, p
         except RuntimeError as error:
             _logger.debug("the store went away: %s", error)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the group at {address} has had a rank {rank} of {size} all the time")
+            raise RuntimeError(f"another process has been rank {rank} of {size} of the group at {address} all the time")
         time.sleep(patience.heartbeat_s)
 
 
@@ -208,7 +208,7 @@ def _watch(
         except RuntimeError as error:
             leave(f"rank 0 and its store are gone: {error}")
         main.join(patience.heartbeat_s)
-    # An ordered end is short, and the other ranks are no concern of this one any more.
+    # A shutdown is short, and this rank no longer depends on the others.
     stopping.set()
     main.join()
     lifelines.say_goodbye()
@@ -234,7 +234,7 @@ class Lifelines:
     """The lifelines of one rank. A daemon thread makes and reads each, so that a slow connection delays no heartbeat.
 
     Args:
-        leave: called with the reason when another rank died or ended in order.
+        leave: called with the reason when another rank died or shut down.
     """
 
     def __init__(self, leave: Callable[[str], object]) -> None:
@@ -263,7 +263,7 @@ class Lifelines:
             threading.Thread(target=self._connect, args=(rank, offer), name=f"lifeline {rank}", daemon=True).start()
 
     def say_goodbye(self) -> None:
-        """Tells the other ranks that this process ends in order, before its connections close."""
+        """Tells the other ranks that this process shuts down, before its connections close."""
         for connection in self._connections:
             with suppress(OSError):
                 connection.sendall(_GOODBYE)
@@ -276,13 +276,13 @@ class Lifelines:
             self._connections.append(connection)
             connection.sendall(token.encode())
             connection.settimeout(None)
-            # A rank that ends in order before it accepts the connection resets it, and did not die.
+            # A rank that shuts down before it accepts the connection resets it, and did not die.
             first_word = connection.recv(1)
         except OSError as error:
             _logger.info("no lifeline to rank %d: %s", rank, error)
             return
         if first_word == _GOODBYE:
-            self._leave(f"rank {rank} ended in order")
+            self._leave(f"rank {rank} shut down")
         elif first_word == _TAKEN:
             self._hold(connection, rank)
 
@@ -307,7 +307,7 @@ class Lifelines:
                 last_word = connection.recv(1)
             except OSError:
                 last_word = b""
-        self._leave(f"rank {rank} ended in order" if last_word == _GOODBYE else f"rank {rank} died")
+        self._leave(f"rank {rank} shut down" if last_word == _GOODBYE else f"rank {rank} died")
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:

@@ -3,7 +3,7 @@
 Those of a drawn token belong to the distribution after penalties and temperature and before truncation; a greedy row
 has no temperature. A candidate's are those of the model alone, without temperature or truncation; the rules of its row
 have changed them after they were normalised, as transformers does in beam search, and a banned token has -infinity. The
-prompt token at position p is judged by the logits of position p - 1 as they are, in the step that computes position
+prompt token at position p is scored by the logits of position p - 1 as they are, in the step that computes position
 p - 1.
 
 Only rows that ask for them cost anything.
@@ -162,12 +162,12 @@ def report_candidates(
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """The prompt tokens of a batch that are judged: `counts` consecutive ones of each of r rows."""
+    """The prompt tokens of a batch that are scored: `counts` consecutive ones of each of r rows."""
 
     rows: Int32Array
     """[r]"""
     first_positions: NDArray[np.int64]
-    """[r], index into the sequence of the first token that is judged."""
+    """[r], index into the sequence of the first token that is scored."""
     counts: NDArray[np.int64]
     """[r], at least 1 each."""
     first_tokens: NDArray[np.int64]
@@ -176,11 +176,11 @@ class PromptPlan:
     """[r], how many of the most likely tokens each row asks for."""
 
     def spread(self, values: NDArray[np.generic]) -> np.ndarray:
-        """[r] -> one entry for each token that is judged."""
+        """[r] -> one entry for each token that is scored."""
         return np.repeat(values, self.counts)
 
     def count_up(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Consecutive numbers from each row's start on, one for each token that is judged."""
+        """Consecutive numbers from each row's start on, one for each token that is scored."""
         before = np.cumsum(self.counts) - self.counts
         return np.arange(int(self.counts.sum())) + self.spread(starts - before)
 
@@ -195,11 +195,11 @@ def plan_prompt_logprobs(batch: Batch, columns: SamplingColumns) -> PromptPlan |
     new = batch.num_new_tokens[places].astype(np.int64)
     counts = np.minimum(starts + new, columns.num_prompt_tokens[rows] - 1) - starts
     first_tokens = np.cumsum(batch.num_new_tokens, dtype=np.int64)[places] - new
-    judged = counts > 0
-    if not judged.any():
+    scored = counts > 0
+    if not scored.any():
         return None
-    rows = rows[judged]
-    return PromptPlan(rows, starts[judged] + 1, counts[judged], first_tokens[judged], columns.num_prompt_logprobs[rows])
+    rows = rows[scored]
+    return PromptPlan(rows, starts[scored] + 1, counts[scored], first_tokens[scored], columns.num_prompt_logprobs[rows])
 
 
 def compute_prompt_logprobs(
@@ -248,6 +248,6 @@ def report_prompt_logprobs(plan: PromptPlan, values: LogprobValues[np.ndarray]) 
 
 
 def find_failed_prompts(plan: PromptPlan, values: LogprobValues[np.ndarray]) -> tuple[int, ...]:
-    """Rows with a token that was judged by logits which are not finite."""
+    """Rows with a token that was scored by logits which are not finite."""
     # NaN or +infinity in the logits makes all their log probabilities NaN; nothing else makes one NaN.
     return tuple(np.unique(plan.spread(plan.rows)[np.isnan(values.chosen)]).tolist())

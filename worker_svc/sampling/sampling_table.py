@@ -27,8 +27,8 @@ _NUMBERS = [each.name for each in SamplingParameters.DESCRIPTOR.fields if each.t
 class SamplingReader:
     """Reads how a row samples, for one worker.
 
-    The gateway has checked it all for its caller. Here is checked what would harm the rows beside it or the worker:
-    each value that is out of range is one row's failure, and never the step's.
+    The gateway has checked all values for its caller. This checks again what could harm other rows or the worker: a
+    value out of range fails its row, never the step.
     """
 
     def __init__(self, model: ModelGeometry, limits: WorkerLimits) -> None:
@@ -46,7 +46,7 @@ class SamplingReader:
         try:
             asked = RowSamplingMessage.FromString(message.row_sampling)
         except DecodeError as error:
-            raise invalid_field("row_sampling", f"is no RowSampling: {error}") from error
+            raise invalid_field("row_sampling", f"is not a RowSampling message: {error}") from error
         sampling = _filled(asked.sampling)
         for name in _NUMBERS:
             if not math.isfinite(getattr(sampling, name)):
@@ -101,7 +101,7 @@ class SamplingReader:
             ),
             # A constraint ends a row before min_tokens where nothing else may follow.
             min_tokens=0 if sampling.HasField("constraint") else stopping.min_tokens,
-            # An eos id beyond the logits cannot be drawn anyway.
+            # An eos id beyond the logits is never drawn.
             stop_token_ids=np.array([each for each in stopping.stop_token_ids if each < self._vocab_size], np.int32),
         )
 
@@ -120,7 +120,7 @@ class SamplingReader:
 
 
 def _filled(sampling: SamplingParameters) -> SamplingParameters:
-    """The message, in which an absent value is one that changes nothing."""
+    """The message, with absent values replaced by those that change nothing."""
     for name in ("top_p", "repetition_penalty"):
         if not sampling.HasField(name):
             setattr(sampling, name, 1.0)
@@ -180,7 +180,7 @@ class SamplingColumns:
     def put(self, row: int, sampling: RowSampling, num_prompt_tokens: int) -> None:
         """Sets the parameters of one row."""
         parameters = sampling.parameters
-        # Devices may flush what is smaller to zero, and zero is greedy.
+        # Devices may flush smaller numbers to zero, which would mean greedy.
         temperature = parameters.temperature
         self.temperature[row] = max(temperature, _LEAST_TEMPERATURE) if temperature > 0 else 0
         self.top_k[row] = parameters.top_k

@@ -332,7 +332,7 @@ HOSTILE: list[tuple[bytes, str]] = [
     (make_row_sampling(temperature=-1.0), "sampling.temperature is -1; it must be at least 0"),
     (make_row_sampling(logit_bias={2**32 - 1: 1.0}), "sampling.logit_bias holds token 4294967295; "),
     (make_row_sampling(bad_token_sequences=[[]]), "bad_token_sequences[0] is empty; "),
-    (b"\xff\xff", "row_sampling is no RowSampling: "),
+    (b"\xff\xff", "row_sampling is not a RowSampling message: "),
 ]
 
 

@@ -92,7 +92,7 @@ def test_a_rank_leaves_at_once_when_another_one_alone_ends_in_order(first: int) 
         survivor = ranks[1 - first]
         assert survivor.wait(TIMEOUT_S) == LOST_PEER_EXIT_STATUS
         errors = stream(survivor.stderr).read()
-    assert f"rank {first} ended in order" in errors or "rank 0 and its store are gone" in errors
+    assert f"rank {first} shut down" in errors or "rank 0 and its store are gone" in errors
     assert "silent" not in errors
 
 

@@ -140,7 +140,7 @@ def test_a_given_swap_space_is_used_whole(swap_space: int, count: int) -> None:
     ("swap_space", "way_out"),
     [
         (BLOCK_BYTES - 1, f"one block takes {BLOCK_BYTES}; raise it, or use 0"),
-        (9001, "this worker can have 9000 bytes of memory beside the KV pool, set it to at most that"),
+        (9001, "9000 bytes of memory are available to this worker beside the KV pool; set it to at most that"),
     ],
 )
 def test_a_swap_space_that_cannot_be_is_refused_with_value_and_limit(swap_space: int, way_out: str) -> None:
@@ -151,7 +151,7 @@ def test_a_swap_space_that_cannot_be_is_refused_with_value_and_limit(swap_space:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_cache_memory": 64 << 30}, f"--kv-cache-memory is {64 << 30} bytes; this worker can have {1 << 30} bytes"),
+        ({"kv_cache_memory": 64 << 30}, f"--kv-cache-memory is {64 << 30} bytes; {1 << 30} bytes"),
         (
             {"num_gpu_blocks": 1 << 22},
             f"--num-gpu-blocks is {1 << 22}, which take {BLOCK_BYTES << 22} bytes; .* at most",

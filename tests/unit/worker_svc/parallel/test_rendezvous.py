@@ -40,7 +40,7 @@ def test_a_rank_that_ends_in_order_says_so_to_the_rank_that_holds_its_connection
     while reasons.empty():
         # Nothing is said to a connection that has yet to be taken.
         ending.say_goodbye()
-    assert reasons.get() == "rank 1 ended in order"
+    assert reasons.get() == "rank 1 shut down"
 
 
 def test_a_connection_that_takes_long_to_come_about_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def test_sampling_that_is_wrong_is_refused_for_its_row_alone(sampling: dict[str,
 
 def test_sampling_that_is_no_message_is_refused_for_its_row_alone() -> None:
     (assign,) = DECODER.decode(assign_request(row_sampling=b"\xff\xff")).row_changes.assign
-    assert (assign.sampling.refusal or "").startswith("row_sampling is no RowSampling: ")
+    assert (assign.sampling.refusal or "").startswith("row_sampling is not a RowSampling message: ")
 
 
 def test_absent_parameters_change_nothing() -> None:

@@ -321,7 +321,7 @@ def test_whoever_samples_from_a_failed_prompt_fails() -> None:
     assert failed.failing_samples(step, ()).tolist() == [False, True, True]
 
 
-def test_a_prompt_fails_in_the_step_that_judges_it() -> None:
+def test_a_prompt_fails_in_the_step_that_scores_it() -> None:
     step = make_step(batch=make_batch([2, 3], [1, 4], [4, 0], [(2, 2), (3, 3)]))
     assert FailedPrompts().failing_samples(step, [3]).tolist() == [False, True]
 
