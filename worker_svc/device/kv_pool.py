@@ -167,7 +167,7 @@ def _check_memory(request: PoolRequest, pool_bytes: int) -> None:
     if request.host_memory is None or pool_bytes <= request.host_memory:
         return
     if request.num_gpu_blocks is not None:
-        given = f"--num-gpu-blocks is {request.num_gpu_blocks}, {pool_bytes} bytes"
+        given = f"--num-gpu-blocks is {request.num_gpu_blocks}, which take {pool_bytes} bytes"
     else:
         given = f"--kv-cache-memory is {request.kv_cache_memory} bytes"
     raise ConfigurationError(
