@@ -21,7 +21,7 @@ _recording_kernels: ContextVar[CpuKernels | None] = ContextVar("recording_kernel
 
 
 class Implementation(Protocol):
-    """What `kernels.ops` calls after its checks. The arguments are those of its functions."""
+    """The operations that `kernels.ops` calls after its checks. The arguments are those of its functions."""
 
     def paged_attention(
         self,
@@ -107,7 +107,7 @@ class _GpuOperations(Implementation, BlockMoves, Protocol):
 
 
 def implementation_for(device: torch.device) -> Implementation:
-    """What the operations on such a device run on: the fastest that this machine has, or the one that records now."""
+    """The implementation for such a device: the fastest that this machine has, or the one that is recording."""
     return _recording_kernels.get() or fastest_for(device)
 
 
@@ -152,15 +152,15 @@ def _gpu_operations() -> _GpuOperations:
     if torch.cuda.is_available() and (reason := _why_triton_does_not_work()):
         logger.warning("Triton does not work here, the operations on the GPU run in plain torch: %s", reason)
         return reference
-    # Not at the top: a machine without a GPU needs no Triton.
+    # Imported here: a machine without a GPU needs no Triton.
     from kernels import cuda
 
     return cuda
 
 
 def _why_triton_does_not_work() -> str | None:
-    """Triton compiles a launcher before its first launch, which takes a C compiler, Python's headers, and a folder that
-    libraries can be loaded from."""
+    """Triton compiles a launcher before its first launch, which needs a C compiler, Python's headers, and a folder from
+    which libraries can be loaded."""
     from triton.runtime import driver
 
     try:
@@ -179,7 +179,7 @@ def largest_head_dim_for(device: torch.device) -> int | None:
     """The largest head size that attention on such a device takes; None where it takes any."""
     if device.type != "cuda" or fastest_for(device) is reference:
         return None
-    # Not at the top: a machine without a GPU needs no Triton.
+    # Imported here: a machine without a GPU needs no Triton.
     from kernels.cuda.attention import MAX_HEAD_DIM
 
     return MAX_HEAD_DIM

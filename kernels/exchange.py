@@ -1,8 +1,8 @@
 """Sums and gathers over processes of one machine, through memory that all of them have mapped.
 
 Every process of a group calls the same operations in the same order, with tensors of the same dtype and number of
-lines; a call returns when all have made it. Its result is bitwise the same for all. A process that dies leaves the
-others waiting forever: whoever started them has to end them.
+lines; a call returns when all have made it. Its result is bitwise the same for all. If a process dies, the others
+wait forever: their supervisor has to end them.
 """
 
 import functools
@@ -40,7 +40,7 @@ class SharedGroup:
 
 
 def can_exchange() -> bool:
-    """Whether this machine has the CPU library, which alone has these operations."""
+    """Whether this machine has the CPU library, the only implementation of these operations."""
     return isinstance(implementation_for(_CPU), CpuKernels)
 
 

@@ -1,10 +1,10 @@
-"""Memory of the host: zeroed, in pages of 2 MB where the system has them, given page by page; and copies within it.
+"""Memory of the host: zeroed, in pages of 2 MB where the system has them, allocated page by page; and copies within it.
 
-Huge pages: at the end of each page of 4 kB the processor stops to look up the next, and so does its prefetcher.
+Huge pages: at the end of each page of 4 kB the processor and its prefetcher have to look up the next one.
 Attention of 64 sequences over blocks in random order took 1.06 to 1.08 of the time with small pages.
 
-Lazily: the system clears a page when it is first touched, which takes 0.1 s a GiB at best and more than a second where
-a virtual machine has to get the page from its host first. `populate` does that ahead of use, while other threads
+Lazily: the system clears a page when it is first touched, which takes at least 0.1 s a GiB, and more than a second
+where a virtual machine has to get the page from its host first. `populate` does that in advance, while other threads
 already use the memory.
 """
 
@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros whose memory the system gives as it is touched.
+    """A tensor of zeros whose memory the system allocates when it is touched.
 
     Raises:
         MemoryError: there is not enough address space.
@@ -41,14 +41,14 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     start = -(-tensor.data_ptr() // _HUGE) * _HUGE
     end = (tensor.data_ptr() + num_bytes) // _HUGE * _HUGE
     if start < end:
-        # A system without huge pages refuses, which changes nothing.
+        # A system without huge pages refuses. Then small pages are used.
         _madvise(start, end - start, _MADV_HUGEPAGE)
     return tensor.view(dtype).view(shape)
 
 
 def populate(tensor: Tensor, start: int, num_bytes: int) -> bool:
-    """Makes the system give the pages of bytes [start, start + num_bytes) of a `lazy_zeros` tensor. The content stays,
-    and other threads may write to them meanwhile. Releases the interpreter's lock.
+    """Makes the system allocate the pages of bytes [start, start + num_bytes) of a `lazy_zeros` tensor. The content
+    stays, and other threads may write to them meanwhile. Releases the interpreter's lock.
 
     Returns:
         Whether the pages are there now. Systems before Linux 5.14 cannot do it.

@@ -47,7 +47,7 @@ _MULTIPLIED = {
     Rounding.WEIGHT: MULTIPLIED_INT8_WEIGHT,
     Rounding.WEIGHT_AND_INPUT: MULTIPLIED_INT8,
 }
-# Where products with 12-bit weights are the faster ones with few tokens: everywhere but here.
+# Instruction sets on which 12-bit weights are not faster with few tokens.
 _ISAS_WITHOUT_BF12 = ("avx2",)
 # A weight stays in 16 bits where more than one number in this many is an exception. Of normally distributed weights
 # about one in 10,000 is.
@@ -64,7 +64,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """What the arguments of a product say about its weight.
+    """The shape of a product's weight, from its arguments.
 
     Attributes:
         in_features: padded to whole blocks.
@@ -92,11 +92,11 @@ class ProductShape:
 class CpuKernels:
     """The operations on one library. Arguments are those of `kernels.ops`, checked there.
 
-    What the library has no code for (float64, weights of another dtype than x) is left to the reference. Tensors may be
+    The reference computes what the library does not support (float64, weights of another dtype than x). Tensors may be
     views whose last dimension is contiguous; others are copied first.
 
     Args:
-        make_empty: makes the tensors that operations return, and those in between.
+        make_empty: allocates the results of operations and their intermediate tensors.
 
     Raises:
         IndexError: of any operation, where a block id, slot, position or length is out of range. Nothing was written.

@@ -1,7 +1,7 @@
-"""Finds, loads and opens the library that the build made of the C++ files here, and holds its interface.
+"""Finds, loads and opens the library that was built from the C++ files here, and declares its interface.
 
-The structs are those of runtime/api.h. The library says where its fields are and what its constants are; one that was
-built from another api.h is refused when it is loaded.
+The structs are those of runtime/api.h. The library reports the offsets of its fields and the values of its constants. A
+library that was built from another api.h is refused when it is loaded.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ BF12_GROUP, BF12_GROUP_BYTES, BF12_HEAD_BYTES, BF12_EXCEPTION_BYTES = 128, 192, 
 """Numbers of a group of a weight in 12 bits, and sizes of such a group, of a panel's head, and of an exception."""
 MAX_RANKS = 64
 SLOT_BYTES = 2 << 20
-"""Bytes that each process of a shared group puts in at once."""
+"""Bytes that each process of a shared group can copy into its slot at once."""
 
 _CONSTANTS = {
     "kFloat32": DTYPES[torch.float32],
@@ -174,13 +174,13 @@ STRUCTS: tuple[type[Structure], ...] = (
 _OPEN_MP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _OPEN_MP_FILE = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
-# What a status of api.h means.
+# The errors of the enum Status of api.h.
 _ERRORS: dict[int, tuple[type[Exception], str]] = {
     1: (IndexError, "block_tables names a block that is not in kv_cache"),
     2: (IndexError, "query_start_loc and seq_lens contradict each other or the shapes"),
     3: (IndexError, "slot_mapping names a slot that is not in kv_cache"),
-    4: (IndexError, "positions has one that is not in cos_sin_cache"),
-    5: (MemoryError, "the operation found no memory for its intermediate results"),
+    4: (IndexError, "positions names a position that is not in cos_sin_cache"),
+    5: (MemoryError, "there is not enough memory for the intermediate results of the operation"),
 }
 
 
@@ -208,7 +208,7 @@ class Operation(Enum):
 
 
 class Operations(Protocol):
-    """What `Library` offers, or something that stands in for it."""
+    """The interface of `Library`, which a recorder implements too."""
 
     isa: str
 
@@ -216,7 +216,7 @@ class Operations(Protocol):
 
 
 class LibraryUnavailableError(Exception):
-    """There is no library, or it cannot run here. The message says why."""
+    """There is no usable library. The message says why."""
 
 
 class Library:
@@ -275,7 +275,7 @@ def group_bytes(size: int, slot_bytes: int, path: Path | None = None) -> int:
 
 
 def expected_layout(structs: Iterable[type[Structure]], constants: Mapping[str, int]) -> dict[str, tuple[int, str]]:
-    """What `quire_layout` has to say: sizes of structs, offsets and kinds of fields, and constants, by name."""
+    """The layout that the library must report, by name: sizes of structs, offsets and kinds of fields, constants."""
     layout = {name: (value, "") for name, value in constants.items()}
     kinds = {c_void_p: "p", c_int64: "q", c_double: "d"}
     for struct in structs:
@@ -312,7 +312,7 @@ def _load(path: Path | None) -> ctypes.CDLL:
 
 
 def _layout_difference(library: ctypes.CDLL) -> str | None:
-    """The first name of which the library and this module say different things."""
+    """The first name whose value differs between the library and this module."""
     found: dict[str, tuple[int, str]] = {}
     for entry in library.quire_layout():
         if entry.name is None:
@@ -330,13 +330,13 @@ def _function(library: ctypes.CDLL, operation: Operation) -> "ctypes._NamedFuncP
 
 
 def _open_mp() -> ctypes.Array[c_void_p]:
-    """The struct OpenMp: functions of the runtime that torch itself runs on."""
+    """The struct OpenMp: functions of the runtime that torch uses."""
     path = find_open_mp()
     try:
         runtime = ctypes.CDLL(str(path))
         addresses = [ctypes.cast(runtime[name], c_void_p) for name in _OPEN_MP_FUNCTIONS]
     except (OSError, AttributeError) as error:
-        raise LibraryUnavailableError(f"{path} is no OpenMP runtime to share: {error}") from error
+        raise LibraryUnavailableError(f"{path} is not a usable OpenMP runtime: {error}") from error
     return (c_void_p * len(addresses))(*addresses)
 
 

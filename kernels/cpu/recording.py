@@ -1,7 +1,7 @@
 """Records operations of the CPU library, to run them again as one call in one parallel region.
 
-One call for all of a model's layers, instead of one for each operation, spares what lies between operations: Python,
-the wait for the interpreter lock, and the threads' falling asleep and waking.
+One call for all of a model's layers, instead of one for each operation, saves the time between operations: Python, the
+wait for the interpreter lock, and threads that fall asleep and wake.
 """
 
 import math
@@ -25,12 +25,12 @@ _CACHE_LINE = 64
 
 
 class NotRecordableError(Exception):
-    """Something ran that is not one of the library's operations over lines of tokens. The message says what."""
+    """A computation that is not an operation of the library over lines of tokens. The message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One operation with its arguments, and the number of lines that a token makes."""
+    """One operation with its arguments, and the number of lines per token."""
 
     operation: Operation
     arguments: Structure
@@ -91,9 +91,9 @@ def record(num_tokens: int, run: Callable[[], None]) -> Recording:
 
 
 class Recorder:
-    """Stands in for the library while operations are recorded: notes them down and runs none.
+    """Replaces the library while operations are recorded: it stores the calls and runs none.
 
-    What they return has the right shape and place, and no content yet. Use it as a context manager, within which
+    The results have their final shape and address, but no content yet. Use it as a context manager, within which
     nothing else may be computed: views only.
 
     Args:
@@ -117,11 +117,11 @@ class Recorder:
         self._mode.__exit__(*error)
 
     def recording(self, owner: object) -> Recording:
-        """What was recorded. `owner` has all tensors that were not made meanwhile; it lives as long."""
+        """The recording. It keeps `owner` alive, which holds all tensors that were not made meanwhile."""
         return Recording(self._library, self._calls, (self._memory.blocks, owner))
 
     def call(self, operation: Operation, arguments: Structure) -> None:
-        """Notes the operation down."""
+        """Stores the operation."""
         name = operation.name.lower()
         if operation.lines_field is None:
             raise NotRecordableError(f"{name} cannot be recorded")

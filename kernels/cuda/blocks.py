@@ -1,6 +1,6 @@
-"""What writes to the paged pool: new keys and values, and moves of whole blocks (copy-on-write and swap).
+"""Writes to the paged pool: new keys and values, and moves of whole blocks (copy-on-write and swap).
 
-Moves of all layers are one launch. Their kernel knows pools by addresses. A pinned tensor of host memory has an address
+Moves of all layers are one launch. Their kernel takes pools as addresses. A pinned tensor of host memory has an address
 that the GPU can use too, so a swap is a copy whose bytes cross the bus once.
 """
 
@@ -19,9 +19,8 @@ from kernels.cuda.pointwise import load_rotated, rotated
 _INDEXES = ("positions", "slot_mapping")
 # Words of a block that a program moves at once: a piece.
 WORDS = 4096
-# Programs that move blocks over the bus. They wait for it, and on a multiprocessor whose threads all wait nothing else
-# runs: so few leave the steps their room, and have 512 kB on the way, which is more than the bus takes. Reckoned, not
-# measured.
+# Programs that move blocks over the bus. While they wait for it, nothing else runs on their multiprocessors, so there
+# are few of them. They keep 512 kB in flight, which is more than the bus needs. Computed, not measured.
 SWAP_PROGRAMS = 32
 
 
@@ -130,8 +129,8 @@ def rotary_and_cache(
 ) -> torch.Tensor:
     """Rotates query and key and writes the rotated keys and the values into their slots of `kv_cache`, in place.
 
-    The same as `rotary` and `reshape_and_cache`, whose arguments these are, without the way of the keys through
-    memory. Returns the rotated query, a new tensor.
+    The same as `rotary` and `reshape_and_cache`, with their arguments, but the rotated keys are written only once.
+    Returns the rotated query, a new tensor.
     """
     num_tokens, num_kv_heads, head_dim = key.shape
     if key.numel():
@@ -188,8 +187,8 @@ def _move_blocks_kernel(
 def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
     """`kernels.ops.copy_blocks`.
 
-    Pairs on the host are looked at: unless the source of one is the destination of another, one launch copies all.
-    Otherwise, and for pairs on the device, which are not waited for, the blocks pass through a buffer of their size.
+    Where the pairs are on the host and no source is the destination of another pair, one launch copies all. Otherwise,
+    and for pairs on the device, which are not read here, the blocks are copied through a buffer of their size.
     """
     num_pairs = pairs.shape[0]
     if not kv_caches or not num_pairs:
@@ -205,7 +204,7 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
 
 
 def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
-    """`kernels.ops.swap_blocks`; host memory that is not pinned goes the way of the reference.
+    """`kernels.ops.swap_blocks`; for host memory that is not pinned, the reference does it.
 
     The copy is queued on the current stream: the host must not touch a pool before the stream has come that far.
     """

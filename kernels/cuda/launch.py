@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-# What a thread of a GPU moves at once at most, and the threads of a warp.
+# The largest number of bytes that a thread of a GPU moves at once, and the threads of a warp.
 MAX_BYTES = 16
 WARP = 32
 
@@ -12,7 +12,8 @@ WARP = 32
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Queues `kernel` on the current stream of the current device, one program for each point of `grid`.
 
-    What grows with tokens or rows is the first dimension: CUDA takes 2^31 - 1 programs along it, 65,535 along others.
+    The first dimension is the one that grows with tokens or rows: CUDA takes 2^31 - 1 programs along it, 65,535 along
+    the others.
     """
     kernel[grid](*arguments, **constants)
 
@@ -22,7 +23,7 @@ def ceil_div(dividend: int, divisor: int) -> int:
 
 
 def padded(size: int, least: int = 1) -> int:
-    """The power of two in which a dimension of `size` fits: Triton's tiles have no other sizes.
+    """The smallest power of two that is at least `size`: Triton's tiles have no other sizes.
 
     Args:
         least: 16 where the dimension is one of a matrix product.
@@ -31,7 +32,8 @@ def padded(size: int, least: int = 1) -> int:
 
 
 def warps_for(elements: int, dtype: torch.dtype) -> int:
-    """Warps of a program that moves a tile of `elements`, a power of two: 4, or fewer that all move what is widest."""
+    """Warps of a program that moves a tile of `elements`, a power of two: 4, or fewer so that each thread moves
+    MAX_BYTES."""
     return min(4, max(1, elements * dtype.itemsize // (MAX_BYTES * WARP)))
 
 

@@ -21,14 +21,14 @@ ELEMENTS_PER_WARP = 512
 def _rms_norm_kernel(
     output, x, residual, weight, eps, x_stride, residual_stride, HIDDEN: tl.constexpr, HIDDEN_PAD: tl.constexpr
 ):
-    """Where `residual` is not None, it takes the sum of both, and the sum is what is normed."""
+    """Where `residual` is not None, the sum is written to it and normalized."""
     line = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, HIDDEN_PAD)
     mask = columns < HIDDEN
     values = tl.load(x + line * x_stride + columns, mask=mask, other=0.0)
     if residual is not None:
         stream = residual + line * residual_stride + columns
-        # Rounded as it is stored, so that the norm is that of the stream which others see.
+        # Rounded before the norm, which is then that of the stored sum.
         values = (values.to(tl.float32) + tl.load(stream, mask=mask, other=0.0).to(tl.float32)).to(values.dtype)
         tl.store(stream, values, mask=mask)
     values = values.to(tl.float32)

@@ -1,4 +1,4 @@
-// How attention of a flat batch is cut into units, and who merges what was found in chunks.
+// The division of attention of a flat batch into units, and the merges of chunks.
 #include "attention/attention.h"
 
 #include <algorithm>
@@ -32,8 +32,8 @@ void plan_prefill(const AttentionArgs& args, const Row& row, AttentionPlan& plan
   }
 }
 
-// Key/value heads that a unit decodes. More heads make the stretches of memory that it reads longer; but all threads
-// need units, and several for each thread even out that some are slower.
+// Key/value heads that a unit decodes. With more heads a unit reads longer stretches of memory. But all threads need
+// units, and several for each thread, because some threads are slower.
 int64_t heads_of_unit(const AttentionArgs& args, int64_t num_chunks) {
   constexpr int64_t kUnitsOfThread = 8;
   const int64_t units = kUnitsOfThread * args.threads;
@@ -99,7 +99,7 @@ AttentionPlan plan_attention(const AttentionArgs& args) {
   return plan;
 }
 
-// Elements of keys and values below which waking a second thread takes longer than it saves.
+// Below this many elements of keys and values, waking a second thread takes longer than it saves.
 constexpr int64_t kWorthThreads = 1 << 16;
 
 int64_t scratch_of(const IsaKernels& kernels, const AttentionArgs& args, const AttentionPlan& plan) {

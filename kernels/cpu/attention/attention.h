@@ -1,5 +1,4 @@
-// Attention of a batch as work for threads: units that can be done in any order, and merges of what several of them
-// find.
+// Attention of a batch as work for threads: units that can run in any order, and merges of partial results.
 #pragma once
 
 #include <atomic>
@@ -12,7 +11,7 @@
 
 namespace quire {
 
-// Heads of a row whose context is decoded in several chunks. Whoever does the last one merges them all.
+// Heads of a row whose context is decoded in several chunks. The thread that decodes the last chunk merges them all.
 struct Merge {
   int32_t chunks;
   float* states;  // of these heads, in the first chunk
@@ -20,12 +19,12 @@ struct Merge {
 
 struct AttentionPlan {
   std::vector<Unit> prefills;  // those with the longest context first
-  std::vector<Unit> decodes;   // units that are all of their row and heads
+  std::vector<Unit> decodes;   // units that cover the whole context of their row and heads
   std::vector<Unit> chunks;    // chunks[i] belongs to merges[merge_of[i]]
   std::vector<int32_t> merge_of;
   std::vector<Merge> merges;
   std::unique_ptr<float[]> states;
-  int64_t elements = 0;  // of keys and values that are read, about
+  int64_t elements = 0;  // of keys and values that are read, approximately
 
   int64_t num_units() const { return static_cast<int64_t>(prefills.size() + decodes.size() + chunks.size()); }
 };
@@ -33,7 +32,7 @@ struct AttentionPlan {
 // Whether lengths and block ids fit the shapes.
 Status check_rows(const AttentionArgs& args);
 
-// How attention is cut into units, for all layers of a model: they differ in their tensors alone.
+// The division of attention into units. All layers of a model share it: they differ only in their tensors.
 class SharedPlan {
  public:
   // Requires that check_rows is kOk. Throws std::bad_alloc.
@@ -43,7 +42,7 @@ class SharedPlan {
 
   const AttentionPlan plan;
 
-  // Whether this was the last chunk of the merge that was left. If so, all of them count as left again.
+  // To be called after each chunk of a merge. Returns whether it was the last one, and then resets the count.
   bool is_last_chunk(int32_t merge) const;
 
  private:

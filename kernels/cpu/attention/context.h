@@ -1,4 +1,5 @@
-// The tokens of a row's context, wherever in the pool they lie, and the lines of queries and outputs.
+// What decode and prefill share: the tokens of a row's context, wherever in the pool they lie, the lines of queries and
+// outputs, scores from products of query and key, and the softmax over scores that come in parts.
 #pragma once
 
 #include <type_traits>
@@ -14,14 +15,15 @@ inline int64_t line_size(const AttentionArgs& args) {
   return std::is_same_v<T, int8_t> ? args.int8_line_bytes : args.head_dim;
 }
 
-// Where some tokens of one row and head are in memory: in a pool their keys, `value_offset` elements behind which are
-// their values.
+// The addresses of some tokens of one row and head. In a pool these are the keys; the values are `value_offset`
+// elements behind them.
 template <class T, int kCapacity>
 struct Span {
   int count = 0;
   const T* lines[kCapacity];
 
-  // The next tokens from `token` up to `end`, at most kCapacity. Places after the last repeat it: reading them is safe.
+  // Finds the tokens from `token` up to `end`, at most kCapacity. Entries after the last one repeat it, so that reading
+  // them is safe.
   void fill(const AttentionArgs& args, int64_t row, int64_t head, int64_t token, int64_t end) {
     const int32_t* table = args.block_tables + row * args.table_stride;
     const int64_t line = line_size<T>(args), tile = args.block_size * line;
@@ -72,6 +74,85 @@ inline void write_output(T* output, const float* sums, float sum, int64_t head_d
   int64_t d = 0;
   for (; d + kWidth <= head_dim; d += kWidth) store(output + d, load(sums + d) / divisor);
   if (d < head_dim) store(output + d, load(sums + d, head_dim - d) / divisor, head_dim - d);
+}
+
+// Computes scores from the products of one query.
+struct ScoreRule {
+  float scale;
+  float soft_cap;  // 0: none
+  float slope;     // of ALiBi for this head; 0: none
+
+  ScoreRule(const AttentionArgs& args, int64_t head)
+      : scale(static_cast<float>(args.scale)),
+        soft_cap(static_cast<float>(args.soft_cap)),
+        slope(args.alibi_slopes == nullptr ? 0.0f : args.alibi_slopes[head]) {}
+
+  // `distance` is the position of the key in lane 0 less that of the query.
+  Vec operator()(Vec product, int64_t distance) const {
+    Vec score = product * set1(scale);
+    if (soft_cap != 0.0f) score = set1(soft_cap) * tanh(score / set1(soft_cap));
+    if (slope != 0.0f) score = fma(set1(slope), set1(static_cast<float>(distance)) + lane_numbers(), score);
+    return score;
+  }
+};
+
+// The running softmax of one query: `sum` of e^(score - max_score) over the scores so far, of which `max_score` is the
+// largest.
+struct Softmax {
+  float max_score = -kInfinity;
+  float sum = 0.0f;
+
+  // Raises the maximum to `new_max` where that is larger; returns the factor for all sums so far.
+  float raise(float new_max) {
+    const float before = max_score;
+    if (!(new_max > max_score)) return 1.0f;
+    max_score = new_max;
+    const float factor = before == -kInfinity ? 0.0f : one_exp(before - max_score);
+    sum *= factor;
+    return factor;
+  }
+
+  // Weights are relative to this. While all scores are -infinity it is 0, so that weights are 0 and not NaN.
+  float base() const { return max_score == -kInfinity ? 0.0f : max_score; }
+
+  static float one_exp(float x) { return first_lane(exp(set1(x))); }
+};
+
+// The softmax before the first score of a row. The sink of the head, where there is one, counts as a score so far.
+inline Softmax first_softmax(const AttentionArgs& args, int64_t head) {
+  return args.sinks == nullptr ? Softmax() : Softmax{args.sinks[head], 1.0f};
+}
+
+// Computes scores of products, in place; hidden ones, outside of `first` to `last` - 1, become -infinity.
+// Returns the largest. `count` is a multiple of kWidth; the key of the first product is at `distance`.
+template <bool kAllSeen>
+inline float score_all(float* products, int count, int first, int last, const ScoreRule& rule, int64_t distance) {
+  const Vec hidden = set1(-kInfinity);
+  Vec largest = hidden;
+  for (int i = 0; i < count; i += kWidth) {
+    Vec score = rule(load(products + i), distance + i);
+    if constexpr (!kAllSeen) score = keep(score, first - i, last - i, hidden);
+    store(products + i, score);
+    largest = max(largest, score);
+  }
+  return reduce_max(largest);
+}
+
+inline float score(float* products, int count, int first, int last, const ScoreRule& rule, int64_t distance) {
+  return first <= 0 && last >= count ? score_all<true>(products, count, first, last, rule, distance)
+                                     : score_all<false>(products, count, first, last, rule, distance);
+}
+
+// Computes weights of scores, relative to `base`; returns their sum.
+template <class Weight>
+inline float weigh(const float* scores, Weight* weights, int count, float base) {
+  Vec sum = zero();
+  for (int i = 0; i < count; i += kWidth) {
+    const Vec weight = exp(load(scores + i) - set1(base));
+    sum = sum + weight;
+    store(weights + i, weight);
+  }
+  return reduce_add(sum);
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -2,9 +2,7 @@
 // head, while the next ones are prefetched. The tiles of one block lie side by side, so all heads of a unit take turns
 // at every block: memory is read in long stretches, wherever the blocks are.
 #include "attention/context.h"
-#include "attention/scores.h"
 #include "runtime/isa.h"
-#include "vec/quantize.h"
 
 namespace quire::QUIRE_ISA {
 namespace {

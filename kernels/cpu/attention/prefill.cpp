@@ -2,10 +2,8 @@
 // matrices. All query heads of a key/value head are lines of the same tile, so keys and values are read and packed once
 // for them.
 #include "attention/context.h"
-#include "attention/scores.h"
 #include "product/matmul.h"
 #include "runtime/isa.h"
-#include "vec/quantize.h"
 
 namespace quire::QUIRE_ISA {
 namespace {

@@ -1,21 +1,21 @@
-// product.cpp for processors with matrix units. Included by it alone.
+// Products by matrix units (AMX), for 16-bit numbers and int8 values. Included by product.cpp alone.
 #pragma once
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-// How far ahead of its use a weight is prefetched, in bytes, and into which cache: the second one where numbers are
-// made of it first.
+// How many bytes ahead of its use a weight is prefetched, and into which cache: the second one where it is expanded
+// first.
 template <class Kind>
-constexpr int64_t kPrefetchDistance = kIsMade<Kind> ? 1 << 12 : 1 << 13;
+constexpr int64_t kPrefetchDistance = kIsExpanded<Kind> ? 1 << 12 : 1 << 13;
 template <class Kind>
-constexpr int kWeightCache = kIsMade<Kind> ? kSecondCache : kFirstCache;
+constexpr int kWeightCache = kIsExpanded<Kind> ? kSecondCache : kFirstCache;
 
 // Bytes of a block as it is multiplied.
 constexpr int64_t kMultipliedBytes = kPanel * kWordsOfBlock * kBytesOfWord;
 
 // Adds the products of the lines in tile 4, and with kTwo in 5, with the columns in 6 and 7. The numbers of tiles must
-// stand in the instructions.
+// be literals: they are part of the instructions.
 template <class X, bool kTwo>
 inline void multiply_loaded() {
   if constexpr (std::is_same_v<X, int8_t>) {
@@ -35,8 +35,8 @@ inline void multiply_loaded() {
   }
 }
 
-// Some blocks of a panel, and what to prefetch meanwhile: `lines` with each block, from `ahead` on, `step` bytes
-// further each time.
+// Some blocks of a panel, and the memory to prefetch meanwhile: `lines` cache lines with each block, from `ahead` on,
+// which moves by `step` bytes.
 template <int kCache, class Lines>
 struct Stretch {
   int64_t first;
@@ -73,7 +73,7 @@ inline void store_sums(Sum* sums) {
   }
 }
 
-// Up to 32 tokens by a stretch of a panel, on tiles whose lines are set; adds to the sums after the first stretch.
+// Multiplies up to 32 tokens with a stretch of a panel, on configured tiles; adds to the sums after the first stretch.
 template <class Kind, bool kTwo, class AnyBlocks, int kCache, class Lines>
 void multiply_tiles(const ProductArgs& args, AnyBlocks& blocks, int64_t token, const Stretch<kCache, Lines>& stretch,
                     typename Kind::Sum* sums) {
@@ -96,18 +96,18 @@ void multiply_tiles(const ProductArgs& args, AnyBlocks& blocks, int64_t token, c
   store_sums<kTwo>(sums);
 }
 
-// Of a panel, and as much of 32 tokens beside them: half of the first cache, or a quarter where tokens pass by a few
-// times only.
+// Blocks of a stretch. With as much of 32 tokens they fill half of the first cache, or a quarter where there are only a
+// few passes of tokens.
 constexpr int64_t kMaxBlocks = 8;
 inline int64_t blocks_at_once(int64_t passes) { return passes > 4 ? kMaxBlocks : kMaxBlocks / 2; }
 
-// The stretches of panels, one after the other, for tokens that pass by each of them several times.
-template <class Kind, bool = kIsMade<Kind>>
+// The stretches of panels, one after the other, each of which is multiplied in several passes of tokens.
+template <class Kind, bool = kIsExpanded<Kind>>
 class Stretches {
  public:
   Stretches(const ProductArgs& args, int64_t panel, int64_t, int64_t) : next_(bytes_of<Kind>(args, panel)) {}
 
-  // The next one, of so many blocks, and then one of so many.
+  // Begins the next stretch of `count` blocks; the one after it has the other number.
   void start(int64_t count, int64_t) {
     now_ = next_;
     next_ += count * block_bytes<Kind>();
@@ -118,17 +118,17 @@ class Stretches {
   const char *now_ = nullptr, *next_;
 };
 
-// Each is made while the one before it is multiplied: the matrix unit leaves the processor time.
+// The same for weights that are expanded: each stretch while the matrix unit multiplies the one before it.
 template <class Kind>
 class Stretches<Kind, true> {
  public:
   Stretches(const ProductArgs& args, int64_t panel, int64_t count, int64_t passes)
-      : maker_(args, panel), parts_at_once_((kParts + passes - 1) / passes) {
+      : expander_(args, panel), parts_at_once_((kParts + passes - 1) / passes) {
     want(count);
   }
 
   void start(int64_t, int64_t count_after) {
-    make(parts_left_);
+    expand(parts_left_);
     now_ = numbers_[turn_];
     turn_ ^= 1;
     want(count_after);
@@ -141,7 +141,7 @@ class Stretches<Kind, true> {
     template <class AnyPrefetch>
     const void* next(const AnyPrefetch& ahead) {
       ahead.fetch_all();
-      stretches_.make(stretches_.parts_at_once_);
+      stretches_.expand(stretches_.parts_at_once_);
       const void* block = block_;
       block_ += kNumbersOfBlock;
       return block;
@@ -155,24 +155,24 @@ class Stretches<Kind, true> {
   Blocks blocks() { return Blocks(*this); }
 
  private:
-  static constexpr int64_t kParts = kNumbersOfBlock / kMadeAtOnce;
+  static constexpr int64_t kParts = kNumbersOfBlock / kExpandedAtOnce;
 
   void want(int64_t blocks) {
     parts_left_ = blocks * kParts;
     to_ = numbers_[turn_];
   }
 
-  void make(int64_t parts) {
+  void expand(int64_t parts) {
     for (; parts > 0 && parts_left_ > 0; --parts) {
-      if (parts_left_ % kParts == 0) maker_.start_block();
-      maker_.make(to_);
-      to_ += kMadeAtOnce;
-      if (--parts_left_ % kParts == 0) maker_.end_block(to_ - kNumbersOfBlock);
+      if (parts_left_ % kParts == 0) expander_.start_block();
+      expander_.expand(to_);
+      to_ += kExpandedAtOnce;
+      if (--parts_left_ % kParts == 0) expander_.end_block(to_ - kNumbersOfBlock);
     }
   }
 
   alignas(64) typename Kind::X numbers_[2][kMaxBlocks * kNumbersOfBlock];
-  typename Kind::Maker maker_;
+  typename Kind::Expander expander_;
   const int64_t parts_at_once_;
   int64_t parts_left_ = 0;
   typename Kind::X *now_ = nullptr, *to_ = nullptr;
@@ -194,7 +194,7 @@ class MatrixMultiplier {
   template <class Kind>
   static void pack(const ProductArgs&, int64_t, int64_t, std::byte*) {}
 
-  // Tokens begin to end by some panels.
+  // Multiplies tokens begin to end with some panels.
   template <class Kind>
   void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
                 std::byte*, const std::byte*) {
@@ -206,7 +206,7 @@ class MatrixMultiplier {
   }
 
  private:
-  // Up to 32 tokens: as fast as the weights come from memory.
+  // Up to 32 tokens, as fast as memory delivers the weights.
   template <class Kind>
   void multiply_once(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end) {
     constexpr int64_t kStep = block_bytes<Kind>(), kShare = kStep / kCacheLine;
@@ -221,8 +221,8 @@ class MatrixMultiplier {
     }
   }
 
-  // More tokens: all pass by each stretch of a panel, which stays in the first cache and is made numbers once, and
-  // prefetch the next panel.
+  // More tokens, in several passes over each stretch of a panel, which stays in the first cache and is expanded once.
+  // The next panel is prefetched meanwhile.
   template <class Kind>
   void multiply_by_stretches(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin,
                              int64_t end, int64_t passes) {
@@ -245,14 +245,14 @@ class MatrixMultiplier {
           auto some = stretches.blocks();
           multiply_lines<Kind>(args, some, token, tokens,
                                Stretch<kSecondCache, int64_t>{first, count_at(first), ahead, share, kStep}, of_pass);
-          // Now, while they are in the first cache.
+          // Here, while the sums are in the first cache.
           if (last) finish(args, panel, token, tokens, of_pass);
         }
       }
     }
   }
 
-  // `count` tokens from `token` on, 32 of them at max_blocks.
+  // Multiplies `count` tokens from `token` on, at most 32, with a stretch.
   template <class Kind, class AnyBlocks, class AnyStretch>
   void multiply_lines(const ProductArgs& args, AnyBlocks& blocks, int64_t token, int64_t count,
                       const AnyStretch& stretch, typename Kind::Sum* sums) {

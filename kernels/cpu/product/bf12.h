@@ -1,12 +1,11 @@
-// TokenGroups of bfloat16 numbers in three quarters of their bytes, bit for bit the same numbers.
+// Groups of bfloat16 numbers, compressed without loss to 12 bits a number.
 //
-// The upper byte of a number is its sign and all but the last bit of its exponent, and numbers that belong together
-// have few exponents. So a number is stored as its lower byte and the place of its upper one, 4 bits, in a table that
-// some groups share. Those whose upper byte is not there, the exceptions, are kept elsewhere and put in afterwards.
+// The upper byte of a number is its sign and all but the last bit of its exponent, and neighbouring numbers have few
+// exponents. So a number is stored as its lower byte and a 4-bit index of its upper byte in a table that some groups
+// share. Numbers whose upper byte is not in the table, the exceptions, are stored elsewhere and put in afterwards.
 //
 // A panel of a weight is its head, then the numbers of its blocks (pack_weight.cpp) in groups of 128. All exceptions
-// follow the last panel. Of numbers that are spread as a model's weights are, about one in ten thousand is an
-// exception.
+// follow the last panel. Of a model's weights, about one in ten thousand is an exception.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +21,7 @@ inline constexpr int64_t kBf12TableSize = 16;
 struct Bf12Group {
   static constexpr int64_t kNumbers = 128;
 
-  uint8_t places[64];  // of the upper bytes; the second half's are in the higher bits
+  uint8_t places[64];  // indices of the upper bytes; the second half's are in the higher bits
   uint8_t lower[2][64];
 };
 static_assert(sizeof(Bf12Group) == 192);
@@ -48,7 +47,7 @@ inline constexpr int64_t bf12_panel_bytes(int64_t numbers) {
 
 }  // namespace quire
 
-// All instruction sets read what any of them packed, though not all pack so (products.py).
+// All instruction sets read this format, whichever of them packed the weight; not all pack it (bindings.py).
 #if defined(QUIRE_ISA)
 #include "vec/vec.h"
 
@@ -60,8 +59,8 @@ inline ByteVector load_table(const uint8_t* upper) {
   return in_all_lanes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(upper)));
 }
 
-// A group as it was, with the table of its upper bytes.
-inline void expand(BF16* to, const Bf12Group& group, ByteVector table) {
+// The bfloat16 numbers of a group; `table` holds its upper bytes.
+inline void expand_group(BF16* to, const Bf12Group& group, ByteVector table) {
   constexpr int64_t kHalf = Bf12Group::kNumbers / 2, kBytes = sizeof(ByteVector);
   for (int64_t i = 0; i < kHalf; i += kBytes) {
     const ByteVector places = load_bytes(group.places + i);

@@ -1,4 +1,5 @@
-// What products multiply, and the blocks of a panel (pack_weight.cpp) as they do so. Included by product.cpp alone.
+// The operands of products, and the blocks of a panel (pack_weight.cpp) in the order of their use. Included by
+// product.cpp alone.
 #pragma once
 
 #include <type_traits>
@@ -11,18 +12,18 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-// Bytes that a token brings to a block.
+// Bytes of a token that are multiplied with a block.
 constexpr int64_t kLineBytes = kWordsOfBlock * 4;
-// Numbers of a block, where they have 16 bits, and those that are made at once of what a weight is stored as.
+// 16-bit numbers of a block, and how many of them are expanded from the stored form at once.
 constexpr int64_t kNumbersOfBlock = kPanel * kPanel;
-constexpr int64_t kMadeAtOnce = Bf12Group::kNumbers;
+constexpr int64_t kExpandedAtOnce = Bf12Group::kNumbers;
 
 template <int64_t kValue>
 using Constant = std::integral_constant<int64_t, kValue>;
 
 // Int8 values as floating numbers, which are exact; `count` is a multiple of 32.
 template <class Number>
-inline void make_floating(Number* to, const int8_t* values, int64_t count) {
+inline void convert_int8(Number* to, const int8_t* values, int64_t count) {
   for (int64_t i = 0; i < count; i += 32) {
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<Number, BF16>) {
@@ -35,19 +36,19 @@ inline void make_floating(Number* to, const int8_t* values, int64_t count) {
   }
 }
 
-// Makes floating numbers of int8 panels, one after the other.
+// Converts int8 panels to floating numbers, one after the other.
 template <class Number>
-class Int8Maker {
+class Int8Expander {
  public:
   static constexpr int64_t kHeadBytes = 0, kBlockBytes = kNumbersOfBlock;
 
-  Int8Maker(const ProductArgs& args, int64_t panel)
+  Int8Expander(const ProductArgs& args, int64_t panel)
       : values_(static_cast<const int8_t*>(args.weight) + panel * args.in_features * kPanel) {}
 
   void start_block() {}
-  void make(Number* numbers) {
-    make_floating(numbers, values_, kMadeAtOnce);
-    values_ += kMadeAtOnce;
+  void expand(Number* numbers) {
+    convert_int8(numbers, values_, kExpandedAtOnce);
+    values_ += kExpandedAtOnce;
   }
   void end_block(Number*) {}
 
@@ -55,13 +56,13 @@ class Int8Maker {
   const int8_t* values_;
 };
 
-// Makes bfloat16 numbers of panels in 12 bits.
-class Bf12Maker {
+// Expands panels of 12 bits a number to bfloat16.
+class Bf12Expander {
  public:
   static constexpr int64_t kHeadBytes = sizeof(Bf12Head);
   static constexpr int64_t kBlockBytes = kNumbersOfBlock / Bf12Group::kNumbers * sizeof(Bf12Group);
 
-  Bf12Maker(const ProductArgs& args, int64_t panel) : numbers_(args.in_features * kPanel) {
+  Bf12Expander(const ProductArgs& args, int64_t panel) : numbers_(args.in_features * kPanel) {
     const std::byte* panels = static_cast<const std::byte*>(args.weight);
     const int64_t bytes = bf12_panel_bytes(numbers_);
     at_ = panels + panel * bytes;
@@ -72,8 +73,8 @@ class Bf12Maker {
     if (start_ == end_) start_panel();
   }
 
-  void make(BF16* numbers) {
-    expand(numbers, *reinterpret_cast<const Bf12Group*>(at_), upper_bytes_);
+  void expand(BF16* numbers) {
+    expand_group(numbers, *reinterpret_cast<const Bf12Group*>(at_), upper_bytes_);
     at_ += sizeof(Bf12Group);
   }
 
@@ -89,7 +90,7 @@ class Bf12Maker {
     upper_bytes_ = load_table(head.upper);
     exception_ = exceptions_ + head.first_exception;
     last_exception_ = exception_ + head.num_exceptions;
-    prefetch<kFirstCache>(last_exception_);  // where those of the next panel are
+    prefetch<kFirstCache>(last_exception_);  // the exceptions of the next panel
     start_ = 0;
     end_ = numbers_;
     at_ += kHeadBytes;
@@ -102,15 +103,15 @@ class Bf12Maker {
   int64_t start_ = 0, end_ = 0;  // of the block and of the panel
 };
 
-// What is multiplied: elements of a token, elements of the weight in memory, and the sums of their products. A token's
-// elements are words, or pairs or fours of them are. A Maker makes of a weight what is multiplied, where that is not
-// the same.
+// The kinds of operands: X, the elements of a token; Weight, those of the weight in memory; and the Sum of their
+// products. One, two or four elements of a token are a word. An Expander converts the weight where it is not multiplied
+// as stored.
 template <class Number>
 struct Pairs {
   using X = Number;
   using Weight = Number;
   using Sum = float;
-  using Maker = void;
+  using Expander = void;
 };
 
 template <class Number>
@@ -118,52 +119,52 @@ struct PairsByInt8 {
   using X = Number;
   using Weight = int8_t;
   using Sum = float;
-  using Maker = Int8Maker<Number>;
+  using Expander = Int8Expander<Number>;
 };
 
 struct PairsOfBf12 {
   using X = BF16;
   using Weight = std::byte;
   using Sum = float;
-  using Maker = Bf12Maker;
+  using Expander = Bf12Expander;
 };
 
-// Floats, or int8 values that become floats when they are loaded.
+// Floats, by floats or by int8 values that are converted when they are loaded.
 template <class Stored>
 struct Floats {
   using X = float;
   using Weight = Stored;
   using Sum = float;
-  using Maker = void;
+  using Expander = void;
 };
 
 struct Int8ByInt8 {
   using X = int8_t;
   using Weight = int8_t;
   using Sum = int32_t;
-  using Maker = void;
+  using Expander = void;
 };
 
 template <class Kind>
-constexpr bool kIsMade = !std::is_void_v<typename Kind::Maker>;
+constexpr bool kIsExpanded = !std::is_void_v<typename Kind::Expander>;
 
 // Lines of a block.
 template <class Kind>
 constexpr int64_t kLines = kLineBytes / sizeof(typename Kind::X);
 
-// Bytes in memory that come before a panel's blocks, and those of a block.
+// Stored bytes before a panel's blocks, and stored bytes of a block.
 template <class Kind>
 constexpr int64_t head_bytes() {
-  if constexpr (kIsMade<Kind>)
-    return Kind::Maker::kHeadBytes;
+  if constexpr (kIsExpanded<Kind>)
+    return Kind::Expander::kHeadBytes;
   else
     return 0;
 }
 
 template <class Kind>
 constexpr int64_t block_bytes() {
-  if constexpr (kIsMade<Kind>)
-    return Kind::Maker::kBlockBytes;
+  if constexpr (kIsExpanded<Kind>)
+    return Kind::Expander::kBlockBytes;
   else
     return kLines<Kind> * kPanel * sizeof(typename Kind::Weight);
 }
@@ -178,7 +179,8 @@ inline const char* bytes_of(const ProductArgs& args, int64_t panel) {
   return static_cast<const char*>(args.weight) + panel * panel_bytes<Kind>(args);
 }
 
-// Memory to prefetch while a block is made or multiplied: so many cache lines, a constant where they are known.
+// Memory to prefetch while a block is expanded or multiplied. The number of cache lines is a constant where it is
+// known.
 template <int kCache, class Lines = int64_t>
 struct Prefetch {
   const char* start;
@@ -191,13 +193,13 @@ struct Prefetch {
   void fetch_part(int64_t part, int64_t parts) const { fetch(part * lines / parts, (part + 1) * lines / parts); }
 };
 
-// The same, block after block.
+// The same for block after block.
 template <int kCache, class Lines>
 struct MovingPrefetch : Prefetch<kCache, Lines> {
   void go_on() { this->start += this->lines * kCacheLine; }
 };
 
-// Blocks as they lie in memory, of panel after panel.
+// Blocks that are multiplied as stored, panel after panel.
 template <class Kind>
 class StoredBlocks {
  public:
@@ -218,77 +220,77 @@ class StoredBlocks {
 
 constexpr Prefetch<kFirstCache, Constant<0>> kNoPrefetch{nullptr, {}};
 
-// Makes `count` blocks, of panel after panel. Memory is prefetched a few lines at a time: a processor whose queue of
-// requests is full does nothing else.
+// Expands `count` blocks, panel after panel. Memory is prefetched a few lines at a time, because a processor stalls
+// when its queue of requests is full.
 template <class Kind>
-class BlockMaker {
+class BlockExpander {
  public:
-  BlockMaker(const ProductArgs& args, int64_t panel, int64_t count) : maker_(args, panel), left_(count) {}
+  BlockExpander(const ProductArgs& args, int64_t panel, int64_t count) : expander_(args, panel), left_(count) {}
 
   // The next one, if there is one.
   template <class AnyPrefetch>
-  void make(typename Kind::X* block, const AnyPrefetch& ahead) {
+  void expand(typename Kind::X* block, const AnyPrefetch& ahead) {
     if (left_-- <= 0) return;
-    constexpr int64_t kParts = kNumbersOfBlock / kMadeAtOnce;
-    maker_.start_block();
+    constexpr int64_t kParts = kNumbersOfBlock / kExpandedAtOnce;
+    expander_.start_block();
     for (int64_t part = 0; part < kParts; ++part) {
-      maker_.make(block + part * kMadeAtOnce);
+      expander_.expand(block + part * kExpandedAtOnce);
       ahead.fetch_part(part, kParts);
     }
-    maker_.end_block(block);
+    expander_.end_block(block);
   }
 
  private:
-  typename Kind::Maker maker_;
+  typename Kind::Expander expander_;
   int64_t left_;
 };
 
-// Blocks that are made one ahead of their use, while the one before it is multiplied.
+// Blocks that are expanded while the block before them is multiplied.
 template <class Kind>
-class MadeBlocks {
+class ExpandedBlocks {
  public:
-  MadeBlocks(const ProductArgs& args, int64_t panel, int64_t count) : maker_(args, panel, count) {
-    maker_.make(blocks_[0], kNoPrefetch);
+  ExpandedBlocks(const ProductArgs& args, int64_t panel, int64_t count) : expander_(args, panel, count) {
+    expander_.expand(blocks_[0], kNoPrefetch);
   }
 
   template <class AnyPrefetch>
   const void* next(const AnyPrefetch& ahead) {
     const void* block = blocks_[turn_];
     turn_ ^= 1;
-    maker_.make(blocks_[turn_], ahead);
+    expander_.expand(blocks_[turn_], ahead);
     return block;
   }
 
  private:
   alignas(64) typename Kind::X blocks_[2][kNumbersOfBlock];
-  BlockMaker<Kind> maker_;
+  BlockExpander<Kind> expander_;
   int turn_ = 0;
 };
 
-// The same, which all stay in `memory`.
+// The same, but all blocks are kept in `memory`.
 template <class Kind>
 class KeptBlocks {
  public:
   KeptBlocks(const ProductArgs& args, int64_t panel, int64_t count, typename Kind::X* memory)
-      : maker_(args, panel, count), next_(memory) {
-    maker_.make(next_, kNoPrefetch);
+      : expander_(args, panel, count), next_(memory) {
+    expander_.expand(next_, kNoPrefetch);
   }
 
   template <class AnyPrefetch>
   const void* next(const AnyPrefetch& ahead) {
     const void* block = next_;
     next_ += kNumbersOfBlock;
-    maker_.make(next_, ahead);
+    expander_.expand(next_, ahead);
     return block;
   }
 
  private:
-  BlockMaker<Kind> maker_;
+  BlockExpander<Kind> expander_;
   typename Kind::X* next_;
 };
 
 template <class Kind>
-using Blocks = std::conditional_t<kIsMade<Kind>, MadeBlocks<Kind>, StoredBlocks<Kind>>;
+using Blocks = std::conditional_t<kIsExpanded<Kind>, ExpandedBlocks<Kind>, StoredBlocks<Kind>>;
 
 }  // namespace
 }  // namespace quire::QUIRE_ISA

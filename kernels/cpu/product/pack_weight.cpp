@@ -1,10 +1,10 @@
 // Packs weights into the order in which product.cpp reads them, and compresses those of bfloat16 to 12 bits (bf12.h).
 //
-// A panel is kPanel columns of the product. It is a row of blocks: two tiles of 16 columns, each 16 lines of words,
-// which are what a word of a token is multiplied with: a float, two 16-bit numbers, or four int8 values where tokens
-// are int8. Where floating tokens meet int8 weights, a word here has 1 or 2 bytes instead of 4. So a line of a tile is
-// what a vector multiplies by one word of a token, a tile is what a matrix unit loads, and a thread reads its panels
-// from end to end without a jump.
+// A panel is kPanel columns of the product. It is a row of blocks. A block is two tiles of 16 columns, and a tile has
+// 16 lines of words. A word holds the weights that a word of a token is multiplied with: a float, two 16-bit numbers,
+// or four int8 values where tokens are int8. Where tokens are floating and weights int8, it has 1 or 2 bytes instead of
+// 4. So a vector multiplies a line of a tile by one word of a token, a matrix unit loads a tile, and a thread reads its
+// panels in the order of memory.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -23,18 +23,18 @@
 namespace quire {
 namespace {
 
-// Requests pages of 2 MB before any is touched: a product jumps between threads' panels, and small pages cost lookups.
+// Requests pages of 2 MB before any is touched: threads read panels that are far apart, and small pages cost lookups.
 inline void advise_huge_pages(void* memory, int64_t bytes) {
   constexpr uintptr_t kHuge = 1 << 21;
   const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) & ~(kHuge - 1);
   const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(kHuge - 1);
-  // Where the system refuses, small pages do.
+  // Where the system refuses, small pages are used.
   if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 }
 
 constexpr int64_t kTile = kPanel / 2;
 
-// The row of the weight that column `column` of a panel holds; none where it is filled up.
+// The row of the weight that a column of a panel holds; none where the column is padding.
 std::optional<int64_t> row_of(const PackArgs& args, int64_t panel, int64_t column) {
   if (!args.gated) {
     const int64_t row = panel * kPanel + column;
@@ -45,7 +45,7 @@ std::optional<int64_t> row_of(const PackArgs& args, int64_t panel, int64_t colum
   return column < kTile ? row : half + row;
 }
 
-// One block of a panel: lines of the weight from byte `begin` of its rows on, `count` bytes of which there are.
+// Packs one block of a panel: bytes from `begin` on of the weight's rows, of which `count` are left.
 template <class Word>
 void pack_block(const PackArgs& args, Word* block, int64_t panel, int64_t begin, int64_t count) {
   constexpr int64_t kBytes = kWordsOfBlock * sizeof(Word);
@@ -79,7 +79,7 @@ constexpr uint8_t kNoPlace = 0xff;
 
 inline uint8_t upper_of(uint16_t bits) { return static_cast<uint8_t>(bits >> 8); }
 
-// A panel before and after.
+// A panel, packed and compressed.
 class Panel {
  public:
   Panel(const CompressArgs& args, int64_t panel)
@@ -90,7 +90,7 @@ class Panel {
 
   Bf12Head& head() const { return *head_; }
 
-  // Fills in the table, and how many exceptions it leaves.
+  // Fills in the table, and the number of exceptions.
   void choose_upper_bytes() const {
     std::array<int64_t, 256> counts = {};
     for (int64_t i = 0; i < count_; ++i) ++counts[upper_of(numbers_[i])];

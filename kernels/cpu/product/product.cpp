@@ -1,8 +1,8 @@
-// Products of a few or many tokens with packed weights (pack_weight.cpp), panel by panel.
+// Products of tokens with packed weights (pack_weight.cpp), panel by panel.
 //
-// With few tokens the time is that of reading the weights, so they are prefetched well ahead of their use. Matrix
-// units, where the processor has them, are the faster way even for a single token: 85% of what a plain sum reads, where
-// vectors gave 64%.
+// With few tokens the reading of the weights takes the time, so they are prefetched well ahead of their use. Matrix
+// units, where the processor has them, are faster even for a single token: they read the weights at 85% of the speed of
+// a plain sum over them, vectors at 64%.
 #include <bit>
 #include <type_traits>
 
@@ -42,7 +42,7 @@ inline Vec load_bias(const ProductArgs& args, int64_t column, int lanes) {
   }
 }
 
-// Sums of a token that end up in columns `column` on of a line of the weight, with scales and bias.
+// Sums of a token for output columns from `column` on, with scales and bias.
 template <class Sum>
 inline Vec biased(const ProductArgs& args, int64_t token, const Sum* sums, int64_t column, int lanes) {
   Vec product = load(sums);
@@ -51,7 +51,7 @@ inline Vec biased(const ProductArgs& args, int64_t token, const Sum* sums, int64
   return args.bias == nullptr ? product : product + load_bias(args, column, lanes);
 }
 
-// The sums of a panel, which has both halves of what it multiplies where it is gated, as columns of the output.
+// Writes the sums of a panel as columns of the output. A gated panel has the columns of both factors.
 template <class Sum, bool kGated>
 class Finish {
  public:
@@ -60,7 +60,7 @@ class Finish {
   Finish(const ProductArgs& args, int64_t panel)
       : args_(args), columns_(kGated ? args.out_features / 2 : args.out_features), first_(panel * kColumns) {}
 
-  // `count` tokens from `token` on, from kPanel sums of each.
+  // Writes `count` tokens from `token` on, from kPanel sums of each.
   template <class Out>
   void write(int64_t token, int64_t count, const Sum* sums) const {
     Out* to = static_cast<Out*>(args_.output) + token * args_.output_stride + first_;
@@ -70,7 +70,7 @@ class Finish {
   }
 
  private:
-  // As many columns at once as the processor stores at once: with many tokens this is a good part of the time.
+  // Two vectors at once where the processor can: with many tokens, these stores take a large part of the time.
   template <class Out>
   void write_whole(Out* to, int64_t token, const Sum* sums) const {
     if constexpr (kColumns % (2 * kWidth) == 0) {
@@ -115,7 +115,7 @@ inline void finish_as(const ProductArgs& args, int64_t panel, int64_t token, int
   }
 }
 
-// One panel of some tokens, from kPanel sums of each.
+// Writes one panel of some tokens, from kPanel sums of each.
 template <class Sum>
 inline void finish(const ProductArgs& args, int64_t panel, int64_t token, int64_t count, const Sum* sums) {
   return is_gated(args) ? finish_as<Sum, true>(args, panel, token, count, sums)
@@ -127,7 +127,7 @@ inline const typename Kind::X* x_of(const ProductArgs& args, int64_t token) {
   return static_cast<const typename Kind::X*>(args.x) + token * args.x_stride;
 }
 
-// Tokens whose lines stay in the second cache while all panels pass by.
+// Tokens whose lines stay in the second cache while all panels are read.
 constexpr int64_t kMaxTokens = 512;
 
 template <class Kind>
@@ -157,7 +157,7 @@ template <class>
 using Multiplier = VectorMultiplier;
 #endif
 
-// As many tokens at once as fit the second cache.
+// Multiplies as many tokens at once as fit the second cache.
 template <class Kind>
 void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, std::byte* scratch,
               const std::byte* packed) {

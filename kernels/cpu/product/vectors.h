@@ -1,5 +1,5 @@
-// product.cpp by vectors, for all but what matrix units do where the processor has them: each vector of weights is
-// multiplied with some tokens while it is in a register. Included by it alone.
+// Products by vectors: each vector of weights is multiplied with several tokens while it is in a register. Processors
+// with matrix units use this for floats alone. Included by product.cpp alone.
 #pragma once
 
 namespace quire::QUIRE_ISA {
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kVectors = kPanel / kWidth;
 
-// A vector of words of a block, what a word of a token is multiplied with them as, and sums of such products.
+// Vectors of words of a block, the word of a token that they are multiplied with, and the sums of these products.
 template <class Kind>
 struct Lanes;
 
@@ -51,12 +51,12 @@ struct Lanes<Int8ByInt8> {
   static IntVec add(IntVec sum, IntVec weights, IntVec of_token) { return add_int8_products(sum, weights, of_token); }
 };
 
-// Where the processor multiplies unsigned values, those of tokens are offset: sums are too large by the product of the
-// weights with the offset alone.
+// Some processors multiply only unsigned with signed values. There the values of tokens are offset, and the sums are
+// too large by the product of the weights and the offset.
 template <class Kind>
 constexpr int32_t kOffset = std::is_same_v<typename Kind::Sum, int32_t> ? kInt8Offset : 0;
 template <class Kind>
-constexpr bool kIsOff = kOffset<Kind> != 0;
+constexpr bool kHasOffset = kOffset<Kind> != 0;
 
 inline int32_t word(const void* words, int64_t at) {
   int32_t bits;
@@ -64,8 +64,8 @@ inline int32_t word(const void* words, int64_t at) {
   return bits;
 }
 
-// The largest number of tokens whose sums are in registers while a panel passes by. Where it is more than a few, the
-// words of a group of tokens are packed side by side, so that lines of all lengths are read alike.
+// The largest number of tokens whose sums fit in registers while a panel is read. Where it is more than a few, the
+// words of a group of tokens are packed side by side, so that the speed does not depend on the length of their lines.
 constexpr int64_t kMaxGroup = kWidth == 16 ? 12 : kSums / kVectors;
 constexpr bool kPacksTokens = kMaxGroup > 4;
 
@@ -85,14 +85,14 @@ inline int64_t num_words(const ProductArgs& args) {
   return args.in_features / kLines<Kind> * kWordsOfBlock;
 }
 
-// kWidth words of a token, as they are multiplied.
+// kWidth words of a token, offset where they are multiplied so.
 template <class Kind>
 inline Vec words_of(const ProductArgs& args, int64_t token, int64_t first) {
   const Vec words = load(reinterpret_cast<const float*>(x_of<Kind>(args, token)) + first);
-  return kIsOff<Kind> ? exclusive_or(words, kOffset<Kind>) : words;
+  return kHasOffset<Kind> ? exclusive_or(words, kOffset<Kind>) : words;
 }
 
-// Words of a group, of all its tokens one after the other.
+// Packed words of a group: word by word, those of all its tokens.
 template <int kTokens>
 struct PackedWords {
   const void* words;
@@ -100,7 +100,7 @@ struct PackedWords {
   int32_t operator()(int64_t k, int t) const { return word(words, k * kTokens + t); }
 };
 
-// The same of tokens that are not packed.
+// The same for tokens that are not packed.
 template <class Kind>
 class LinesOfWords {
  public:
@@ -115,14 +115,14 @@ class LinesOfWords {
   int64_t bytes_;  // from one to the next
 };
 
-// One panel, whose `blocks` come next, for kTokens tokens from `token` on; `ahead` is prefetched meanwhile. What sums
-// are off by, in `off`, the first group finds out for all.
+// One panel, the next of `blocks`, by kTokens tokens from `token` on; `ahead` is prefetched meanwhile. The first group
+// computes the correction of the offset, `excess`, for all groups.
 template <class Kind, int kTokens, bool kIsFirst, class AnyBlocks, class AnyWords, class AnyPrefetch>
 void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks& blocks, AnyWords words, AnyPrefetch ahead,
-                    int64_t token, typename Lanes<Kind>::Words (&off)[kVectors]) {
+                    int64_t token, typename Lanes<Kind>::Words (&excess)[kVectors]) {
   using Sum = typename Kind::Sum;
   using Words = typename Lanes<Kind>::Words;
-  // A word of what is multiplied: an element where that is floating on its way, else 32 bits.
+  // A word of the block: an element of the weight where a token's word is a float, else 32 bits.
   using Word = std::conditional_t<std::is_same_v<typename Kind::X, float>, typename Kind::Weight, int32_t>;
   Words sums[kTokens][kVectors] = {}, found[kVectors] = {};
   for (int64_t k = 0, end = num_words<Kind>(args); k < end; k += kWordsOfBlock) {
@@ -133,7 +133,7 @@ void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks& blocks, A
       for (int i = 0; i < kVectors; ++i) {
         const int64_t column = i * kWidth, tile = column / kTile * kTile * kWordsOfBlock;
         weights[i] = Lanes<Kind>::load(block + tile + at * kTile + column % kTile);
-        if constexpr (kIsOff<Kind> && kIsFirst)
+        if constexpr (kHasOffset<Kind> && kIsFirst)
           found[i] = add_int8_products(found[i], weights[i], set1_int(kInt8Offset));
       }
       for (int t = 0; t < kTokens; ++t) {
@@ -142,14 +142,14 @@ void multiply_panel(const ProductArgs& args, int64_t panel, AnyBlocks& blocks, A
       }
     }
   }
-  if constexpr (kIsOff<Kind> && kIsFirst) {
-    for (int i = 0; i < kVectors; ++i) off[i] = found[i];
+  if constexpr (kHasOffset<Kind> && kIsFirst) {
+    for (int i = 0; i < kVectors; ++i) excess[i] = found[i];
   }
   alignas(64) Sum lines[kTokens][kPanel];
-#pragma GCC unroll 16  // all, so that no sum has to have a place in memory
+#pragma GCC unroll 16  // completely, so that all sums stay in registers
   for (int t = 0; t < kTokens; ++t) {
     for (int i = 0; i < kVectors; ++i) {
-      if constexpr (kIsOff<Kind>) sums[t][i] = sums[t][i] - off[i];
+      if constexpr (kHasOffset<Kind>) sums[t][i] = sums[t][i] - excess[i];
       store(lines[t] + i * kWidth, sums[t][i]);
     }
   }
@@ -165,21 +165,21 @@ inline void with_count(int64_t count, Function function) {
   function.template operator()<kMax>();
 }
 
-// The groups of tokens that pass by one panel.
+// The products of one panel with all groups of tokens.
 template <class Kind>
 class Passes {
  public:
   Passes(const ProductArgs& args, int64_t panel, const TokenGroups& groups, const std::byte* packed)
       : args_(args), panel_(panel), groups_(groups), packed_(packed), blocks_(args.in_features / kLines<Kind>) {}
 
-  // The first group reads the panel from memory, and where it is to be made numbers leaves them in `scratch` for the
-  // others, which prefetch the next panel meanwhile.
+  // The first group reads the panel from memory. If the panel has to be expanded, its numbers are kept in `scratch` for
+  // the other groups, which prefetch the next panel meanwhile.
   void multiply(bool has_next, std::byte* scratch) {
     const int64_t others = groups_.count() - 1;
     if (others == 0) {
       Blocks<Kind> blocks(args_, panel_, blocks_);
       multiply_first(blocks);
-    } else if constexpr (kIsMade<Kind>) {
+    } else if constexpr (kIsExpanded<Kind>) {
       auto* numbers = reinterpret_cast<typename Kind::X*>(scratch);
       KeptBlocks<Kind> blocks(args_, panel_, blocks_, numbers);
       multiply_first(blocks);
@@ -218,8 +218,8 @@ class Passes {
     const int64_t first = groups_.first_of(group);
     with_count<kMaxGroup>(groups_.first_of(group + 1) - first, [&]<int kTokens>() {
       auto multiply = [&](const auto& words) {
-        multiply_panel<Multiplied, kTokens, kIsFirst || !kIsOff<Kind>>(args_, panel_, blocks, words, ahead, first,
-                                                                       off_);
+        multiply_panel<Multiplied, kTokens, kIsFirst || !kHasOffset<Kind>>(args_, panel_, blocks, words, ahead, first,
+                                                                           excess_);
       };
       if constexpr (kPacksTokens && kTokens > 1)
         multiply(PackedWords<kTokens>{packed_ + first * num_words<Kind>(args_) * kBytesOfWord});
@@ -233,14 +233,14 @@ class Passes {
   const TokenGroups groups_;
   const std::byte* packed_;
   const int64_t blocks_;
-  typename Lanes<Kind>::Words off_[kVectors];
+  typename Lanes<Kind>::Words excess_[kVectors];
 };
 
 class VectorMultiplier {
  public:
   template <class Kind>
   static int64_t scratch_bytes(const ProductArgs& args) {
-    const bool once = kIsMade<Kind> && args.num_tokens > kMaxGroup;
+    const bool once = kIsExpanded<Kind> && args.num_tokens > kMaxGroup;
     return once ? args.in_features * kPanel * static_cast<int64_t>(sizeof(typename Kind::X)) : 0;
   }
 
@@ -249,7 +249,7 @@ class VectorMultiplier {
     return kPacksTokens && args.num_tokens > 1 ? args.num_tokens * num_words<Kind>(args) * kBytesOfWord : 0;
   }
 
-  // Blocks begin to end of the lines of all tokens.
+  // Packs blocks begin to end of the lines of all tokens.
   template <class Kind>
   static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
     const int64_t step = tokens_at_once<Kind>(args);
@@ -261,7 +261,7 @@ class VectorMultiplier {
     }
   }
 
-  // Tokens begin to end by some panels.
+  // Multiplies tokens begin to end with some panels.
   template <class Kind>
   void multiply(const ProductArgs& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
                 std::byte* scratch, const std::byte* packed) {
@@ -271,7 +271,7 @@ class VectorMultiplier {
   }
 
  private:
-  // Tokens first to last - 1, which are a group.
+  // Packs tokens first to last - 1, which are a group.
   template <class Kind>
   static void pack_group(const ProductArgs& args, int64_t first, int64_t last, int64_t begin, int64_t end,
                          float* packed) {

@@ -85,7 +85,7 @@ struct SiluArgs {
   int64_t x_stride;
 };
 
-// What a product does to its sums before it rounds them.
+// The function that a product applies to its sums before it rounds them.
 enum Activation : int64_t {
   kIdentity = 0,
   kRelu = 1,
@@ -103,21 +103,21 @@ struct PackArgs {
   int64_t in_bytes;   // of a row
   int64_t row_bytes;  // from one row to the next
   int64_t gated;
-  int64_t word_bytes;  // of what a word of a token is multiplied with: 4, 2 or 1
+  int64_t word_bytes;  // bytes of the weight that a word of a token is multiplied with: 4, 2 or 1
 };
 
 // Compresses packed weights of bfloat16 to 12 bits a number (bf12.h).
 struct CompressArgs {
   void* compressed;         // [panels] compressed ones, then room for max_exceptions
   const void* packed;       // [panels, numbers]
-  int64_t* num_exceptions;  // of the weight; where it exceeds max_exceptions, `compressed` is of no use
+  int64_t* num_exceptions;  // of the weight; where it exceeds max_exceptions, `compressed` is not filled
   int64_t threads;
   int64_t panels;
   int64_t numbers;  // of a panel
   int64_t max_exceptions;
 };
 
-// What a product multiplies. Together with the dtype it says how the weight is packed.
+// The operands of a product. Together with the dtype they determine how the weight is packed.
 enum Multiplied : int64_t {
   kFloats = 0,      // floating x, floating weight
   kInt8Weight = 1,  // floating x, int8 weight
@@ -138,7 +138,7 @@ struct QuantizeArgs {
   int64_t value_stride;
 };
 
-// output = activation(x W^T + bias), summed in float or exactly. Int8 values stand for themselves times their scale.
+// output = activation(x W^T + bias), summed in float or exactly. An int8 value is multiplied by the scale of its line.
 struct ProductArgs {
   void* output;           // [T, out_features], half as many where it is gated
   const void* x;          // [T, in_features]
@@ -252,7 +252,7 @@ struct RunArgs {
   int64_t num_rows;
 };
 
-// What library.py has to know of this file: a field of a struct, or a struct as a whole, or a constant.
+// What library.py checks of this file: a field of a struct, a struct as a whole, or a constant.
 struct Layout {
   const char* name;  // "Struct.field", "Struct" or "kConstant"; null after the last
   int64_t value;     // offset of a field, size of a struct, value of a constant
@@ -268,8 +268,7 @@ QUIRE_API const char* quire_isas();
 // A context for one of them, or null where it is not among them. quire_close frees it.
 QUIRE_API quire::Context* quire_open(const char* isa, const quire::OpenMp* openmp);
 QUIRE_API void quire_close(quire::Context* context);
-// All structs, fields and constants that callers use: a library that was built from another api.h is recognized by
-// them.
+// All structs, fields and constants that callers use: callers recognize a library that was built from another api.h.
 QUIRE_API const quire::Layout* quire_layout();
 // Bytes of memory that a group of so many processes takes.
 QUIRE_API int64_t quire_group_bytes(int64_t size, int64_t slot_bytes);

@@ -8,8 +8,7 @@
 namespace quire {
 namespace {
 
-// What each process signals, on cache lines of its own. Zero, as in memory that was never written, is before the first
-// round.
+// The signals of each process, on cache lines of its own. Zero, the value of new memory, is before the first round.
 struct alignas(64) Member {
   uint64_t begun;  // rounds that the process has begun; it alone reads this
 };
@@ -49,7 +48,7 @@ std::byte* Round::slot(int64_t rank) const {
 
 void Round::signal(int64_t stripe) const {
   Arrival& mine = arrival(group_, group_.rank, stripe);
-  // Sequentially consistent with what a sleeper does: either it sees the round, or this sees the sleeper.
+  // Sequentially consistent with the wait of a sleeper: either it sees the round, or this thread sees the sleeper.
   __atomic_store_n(&mine.round, number_, __ATOMIC_SEQ_CST);
   if (__atomic_load_n(&mine.num_asleep, __ATOMIC_SEQ_CST) > 0) futex(&mine.round, FUTEX_WAKE, INT32_MAX);
 }

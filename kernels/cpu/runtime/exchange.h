@@ -1,11 +1,11 @@
-// Rendezvous of processes of one machine in memory that all of them have mapped.
+// Exchange of data between processes of one machine through memory that all of them have mapped.
 //
 // An operation passes its data through the slots of that memory in rounds. In each, every process copies its part to
-// its own slot, signals that, and reads the slots of the others. A process can be one round ahead of another and no
-// more: it ends a round only when all have begun it. So there are two slots for each, taken in turn, and nobody waits
-// for a slot to be read.
+// its own slot, signals that, and reads the slots of the others. A process can be at most one round ahead of
+// another, because it ends a round only when all have begun it. So each process has two slots, used in turn, and no
+// process waits until a slot has been read.
 //
-// A process that dies in a round leaves the others waiting forever: whoever started them has to end them.
+// If a process dies in a round, the others wait forever: their supervisor has to end them.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// What every instruction set provides. decode.cpp, prefill.cpp, pointwise.cpp, product.cpp and rotary.cpp are compiled
+// The kernels that every instruction set provides. decode.cpp, prefill.cpp, pointwise.cpp and product.cpp are compiled
 // once for each, in a namespace of its name, QUIRE_ISA. They use nothing of the standard library that the linker could
-// share between them: a processor without AVX-512 must never run what was compiled for it.
+// share between them: a processor without AVX-512 must never run code that was compiled for AVX-512.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace quire {
 
-// Tokens of a context that one unit of decoding reads. A row's result is put together from units of this length
-// whatever else is in the batch, so it depends neither on its neighbours nor on the number of threads.
+// Tokens of a context that one unit of decoding reads. A row's result is always combined from units of this length, so
+// it depends neither on the other rows of the batch nor on the number of threads.
 inline constexpr int64_t kChunk = 256;
 // Query rows (tokens times heads that share keys) that prefill computes at once, and keys that it reads at once.
 inline constexpr int64_t kQueryRows = 128;
@@ -19,8 +19,8 @@ inline constexpr int64_t kKeyTile = 64;
 // Rows of scratch memory are padded to this many elements, enough for any vector and matrix tile.
 inline constexpr int64_t kPad = 32;
 
-// Columns of a packed weight that lie together. Its lines do so in blocks of 16 words of 32 bits of what they are
-// multiplied with: a float, two 16-bit numbers, or four int8 values a word.
+// Columns of a packed weight that are stored together, and words of a token that a block of them is multiplied with. A
+// word has 32 bits: a float, two 16-bit numbers, or four int8 values.
 inline constexpr int64_t kPanel = 32;
 inline constexpr int64_t kWordsOfBlock = 16;
 
@@ -31,8 +31,8 @@ struct Unit {
   int32_t head_end;
   int32_t begin;  // decode: first and last token of the context; prefill: first and last new token of the row
   int32_t end;
-  // Where a decode over several chunks leaves what it has found, one state for each query head: [m, l, D sums]. Null
-  // where the unit is all of its row and writes the output.
+  // Partial results of a decode over several chunks, one state for each query head: [maximum, sum, D weighted sums].
+  // Null where the unit covers its whole row and writes the output.
   float* states;
 };
 
@@ -43,7 +43,7 @@ inline int64_t padded(int64_t size, int64_t multiple = kPad) { return (size + mu
 
 inline bool is_gated(const ProductArgs& args) { return args.activation == kSiluAndMul; }
 
-// Panels of a product: a gated one has 16 gates and 16 of what they are multiplied with.
+// Panels of a product: a gated panel has 16 columns of gates, then the 16 columns that they are multiplied with.
 inline int64_t num_panels(int64_t out_features, bool gated) {
   return gated ? padded(out_features / 2, kPanel / 2) / (kPanel / 2) : padded(out_features, kPanel) / kPanel;
 }
@@ -58,7 +58,7 @@ inline int64_t query_tokens(const AttentionArgs& args) {
   return tokens < 1 ? 1 : tokens;
 }
 
-// Hands out pieces of one block of memory, each on cache lines of its own. Over null it only counts bytes.
+// Divides one block of memory into pieces, each on cache lines of its own. Over null it only counts bytes.
 class Arena {
  public:
   explicit Arena(std::byte* memory) : memory_(memory) {}
@@ -90,8 +90,8 @@ struct IsaKernels {
   ByDtype<int64_t (*)(const AttentionArgs&)> prefill_scratch;
   ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> decode;
   ByDtype<void (*)(const AttentionArgs&, const Unit&, std::byte* scratch)> prefill;
-  // Output of the unit's row and heads, from the states of all its chunks, which lie as [chunks, Hq]. Overwrites the
-  // first.
+  // Output of the unit's row and heads, from the states of all its chunks, [chunks, Hq]. Overwrites those of the first
+  // chunk.
   ByDtype<void (*)(const AttentionArgs&, const Unit&, float* states, int64_t chunks)> merge;
   // Lines begin to end of the operation.
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> rms_norm;
@@ -101,12 +101,12 @@ struct IsaKernels {
   ByDtype<void (*)(const QuantizeArgs&, int64_t begin, int64_t end)> quantize;
   // n elements of `count` parts, at most kMaxRanks, summed to `to`, which may be one of the parts.
   ByDtype<void (*)(void* to, const void* const* parts, int64_t count, int64_t n)> sum;
-  // Panels begin to end, for all tokens, packed where they are to be.
+  // Panels begin to end, for all tokens; `packed` holds the tokens where packed_bytes is not 0.
   void (*product)(const ProductArgs&, int64_t begin, int64_t end, std::byte* scratch, const std::byte* packed);
   int64_t (*product_scratch)(const ProductArgs&);  // bytes
-  // Blocks begin to end of all tokens, in the order in which they are multiplied.
+  // Packs blocks begin to end of all tokens in the order in which they are multiplied.
   void (*pack_tokens)(const ProductArgs&, int64_t begin, int64_t end, std::byte* packed);
-  int64_t (*packed_bytes)(const ProductArgs&);  // 0: they are multiplied as they are
+  int64_t (*packed_bytes)(const ProductArgs&);  // 0: tokens are multiplied as they are
 };
 
 struct Context {

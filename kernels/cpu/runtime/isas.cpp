@@ -17,7 +17,7 @@
 
 namespace quire {
 
-// Those that the compiler of this build knows; CMakeLists.txt says which.
+// The instruction sets of this build; CMakeLists.txt lists them.
 #define QUIRE_DECLARE(isa) \
   namespace isa {          \
   IsaKernels kernels();    \
@@ -30,7 +30,7 @@ struct Registers {
   unsigned a, b, c, d;
 };
 
-// A bit of what the processor says of itself in leaf `leaf`, `subleaf`; compilers do not know names for all of them.
+// A feature bit of CPUID; compilers do not know names for all of them.
 bool has_feature(unsigned leaf, unsigned subleaf, unsigned Registers::* place, int bit) {
   Registers registers;
   if (!__get_cpuid_count(leaf, subleaf, &registers.a, &registers.b, &registers.c, &registers.d)) return false;
@@ -50,7 +50,7 @@ bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vn
 
 bool has_avx512_bf16() { return has_avx512_vnni() && has_feature(7, 1, &Registers::a, 5); }
 
-// Matrix units for bfloat16 and int8 also need the system's leave, once a process.
+// Matrix units for bfloat16 and int8. A process also needs the system's permission to use them.
 bool has_amx() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return has_avx512_bf16() && has_feature(7, 0, &Registers::d, 24) && has_feature(7, 0, &Registers::d, 22) &&
@@ -70,7 +70,7 @@ constexpr Isa kIsas[] = {QUIRE_FOR_ISAS(QUIRE_LIST)};
 }  // namespace quire
 
 const char* quire_isas() {
-  // Computed once: asking for matrix units is a system call.
+  // Computed once: the request for matrix units is a system call.
   static const struct Names {
     char text[128] = "";
     Names() {
@@ -104,7 +104,7 @@ constexpr int64_t kind_of() {
                                           : 's';
 }
 
-// Every field that a caller fills in: one that is missing here makes callers refuse the library.
+// Every field that a caller fills in. A caller refuses a library in which one is missing.
 #define QUIRE_STRUCT(type) {#type, sizeof(type), 0}
 #define F(type, name) {#type "." #name, offsetof(type, name), kind_of<decltype(type::name)>()}
 #define QUIRE_CONSTANT(name) {#name, name, 0}

@@ -1,4 +1,4 @@
-// The operations of api.h: checks of their arguments, their units of work, and the functions that callers see.
+// The operations of api.h: checks of their arguments, their division into units of work, and the exported functions.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -15,14 +15,13 @@
 namespace quire {
 namespace {
 
-// Elements below which waking a second thread takes longer than it saves.
+// Below this many elements, waking a second thread takes longer than it saves.
 constexpr int64_t kWorthThreads = 1 << 15;
-// Elements of weights below which the same holds for the reading of them.
+// The same for elements of weights, whose reading takes the time.
 constexpr int64_t kWorthReading = 1 << 17;
-
-// Bytes of a round through a group's slots below which the same holds.
+// The same for bytes of a round through a group's slots.
 constexpr int64_t kWorthStripe = 1 << 14;
-// Elements that a thread sums at least: whole cache lines of any type.
+// The least number of elements that a thread sums: whole cache lines of any type.
 constexpr int64_t kSumAtOnce = 64;
 
 int64_t size_of(int64_t dtype) { return dtype == kFloat32 ? 4 : 2; }
@@ -42,8 +41,8 @@ class FunctionWork : public Work {
   const Function function_;
 };
 
-// A round through the group's slots, in stripes that threads share: first they put this process's part in its slot,
-// then they take what is in all slots.
+// A round through the group's slots, in stripes that threads share: first they copy this process's part to its slot,
+// then they read all slots.
 template <class Give, class Take>
 class RoundWork : public Work {
  public:
@@ -94,12 +93,12 @@ Status check_tokens(const RotaryArgs& args) {
   return kOk;
 }
 
-// Operations that are to run one after the other.
+// A sequence of operations.
 class Operations {
  public:
   explicit Operations(const Context& context) : context_(context) {}
 
-  // Checks the arguments, and copies them; where they are wrong nothing is added. Throws std::bad_alloc.
+  // Checks the arguments and copies them. Adds nothing where they are wrong. Throws std::bad_alloc.
   Status add_paged_attention(const AttentionArgs& args);
   Status add_rms_norm(const NormArgs& args);
   Status add_layer_norm(const NormArgs& args);

@@ -8,16 +8,16 @@
 namespace quire {
 namespace {
 
-// The rendezvous of a region's threads after each operation. As a rule the last one arrives within microseconds, so a
-// thread spins that long. Then it sleeps: its partner may have lost its core to another process, and can have this one.
+// The barrier of a region's threads after each operation. Usually the last thread arrives within microseconds, so a
+// thread spins that long. Then it sleeps: its partner may have lost its core to another process and can use this one.
 class Barrier {
  public:
-  // Called by each of so many threads; returns when all have called it.
-  void rendezvous(int64_t threads) {
+  // Returns when so many threads have called it.
+  void wait(int64_t threads) {
     const uint32_t turn = turn_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       arrived_.store(0, std::memory_order_relaxed);
-      // Sequentially consistent with what a sleeper does: either it sees the turn, or this sees the sleeper.
+      // Sequentially consistent with the wait of a sleeper: either it sees the new turn, or notify_all sees it.
       turn_.store(turn + 1, std::memory_order_seq_cst);
       turn_.notify_all();
       return;
@@ -69,7 +69,7 @@ void run_in_turn(const OpenMp& openmp, const Works& works, int64_t threads) {
     const int64_t team = threads > 1 ? openmp.num_threads() : 1;
     const Scratch scratch{memory.get() + shared + (team > 1 ? own * openmp.thread_num() : 0), memory.get()};
     for (size_t i = 0; i < works.size(); ++i) {
-      if (i > 0 && team > 1) barrier.rendezvous(team);
+      if (i > 0 && team > 1) barrier.wait(team);
       works[i]->take_part(team, scratch);
     }
   });

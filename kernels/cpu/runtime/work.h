@@ -1,4 +1,4 @@
-// Work on torch's threads: an operation as units that the threads of one parallel region take as they come.
+// Work on torch's threads: an operation is divided into units, which the threads of one parallel region take in turn.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,11 @@ namespace quire {
 // Memory that works may use as they run.
 struct Scratch {
   std::byte* own;     // of the thread
-  std::byte* shared;  // of all threads: what one work leaves there, the next one finds
+  std::byte* shared;  // of all threads, kept from one work to the next
 };
 
-// Calls function() on `threads` threads at once, or here if it is one. A team is always of the full size: the runtime
-// would end the threads that a smaller one leaves over and start them again for the next.
+// Calls function() on `threads` threads at once, or here if it is one. A team always has the full size: for a
+// smaller team, the runtime would end the other threads and start them again for the next one.
 template <class Function>
 void run_on_threads(const OpenMp& openmp, int64_t threads, const Function& function) {
   if (threads <= 1) {
@@ -44,7 +44,7 @@ class Work {
   Work(const Work&) = delete;
   Work& operator=(const Work&) = delete;
 
-  // Called once, by one thread, when nothing can fail any more and before any thread takes part.
+  // Called once, by one thread, after the last operation that can fail and before any thread takes part.
   virtual void begin() {}
 
   bool pays_for_threads() const { return units_ >= 2 * grain_; }
@@ -62,7 +62,7 @@ class Work {
   virtual void run(int64_t begin, int64_t end, const Scratch& scratch) const = 0;
 
  private:
-  // How often a thread returns for more units, which evens out that one has lost its core for a while.
+  // How often a thread returns for more units: so the others take over when one has lost its core for a while.
   static constexpr int64_t kTurns = 4;
 
   const int64_t units_, grain_, max_share_;
@@ -71,7 +71,7 @@ class Work {
 
 using Works = std::vector<std::unique_ptr<Work>>;
 
-// Does all of it, each when the one before is done, on up to `threads` threads. Throws std::bad_alloc.
+// Runs the works one after the other on up to `threads` threads. Throws std::bad_alloc.
 void run_in_turn(const OpenMp& openmp, const Works& works, int64_t threads);
 
 }  // namespace quire

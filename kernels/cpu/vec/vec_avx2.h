@@ -59,7 +59,6 @@ inline IntVec load_int(const void* p) { return whole(_mm256_loadu_si256(static_c
 inline IntVec set1_int(int32_t x) { return whole(_mm256_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits_of(x)); }
 inline Vec load(const int32_t* p) { return {_mm256_cvtepi32_ps(bits_of(load_int(p)))}; }
-inline IntVec operator-(IntVec a, IntVec b) { return {a.v - b.v}; }
 
 // Adds the products of the four int8 values of each word. Those of `b` are passed xor kInt8Offset.
 inline constexpr int32_t kInt8Offset = 0;
@@ -85,7 +84,7 @@ inline __m128i narrow_f16(Vec x) { return _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEA
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x.v); }
 inline void store(BF16* p, Vec x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_bf16(x)); }
 inline void store(F16* p, Vec x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_f16(x)); }
-// IntVec numbers from -128 to 127.
+// Whole numbers from -128 to 127.
 inline void store(int8_t* p, Vec x) {
   const __m256i words = _mm256_cvtps_epi32(x.v);
   const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));

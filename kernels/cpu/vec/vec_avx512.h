@@ -61,7 +61,6 @@ inline IntVec load_int(const void* p) { return whole(_mm512_loadu_si512(p)); }
 inline IntVec set1_int(int32_t x) { return whole(_mm512_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm512_storeu_si512(p, bits_of(x)); }
 inline Vec load(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
-inline IntVec operator-(IntVec a, IntVec b) { return {a.v - b.v}; }
 
 // Adds the products of the four int8 values of each word. Those of `b` are passed xor kInt8Offset.
 #if defined(__AVX512VNNI__)
@@ -100,7 +99,7 @@ inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 inline void store(BF16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(x)); }
 inline void store(F16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_f16(x)); }
 
-// IntVec numbers from -128 to 127.
+// Whole numbers from -128 to 127.
 inline void store(int8_t* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }

@@ -123,5 +123,5 @@ def test_a_process_without_openmp_gets_the_reference(monkeypatch: pytest.MonkeyP
     with pytest.raises(LibraryUnavailableError, match="no OpenMP runtime"):
         Library()
     monkeypatch.setattr(library, "find_open_mp", lambda: LIBRARY)
-    with pytest.raises(LibraryUnavailableError, match=r"is no OpenMP runtime to share: .*GOMP_parallel"):
+    with pytest.raises(LibraryUnavailableError, match=r"is not a usable OpenMP runtime: .*GOMP_parallel"):
         Library()
