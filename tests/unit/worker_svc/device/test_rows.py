@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.arrays import encode_int32
+from quire.common.v1.common_pb2 import Constraint
 from quire.rpc.errors import InvalidArgument, QuireError
 from quire.worker.v1 import worker_pb2
 from tests.support.sampling import make_sampling
@@ -19,6 +20,7 @@ from worker_svc.step import (
     ModelGeometry,
     PoolGeometry,
     ReseedRow,
+    RowConstraint,
     SetTokens,
     Step,
     WorkerInfo,
@@ -294,6 +296,7 @@ def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
         seed=7,
         logprobs=2,
         rules=rules,
+        constraint=RowConstraint(Constraint(regex="a"), ()),
         prompt_logprobs=4,
         refusal="top_p is 7",
     )
@@ -301,7 +304,7 @@ def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
     (copied,) = zip(
         *(getattr(rows.sampling.take(np.array([6])), name) for name in rows.sampling.__slots__), strict=True
     )
-    assert copied == (0.5, 3, 0.25, 0.125, 7, True, 2, 0, True, rules, 2, True, 4, True, "top_p is 7")
+    assert copied == (0.5, 3, 0.25, 0.125, 7, True, 2, 0, True, rules, True, 2, True, 4, True, "top_p is 7")
 
 
 def test_a_released_row_keeps_no_object() -> None:
