@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", type=Path, help="where to write the vocabulary that is trained")
     parser.add_argument("--steps", type=int, default=0, help="measure so many steps of a worker instead")
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--schema", choices=("plain", "bounded"), default="plain", help="of the constrained rows")
     parser.add_argument("--layers", type=int, default=12, help="of the model that is stepped, 768 wide")
     parser.add_argument("--runs", type=int, default=3, help="texts of each schema")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.grammar_schemas import all_schemas, list_of
+from bench.grammar_schemas import all_schemas, closed, list_of
 from bench.report import Series, median_ratio, write_results
 from quire.common.v1.common_pb2 import Constraint, SamplingParameters
 from quire.constraints.matcher import MaskMaker, Vocabulary
@@ -28,8 +28,12 @@ from worker_svc.startup import make_worker
 
 _BLOCK_SIZE = 16
 _PROMPT = 32
-_SCHEMA = list_of(all_schemas()["person"], 1000)
-"""It goes on for longer than any measurement."""
+_STRING = {"type": "string"}
+_SCHEMAS = {
+    "plain": list_of(closed({"name": _STRING, "age": {"type": "integer"}, "tags": list_of(_STRING)}), 1000),
+    "bounded": list_of(all_schemas()["person"], 1000),
+}
+"""They go on for longer than any measurement: texts of any length, and short texts, whose masks take longest."""
 
 
 def measure_steps(tokenizer: Path, arguments: argparse.Namespace) -> None:
@@ -37,16 +41,16 @@ def measure_steps(tokenizer: Path, arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         vocab_size = _write_model(directory, tokenizer, arguments.layers)
-        rig = _Rig(directory, arguments.rows, arguments.steps)
+        rig = _Rig(directory, arguments.rows, arguments.steps, arguments.schema)
         times = rig.run(arguments.steps)
-    masks = _masks_alone(rig, arguments.rows)
+    masks = _masks_alone(rig, arguments.rows, arguments.schema)
     plain, constrained = (Series(name, "ms", tuple(times[name])) for name in ("free rows", "constrained rows"))
     ratio = median_ratio(constrained, plain)
     alone = Series("masks alone", "ms", tuple(masks))
     cpu = Series("masks alone, of each row", "us", tuple(each * 1000 / arguments.rows for each in masks))
     print(plain, constrained, alone, cpu, f"constrained / free: {ratio:.3f}", sep="\n")
     if arguments.out is not None:
-        facts = {"rows": arguments.rows, "vocab_size": vocab_size, "ratio": ratio}
+        facts = {"schema": arguments.schema, "rows": arguments.rows, "vocab_size": vocab_size, "ratio": ratio}
         write_results(arguments.out, "Steps of constrained rows", [plain, constrained, alone, cpu], **facts)
 
 
@@ -72,7 +76,7 @@ def _write_model(directory: Path, tokenizer: Path, num_layers: int) -> int:
 class _Rig:
     """A worker's runner, without services around it, and two sets of rows."""
 
-    def __init__(self, path: Path, num_rows: int, num_steps: int) -> None:
+    def __init__(self, path: Path, num_rows: int, num_steps: int, schema: str) -> None:
         directory = ModelDirectory.open(path)
         model = load_model(path, device=torch.device("cpu"), dtype=torch.bfloat16)
         self._blocks = -(-(_PROMPT + num_steps + 1) // _BLOCK_SIZE)
@@ -92,6 +96,7 @@ class _Rig:
         assert isinstance(runner, ModelRunner)
         self._runner = runner
         self._num_rows = num_rows
+        self._schema = schema
         self._vocab_size = model.vocab_size
         self.outputs: list[list[int]] = [[] for _ in range(2 * num_rows)]
         self._num_launched = 0
@@ -111,7 +116,7 @@ class _Rig:
 
     def _assigned(self, rows: range) -> tuple[steps.AssignRow, ...]:
         rng = np.random.default_rng(0)
-        message = Constraint(json_schema=json.dumps(_SCHEMA))
+        message = Constraint(json_schema=json.dumps(_SCHEMAS[self._schema]))
         return tuple(
             steps.AssignRow(
                 row=row,
@@ -148,9 +153,9 @@ class _Rig:
             self.outputs[row].append(token_id)
 
 
-def _masks_alone(rig: _Rig, num_rows: int) -> list[float]:
+def _masks_alone(rig: _Rig, num_rows: int, schema: str) -> list[float]:
     """Milliseconds of all masks of each step, made again without a model."""
-    template = rig.templates.get(Constraint(json_schema=json.dumps(_SCHEMA))).result()
+    template = rig.templates.get(Constraint(json_schema=json.dumps(_SCHEMAS[schema]))).result()
     maker = MaskMaker(template.vocabulary, 1)
     texts = rig.outputs[num_rows:]
     matchers = [template.matcher((2,)) for _ in texts]

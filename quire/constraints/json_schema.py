@@ -111,7 +111,7 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {}
         parent[key] = result
         for name, value in schema.items():
-            if (name in ANNOTATIONS and name not in ("$id", "$anchor", "$schema")) or name.startswith("x-"):
+            if name.startswith("x-") or (name in ANNOTATIONS and not _says_what_others_mean(name, value)):
                 continue
             if any(name == other and value is neutral for other, neutral in _NEUTRAL):
                 continue
@@ -122,6 +122,11 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
                 pending.append((where, depth + 1, inner, container, inner_key))
         _check_values(field, path, result)
     return cleaned["root"]
+
+
+def _says_what_others_mean(name: str, value: Any) -> bool:
+    """Whether an annotation is for the compiler: names of places, and the draft, by which it reads lists of `items`."""
+    return name in ("$id", "$anchor") or (name == "$schema" and "//json-schema.org/draft" in str(value))
 
 
 def _subschemas(

@@ -1,0 +1,102 @@
+"""Vocabularies of every kind of tokenizer, and texts that a model of random weights would write under a constraint."""
+
+import json
+import string
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from quire.common.v1.common_pb2 import Constraint
+from quire.constraints.matcher import MaskMaker, Matcher, Template, Vocabulary
+from quire.constraints.program import program_of
+from tests.support.tokenizers import byte_fallback, byte_level
+
+EOS = "</s>"
+
+
+@cache
+def sentence_pieces() -> tokenizers.Tokenizer:
+    """SentencePiece's kind: pieces with scores, words begin with "▁", and no byte tokens."""
+    characters = string.ascii_letters + string.digits + string.punctuation + "éü\n\t"
+    pieces = ["▁", *characters, "▁the", "▁cat", "at", "he", '":', '",', '▁"', '{"', "00", "true", "null", "▁20"]
+    scored = [("<unk>", 0.0), (EOS, 0.0), *((piece, -float(len(pieces) - n)) for n, piece in enumerate(pieces))]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(scored, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens([EOS, "<unk>"])
+    return tokenizer
+
+
+TOKENIZERS = {"byte level": byte_level, "byte fallback": byte_fallback, "sentence pieces": sentence_pieces}
+
+
+@cache
+def vocabulary(kind: str) -> Vocabulary:
+    """The vocabulary of one of TOKENIZERS."""
+    return make_vocabulary(TOKENIZERS[kind]())
+
+
+def make_vocabulary(tokenizer: tokenizers.Tokenizer, size: int | None = None) -> Vocabulary:
+    return Vocabulary(json.loads(tokenizer.to_str()), size, [tokenizer.token_to_id(EOS)])
+
+
+def make_template(constraint: Constraint, kind: str = "byte level") -> Template:
+    held = vocabulary(kind)
+    return Template(program_of(constraint, held.special_tokens), held)
+
+
+def make_matcher(constraint: Constraint, kind: str = "byte level") -> Matcher:
+    return make_template(constraint, kind).matcher(tuple(vocabulary(kind).eos))
+
+
+def mask_of(matcher: Matcher, held: Vocabulary, *, delays_end: bool = False) -> np.ndarray:
+    """[tokens of the vocabulary] bool, the tokens that may follow."""
+    (mask,) = MaskMaker(held, 1).make([matcher], [delays_end])
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")[: held.tokenizer.vocab_size].view(np.bool_)
+
+
+def allowed_texts(matcher: Matcher, kind: str = "byte level") -> set[bytes]:
+    """The texts of the tokens that may follow; that of eos too."""
+    held = vocabulary(kind)
+    return {held.token_bytes[token_id] for token_id in np.flatnonzero(mask_of(matcher, held))}
+
+
+def spelled(text: str, kind: str = "byte level") -> list[int]:
+    """Tokens of a text, special ones where it names them."""
+    return vocabulary(kind).tokenizer.tokenize_str(text, parse_special=True)
+
+
+def accepts(constraint: Constraint, text: str, kind: str = "byte level") -> bool:
+    """Whether a text is complete under a constraint, by any tokens."""
+    held, matcher = vocabulary(kind), make_matcher(constraint, kind)
+    # Byte by byte, so that no forced spelling of a text matters.
+    for byte in text.encode():
+        matcher.consume(held.token_bytes.index(bytes([byte])))
+    return matcher.error is None and matcher.may_end
+
+
+def write(
+    template: Template,
+    choose: Callable[[np.ndarray], int],
+    *,
+    max_tokens: int,
+    on_step: Callable[[Sequence[int], np.ndarray], None] = lambda *_: None,
+) -> tuple[list[int], bool]:
+    """Tokens that `choose` takes out of the possible ones, and whether the text ended by itself."""
+    held = template.vocabulary
+    matcher, written = template.matcher(tuple(held.eos)), list[int]()
+    maker = MaskMaker(held, 1)
+    while len(written) < max_tokens:
+        (mask,) = maker.make([matcher], [False])
+        assert matcher.error is None, (matcher.error, held.tokenizer.decode_str(written))
+        on_step(written, mask)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        token_id = choose(np.flatnonzero(bits))
+        matcher.consume(token_id)
+        if token_id in held.eos:
+            return written, True
+        written.append(token_id)
+    return written, False
