@@ -61,7 +61,8 @@ test-sanitizers: setup ## run the tests of the CPU kernels with sanitizers of ad
 	tests/sanitizers/run.sh $(BIN)/python $(ARGS)
 
 coverage: setup triton-client ## run the first tier and print the coverage of each package
-	$(PYTEST) $(IN_PARALLEL) -m "not ($(SECOND_TIER))" --cov --cov-report=term --cov-report=html $(ARGS)
+	$(PYTEST) $(IN_PARALLEL) -m "not ($(SECOND_TIER))" --cov --cov-report=html $(ARGS)
+	$(BIN)/python -m tools.coverage_by_package
 
 triton-client: $(TRITON_CLIENT_INSTALLED) ## install the client of Triton that tests call the server with
 
