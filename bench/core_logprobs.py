@@ -11,9 +11,9 @@ from quire.arrays import encode_int32, encode_logprobs
 from quire.logprob_columns import LogprobColumns
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepPlan
-from scheduler_svc.service.gateway_convert import events_message
+from scheduler_svc.service.gateway_messages import events_message
 from scheduler_svc.service.outbox import Outgoing
-from scheduler_svc.service.worker_convert import step_answer
+from scheduler_svc.service.worker_messages import step_answer
 
 NUMBERS_OF_TOP = (None, 0, 5, 20)
 """How many of the most likely tokens are reported besides the chosen one; None reports no log probability."""

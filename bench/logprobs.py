@@ -17,9 +17,9 @@ from quire.logprob_columns import LogprobColumns
 from quire.scheduler.v1 import scheduler_pb2
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
-from scheduler_svc.service.gateway_convert import events_message
+from scheduler_svc.service.gateway_messages import events_message
 from scheduler_svc.service.outbox import Outgoing
-from scheduler_svc.service.worker_convert import step_answer
+from scheduler_svc.service.worker_messages import step_answer
 
 _VOCAB_SIZE = 32_000
 

@@ -6,7 +6,7 @@ import torch
 from quire.model_directory import ModelDirectory, resolve_model
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepPlan, StepResult
-from scheduler_svc.service.worker_convert import step_answer, step_message
+from scheduler_svc.service.worker_messages import step_answer, step_message
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.protocol.convert import StepDecoder, result_message, step_of

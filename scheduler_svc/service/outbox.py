@@ -10,12 +10,11 @@ from itertools import groupby
 
 import numpy as np
 
-from quire.logprob_columns import LogprobLog
+from quire.logprob_columns import LogprobColumns, LogprobLog
 from quire.rpc.errors import QuireError
 from scheduler_svc.core.events import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 from scheduler_svc.core.request import Handle, Request
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.service.prompt_logprobs import PromptLogprobs
 
 MAX_SIZE = 50_000
 """How much goes out together at most: tokens, entries of log probabilities and ends, each about 16 bytes of a message.
@@ -24,6 +23,31 @@ A gateway takes messages of up to 64 MiB, and neither side does anything else wh
 """
 
 End = SequenceEnd | RequestEnd | RequestFailure
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The log probabilities of consecutive prompt tokens of a request."""
+
+    handle: Handle
+    first_position: int
+    token_ids: Sequence[int]
+    columns: LogprobColumns
+
+    @property
+    def end(self) -> int:
+        """The position behind the last of them."""
+        return self.first_position + len(self.columns)
+
+    def since(self, position: int) -> "PromptLogprobs | None":
+        """Those from `position` on; None where there are none."""
+        if position <= self.first_position:
+            return self
+        if position >= self.end:
+            return None
+        known = position - self.first_position
+        columns = self.columns.part(known, len(self.columns))
+        return PromptLogprobs(self.handle, position, self.token_ids[known:], columns)
 
 
 # Events of a batch, request by request

@@ -18,8 +18,17 @@ from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireE
 from scheduler_svc.core.events import ClientEvents, RequestEnd, Usage
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.service.durable import Durable, DurableLimits, DurableRoom
-from scheduler_svc.service.outbox import Held, History, Outbox, SequenceProgress, add_end, by_request, ends_of, select
-from scheduler_svc.service.prompt_logprobs import PromptLogprobs
+from scheduler_svc.service.outbox import (
+    Held,
+    History,
+    Outbox,
+    PromptLogprobs,
+    SequenceProgress,
+    add_end,
+    by_request,
+    ends_of,
+    select,
+)
 
 _logger = logging.getLogger(__name__)
 

@@ -22,12 +22,18 @@ from quire.rpc.errors import (
 )
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.core.request import Handle
-from scheduler_svc.service.gateway_convert import gateway_messages, handle_from, request_from_submit, welcome_message
+from scheduler_svc.service.gateway_messages import (
+    blocks_message,
+    gateway_messages,
+    handle_from,
+    request_from_submit,
+    state_message,
+    trace_context_of,
+    welcome_message,
+)
 from scheduler_svc.service.outbox import Held, Outgoing
 from scheduler_svc.service.requests import Connection, Reader, Requests
-from scheduler_svc.service.state_convert import blocks_message, state_message
 from scheduler_svc.service.step_loop import PinFailedError, StepLoop
-from scheduler_svc.service.trace_convert import trace_context_of
 
 _logger = logging.getLogger(__name__)
 _MAX_GRACE_PERIOD_MS = 600_000
@@ -194,7 +200,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         scheduler, replica = self._loop.scheduler, self._loop.replica
         assert scheduler is not None
         assert replica is not None
-        return welcome_message(self._loop.epoch, replica, scheduler, self._requests.durable_grace_s)
+        return welcome_message(self._loop.epoch, replica, scheduler.config, self._requests.durable_grace_s)
 
     async def _read(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest], connection: Connection) -> None:
         async for message in messages:

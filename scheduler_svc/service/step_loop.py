@@ -31,11 +31,8 @@ from scheduler_svc.core.request import (
 )
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
-from scheduler_svc.service.gateway_convert import MODEL_CHANGED
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.outbox import SequenceProgress
-from scheduler_svc.service.prompt_logprobs import PromptLogprobsRouter
-from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.requests import GATEWAYS, Requests
 from scheduler_svc.service.tracing import RequestSpans, StepTrace
 from scheduler_svc.service.worker_link import (
@@ -48,7 +45,11 @@ from scheduler_svc.service.worker_link import (
     WorkerRefusedError,
     attach_workers,
 )
+from scheduler_svc.service.worker_messages import PromptLogprobsRouter, ReplicaInfo
 from scheduler_svc.settings import SchedulerSettings
+
+MODEL_CHANGED = "MODEL_CHANGED"
+"""Reason of the failure of requests that began with another model than the one that is attached now."""
 
 _logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0

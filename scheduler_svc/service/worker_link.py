@@ -15,7 +15,7 @@ from quire.rpc.tls import TlsIdentity
 from quire.settings import ConfigurationError
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepPlan
-from scheduler_svc.service.worker_convert import (
+from scheduler_svc.service.worker_messages import (
     RankPlace,
     StepAnswer,
     attach_message,

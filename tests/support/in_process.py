@@ -19,7 +19,7 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import StepPlan, StepResult
-from scheduler_svc.service.worker_convert import step_answer, step_message
+from scheduler_svc.service.worker_messages import step_answer, step_message
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.models.registry import load_model
 from worker_svc.protocol.convert import result_message, step_of

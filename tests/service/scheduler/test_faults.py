@@ -12,8 +12,8 @@ from quire.rpc.errors import from_rpc_error, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.service import servicer, worker_link
-from scheduler_svc.service.worker_convert import StepAnswer, step_answer
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError
+from scheduler_svc.service.worker_messages import StepAnswer, step_answer
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.sampling import make_row_sampling
 from tests.support.scheduler_process import (

@@ -11,8 +11,8 @@ import pytest
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
-from scheduler_svc.service.worker_convert import StepAnswer
 from scheduler_svc.service.worker_link import WorkerGroup, WorkerLink, WorkerLostError, attach_workers
+from scheduler_svc.service.worker_messages import StepAnswer
 from tests.support.core_driver import make_config, make_request
 from tests.support.tiny_causal_lm import TinyCausalLM
 from tests.support.worker_server import running_worker

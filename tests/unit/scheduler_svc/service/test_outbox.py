@@ -9,9 +9,8 @@ from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
 from scheduler_svc.core.events import ClientEvents, SequenceEnd
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.service.gateway_convert import events_message
-from scheduler_svc.service.outbox import MAX_SIZE, Outbox, Outgoing
-from scheduler_svc.service.prompt_logprobs import PromptLogprobs
+from scheduler_svc.service.gateway_messages import events_message
+from scheduler_svc.service.outbox import MAX_SIZE, Outbox, Outgoing, PromptLogprobs
 from tests.support.logprobs import Line, columns_of, lines_by_event
 
 

@@ -17,8 +17,7 @@ from scheduler_svc.core.request import EmittedSequence, Handle, Request, Request
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.service import requests as table
 from scheduler_svc.service.durable import MAX_GROWTH, Durable, DurableLimits
-from scheduler_svc.service.outbox import Held, Outgoing, SequenceProgress
-from scheduler_svc.service.prompt_logprobs import PromptLogprobs
+from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs, SequenceProgress
 from scheduler_svc.service.requests import MAX_CANCELLED, Connection, OwnedRequest, Reader, Requests
 from tests.support.core_driver import make_request
 from tests.support.logprobs import Line, columns_of

@@ -11,10 +11,10 @@ import pytest
 from quire.compatibility import SCHEDULER_PROTOCOL
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.service.replica import ReplicaInfo
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.servicer import SchedulerServicer
 from scheduler_svc.service.step_loop import StepLoop
+from scheduler_svc.service.worker_messages import ReplicaInfo
 from tests.support.core_driver import make_config
 from tests.support.scheduler_process import make_submit
 from tests.support.step_loop import make_step_loop

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.service import state_convert
-from scheduler_svc.service.state_convert import blocks_message, state_message
+from scheduler_svc.service import gateway_messages
+from scheduler_svc.service.gateway_messages import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
 from tests.support.core_driver import Driver, make_config, make_request
 from tests.support.step_loop import make_step_loop
@@ -47,7 +47,7 @@ async def test_others_have_their_turns_and_the_answer_is_of_one_moment(loop, sch
         return await state_message(loop, include_sequences=True, num_gateways=0)
 
     whole, _ = await turns_of(answer())
-    monkeypatch.setattr(state_convert, "_BLOCKS_AT_ONCE", 16)
+    monkeypatch.setattr(gateway_messages, "_BLOCKS_AT_ONCE", 16)
     asking = asyncio.ensure_future(answer())
     await asyncio.sleep(0)
     # The first piece is made; all blocks are given back before the next.

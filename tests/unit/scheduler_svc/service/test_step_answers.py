@@ -8,7 +8,7 @@ from quire.compatibility import WORKER_PROTOCOL
 from quire.rpc.errors import InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepInFlight
-from scheduler_svc.service.worker_convert import replica_info, step_answer
+from scheduler_svc.service.worker_messages import replica_info, step_answer
 from tests.support.logprobs import Line, fill, lines_of
 
 VOCAB_SIZE = 50

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.service.worker_convert import step_message
+from scheduler_svc.service.worker_messages import step_message
 from tests.support.core_driver import Driver, make_config, make_request
 
 

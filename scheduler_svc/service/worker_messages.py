@@ -1,21 +1,24 @@
 """Between the core's plans and results and the messages of workers."""
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from quire import compatibility
 from quire.arrays import decode_float32, decode_int32, decode_logprobs, encode_int32
-from quire.compatibility import ModelFingerprint, ProtocolVersions, check_protocol
+from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, ProtocolVersions, check_protocol, differing_parts
+from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.worker.v1 import worker_pb2
+from scheduler_svc.core.batch import RowTable
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.block_pool import HASH_BYTES, BlockHash, BlockId
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import RowAssignment, SampleLogprobs, StepInFlight, StepPlan, StepResult
-from scheduler_svc.service.prompt_logprobs import RowPromptLogprobs
-from scheduler_svc.service.replica import ReplicaInfo
+from scheduler_svc.service.outbox import PromptLogprobs
 
 
 def attach_message(epoch: int) -> bytes:
@@ -71,7 +74,7 @@ def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
         num_candidates=sampling.num_candidates,
     )
     if sampling.prompt_logprobs is not None and len(assigned.token_ids) == assigned.num_prompt_tokens:
-        # What has output has had them delivered before its first token.
+        # They are delivered before the first output token, so a sequence that has output needs none.
         message.prompt_logprobs = sampling.prompt_logprobs
     return message
 
@@ -81,6 +84,50 @@ class RankPlace(NamedTuple):
 
     rank: int
     world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """Pool geometry, model and limits, as the worker of rank 0 reports them."""
+
+    worker_generation: int
+    block_size: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_num_rows: int
+    max_num_batched_tokens: int
+    max_steps_in_flight: int
+    max_logprobs: int
+    fingerprint: ModelFingerprint = UNKNOWN_MODEL
+
+    def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
+        """Whether the other one is the same start of the same workers."""
+        return other is not None and other.worker_generation == self.worker_generation
+
+    def model_changes(self, before: "ReplicaInfo") -> list[str]:
+        """In what this model differs from the one before, each with both values; empty where it may be the same."""
+        changes = [
+            f"{name} {old} and {new}"
+            for name, old, new in (
+                ("architecture", before.architecture, self.architecture),
+                ("vocab_size", before.vocab_size, self.vocab_size),
+            )
+            if old != new
+        ]
+        return changes + differing_parts(before.fingerprint, self.fingerprint)
+
+    def has_tokenizer_of(self, before: "ReplicaInfo") -> bool:
+        """Whether token ids mean the same, as far as both say which tokenizer they have."""
+        ours, theirs = self.fingerprint.tokenizer, before.fingerprint.tokenizer
+        return self.vocab_size == before.vocab_size and not (ours and theirs and ours != theirs)
+
+    def is_like(self, other: "ReplicaInfo | None") -> bool:
+        """Whether the other one is alike in all but the start of its workers."""
+        return other is not None and replace(other, worker_generation=self.worker_generation) == self
 
 
 _MAX_INT32 = 2**31 - 1
@@ -96,25 +143,24 @@ _BOUNDS = {
     "limits.max_num_batched_tokens": (1, _MAX_INT32),
     "limits.max_steps_in_flight": (1, _MAX_INT32),
 }
-"""The least and the greatest value of what workers report. Tables are made by it, and token ids and positions travel as
-int32."""
+"""The minimum and maximum of what workers report. It sizes tables, and token ids and positions travel as int32."""
 
 
 def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
-    """What attached.
+    """What a worker says that it is.
 
     Raises:
-        FailedPrecondition: it speaks no version of the contract that this scheduler does.
+        FailedPrecondition: worker and scheduler have no version of the contract in common.
         InvalidArgument: names the first value with which no scheduler can work.
     """
     theirs = ProtocolVersions.of(info.protocol)
     ours = compatibility.WORKER_PROTOCOL
     check_protocol("quire.worker.v1", ours, theirs, us="the scheduler", them="the worker")
-    for name, (least, greatest) in _BOUNDS.items():
+    for name, (minimum, maximum) in _BOUNDS.items():
         part, field = name.split(".")
         value = getattr(getattr(info, part), field)
-        if not least <= value <= greatest:
-            raise invalid_field(f"info.{name}", f"is {value}; a scheduler works with {least} to {greatest}")
+        if not minimum <= value <= maximum:
+            raise invalid_field(f"info.{name}", f"is {value}; a scheduler works with {minimum} to {maximum}")
     return ReplicaInfo(
         worker_generation=info.worker_generation,
         block_size=info.pool.block_size,
@@ -133,7 +179,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
 
 
 def sealed_blocks(attached: worker_pb2.Attached) -> list[tuple[BlockId, BlockHash]]:
-    """The worker's inventory of final blocks. Raises InvalidArgument when its arrays do not make sense."""
+    """The worker's inventory of final blocks. Raises InvalidArgument when the arrays of the message make no sense."""
     blocks = decode_int32(attached.sealed_block_ids, "sealed_block_ids", minimum=0).tolist()
     hashes = attached.sealed_hashes
     if len(hashes) != HASH_BYTES * len(blocks):
@@ -144,11 +190,29 @@ def sealed_blocks(attached: worker_pb2.Attached) -> list[tuple[BlockId, BlockHas
 
 
 @dataclass(frozen=True, slots=True)
-class StepAnswer:
-    """All that a worker says of a step: what the core takes in, and what it does not look at.
+class RowPromptLogprobs:
+    """The log probabilities of consecutive prompt tokens of a row."""
 
-    `rows`, int64[n], are those that sampled, in the order of the result's tokens. `worker_us` are the microseconds that
-    the step spent in the worker's queue, with cache operations, in the model and in the sampler.
+    row: int
+    first_position: int
+    columns: LogprobColumns
+
+    def of(self, request: Request) -> "PromptLogprobs":
+        """Those of the request whose prompt is in the row. Raises ValueError where it has no such positions."""
+        first, end = self.first_position, self.first_position + len(self.columns)
+        if not 1 <= first <= end <= len(request.prompt):
+            raise ValueError(
+                f"row {self.row} reports positions {first} to {end} of {len(request.prompt)} prompt tokens"
+            )
+        return PromptLogprobs(request.key.handle, first, request.prompt[first:end], self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """All that a worker says of a step.
+
+    `result` is what the core applies. `rows`, int64[n], are those that sampled, in the order of the result's tokens.
+    `worker_us` are the microseconds of the step in the worker's queue, cache operations, model and sampler.
     """
 
     result: StepResult
@@ -157,7 +221,7 @@ class StepAnswer:
     worker_us: tuple[int, int, int, int]
 
     def check_rows(self, step: StepInFlight) -> None:
-        """Raises ValueError unless it has the rows that sample in this step, in their order."""
+        """Raises ValueError unless `rows` are those that sample in this step, in their order."""
         if not np.array_equal(self.rows, step.rows):
             raise ValueError(
                 f"the result of step {self.result.step_id} has rows {self.rows.tolist()}; "
@@ -166,7 +230,7 @@ class StepAnswer:
 
 
 def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
-    """A step's answer. Raises InvalidArgument when its arrays do not make sense."""
+    """Raises InvalidArgument when the arrays of the message make no sense."""
     rows = decode_int32(message.rows, "rows", minimum=0).astype(np.int64)
     timings = message.timings
     return StepAnswer(
@@ -219,3 +283,44 @@ def _candidates(entry: worker_pb2.RowCandidates, vocab_size: int) -> Candidates:
 def _prompt_logprobs(message: worker_pb2.RowPromptLogprobs, vocab_size: int) -> RowPromptLogprobs:
     columns = decode_logprobs(message, vocab_size=vocab_size)
     return RowPromptLogprobs(message.row, message.first_position, columns)
+
+
+class PromptLogprobsRouter:
+    """Knows, for each step in flight, whose prompt is in the rows that report log probabilities of it.
+
+    They pass the core by, as nothing is decided by them, and reach a gateway before the first generated token of their
+    request. A prompt that is computed again before that is reported again; readers get each position once.
+    """
+
+    def __init__(self) -> None:
+        self._reporting: dict[int, Request] = {}
+        self._by_step: dict[int, Mapping[int, Request]] = {}
+
+    def planned(self, plan: StepPlan, rows: RowTable) -> None:
+        """A step is sent. To be called before anything else changes the rows."""
+        for row in plan.release.tolist():
+            self._reporting.pop(row, None)
+        for assigned in plan.assign:
+            sequence = rows.sequences[assigned.row]
+            if assigned.sampling.prompt_logprobs is not None and sequence is not None:
+                self._reporting[assigned.row] = sequence.request
+        if self._reporting:
+            self._by_step[plan.step_id] = dict(self._reporting)
+
+    def answered(self, step_id: int, reports: Iterable[RowPromptLogprobs]) -> list[PromptLogprobs]:
+        """The step's reports, by request. Raises ValueError for a report that was not requested."""
+        reporting = self._by_step.pop(step_id, {})
+        routed: list[PromptLogprobs] = []
+        for report in reports:
+            request = reporting.get(report.row)
+            if request is None:
+                raise ValueError(
+                    f"step {step_id} reports prompt logprobs of row {report.row}, which did not request them"
+                )
+            routed.append(report.of(request))
+        return routed
+
+    def clear(self) -> None:
+        """Forgets all steps: the worker was lost."""
+        self._reporting.clear()
+        self._by_step.clear()

@@ -1,0 +1,370 @@
+"""Between the messages of gateways and the values of the core. Arrays are checked before any use."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from google.rpc import code_pb2
+
+from quire import compatibility
+from quire.arrays import decode_int32, encode_int32, encode_logprobs
+from quire.common.v1 import common_pb2
+from quire.logprob_columns import LogprobLog
+from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
+from quire.scheduler.v1 import scheduler_pb2
+from quire.tracing import TraceContext
+from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
+from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.events import RequestFailure, SequenceEnd, Usage
+from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey, RowSampling
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceStatus
+from scheduler_svc.service.outbox import Outgoing
+from scheduler_svc.service.requests import GATEWAYS
+from scheduler_svc.service.step_loop import MODEL_CHANGED, StepLoop
+from scheduler_svc.service.worker_messages import ReplicaInfo
+
+_MAX_HANDLE = 2**31 - 1
+_BLOCKS_AT_ONCE = 1024
+"""Blocks that become messages before the event loop goes on: about a millisecond."""
+
+_FAILURE_CODES = {MODEL_CHANGED: code_pb2.FAILED_PRECONDITION, "INVALID_SAMPLING": code_pb2.INVALID_ARGUMENT}
+"""Of failures that the request or its model is to blame for; all others are INTERNAL."""
+
+_FINISH_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_EARLY_STOPPING = {
+    common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,
+    common_pb2.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
+    common_pb2.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
+    common_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
+_STATUSES = {
+    SequenceStatus.WAITING: scheduler_pb2.SEQUENCE_STATUS_WAITING,
+    SequenceStatus.RUNNING: scheduler_pb2.SEQUENCE_STATUS_RUNNING,
+    SequenceStatus.SWAPPED: scheduler_pb2.SEQUENCE_STATUS_SWAPPED,
+}
+
+
+# From gateways
+
+
+def handle_from(handle: int) -> Handle:
+    """Raises InvalidArgument for one that events, which carry handles as int32, could not name."""
+    if handle > _MAX_HANDLE:
+        raise invalid_field("handle", f"is {handle}; it must be at most {_MAX_HANDLE}")
+    return Handle(handle)
+
+
+def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_num_seqs: int) -> Request:
+    """A gateway's submission, under the gateway's own handle. Raises InvalidArgument."""
+    output = submit.output
+    num_returned = submit.sampling.n or 1
+    beam = _beam_from(submit.sampling)
+    num_sequences = submit.sampling.best_of or (num_returned if beam is None else beam.width)
+    if num_sequences > max_num_seqs:
+        # Before anything is made of that size.
+        raise InvalidArgument(
+            f"the request has {num_sequences} sequences; at most {max_num_seqs} run at once", reason="NEVER_FITS"
+        )
+    prompt = decode_int32(submit.prompt_token_ids, "prompt_token_ids", minimum=0, below=vocab_size)
+    return Request(
+        key=RequestKey(GATEWAYS, handle_from(submit.handle)),
+        request_id=submit.request_id,
+        prompt=prompt.tolist(),
+        sampling=RowSampling(
+            seed=submit.sampling.seed,
+            parameters=submit.row_sampling,
+            logprobs=output.logprobs if output.HasField("logprobs") else None,
+            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        ),
+        max_tokens=submit.stopping.max_tokens,
+        stop_token_ids=frozenset((*submit.stopping.stop_token_ids, *submit.eos_token_ids)),
+        emitted=_emitted_from(submit, num_sequences, vocab_size),
+        tenant=submit.tenant,
+        num_sequences=num_sequences,
+        num_returned=num_returned,
+        priority=submit.priority,
+        beam=beam,
+        accepted_before=submit.resubmitted,
+    )
+
+
+def _beam_from(sampling: common_pb2.SamplingParameters) -> BeamParameters | None:
+    """None where there is no beam search. Raises InvalidArgument."""
+    if not sampling.HasField("beam_search"):
+        return None
+    beam = sampling.beam_search
+    length_penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
+    try:
+        return BeamParameters(beam.beam_width, length_penalty, _EARLY_STOPPING[beam.early_stopping])
+    except ValueError as error:
+        raise InvalidArgument(f"sampling.beam_search: {error}") from error
+    except KeyError as error:
+        raise InvalidArgument(f"sampling.beam_search.early_stopping is {beam.early_stopping}") from error
+
+
+def _emitted_from(submit: scheduler_pb2.Submit, num_sequences: int, vocab_size: int) -> list[EmittedSequence]:
+    if not submit.emitted:
+        return []
+    sequences = [EmittedSequence(())] * num_sequences
+    for each in submit.emitted:
+        if each.sequence_index >= num_sequences:
+            raise InvalidArgument(f"emitted names sequence {each.sequence_index}; the request has {num_sequences}")
+        token_ids = decode_int32(each.token_ids, "emitted.token_ids", minimum=0, below=vocab_size).tolist()
+        sequences[each.sequence_index] = EmittedSequence(token_ids, each.finished)
+    return sequences
+
+
+def trace_context_of(submit: scheduler_pb2.Submit) -> TraceContext | None:
+    """The gateway's span of a request; None where it does not trace the request."""
+    if not submit.HasField("trace_context"):
+        return None
+    trace = submit.trace_context
+    return TraceContext(trace.traceparent, trace.tracestate if trace.HasField("tracestate") else None)
+
+
+# To gateways
+
+
+def welcome_message(
+    epoch: int, info: ReplicaInfo, config: SchedulerConfig, durable_grace_s: float
+) -> scheduler_pb2.ConnectResponse:
+    """What a gateway needs to know of this replica."""
+    return scheduler_pb2.ConnectResponse(
+        welcome=scheduler_pb2.Welcome(
+            scheduler_epoch=epoch,
+            vocab_size=info.vocab_size,
+            max_model_len=config.max_len,
+            block_size=info.block_size,
+            num_gpu_blocks=info.num_gpu_blocks,
+            num_host_blocks=info.num_host_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            durable_grace_ms=round(durable_grace_s * 1e3),
+            architecture=info.architecture,
+            dtype=info.dtype,
+            max_logprobs=info.max_logprobs,
+            protocol=compatibility.SCHEDULER_PROTOCOL.message(),
+            model=info.fingerprint.message(),
+        )
+    )
+
+
+def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectResponse]:
+    """What goes out together, as at most one message of each kind."""
+    if outgoing.is_ready is not None:
+        yield scheduler_pb2.ConnectResponse(state=scheduler_pb2.ReplicaState(ready=outgoing.is_ready))
+    if outgoing.has_events:
+        yield events_message(outgoing)
+
+
+def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
+    """The events of one or more steps, oldest first, in one message."""
+    batches = outgoing.batches
+    message = scheduler_pb2.TokenEvents(
+        step_id=outgoing.step_id,
+        handles=encode_int32([handle for batch in batches for handle in batch.handles]),
+        sequence_indices=encode_int32([index for batch in batches for index in batch.sequence_indices]),
+        offsets=encode_int32([offset for batch in batches for offset in batch.offsets]),
+        token_ids=encode_int32([token_id for batch in batches for token_id in batch.token_ids]),
+    )
+    for entry in outgoing.prompt_logprobs:
+        added = message.prompt_logprobs.add(
+            handle=entry.handle, first_position=entry.first_position, token_ids=encode_int32(entry.token_ids)
+        )
+        encode_logprobs(entry.columns, added)
+    with_logprobs: list[int] = []
+    logprobs = LogprobLog()
+    first = 0
+    for batch in batches:
+        with_logprobs += [first + event for event in batch.with_logprobs]
+        logprobs.extend(batch.logprobs)
+        first += len(batch.token_ids)
+        message.finished.extend(map(_sequence_end_message, batch.finished))
+        message.completed.extend(_request_end_message(end.handle, end.usage) for end in batch.completed)
+        message.failed.extend(map(_failure_message, batch.failed))
+    if with_logprobs:
+        message.token_logprobs.events = encode_int32(with_logprobs)
+        encode_logprobs(logprobs.columns(), message.token_logprobs)
+    message.completed.extend(_request_end_message(handle, usage) for handle, usage in outgoing.aborted)
+    message.failed.extend(_refusal_message(handle, error) for handle, error in outgoing.refusals)
+    return scheduler_pb2.ConnectResponse(events=message)
+
+
+def _sequence_end_message(end: SequenceEnd) -> scheduler_pb2.SequenceEnd:
+    return scheduler_pb2.SequenceEnd(
+        handle=end.handle,
+        sequence_index=end.sequence_index,
+        num_tokens=end.num_tokens,
+        reason=_FINISH_REASONS[end.reason],
+        stop_token_id=end.stop_token_id,
+        cumulative_logprob=end.cumulative_logprob,
+    )
+
+
+def _request_end_message(handle: int, usage: Usage | None) -> scheduler_pb2.RequestEnd:
+    """Without usage it answers an Abort of a request that is not known."""
+    if usage is None:
+        return scheduler_pb2.RequestEnd(handle=handle)
+    return scheduler_pb2.RequestEnd(
+        handle=handle,
+        usage=common_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            generated_tokens=usage.generated_tokens,
+            queue_ms=usage.queue_s * 1e3,
+            prefill_ms=usage.prefill_s * 1e3,
+            decode_ms=usage.decode_s * 1e3,
+            preemptions=usage.preemptions,
+        ),
+    )
+
+
+def _failure_message(failure: RequestFailure) -> scheduler_pb2.RequestFailure:
+    """The failure of a request that was accepted."""
+    code = _FAILURE_CODES.get(failure.reason, code_pb2.INTERNAL)
+    return scheduler_pb2.RequestFailure(
+        handle=failure.key.handle, code=code, reason=failure.reason, message=failure.message
+    )
+
+
+def _refusal_message(handle: int, error: QuireError) -> scheduler_pb2.RequestFailure:
+    """Of a submission that was refused, or of a request that another call took over or cancelled."""
+    code, _ = error.code.value
+    return scheduler_pb2.RequestFailure(
+        handle=handle, code=code, reason=error.reason, message=error.message, retry_after_ms=error.retry_after_ms
+    )
+
+
+# What GetState and InspectBlocks answer: a snapshot between two operations of the core. Lists of blocks are copied at
+# once and become messages in pieces: a pool of 30,000 blocks would hold up the event loop, and with it the steps, for
+# tens of milliseconds.
+
+
+async def state_message(
+    loop: StepLoop, *, include_sequences: bool, num_gateways: int
+) -> scheduler_pb2.GetStateResponse:
+    """Counters and, if requested, every live sequence with its block table."""
+    message = scheduler_pb2.GetStateResponse(
+        scheduler_epoch=loop.epoch,
+        draining=loop.is_draining,
+        connected_gateways=num_gateways,
+        workers=_worker_messages(loop),
+    )
+    scheduler = loop.scheduler
+    if scheduler is None:
+        return message
+    message.last_step_id = scheduler.last_step_id
+    message.steps = scheduler.num_steps
+    message.preemptions = scheduler.num_preemptions
+    message.waiting_requests = len(scheduler.waiting)
+    message.running_requests = len(scheduler.running)
+    message.swapped_requests = len(scheduler.swapped)
+    message.waiting_tokens = scheduler.waiting.num_tokens
+    message.gpu_pool.CopyFrom(_pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
+    message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
+    if include_sequences:
+        sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
+        await _add_sequences(message, [_Snapshot.of(scheduler, sequence) for sequence in sequences])
+    return message
+
+
+async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb2.InspectBlocksResponse:
+    """Every block that a live sequence holds, of one request or of all, and those that can still be hit."""
+    message = scheduler_pb2.InspectBlocksResponse()
+    scheduler = loop.scheduler
+    if scheduler is None:
+        return message
+    pool = scheduler.batch.blocks.pool
+    message.gpu_pool.CopyFrom(_pool_message(pool, scheduler.pins.num_pinned))
+    message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
+    groups = [each for each in scheduler.groups() if request_id is None or each.request.request_id == request_id]
+    snapshots = [_Snapshot.of(scheduler, sequence) for group in groups for sequence in group.unfinished]
+    free = pool.free_blocks()
+    cached = [
+        (block, content) for block, content in zip(free, pool.hashes_of(free), strict=True) if content is not None
+    ]
+    block_size = scheduler.config.block_size
+    await _add_sequences(message, snapshots)
+    for start in range(0, len(cached), _BLOCKS_AT_ONCE):
+        for block, content in cached[start : start + _BLOCKS_AT_ONCE]:
+            message.cached.add(block_id=block, filled=block_size, block_hash=content)
+        await asyncio.sleep(0)
+    return message
+
+
+def _worker_messages(loop: StepLoop) -> list[scheduler_pb2.WorkerState]:
+    """In order of rank. All ranks are attached or none, and they share one generation."""
+    generation = 0 if loop.replica is None else loop.replica.worker_generation
+    return [
+        scheduler_pb2.WorkerState(address=address, attached=loop.is_attached, worker_generation=generation)
+        for address in loop.worker_addresses
+    ]
+
+
+def _pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolState:
+    return scheduler_pb2.PoolState(
+        total_blocks=pool.num_blocks,
+        free_blocks=pool.num_free - pool.num_cached,
+        cached_blocks=pool.num_cached,
+        used_blocks=pool.num_used,
+        pinned_blocks=num_pinned,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A sequence, and the reference count and hash of each block of its table."""
+
+    state: scheduler_pb2.SequenceState
+    block_size: int
+    blocks: tuple[BlockId, ...]
+    ref_counts: list[int]
+    hashes: list[BlockHash | None]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, sequence: Sequence) -> "_Snapshot":
+        is_swapped = sequence.status is SequenceStatus.SWAPPED
+        pool = scheduler.swap_space.pool if is_swapped else scheduler.batch.blocks.pool
+        state = scheduler_pb2.SequenceState(
+            request_id=sequence.request.request_id,
+            sequence_index=sequence.index,
+            status=_STATUSES[sequence.status],
+            num_tokens=sequence.num_tokens,
+            num_computed_tokens=scheduler.num_computed_tokens(sequence),
+        )
+        table = tuple(sequence.block_table)
+        return cls(state, scheduler.config.block_size, table, pool.ref_counts_of(table), pool.hashes_of(table))
+
+    def block_states(self, first: int, end: int) -> list[scheduler_pb2.BlockState]:
+        """Of the blocks with these logical indices."""
+        num_computed, size = self.state.num_computed_tokens, self.block_size
+        return [
+            scheduler_pb2.BlockState(
+                block_id=self.blocks[index],
+                filled=min(max(num_computed - index * size, 0), size),
+                ref_count=self.ref_counts[index],
+                block_hash=self.hashes[index],
+            )
+            for index in range(first, min(end, len(self.blocks)))
+        ]
+
+
+async def _add_sequences(
+    message: scheduler_pb2.GetStateResponse | scheduler_pb2.InspectBlocksResponse, snapshots: Iterable[_Snapshot]
+) -> None:
+    num_blocks = 0
+    for snapshot in snapshots:
+        sequence = message.sequences.add()
+        sequence.CopyFrom(snapshot.state)
+        for first in range(0, len(snapshot.blocks), _BLOCKS_AT_ONCE):
+            states = snapshot.block_states(first, first + _BLOCKS_AT_ONCE)
+            sequence.block_table.extend(states)
+            num_blocks += len(states)
+            if num_blocks >= _BLOCKS_AT_ONCE:
+                await asyncio.sleep(0)
+                num_blocks = 0
