@@ -4,10 +4,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from scheduler_svc.core.events import ClientEvents
 from scheduler_svc.core.request import ClientId, Handle, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import StepPlan, StepResult
+from scheduler_svc.core.step import ClientEvents, StepPlan, StepResult
 
 CLIENT = ClientId(0)
 

@@ -15,10 +15,9 @@ from bench.lengths import describe, sharegpt
 from bench.orca import Occupancy, Reservation, simulate
 from bench.report import Series, write_results
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.events import Usage
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import StepPlan, StepResult
+from scheduler_svc.core.step import StepPlan, StepResult, Usage
 
 _PAPER = {"quire": 0.963, Reservation.ORACLE: 0.382, Reservation.POW2: 0.268, Reservation.MAX: 0.204}
 _QUEUE = 16

@@ -1,7 +1,6 @@
-"""Beam search (the paper's section 4.4): which beams continue, and how their sequences fork, grow and are dropped.
+"""Beam search (the paper's section 4.4), as transformers searches: which beams continue, and what they end with.
 
-`BeamSearch` searches as transformers does, and knows no tensors and no blocks: a step's candidates come in,
-continuations and finished hypotheses come out. `BeamGroup` applies them to the sequences of a request.
+A step's candidates come in, continuations and finished hypotheses come out. `results` applies them to sequences.
 """
 
 import enum
@@ -10,17 +9,8 @@ import math
 from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from quire.logprob_columns import LogprobColumns, LogprobLog
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.batch import Batch
-    from scheduler_svc.core.sequence import Sequence
 
 _FILLER_LOGPROB = -1e9
 """Far below the log probability of any text: marks a copy that only keeps the number of beams at `width`."""
@@ -267,78 +257,3 @@ def _rising_costs(parent: int, score: float, candidates: Candidates) -> Iterator
     for place, (token_id, logprob) in enumerate(pairs):
         if logprob > -math.inf:
             yield -(score + logprob), parent, place, token_id
-
-
-@dataclass(slots=True, eq=False)
-class BeamGroup:
-    """The search of a group, and which sequence is which of its live beams, best first; none when it is over.
-
-    `candidates` are those that came since the last step of the search, by the sequence's index. The search advances
-    once all beams have theirs, which is within one step except after a preemption. `logprobs` has those of finished
-    hypotheses, where the request wants them.
-    """
-
-    search: BeamSearch
-    beams: "list[Sequence]"
-    candidates: dict[int, Candidates] = field(default_factory=dict[int, Candidates])
-    logprobs: dict[Hypothesis, LogprobLog] = field(default_factory=dict[Hypothesis, LogprobLog])
-    num_generated: int = 0
-    """Tokens that all beams were given, dropped ones too."""
-
-    def advance(self, batch: "Batch") -> None:
-        """Takes the search one step further, once every beam has its candidates. `beams` is empty when it is over.
-
-        A parent that continues keeps its row and its blocks for its best continuation. Every other continuation of it
-        goes to a sequence whose beam was dropped, which then shares all of the parent's blocks; only what they write
-        afterwards is copied. Raises NoCandidatesError.
-        """
-        beams = self.beams
-        candidates = [self.candidates[sequence.index] for sequence in beams]
-        self.candidates.clear()
-        step = self.search.advance(candidates, [sequence.output for sequence in beams])
-        self.num_generated += len(beams)
-        for each in step.finished:
-            sequence = beams[each.parent]
-            last = _position(sequence, candidates[each.parent], each.place)
-            if last is not None:
-                logprobs = self.logprobs[each] = sequence.held_back.copy()
-                logprobs.append(last)
-        chosen = [_position(beams[each.parent], candidates[each.parent], each.place) for each in step.continuations]
-        self.beams = _fork(beams, step.continuations, batch)
-        for sequence, continuation, position in zip(self.beams, step.continuations, chosen, strict=True):
-            batch.append_chosen(sequence, continuation.token_id)
-            if position is not None:
-                sequence.held_back.append(position)
-
-
-def _fork(beams: "SequenceOf[Sequence]", continuations: SequenceOf[Continuation], batch: "Batch") -> "list[Sequence]":
-    """The sequence of each continuation, which has all that its parent has."""
-    parents = {each.parent for each in continuations}
-    dropped = [sequence for index, sequence in enumerate(beams) if index not in parents] if continuations else []
-    batch.blocks.free(*dropped)
-    taken: set[int] = set()
-    chosen: list[Sequence] = []
-    for each in continuations:
-        sequence = parent = beams[each.parent]
-        if each.parent in taken:
-            sequence = dropped.pop()
-            sequence.become_fork_of(parent)
-            batch.fork(parent, sequence)
-        taken.add(each.parent)
-        chosen.append(sequence)
-    return chosen
-
-
-def _position(sequence: "Sequence", candidates: Candidates, place: int) -> LogprobColumns | None:
-    """The log probabilities of a beam's candidate, where the request wants them."""
-    num_top = sequence.request.sampling.logprobs
-    if num_top is None:
-        return None
-    token_ids, logprobs = candidates.token_ids[:num_top], candidates.logprobs[:num_top]
-    return LogprobColumns(
-        np.array([candidates.logprobs[place]], np.float32),
-        np.array([place + 1], np.int32),
-        np.array([len(token_ids)], np.int32),
-        np.array(token_ids, np.int32),
-        np.array(logprobs, np.float32),
-    )

@@ -8,13 +8,23 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from quire.logprob_columns import LogprobColumns, LogprobLog
 from scheduler_svc.core.batch import Batch, RowTable
-from scheduler_svc.core.beam_search import Candidates, NoCandidatesError
-from scheduler_svc.core.events import EventLog, RequestFailure, hold_back
+from scheduler_svc.core.beam_search import Candidates, Continuation, NoCandidatesError
 from scheduler_svc.core.policy import GroupQueue
-from scheduler_svc.core.request import RequestKey
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.step import Array, SampleLogprobs, StepInFlight, StepResult
+from scheduler_svc.core.request import ClientId, RequestKey
+from scheduler_svc.core.sequence import BeamGroup, FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core.step import (
+    Array,
+    ClientEvents,
+    RequestEnd,
+    RequestFailure,
+    SampleLogprobs,
+    SequenceEnd,
+    StepInFlight,
+    StepResult,
+    Usage,
+)
 
 _MAX_TOKEN_ID = 2**31 - 1
 """Token ids travel, and are hashed, as int32."""
@@ -234,7 +244,7 @@ class Results:
             if group.timeline.first_token is None:
                 group.timeline.first_token = self._now
             try:
-                group.beams.advance(self._batch)
+                self._advance(group.beams)
             except NoCandidatesError as error:
                 key = sequence.request.key
                 self._fail(failure or RequestFailure(key, reason="NON_FINITE_LOGITS", message=str(error)))
@@ -242,6 +252,51 @@ class Results:
             if not group.beams.beams:
                 self._batch.end(group.unfinished)
                 self._end([group])
+
+    def _advance(self, beams: BeamGroup) -> None:
+        """Takes a search one step further, every beam of which has its candidates. `beams` is empty when it is over.
+
+        A parent that continues keeps its row and its blocks for its best continuation. Every other continuation of it
+        goes to a sequence whose beam was dropped, which then shares all of the parent's blocks; only what they write
+        afterwards is copied. Raises NoCandidatesError.
+        """
+        parents = beams.beams
+        candidates = [beams.candidates[sequence.index] for sequence in parents]
+        beams.candidates.clear()
+        step = beams.search.advance(candidates, [sequence.output for sequence in parents])
+        beams.num_generated += len(parents)
+        for each in step.finished:
+            sequence = parents[each.parent]
+            last = _logprobs_of(sequence, candidates[each.parent], each.place)
+            if last is not None:
+                logprobs = beams.logprobs[each] = sequence.held_back.copy()
+                logprobs.append(last)
+        # Before a parent's sequence goes on: its log probabilities are those of all its continuations.
+        chosen = [
+            _logprobs_of(parents[each.parent], candidates[each.parent], each.place) for each in step.continuations
+        ]
+        beams.beams = self._fork(parents, step.continuations)
+        for sequence, continuation, logprobs in zip(beams.beams, step.continuations, chosen, strict=True):
+            self._batch.append_chosen(sequence, continuation.token_id)
+            if logprobs is not None:
+                sequence.held_back.append(logprobs)
+
+    def _fork(self, beams: SequenceOf[Sequence], continuations: SequenceOf[Continuation]) -> list[Sequence]:
+        """The sequence of each continuation, which has all that its parent has."""
+        continued = {each.parent for each in continuations}
+        dropped = [sequence for index, sequence in enumerate(beams) if index not in continued] if continuations else []
+        self._batch.blocks.free(*dropped)
+        taken: set[int] = set()
+        chosen: list[Sequence] = []
+        for each in continuations:
+            sequence = parent = beams[each.parent]
+            if each.parent in taken:
+                sequence = dropped.pop()
+                sequence.become_fork_of(parent)
+                self._batch.fork(parent, sequence)
+            taken.add(each.parent)
+            chosen.append(sequence)
+        return chosen
 
     def _fail(self, failure: RequestFailure) -> None:
         group = self._running.remove(failure.key)
@@ -265,3 +320,138 @@ def _failure_of(key: RequestKey, row: int, result: StepResult) -> RequestFailure
     if row in result.refused:
         return RequestFailure(key, reason="INVALID_SAMPLING", message=message)
     return RequestFailure(key, reason="NON_FINITE_LOGITS", message=message)
+
+
+def _logprobs_of(sequence: Sequence, candidates: Candidates, place: int) -> LogprobColumns | None:
+    """The log probabilities of a beam's candidate, if the request wants them."""
+    num_top = sequence.request.sampling.logprobs
+    if num_top is None:
+        return None
+    token_ids, logprobs = candidates.token_ids[:num_top], candidates.logprobs[:num_top]
+    return LogprobColumns(
+        np.array([candidates.logprobs[place]], np.float32),
+        np.array([place + 1], np.int32),
+        np.array([len(token_ids)], np.int32),
+        np.array(token_ids, np.int32),
+        np.array(logprobs, np.float32),
+    )
+
+
+class EventLog:
+    """The events of one step, by client."""
+
+    def __init__(self) -> None:
+        self.by_client: dict[ClientId, ClientEvents] = {}
+
+    def tokens(
+        self,
+        clients: Array,
+        handles: Array,
+        indices: Array,
+        offsets: Array,
+        token_ids: Array,
+        samples: Array,
+        logprobs: SampleLogprobs | None,
+    ) -> None:
+        """Tokens of requests that get each at once. int64[n] each; `samples` are their indices among the step's."""
+        for client in np.unique(clients).tolist():
+            own = clients == client
+            events = self._of(ClientId(client))
+            if logprobs is not None:
+                places, columns = logprobs.of(samples[own])
+                events.with_logprobs += (places + len(events.token_ids)).tolist()
+                events.logprobs.append(columns)
+            events.handles += handles[own].tolist()
+            events.sequence_indices += indices[own].tolist()
+            events.offsets += offsets[own].tolist()
+            events.token_ids += token_ids[own].tolist()
+
+    def sequence_end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Where sequences are selected at the end, `request_end` says which ones end."""
+        if not sequence.request.selects:
+            self._of(sequence.request.key.client).finished.append(_sequence_end(sequence, sequence.index, reason))
+
+    def request_end(self, group: SequenceGroup) -> None:
+        """All sequences of the group ended. Delivers what was held back until the selection."""
+        if group.beams is not None:
+            self._deliver_hypotheses(group, group.beams)
+        elif group.request.selects:
+            self._deliver_best(group)
+        key = group.request.key
+        self._of(key.client).completed.append(RequestEnd(key.handle, usage_of(group)))
+
+    def request_failure(self, failure: RequestFailure) -> None:
+        self._of(failure.key.client).failed.append(failure)
+
+    def _deliver_best(self, group: SequenceGroup) -> None:
+        """The sequences with the highest mean log probability, best first."""
+        best_first = sorted(group.sequences, key=lambda each: -each.cumulative_logprob / each.num_output_tokens)
+        for index, sequence in enumerate(best_first[: group.request.num_returned]):
+            self._deliver(group, index, sequence.output, sequence.held_back)
+            assert sequence.finish_reason is not None
+            end = _sequence_end(sequence, index, sequence.finish_reason)
+            self._of(group.request.key.client).finished.append(end)
+
+    def _deliver_hypotheses(self, group: SequenceGroup, beams: BeamGroup) -> None:
+        """What the search found, best first."""
+        key = group.request.key
+        for index, hypothesis in enumerate(beams.search.best()[: group.request.num_returned]):
+            self._deliver(group, index, hypothesis.token_ids, beams.logprobs.get(hypothesis, LogprobLog()))
+            self._of(key.client).finished.append(
+                SequenceEnd(
+                    handle=key.handle,
+                    sequence_index=index,
+                    num_tokens=len(hypothesis.token_ids),
+                    reason=FinishReason.STOP if hypothesis.ended_by_token else FinishReason.LENGTH,
+                    stop_token_id=hypothesis.token_ids[-1] if hypothesis.ended_by_token else None,
+                    cumulative_logprob=hypothesis.cumulative_logprob,
+                )
+            )
+
+    def _deliver(self, group: SequenceGroup, index: int, output: SequenceOf[int], logprobs: LogprobLog) -> None:
+        """All tokens of a sequence; `logprobs` has one position for each, or none."""
+        key = group.request.key
+        events = self._of(key.client)
+        first = len(events.token_ids)
+        events.with_logprobs += range(first, first + len(logprobs))
+        events.logprobs.extend(logprobs)
+        events.handles += [key.handle] * len(output)
+        events.sequence_indices += [index] * len(output)
+        events.offsets += range(len(output))
+        events.token_ids += output
+
+    def _of(self, client: ClientId) -> ClientEvents:
+        events = self.by_client.get(client)
+        if events is None:
+            events = self.by_client[client] = ClientEvents()
+        return events
+
+
+def hold_back(sequence: Sequence, logprobs: LogprobColumns) -> None:
+    """Keeps the log probabilities of the newest token of a sequence that may or may not be selected at the end."""
+    sequence.cumulative_logprob += float(logprobs.chosen_logprobs[0])
+    if sequence.request.sampling.logprobs is not None:
+        sequence.held_back.append(logprobs)
+
+
+def _sequence_end(sequence: Sequence, index: int, reason: FinishReason) -> SequenceEnd:
+    request, token_ids = sequence.request, sequence.token_ids
+    stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
+    cumulative_logprob = sequence.cumulative_logprob if request.selects else None
+    num_tokens = len(token_ids) - len(request.prompt)
+    return SequenceEnd(request.key.handle, index, num_tokens, reason, stop_token_id, cumulative_logprob)
+
+
+def usage_of(group: SequenceGroup) -> Usage:
+    """What a finished group cost."""
+    line = group.timeline
+    started = line.arrived if line.started is None else line.started
+    first = started if line.first_token is None else line.first_token
+    last = first if line.last_token is None else line.last_token
+    num_prompt = len(group.request.prompt)
+    if group.beams is not None:
+        num_generated = group.beams.num_generated
+    else:
+        num_generated = sum([len(each.token_ids) for each in group.sequences]) - num_prompt * len(group.sequences)
+    times = (started - line.arrived, first - started, last - first)
+    return Usage(num_prompt, group.cached_tokens or 0, num_generated, group.preemptions, *times)

@@ -19,7 +19,6 @@ from scheduler_svc.core.admission import Room, TokenShares
 from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.events import ClientEvents, EventLog, RequestFailure
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import SwapSpace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
@@ -34,7 +33,7 @@ from scheduler_svc.core.request import (
 )
 from scheduler_svc.core.results import Results, check_result
 from scheduler_svc.core.sequence import Milestone, Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.core.step import StepInFlight, StepPlan, StepResult
+from scheduler_svc.core.step import ClientEvents, RequestFailure, StepInFlight, StepPlan, StepResult
 
 _MAX_ADMISSIONS = 128
 """Groups that one step admits, which bounds the time that planning takes; the next step continues. Only prompts of a
@@ -536,9 +535,8 @@ class Scheduler:
         """Ends a live request that is at fault."""
         self.abort(group.request.key)
         self._complete_pin(group)
-        events = EventLog()
-        events.request_failure(RequestFailure(group.request.key, reason, message))
-        return events.by_client
+        key = group.request.key
+        return {key.client: ClientEvents(failed=[RequestFailure(key, reason, message)])}
 
     def void_in_flight(self, now: float) -> None:
         """Forgets all steps in flight, all computed tokens and all blocks, as when a worker was lost.

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from quire.logprob_columns import LogprobLog
-from scheduler_svc.core.beam_search import BeamGroup, BeamSearch
+from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis
 from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.request import EmittedSequence, Request
 
@@ -95,6 +95,22 @@ class Sequence:
         if self.num_tokens >= self.request.max_len:
             return FinishReason.LENGTH
         return None
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The search of a group, and which sequence is which of its live beams, best first; none when it is over.
+
+    `candidates` are those that came since the last step of the search, by the sequence's index. The search advances
+    once all beams have theirs, which is within one step except after a preemption. `logprobs` has those of finished
+    hypotheses, if the request wants them. `num_generated` counts the tokens of all beams, dropped ones too.
+    """
+
+    search: BeamSearch
+    beams: list[Sequence]
+    candidates: dict[int, Candidates] = field(default_factory=dict[int, Candidates])
+    logprobs: dict[Hypothesis, LogprobLog] = field(default_factory=dict[Hypothesis, LogprobLog])
+    num_generated: int = 0
 
 
 @dataclass(slots=True)

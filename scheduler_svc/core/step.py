@@ -1,17 +1,18 @@
-"""What one step is, and its result: the values that pass between the core and the service."""
+"""What passes between the core and the service: a step, its result, and what that means for clients."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.logprob_columns import LogprobColumns
+from quire.logprob_columns import LogprobColumns, LogprobLog
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.block_pool import BlockHash, BlockId
-from scheduler_svc.core.request import RowSampling
+from scheduler_svc.core.request import Handle, RequestKey, RowSampling
+from scheduler_svc.core.sequence import FinishReason
 
 Array = NDArray[Any]
 
@@ -132,3 +133,64 @@ class StepResult:
     candidates: Mapping[int, Candidates] = field(default_factory=dict[int, Candidates])
     non_finite_chunks: frozenset[int] = frozenset()
     refused: frozenset[int] = frozenset()
+
+
+class SequenceEnd(NamedTuple):
+    """A sequence ended; its tokens came before. A tuple, like all that each end makes: many may come at once."""
+
+    handle: Handle
+    sequence_index: int
+    num_tokens: int
+    reason: FinishReason
+    stop_token_id: int | None
+    cumulative_logprob: float | None = None
+
+
+class Usage(NamedTuple):
+    """What a request cost. Times are seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+class RequestEnd(NamedTuple):
+    """All sequences of a request ended."""
+
+    handle: Handle
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """One request failed; others continue."""
+
+    key: RequestKey
+    reason: str
+    message: str
+
+
+@dataclass(slots=True)
+class ClientEvents:
+    """All that happened in one step to the requests of one client. The first four lists describe tokens, one entry
+    each."""
+
+    handles: list[Handle] = field(default_factory=list[Handle])
+    sequence_indices: list[int] = field(default_factory=list[int])
+    offsets: list[int] = field(default_factory=list[int])
+    token_ids: list[int] = field(default_factory=list[int])
+    with_logprobs: list[int] = field(default_factory=list[int])
+    """Which of the tokens have log probabilities, as rising indices into the lists above."""
+    logprobs: LogprobLog = field(default_factory=LogprobLog)
+    """One position for each of `with_logprobs`."""
+    finished: list[SequenceEnd] = field(default_factory=list[SequenceEnd])
+    completed: list[RequestEnd] = field(default_factory=list[RequestEnd])
+    failed: list[RequestFailure] = field(default_factory=list[RequestFailure])
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.handles or self.finished or self.completed or self.failed)

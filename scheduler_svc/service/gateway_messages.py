@@ -16,10 +16,10 @@ from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.events import RequestFailure, SequenceEnd, Usage
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceStatus
+from scheduler_svc.core.step import RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.requests import GATEWAYS
 from scheduler_svc.service.step_loop import MODEL_CHANGED, StepLoop

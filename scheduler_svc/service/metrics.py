@@ -6,9 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from scheduler_svc.core.events import ClientEvents, RequestFailure
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import StepPlan
+from scheduler_svc.core.step import ClientEvents, RequestFailure, StepPlan
 from scheduler_svc.service.requests import Requests
 
 _PREFIX = "quire_scheduler_"

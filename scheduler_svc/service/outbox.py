@@ -12,9 +12,9 @@ import numpy as np
 
 from quire.logprob_columns import LogprobColumns, LogprobLog
 from quire.rpc.errors import QuireError
-from scheduler_svc.core.events import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 from scheduler_svc.core.request import Handle, Request
 from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 
 MAX_SIZE = 50_000
 """How much goes out together at most: tokens, entries of log probabilities and ends, each about 16 bytes of a message.

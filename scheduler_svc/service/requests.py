@@ -15,8 +15,8 @@ from itertools import chain, count
 from typing import Protocol
 
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError
-from scheduler_svc.core.events import ClientEvents, RequestEnd, Usage
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
+from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
 from scheduler_svc.service.durable import Durable, DurableLimits, DurableRoom
 from scheduler_svc.service.outbox import (
     Held,

@@ -17,7 +17,6 @@ from quire.rpc.errors import AlreadyExists, InvalidArgument, ResourceExhausted
 from quire.rpc.tls import TlsIdentity
 from quire.tracing import TraceContext
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
-from scheduler_svc.core.events import ClientEvents, RequestFailure, Usage, usage_of
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.request import (
     ClientId,
@@ -29,8 +28,10 @@ from scheduler_svc.core.request import (
     Request,
     RequestKey,
 )
+from scheduler_svc.core.results import usage_of
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.step import ClientEvents, RequestFailure, Usage
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.outbox import SequenceProgress
 from scheduler_svc.service.requests import GATEWAYS, Requests

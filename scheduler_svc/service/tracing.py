@@ -10,9 +10,9 @@ from typing import TextIO
 from quire.rpc.errors import QuireError
 from quire.settings import ConfigurationError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
-from scheduler_svc.core.events import ClientEvents, RequestFailure
 from scheduler_svc.core.request import Request, RequestKey
 from scheduler_svc.core.sequence import Milestone, SequenceGroup
+from scheduler_svc.core.step import ClientEvents, RequestFailure
 from scheduler_svc.service.requests import GATEWAYS
 
 _SPAN_NAME = "schedule"

@@ -13,11 +13,10 @@ from scheduler_svc.core import invariants
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.block_pool import BlockHash, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.events import ClientEvents, Usage
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import SampleLogprobs, StepPlan, StepResult
+from scheduler_svc.core.step import ClientEvents, SampleLogprobs, StepPlan, StepResult, Usage
 from tests.support.logprobs import Line, columns_of
 
 CLIENT = ClientId(0)

@@ -14,11 +14,10 @@ import torch
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.events import ClientEvents, Usage
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.core.step import StepPlan, StepResult
+from scheduler_svc.core.step import ClientEvents, StepPlan, StepResult, Usage
 from scheduler_svc.service.worker_messages import step_answer, step_message
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.models.registry import load_model

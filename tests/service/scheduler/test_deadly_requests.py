@@ -9,10 +9,10 @@ from google.rpc import code_pb2
 
 from quire.rpc.address import free_port
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.core.events import ClientEvents
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step import ClientEvents
 from tests.support.cut_link import cut_link
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.metrics import read_metrics

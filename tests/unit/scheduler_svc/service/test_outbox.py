@@ -6,9 +6,9 @@ from quire.arrays import decode_int32
 from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import ResourceExhausted
 from quire.rpc.server import DEFAULT_MAX_MESSAGE_BYTES
-from scheduler_svc.core.events import ClientEvents, SequenceEnd
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.step import ClientEvents, SequenceEnd
 from scheduler_svc.service.gateway_messages import events_message
 from scheduler_svc.service.outbox import MAX_SIZE, Outbox, Outgoing, PromptLogprobs
 from tests.support.logprobs import Line, columns_of, lines_by_event

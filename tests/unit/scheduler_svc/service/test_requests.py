@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, ResourceExhausted
-from scheduler_svc.core.events import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
 from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service import requests as table
 from scheduler_svc.service.durable import MAX_GROWTH, Durable, DurableLimits
 from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs, SequenceProgress

@@ -7,9 +7,9 @@ import pytest
 
 from quire.settings import ConfigurationError
 from quire.tracing import TraceContext
-from scheduler_svc.core.events import ClientEvents
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.step import ClientEvents
 from scheduler_svc.service.tracing import RequestSpans, StepTrace
 from tests.support.core_driver import make_request
 from tests.support.tracing import MemoryTraces
