@@ -29,11 +29,12 @@ class RowTable:
     seals_chunks  bool: blocks are sealed with each chunk of a prefill; not after one that was not finite
     max_len       int64: the sequence ends at this many tokens; the last one is never computed
     order         int64: place of the group in queues
-    client, handle, index, num_prompt  int64: whose sequence it is, which of the request's, after how many prompt tokens
+    client, handle, index, num_prompt  int64: key of the request, index of the sequence in it, tokens of the prompt
+    tenant        str: of the request
     num_emitted   int64: output tokens that the sequence had when it was submitted
     is_plain      bool: each token is an event of its own at once; not where sequences are selected at the end
     wants_logprobs  bool: the worker reports the log probability of each token
-    num_logprobs  int64: and those of at most this many of the most likely tokens
+    num_logprobs  int64: it also reports at most this many of the most likely tokens
     prefills      bool: the row still computes what it came with, in chunks; it samples with the last one
     shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
     dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
@@ -42,26 +43,13 @@ class RowTable:
 
     def __init__(self, max_num_rows: int) -> None:
         self.sequences: list[Sequence | None] = [None] * max_num_rows
-        self.active = np.zeros(max_num_rows, dtype=bool)
-        self.num_tokens = np.zeros(max_num_rows, dtype=np.int64)
-        self.num_computed = np.zeros(max_num_rows, dtype=np.int64)
-        self.num_slots = np.zeros(max_num_rows, dtype=np.int64)
-        self.num_sealed = np.zeros(max_num_rows, dtype=np.int64)
-        self.seals_chunks = np.zeros(max_num_rows, dtype=bool)
-        self.max_len = np.zeros(max_num_rows, dtype=np.int64)
-        self.order = np.zeros(max_num_rows, dtype=np.int64)
-        self.client = np.zeros(max_num_rows, dtype=np.int64)
-        self.handle = np.zeros(max_num_rows, dtype=np.int64)
-        self.index = np.zeros(max_num_rows, dtype=np.int64)
-        self.num_prompt = np.zeros(max_num_rows, dtype=np.int64)
-        self.num_emitted = np.zeros(max_num_rows, dtype=np.int64)
-        self.is_plain = np.zeros(max_num_rows, dtype=bool)
-        self.wants_logprobs = np.zeros(max_num_rows, dtype=bool)
-        self.num_logprobs = np.zeros(max_num_rows, dtype=np.int64)
-        self.prefills = np.zeros(max_num_rows, dtype=bool)
-        self.shares_tail = np.zeros(max_num_rows, dtype=bool)
-        self.dependent = np.zeros(max_num_rows, dtype=bool)
+        numbers, flags = np.zeros((12, max_num_rows), dtype=np.int64), np.zeros((7, max_num_rows), dtype=bool)
+        self.num_tokens, self.num_computed, self.num_slots, self.num_sealed, self.max_len, self.order = numbers[:6]
+        self.client, self.handle, self.index, self.num_prompt, self.num_emitted, self.num_logprobs = numbers[6:]
+        self.active, self.seals_chunks, self.is_plain, self.wants_logprobs = flags[:4]
+        self.prefills, self.shares_tail, self.dependent = flags[4:]
         self.incarnation = np.zeros(max_num_rows, dtype=np.int64)
+        self.tenant = np.full(max_num_rows, "", dtype=object)
         self._free = list(range(max_num_rows))
 
     @property
@@ -76,7 +64,7 @@ class RowTable:
         self.max_len[row] = request.max_len
         self.order[row] = order
         self.client[row], self.handle[row], self.index[row] = request.key.client, request.key.handle, sequence.index
-        self.num_prompt[row] = len(request.prompt)
+        self.tenant[row], self.num_prompt[row] = request.tenant, len(request.prompt)
         self.num_emitted[row] = sequence.num_emitted_tokens
         self.is_plain[row] = not request.selects
         self.wants_logprobs[row] = request.beam is None and (request.selects or request.sampling.logprobs is not None)

@@ -1,4 +1,4 @@
-"""Finds the request whose steps the worker refuses, dies or hangs of, so that it fails alone and delays no other.
+"""Finds the request whose steps the worker refuses, or dies or hangs in, so that only that request fails.
 
 `Trials` decides only: the scheduler runs, requeues and fails groups as it says.
 """
@@ -90,8 +90,8 @@ class Fault:
 
 
 class Trials:
-    """Runs suspects apart from all others. A refused step does not say whose row it was refused for, a lost worker not
-    even that it was for a step; and after an attachment the next steps have the same rows: it could happen for ever.
+    """Runs suspects apart from all others. A refused step does not say which row is the reason, a lost worker not even
+    whether a step is; and after an attachment the next steps have the same rows, so it could happen for ever.
 
     All groups that ran when a step was refused are suspects. While there are any, no other group is admitted, and they
     run in cohorts: each alone where they are few, else about as many together as there are cohorts. A cohort runs with
@@ -167,7 +167,7 @@ class Trials:
         self._losses.pop(key, None)
 
     def answered(self, keys: Iterable[RequestKey]) -> None:
-        """The oldest step in flight was answered, in which these requests sampled: one more in favour of each."""
+        """The oldest step in flight was answered. These requests sampled in it, which counts in their favour."""
         self._has_answered = True
         if self._suspects:
             self._num_answered.update(set(keys))

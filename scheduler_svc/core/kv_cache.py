@@ -1,7 +1,7 @@
 """Who holds which blocks: block tables, the prefix cache, swapping, and blocks that are being computed (the paper's
 sections 4.2 to 4.5).
 
-Here is the bookkeeping only; workers move tensors before they run the step whose plan names the pairs.
+This is bookkeeping only; workers move tensors before they run the step whose plan names the pairs.
 """
 
 import math

@@ -12,8 +12,8 @@ from collections.abc import Sequence as SequenceOf
 
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.request import MAX_PRIORITY, Request, RequestKey, check_shared_bound
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.step import StepPlan
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.step import Array, StepPlan
 
 _MANY = 32
 """From so many groups on, removing them together from a queue moves the entries behind them once."""
@@ -256,8 +256,9 @@ class Policy:
         where it may displace none."""
         return None
 
-    def charge(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
-        """A step was planned. `prefills` says which rows of its batch have not sampled before it."""
+    def charge(self, plan: StepPlan, prefills: Array, tenants: Array) -> None:
+        """A step was planned. `prefills`, bool[rows], says which rows had not sampled before it, `tenants`, str[rows],
+        whose each is."""
 
 
 class PriorityPolicy(Policy):
@@ -354,15 +355,15 @@ class FairPolicy(Policy):
             else:
                 heapq.heappop(heap)
 
-    def charge(self, plan: StepPlan, prefills: list[bool], sequence_of: Callable[[int], Sequence]) -> None:
-        service: Counter[str] = Counter()
-        for row, num_new, is_prefill in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), prefills, strict=True):
-            if is_prefill:
-                service[sequence_of(row).request.tenant] += PREFILL_WEIGHT * num_new
-        for row in plan.samples[:, 0].tolist():
-            service[sequence_of(row).request.tenant] += SAMPLE_WEIGHT
-        for tenant, amount in service.items():
-            self.counters[tenant] = self._counter(tenant) + amount
+    def charge(self, plan: StepPlan, prefills: Array, tenants: Array) -> None:
+        # All rows may sample: they are counted by tenant without a look at each. Few compute a chunk.
+        sampled: Counter[str] = Counter(tenants[plan.samples[:, 0]].tolist())
+        for tenant, count in sampled.items():
+            self.counters[tenant] = self._counter(tenant) + SAMPLE_WEIGHT * count
+        computes_chunk = prefills[plan.rows]
+        chunks = zip(tenants[plan.rows[computes_chunk]], plan.num_new_tokens[computes_chunk].tolist(), strict=True)
+        for tenant, num_new in chunks:
+            self.counters[tenant] = self._counter(tenant) + PREFILL_WEIGHT * num_new
 
     def _counter(self, tenant: str) -> int:
         # A tenant that was forgotten was at the floor or below.

@@ -1,6 +1,6 @@
 """What a step's result means: tokens, ends, the steps of beam searches, and blocks that are final now.
 
-A result is checked as a whole before anything of it is taken in: nonsense changes nothing.
+A result is checked as a whole before any of it is applied, so that an invalid one changes nothing.
 """
 
 import math
@@ -31,17 +31,17 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 
 def check_result(step: StepInFlight, result: StepResult, table: RowTable) -> None:
-    """Raises ValueError unless `Results.take` can take in all of the result. Changes nothing.
+    """Raises ValueError unless `Results.apply` can apply all of the result. Changes nothing.
 
-    Rows that were released since the step was planned are ignored: `take` drops what the result reports of them.
+    Rows that were released since the step was planned are ignored: `apply` drops what the result reports of them.
     """
     _check_tokens(step, result)
     reported = {*result.failures, *result.candidates}
-    if reported and (strangers := reported.difference(step.rows.tolist())):
-        raise ValueError(f"the result of step {step.step_id} reports rows {sorted(strangers)}, which do not sample")
-    if strangers := result.non_finite_chunks.difference(step.chunk_rows.tolist()):
+    if reported and (unexpected := reported.difference(step.rows.tolist())):
+        raise ValueError(f"the result of step {step.step_id} reports rows {sorted(unexpected)}, which do not sample")
+    if unexpected := result.non_finite_chunks.difference(step.chunk_rows.tolist()):
         raise ValueError(
-            f"the result of step {step.step_id} reports chunks of rows {sorted(strangers)}, which compute none"
+            f"the result of step {step.step_id} reports chunks of rows {sorted(unexpected)}, which compute none"
         )
     current = table.incarnation[step.rows] == step.incarnations
     if result.failures:
@@ -112,7 +112,7 @@ def _check_logprobs(step: StepInFlight, current: Array, logprobs: SampleLogprobs
 
 
 class Results:
-    """Takes in one step's result; `events` collects what it means for clients."""
+    """Applies one step's result; `events` collects what it means for clients."""
 
     def __init__(self, batch: Batch, running: GroupQueue, now: float) -> None:
         self._batch = batch
@@ -122,8 +122,8 @@ class Results:
         self.ended: list[SequenceGroup] = []
         """Groups that are over, finished or failed."""
 
-    def take(self, step: StepInFlight, result: StepResult) -> None:
-        """Takes in the result of `step`, which passed `check_result`. Drops what it reports of rows that were released
+    def apply(self, step: StepInFlight, result: StepResult) -> None:
+        """Applies the result of `step`, which passed `check_result`. Drops what it reports of rows that were released
         since."""
         table = self._batch.rows
         current = table.incarnation[step.rows] == step.incarnations
@@ -135,7 +135,7 @@ class Results:
         if plain.any():
             self._append_plain(step, np.flatnonzero(plain), result)
         for sample in np.flatnonzero(current & ~plain).tolist():
-            self._take_sample(sample, int(step.rows[sample]), result)
+            self._apply_sample(sample, int(step.rows[sample]), result)
 
     def _append_plain(self, step: StepInFlight, samples: Array, result: StepResult) -> None:
         """Samples that are a token each and nothing else: the events are made of whole arrays."""
@@ -164,9 +164,9 @@ class Results:
         if due:
             self._on_milestones(due)
 
-    def _take_sample(self, sample: int, row: int, result: StepResult) -> None:
+    def _apply_sample(self, sample: int, row: int, result: StepResult) -> None:
         sequence = self._batch.rows.sequences[row]
-        # Released rows were sorted out before; a group may only end here by a failure of this very step.
+        # Rows that were released before are dropped already. Another row of the group may have failed in this step.
         if sequence is None:
             return
         failure = _failure_of(sequence.request.key, row, result)
@@ -201,13 +201,13 @@ class Results:
 
     def _seal_chunks(self, step: StepInFlight, result: StepResult) -> None:
         """The same for chunks of prefills before the last. A row with one that is not finite seals nothing more until
-        it samples: whether its context is sound is seen then."""
+        it samples: its logits show then whether its context is finite."""
         batch, rows = self._batch, step.chunk_rows
         current = batch.rows.incarnation[rows] == step.chunk_incarnations
         if result.non_finite_chunks:
-            spoilt = rows[current & np.isin(rows, list(result.non_finite_chunks))]
-            batch.rows.seals_chunks[spoilt] = False
-            for row in spoilt.tolist():
+            invalid = rows[current & np.isin(rows, list(result.non_finite_chunks))]
+            batch.rows.seals_chunks[invalid] = False
+            for row in invalid.tolist():
                 batch.underway.stop(row)
         num_full = step.chunk_num_computed // batch.blocks.block_size
         due = current & batch.rows.seals_chunks[rows] & (num_full > batch.rows.num_sealed[rows])
@@ -215,7 +215,7 @@ class Results:
             batch.seal(row, count)
 
     def _on_milestones(self, sequences: SequenceOf[Sequence]) -> None:
-        """Where the newest token of each is its last, or its first of this scheduler."""
+        """The newest token of each is its last, or its first of this scheduler."""
         running, now = self._running, self._now
         ending: list[Sequence] = []
         groups: dict[RequestKey, SequenceGroup] = {}

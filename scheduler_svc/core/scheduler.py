@@ -1,6 +1,6 @@
 """The scheduler: continuous batching over paged blocks (the paper's sections 4.2 to 4.5).
 
-`submit` queues a request, `schedule` plans the next step, `apply` takes in the result of the oldest step in flight.
+`submit` queues a request, `schedule` plans the next step, `apply` applies the result of the oldest step in flight.
 Several steps may be in flight: planning counts on tokens that are still to come, and a sequence that turns out to have
 ended costs one wasted row-step. Only rows whose next token the scheduler chooses itself (beam search) wait for their
 result.
@@ -295,7 +295,7 @@ class Scheduler:
         return has_preempted
 
     def _swap_in(self, now: float) -> None:
-        """Brings swapped groups back until one that waits is next. They compute with the decodes of this step."""
+        """Brings swapped groups back until a waiting one is next. They compute with the decodes of this step."""
         while self.swapped.has_next:
             group = self._next()
             if group is None or group.request.key not in self.swapped:
@@ -404,7 +404,7 @@ class Scheduler:
         rows = self.batch.rows
         prefills = rows.prefills.copy()
         plan = self.batch.commit(self.last_step_id)
-        self.policy.charge(plan, prefills[plan.rows].tolist(), self.batch.sequence)
+        self.policy.charge(plan, prefills, rows.tenant)
         sampling, chunks = plan.samples[:, 0], plan.rows[rows.prefills[plan.rows]]
         step = StepInFlight(
             plan.step_id,
@@ -471,13 +471,13 @@ class Scheduler:
             group.timeline.note(Milestone.RECOMPUTED, now)
             self._requeue(group)
 
-    # Taking in a result
+    # Results
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
-        """Takes in the result of the oldest step in flight. Returns what happened, by client.
+        """Applies the result of the oldest step in flight. Returns what happened, by client.
 
-        Raises ValueError and changes nothing where the result is not that step's, or makes no sense. The worker is to
-        be given up then: see `lose_in_flight`.
+        Raises ValueError and changes nothing where the result is not that step's, or makes no sense. The caller must
+        drop the worker then: see `lose_in_flight`.
         """
         if not self.in_flight or self.in_flight[0].step_id != result.step_id:
             expected = self.in_flight[0].step_id if self.in_flight else "none"
@@ -488,7 +488,7 @@ class Scheduler:
         sequences = self.batch.rows.sequences_in(step.rows) if self.trials.are_on else []
         self.trials.answered(each.request.key for each in sequences if each is not None)
         results = Results(self.batch, self.running, now)
-        results.take(step, result)
+        results.apply(step, result)
         for group in results.ended:
             self.trials.ended(group.request.key)
             if group.request.key.client == PIN_CLIENT:
@@ -498,9 +498,9 @@ class Scheduler:
     # Losing the worker
 
     def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
-        """The worker refused the oldest step in flight, for the reason `detail`. `void_in_flight` is to follow.
+        """The worker refused the oldest step in flight, for the reason `detail`. `void_in_flight` must follow.
 
-        Returns the failure of the request at fault, once it is known which one that is (see `fault_isolation`).
+        Returns the failure of the request at fault, once that is known (see `fault_isolation`).
         """
         group = self.trials.refused(self.running)
         if group is None:
@@ -508,7 +508,7 @@ class Scheduler:
         return self._fail(group, f"the worker refused a step of this request alone: {detail}", reason="STEP_REFUSED")
 
     def lose_in_flight(self, detail: str | None = None) -> None:
-        """The worker was lost and did not say why, or was given up, for the reason `detail`. `void_in_flight` is to
+        """The worker was lost and did not say why, or was dropped for the reason `detail`. `void_in_flight` must
         follow, and `judge_loss` once a worker is attached again."""
         if self.in_flight:
             self.trials.lost(self.running, self.batch.rows, detail)
@@ -517,7 +517,7 @@ class Scheduler:
         """A worker was attached. To be called before anything runs; `was_alive` where it is the one that was lost, and
         neither hung nor answered nonsense.
 
-        Returns the failure of the request that it is lost for, once it is known which one that is.
+        Returns the failure of the request that the worker is lost for, once that request is known.
         """
         fault = self.trials.attached(self._is_live, was_alive=was_alive)
         group = None if fault is None else self.group(fault.key)
@@ -539,7 +539,7 @@ class Scheduler:
         return {key.client: ClientEvents(failed=[RequestFailure(key, reason, message)])}
 
     def void_in_flight(self, now: float) -> None:
-        """Forgets all steps in flight, all computed tokens and all blocks, as when a worker was lost.
+        """The worker was lost: forgets all steps in flight, all computed tokens and all blocks.
 
         Every group waits again in its place, and every pin that held blocks is computed again.
         """

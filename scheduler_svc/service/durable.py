@@ -1,4 +1,4 @@
-"""What durable requests count for, and the limits on what is kept of them."""
+"""The limits on what is kept of durable requests, and how much each takes of them."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _RETRY_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """What a durable request has besides: the submission as it came, and what it counts for against the limit. A log
+    """The submission of a durable request as it came, and how much of the limit on tokens the request takes. A log
     probability counts as a token."""
 
     description: bytes
@@ -36,7 +36,7 @@ class Durable:
         return cls(description, prompt_charge, per_token, request.num_returned, request.max_tokens)
 
     def charge(self, num_output_tokens: int, *, is_over: bool) -> int:
-        """What it counts for with so many output tokens: those, and while it runs as many as it may soon have."""
+        """What it takes with so many output tokens: those, and while it runs as many as it may soon have."""
         growth = 0 if is_over else self.num_sequences * MAX_GROWTH
         num_tokens = min(num_output_tokens + growth, self.num_sequences * self.max_tokens)
         return self.prompt_charge + num_tokens * self.charge_per_token
@@ -64,12 +64,12 @@ class DurableLimits:
 
 
 class DurableRoom:
-    """All durable requests, and what they count for against the limits."""
+    """All durable requests, and what they take of the limits."""
 
     def __init__(self, limits: DurableLimits) -> None:
         self.limits = limits
         self.requests: dict[Handle, Charged] = {}
-        # What those that run count for, by tenant, and those that are over, oldest first, with theirs.
+        # Running requests and their charges, by tenant; those that are over, oldest first, with their charges.
         self._num_running: Counter[str] = Counter()
         self._charge_running: Counter[str] = Counter()
         self._over: list[tuple[Handle, int]] = []

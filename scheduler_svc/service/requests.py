@@ -105,7 +105,7 @@ class OwnedRequest:
 
     @property
     def charge(self) -> int:
-        """What a durable request counts for."""
+        """What a durable request takes of the limit on tokens."""
         assert self.durable is not None
         return self.durable.charge(self.history.num_tokens, is_over=self.is_over)
 
@@ -175,7 +175,7 @@ class Requests:
 
     @property
     def num_durable_tokens(self) -> int:
-        """What all durable requests count for against the limit. Metrics are read in another thread, so this reads no
+        """What all durable requests take of the limit. Metrics are read in another thread, so this uses no running
         sums, and copies what may change meanwhile."""
         return sum(each.charge for each in list(self._durable.requests.values()))
 

@@ -209,7 +209,7 @@ class StepLoop:
     async def drain(self, timeout_s: float | None) -> int:
         """Refuses new requests from now on, reports that, and waits until no request is live.
 
-        Returns how many still are when the time is over; None waits for as long as it takes.
+        Returns how many are live at the timeout; None waits without limit.
         """
         self._set_ready(is_draining=True)
         try:
@@ -491,8 +491,7 @@ class StepLoop:
         self._emit(0, {GATEWAYS: ClientEvents(failed=failures)})
 
     def _take_loss(self, error: WorkerLostError) -> None:
-        """Where the worker refused a step, or was lost and did not say why, the request at fault fails once it is
-        found."""
+        """The worker refused a step, or was lost and did not say why: the request at fault fails once it is known."""
         assert self.scheduler is not None
         self._metrics.lost_worker()
         self._was_faulty = isinstance(error, WorkerFaultyError)
@@ -502,7 +501,7 @@ class StepLoop:
             self.scheduler.lose_in_flight(error.detail)
 
     def _judge_loss(self, scheduler: Scheduler, *, was_alive: bool) -> None:
-        """Where the worker was lost before, finds out what that says of the requests that ran."""
+        """Judges the requests that ran when the worker was lost, if it was."""
         trials_were_on = scheduler.trials.are_on
         self._fail_at_fault(scheduler.judge_loss(was_alive=was_alive))
         if scheduler.trials.are_on and not trials_were_on:

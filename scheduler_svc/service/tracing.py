@@ -50,11 +50,11 @@ class RequestSpans:
     def submit(
         self, request: Request, parent: TraceContext | None, submit: Callable[[Request], SequenceGroup]
     ) -> SequenceGroup:
-        """Submits a request by `submit`, and begins its span where its gateway traces it and it is sampled."""
-        span = (
-            None if self._tracer is None or parent is None else self._tracer.start(_SPAN_NAME, parent, _asked(request))
-        )
-        if span is None or not span.is_recording:
+        """Submits a request by `submit`, and begins its span if its gateway traces it and it is sampled."""
+        if self._tracer is None or parent is None:
+            return submit(request)
+        span = self._tracer.start(_SPAN_NAME, parent, _attributes_of(request))
+        if not span.is_recording:
             return submit(request)
         try:
             group = submit(replace(request, traceparent=span.context.traceparent))
@@ -110,7 +110,7 @@ class RequestSpans:
         return self._now_ns() - round((self._clock() - at) * 1e9)
 
 
-def _asked(request: Request) -> dict[str, AttributeValue]:
+def _attributes_of(request: Request) -> dict[str, AttributeValue]:
     return {
         "gen_ai.request.id": request.request_id,
         "gen_ai.usage.input_tokens": len(request.prompt),

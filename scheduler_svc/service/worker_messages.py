@@ -230,25 +230,12 @@ class StepAnswer:
 
 
 def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
-    """Raises InvalidArgument when the arrays of the message make no sense."""
-    rows = decode_int32(message.rows, "rows", minimum=0).astype(np.int64)
-    timings = message.timings
-    return StepAnswer(
-        _step_result(message, rows, vocab_size),
-        rows,
-        [_prompt_logprobs(each, vocab_size) for each in message.prompt_logprobs],
-        (timings.queue_us, timings.cache_operations_us, timings.model_us, timings.sample_us),
-    )
-
-
-def _step_result(message: worker_pb2.StepResult, rows: np.ndarray, vocab_size: int) -> StepResult:
-    token_ids = decode_int32(message.token_ids, "token_ids", minimum=0, below=vocab_size)
-    if len(rows) != len(token_ids):
-        raise InvalidArgument(f"step {message.step_id} has {len(rows)} rows and {len(token_ids)} token ids")
-    return StepResult(
+    """Raises InvalidArgument where an array is malformed or a token id is not in the vocabulary. The core checks
+    whether the arrays fit each other and the step."""
+    result = StepResult(
         step_id=message.step_id,
-        token_ids=token_ids.astype(np.int64),
-        logprobs=_logprobs(message, len(rows), vocab_size) if message.HasField("token_logprobs") else None,
+        token_ids=decode_int32(message.token_ids, "token_ids", minimum=0, below=vocab_size).astype(np.int64),
+        logprobs=_logprobs(message.token_logprobs, vocab_size) if message.HasField("token_logprobs") else None,
         failures={failure.row: failure.detail for failure in message.failures},
         refused=frozenset(
             failure.row
@@ -258,26 +245,23 @@ def _step_result(message: worker_pb2.StepResult, rows: np.ndarray, vocab_size: i
         candidates={entry.row: _candidates(entry, vocab_size) for entry in message.candidates},
         non_finite_chunks=frozenset(decode_int32(message.non_finite_chunks, "non_finite_chunks", minimum=0).tolist()),
     )
+    timings = message.timings
+    return StepAnswer(
+        result,
+        decode_int32(message.rows, "rows", minimum=0).astype(np.int64),
+        [_prompt_logprobs(each, vocab_size) for each in message.prompt_logprobs],
+        (timings.queue_us, timings.cache_operations_us, timings.model_us, timings.sample_us),
+    )
 
 
-def _logprobs(message: worker_pb2.StepResult, num_samples: int, vocab_size: int) -> SampleLogprobs:
-    logprobs = message.token_logprobs
-    samples = decode_int32(logprobs.samples, "token_logprobs.samples", minimum=0, below=num_samples)
-    columns = decode_logprobs(logprobs, vocab_size=vocab_size)
-    if len(samples) != len(columns) or not (samples[1:] > samples[:-1]).all():
-        raise InvalidArgument(
-            f"step {message.step_id} has log probabilities of {len(columns)} tokens for the samples "
-            f"{samples.tolist()}, which must be as many and rising"
-        )
-    return SampleLogprobs(samples.astype(np.int64), columns)
+def _logprobs(message: worker_pb2.TokenLogprobs, vocab_size: int) -> SampleLogprobs:
+    samples = decode_int32(message.samples, "token_logprobs.samples")
+    return SampleLogprobs(samples.astype(np.int64), decode_logprobs(message, vocab_size=vocab_size))
 
 
 def _candidates(entry: worker_pb2.RowCandidates, vocab_size: int) -> Candidates:
     token_ids = decode_int32(entry.token_ids, "candidates.token_ids", minimum=0, below=vocab_size).tolist()
-    logprobs = decode_float32(entry.logprobs, "candidates.logprobs").tolist()
-    if not token_ids or len(token_ids) != len(logprobs):
-        raise InvalidArgument(f"row {entry.row} has {len(token_ids)} candidates and {len(logprobs)} log probabilities")
-    return Candidates(token_ids, logprobs)
+    return Candidates(token_ids, decode_float32(entry.logprobs, "candidates.logprobs").tolist())
 
 
 def _prompt_logprobs(message: worker_pb2.RowPromptLogprobs, vocab_size: int) -> RowPromptLogprobs:
