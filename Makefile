@@ -26,8 +26,8 @@ CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMak
 
 CHECKS := check-format check-lint check-types check-imports check-protos check-api-docs check-compose check-kubernetes
 
-.PHONY: help setup protos serve test test-all test-long test-sanitizers coverage triton-client check $(CHECKS) bench
-.PHONY: tiny api-docs clean
+.PHONY: help setup protos serve test test-all test-long test-sanitizers test-mutation coverage triton-client check
+.PHONY: $(CHECKS) bench tiny api-docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -59,6 +59,10 @@ test-long: setup triton-client test-sanitizers ## 1,000 examples of each propert
 
 test-sanitizers: setup ## run the tests of the CPU kernels with sanitizers of addresses, undefined behavior and threads
 	tests/sanitizers/run.sh $(BIN)/python $(ARGS)
+
+test-mutation: setup ## change the scheduler's core in 80 places, one at a time; print the changes that no test finds
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(PIP_FLAGS) --quiet cosmic-ray==8.7.0
+	$(BIN)/python -m tools.mutation_sample scheduler_svc/core tests/unit/scheduler_svc/core --exclude invariants $(ARGS)
 
 coverage: setup triton-client ## run the first tier and print the coverage of each package
 	$(PYTEST) $(IN_PARALLEL) -m "not ($(SECOND_TIER))" --cov --cov-report=html $(ARGS)

@@ -1,0 +1,120 @@
+"""Changes code in small ways, one at a time, and prints the changes that no test finds.
+
+    python -m tools.mutation_sample scheduler_svc/core tests/unit/scheduler_svc/core --exclude invariants
+
+Places in the code are drawn with a fixed seed, and each is changed by one of cosmic-ray's operators. The test files run
+one after the other until one fails, those first that found most so far. Modules are changed in place and restored, so
+nothing else may use the checkout meanwhile. `make test-mutation` installs cosmic-ray, which nothing else needs.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import random
+import re
+import resource
+import sys
+from collections import Counter, defaultdict
+from math import sqrt
+from pathlib import Path
+
+import hypothesis.stateful  # noqa: F401  (what the tests import is loaded once, before the forks)
+import pytest
+from cosmic_ray.commands.init import _all_work_items  # pyright: ignore[reportMissingImports]
+from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
+from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
+from cosmic_ray.work_item import MutationSpec  # pyright: ignore[reportMissingImports]
+from hypothesis.internal.conjecture import engine
+
+_OPERATORS = ("AddNot", "NumberReplacer", "Replace", "ZeroIteration")
+# `|` makes unions of types, and `is` compares with None: with another operator the module raises as soon as it runs.
+_EXCLUDED = re.compile("_BitOr_|_Is_(Eq|NotEq|Lt|Gt)|_IsNot_(Eq|NotEq|Lt|Gt)")
+
+_CPU_SECONDS, _MEMORY = 120, 8 << 30
+"""What one test file may use: a change may make a loop endless."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", type=Path)
+    parser.add_argument("tests", type=Path)
+    parser.add_argument("--exclude", nargs="*", default=[], help="names of modules that are not changed")
+    parser.add_argument("--sample", type=int, default=80, help="how many places are changed")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    modules = [path for path in sorted(arguments.package.rglob("*.py")) if path.stem not in arguments.exclude]
+    found_by = Counter({str(path): 0 for path in sorted(arguments.tests.rglob("test_*.py"))})
+    # A changed module must not be cached: it may have the size and time stamp of the next one.
+    sys.dont_write_bytecode = True
+    if broken := _first_failing(list(found_by)):
+        print(f"{broken} fails without any change")
+        return 1
+    sample = _draw(modules, arguments.sample, random.Random(arguments.seed))
+    for number, mutation in enumerate(sample, 1):
+        original = mutation.module_path.read_text()
+        written = mutation.module_path.stat()
+        changed = mutate_code(original, get_operator(mutation.operator_name)(), mutation.occurrence)
+        try:
+            mutation.module_path.write_text(changed)
+            found = _first_failing([path for path, _ in found_by.most_common()])
+        finally:
+            mutation.module_path.write_text(original)
+            os.utime(mutation.module_path, ns=(written.st_atime_ns, written.st_mtime_ns))
+        if found:
+            found_by[found] += 1
+        line, name = mutation.start_pos[0], mutation.operator_name.removeprefix("core/")
+        print(f"{number}: {mutation.module_path}:{line} {name}: {found or 'NOT FOUND'}", flush=True)
+        if not found:
+            print(*(f"    {code.splitlines()[line - 1].strip()}" for code in (original, changed)), sep="\n", flush=True)
+    low, high = _interval(found_by.total(), len(sample))
+    print(f"{found_by.total()} of {len(sample)} changes found, {low:.0%} to {high:.0%} of all (95% interval)")
+    return 0
+
+
+def _draw(modules: list[Path], size: int, generator: random.Random) -> list[MutationSpec]:
+    """Different places, each with one of the changes that can be made there."""
+    changes: dict[tuple[Path, tuple[int, int]], list[MutationSpec]] = defaultdict(list)
+    for item in _all_work_items(modules, {}):
+        (mutation,) = item.mutations
+        name = mutation.operator_name.removeprefix("core/")
+        line = mutation.module_path.read_text().splitlines()[mutation.start_pos[0] - 1]
+        if name.startswith(_OPERATORS) and not _EXCLUDED.search(name) and not line.lstrip().startswith("@dataclass"):
+            changes[mutation.module_path, mutation.start_pos].append(mutation)
+    print(f"{len(changes)} places in {len(modules)} modules", flush=True)
+    return [generator.choice(changes[place]) for place in generator.sample(sorted(changes), min(size, len(changes)))]
+
+
+def _first_failing(files: list[str]) -> str | None:
+    for file in files:
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(file,))
+        process.start()
+        process.join()
+        if process.exitcode:
+            return file
+    return None
+
+
+def _run(file: str) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    # Nobody reads the smallest example.
+    engine.MAX_SHRINKING_SECONDS = 0
+    arguments = [file, "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        os._exit(pytest.main(arguments))
+
+
+def _interval(hits: int, total: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's."""
+    share, extra = hits / total, z * z / total
+    middle, half = share + extra / 2, z * sqrt(share * (1 - share) / total + extra / total / 4)
+    return (middle - half) / (1 + extra), (middle + half) / (1 + extra)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
