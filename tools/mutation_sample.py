@@ -31,7 +31,7 @@ _OPERATORS = ("AddNot", "NumberReplacer", "Replace", "ZeroIteration")
 # `|` makes unions of types, and `is` compares with None: with another operator the module raises as soon as it runs.
 _EXCLUDED = re.compile("_BitOr_|_Is_(Eq|NotEq|Lt|Gt)|_IsNot_(Eq|NotEq|Lt|Gt)")
 
-_CPU_SECONDS, _MEMORY = 120, 8 << 30
+_CPU_SECONDS, _MEMORY = 60, 8 << 30
 """What one test file may use: a change may make a loop endless."""
 
 

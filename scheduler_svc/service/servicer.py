@@ -69,7 +69,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 if not connection.outbox.has_credit:
                     self._requests.taken(connection, connection.outbox.num_sent)
                 if outgoing.batches:
-                    self._loop.trace.emitted(outgoing.step_id, started, time.monotonic())
+                    self._loop.trace.part("emit", outgoing.step_id, started, time.monotonic())
                 if self._is_outdated(version):
                     break
             # Else the gateway has opened another stream, and the link of this one may be broken.

@@ -334,8 +334,8 @@ class StepLoop:
                 self._prompt_logprobs.planned(plan, scheduler.batch.rows)
                 self._metrics.planned(plan, planned - started)
                 await link.send(plan)
-                self.trace.planned(plan.step_id, plan.num_tokens, started, planned)
-                self.trace.sent(plan.step_id, planned, time.monotonic())
+                self.trace.part("plan", plan.step_id, started, planned, num_tokens=plan.num_tokens)
+                self.trace.part("send", plan.step_id, planned, time.monotonic())
 
     async def _receive_results(self, link: WorkerLink | WorkerGroup) -> None:
         """Receives results, applies them to the core, and emits the events."""
@@ -360,7 +360,7 @@ class StepLoop:
                 raise InvalidAnswerError(f"worker {link.address}: {error}") from error
             self._wake.set()
             self.trace.answered(result.step_id, answer.worker_us, now)
-            self.trace.applied(result.step_id, now, time.monotonic())
+            self.trace.part("apply", result.step_id, now, time.monotonic())
             self._requests.deliver_prompt_logprobs(prompt_logprobs)
             self._emit(result.step_id, events)
 

@@ -25,7 +25,9 @@ _EVENTS: Mapping[Milestone, tuple[str, dict[str, AttributeValue] | None]] = {
 
 _SCHEDULER, _GATEWAYS, _WORKER = 1, 2, 3
 _TRACK_NAMES = {_SCHEDULER: "scheduler", _GATEWAYS: "gateway streams", _WORKER: "worker"}
-_WORKER_STAGES = ("queue", "cache operations", "model", "sample")
+_WORKER_PARTS = ("queue", "cache operations", "model", "sample")
+_TRACKS = {"plan": _SCHEDULER, "send": _SCHEDULER, "apply": _SCHEDULER, "emit": _GATEWAYS}
+_TRACKS |= dict.fromkeys(_WORKER_PARTS, _WORKER)
 
 
 class RequestSpans:
@@ -186,25 +188,20 @@ class StepTrace:
         except OSError as error:
             raise ConfigurationError(f"--trace-steps {path}: {error.strerror}") from error
 
-    def planned(self, step_id: int, num_tokens: int, start: float, end: float) -> None:
-        self._span("plan", _SCHEDULER, step_id, start, end, num_tokens=num_tokens)
-
-    def sent(self, step_id: int, start: float, end: float) -> None:
-        self._span("send", _SCHEDULER, step_id, start, end)
+    def part(self, name: str, step_id: int, start: float, end: float, **details: int) -> None:
+        """A part of a step; `name` is one of those above."""
+        if self._file is not None:
+            times = {"ts": round(start * 1e6, 1), "dur": round((end - start) * 1e6, 1)}
+            place = {"name": name, "ph": "X", "pid": 1, "tid": _TRACKS[name]}
+            self._write({**place, **times, "args": {"step": step_id, **details}})
 
     def answered(self, step_id: int, worker_us: tuple[int, int, int, int], received: float) -> None:
-        """`worker_us` are the microseconds of queue, cache operations, model and sample."""
+        """The parts of the worker. `worker_us` are the microseconds of queue, cache operations, model and sample."""
         start = received - sum(worker_us) / 1e6
-        for name, duration_us in zip(_WORKER_STAGES, worker_us, strict=True):
+        for name, duration_us in zip(_WORKER_PARTS, worker_us, strict=True):
             end = start + duration_us / 1e6
-            self._span(name, _WORKER, step_id, start, end)
+            self.part(name, step_id, start, end)
             start = end
-
-    def applied(self, step_id: int, start: float, end: float) -> None:
-        self._span("apply", _SCHEDULER, step_id, start, end)
-
-    def emitted(self, step_id: int, start: float, end: float) -> None:
-        self._span("emit", _GATEWAYS, step_id, start, end)
 
     def close(self) -> None:
         if self._file is not None:
@@ -212,21 +209,6 @@ class StepTrace:
             self._file.write('{"name":"end","ph":"M","pid":1,"args":{}}\n]\n')
             self._file.close()
             self._file = None
-
-    def _span(self, name: str, track: int, step_id: int, start: float, end: float, **details: int) -> None:
-        if self._file is None:
-            return
-        self._write(
-            {
-                "name": name,
-                "ph": "X",
-                "pid": 1,
-                "tid": track,
-                "ts": round(start * 1e6, 1),
-                "dur": round((end - start) * 1e6, 1),
-                "args": {"step": step_id, **details},
-            }
-        )
 
     def _write(self, event: dict[str, object]) -> None:
         if self._file is not None:

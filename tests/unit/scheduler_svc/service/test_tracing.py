@@ -53,8 +53,8 @@ def test_a_file_that_cannot_be_written_is_a_configuration_error(tmp_path: Path) 
 def test_a_trace_that_was_cut_off_misses_only_its_end(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     trace = StepTrace.open(str(path))
-    trace.planned(1, 8, 0.5, 0.501)
+    trace.part("plan", 1, 0.5, 0.501, num_tokens=8)
     trace.close()
-    trace.planned(2, 8, 0.6, 0.601)
+    trace.part("plan", 2, 0.6, 0.601, num_tokens=8)
     lines = path.read_text().splitlines()
     assert json.loads("".join(lines[:-2]).rstrip(",") + "]")[-1]["args"] == {"step": 1, "num_tokens": 8}
