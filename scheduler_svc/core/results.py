@@ -180,8 +180,7 @@ class Results:
             logprobs = None if result.logprobs is None else result.logprobs.of_sample(sample)
             if logprobs is not None:
                 hold_back(sequence, logprobs)
-            if sequence.end_reason() or sequence.num_output_tokens <= sequence.num_emitted_tokens + 1:
-                self._on_milestones([sequence])
+            self._on_milestones([sequence])
 
     def _seal(self, step: StepInFlight, current: Array, result: StepResult) -> None:
         """Blocks that are full now can be shared from now on. A row that samples a token has finite keys and values, so
@@ -215,7 +214,7 @@ class Results:
             batch.seal(row, count)
 
     def _on_milestones(self, sequences: SequenceOf[Sequence]) -> None:
-        """The newest token of each is its last, or its first of this scheduler."""
+        """The newest token of each may be its last, or its first of this scheduler."""
         running, now = self._running, self._now
         ending: list[Sequence] = []
         groups: dict[RequestKey, SequenceGroup] = {}
