@@ -69,6 +69,13 @@ class GatewayFlags(ServiceFlags):
     max_total_answer_bytes: int = setting(
         256 << 20, "maximum memory of the answers to all calls", parse=parse_bytes, minimum=1024, metavar="BYTES"
     )
+    max_stored_response_bytes: int = setting(
+        0,
+        "memory of each gateway for responses that later ones name as previous_response_id; 0 keeps none",
+        parse=parse_bytes,
+        minimum=0,
+        metavar="BYTES",
+    )
     max_prompt_tokens: int | None = setting(None, "maximum tokens of a prompt; none is what the model takes", minimum=1)
     max_logprobs: int = setting(20, "maximum log probabilities of a position", minimum=0)
     max_stop_strings: int = setting(16, "maximum stop strings of a request", minimum=0)

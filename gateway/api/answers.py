@@ -107,10 +107,12 @@ class Dialect:
         error: The object that says an error.
         names_events: Whether each event of a stream has the `type` of its object as its name, as in OpenAI's responses
             and Anthropic's messages. Otherwise events have no names, and [DONE] is the last one.
+        error_event: The object that says an error in a stream; None where it is the same.
     """
 
     error: Callable[[ErrorAnswer], Mapping[str, Any]]
     names_events: bool = False
+    error_event: Callable[[ErrorAnswer], Mapping[str, Any]] | None = None
 
     def error_body(self, answer: ErrorAnswer) -> bytes:
         return as_json(self.error(answer))
@@ -177,16 +179,20 @@ def error_response(answer: ErrorAnswer, dialect: Dialect = OPENAI) -> Response:
     return Response(dialect.error_body(answer), answer.status, dict(answer.headers), media_type="application/json")
 
 
-def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
-    """Starlette's handlers by kind of error, a wrong path or method included."""
+def error_handlers(
+    dialect_of: Callable[[str], Dialect],
+) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
+    """Starlette's handlers by kind of error, a wrong path or method included. `dialect_of` returns that of a path."""
 
     async def answer(request: Request, error: Exception) -> Response:
         match error:
             case ClientDisconnect():
                 return Response(status_code=_CLIENT_LEFT)
             case HTTPException():
-                return error_response(_of_http_exception(request, error))
-        return error_response(error_answer(error, str))
+                found = _of_http_exception(request, error)
+            case _:
+                found = error_answer(error, str)
+        return error_response(found, dialect_of(request.url.path))
 
     return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect), answer)
 
@@ -413,7 +419,8 @@ class StreamedResponse(WatchedResponse):
             has_started = self._has_started
         if not has_started:
             return await super()._send_error(send, answer)
-        return await self._write(send, self._dialect.event(self._dialect.error(answer)), is_last=True)
+        say = self._dialect.error_event or self._dialect.error
+        return await self._write(send, self._dialect.event(say(answer)), is_last=True)
 
 
 async def send_answer(

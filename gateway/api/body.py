@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
@@ -22,6 +22,9 @@ _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
 # nothing interrupts; so many take 20 ms. A message has fewer than so many, besides its parts.
 _MAX_VALUES = 1 << 17
 _VALUES_OF_A_MESSAGE = 8
+_ENTRIES_AT_ONCE = 512
+# Of alternatives of a union by the `type` of an object.
+_TAG = re.compile(r"<.*>", re.DOTALL)
 
 _EXPECTED = {
     "bool_type": "true or false",
@@ -86,6 +89,30 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
 async def read_model(kind: type[Model], request: Request, limits: BodyLimits, union_types: Mapping[str, str]) -> Model:
     """The body of a request as `kind`. Raises as `read_body`, `load_json` and `validated` do."""
     return validated(kind, await load_json(await read_body(request, limits), limits.max_values), union_types)
+
+
+async def validated_by_turns(
+    kind: type[Model],
+    fields: dict[str, Any],
+    name: str,
+    entries: TypeAdapter[list[Any]],
+    union_types: Mapping[str, str],
+    turns: Turns,
+) -> list[Any]:
+    """The list at `name` among the fields of a `kind`, validated a few entries at a time, so that other calls run
+    between. Raises InvalidArgument for the first bad one."""
+    asked = fields[name]
+    found: list[Any] = []
+    for begin in range(0, len(asked), _ENTRIES_AT_ONCE):
+        some = asked[begin : begin + _ENTRIES_AT_ONCE]
+        try:
+            found += entries.validate_python(some)
+        except ValidationError:
+            # Validated entries are not validated again, and the error counts from the first one.
+            validated(kind, fields | {name: found + some}, union_types)
+            raise
+        await turns.pause()
+    return found
 
 
 def validated(kind: type[Model], fields: object, union_types: Mapping[str, str]) -> Model:
@@ -178,6 +205,10 @@ def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidA
         description = f"has more than {limit:,} entries, which is the max"
     elif alternatives is not None:
         description = f"must be {alternatives}"
+    elif first["type"] == "union_tag_invalid":
+        path, description = f"{path}.type", _wrong_tag(**first.get("ctx", {}))
+    elif first["type"] == "union_tag_not_found":
+        description = "must be an object with a type"
     elif first["type"] == "missing":
         description = "is missing"
     elif first["type"] == "extra_forbidden":
@@ -185,6 +216,11 @@ def _invalid(error: ValidationError, union_types: Mapping[str, str]) -> InvalidA
     else:
         description = f"must be {_EXPECTED.get(first['type'], first['msg'].removeprefix('Input should be '))}"
     return invalid_field(path, description)
+
+
+def _wrong_tag(tag: str, expected_tags: str, **_: str) -> str:
+    known = re.sub("['<>]", "", expected_tags).split(", ")
+    return f'is "{shortened(tag.strip("<>"))}"; it must be {" or ".join(known)}'
 
 
 def _malformed(cause: str) -> InvalidArgument:
@@ -200,6 +236,8 @@ def _path(location: tuple[Any, ...], union_types: Mapping[str, str]) -> tuple[st
             path += f"[{step}]"
         elif step == "[key]":
             break
+        elif _TAG.fullmatch(step):
+            continue
         elif path.endswith("logit_bias"):
             path += f"[{shortened(step)}]"
         else:

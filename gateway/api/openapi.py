@@ -39,7 +39,7 @@ class ApiRoute(Route):
         path: str,
         endpoint: Callable[..., Any],
         *,
-        method: Literal["GET", "POST"] = "GET",
+        method: Literal["GET", "POST", "DELETE"] = "GET",
         body: type[BaseModel] | None = None,
         streams: bool = False,
         refuses: bool = False,

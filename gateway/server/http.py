@@ -14,11 +14,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.answers import ErrorAnswer, error_answer, error_handlers, send_answer, set_client_request_id
+from gateway.api.anthropic.routes import dialect_of, message_routes
 from gateway.api.body import BodyLimits
 from gateway.api.kserve.rest import kserve_routes
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openai.routes import openai_routes
 from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, openapi_route
+from gateway.api.responses.routes import response_routes
 from gateway.auth.caller import Caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.metrics import GatewayMetrics
@@ -47,6 +49,13 @@ def make_http_app(
     body_limits = BodyLimits(settings.max_message_bytes, settings.max_chat_messages)
     routes = [
         *openai_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive, started_at_s=started_at_s),
+        *response_routes(
+            generator,
+            body_limits,
+            max_stored_bytes=settings.max_stored_response_bytes,
+            keep_alive_s=settings.sse_keepalive,
+        ),
+        *message_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive),
         *kserve_routes(kserve, body_limits),
         *probe_routes(generator, metrics),
     ]
@@ -68,7 +77,7 @@ def make_http_app(
                 open_metrics=settings.open_metrics,
             ),
         ],
-        exception_handlers=error_handlers(),
+        exception_handlers=error_handlers(dialect_of),
     )
 
 
@@ -88,7 +97,7 @@ def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=("x-request-id", "retry-after"),
         )
@@ -137,7 +146,7 @@ class EnvelopeMiddleware:
         except Exception as error:
             answer = error_answer(error, str)
             if not has_started:
-                await send_answer(send_with_headers, answer)
+                await send_answer(send_with_headers, answer, dialect=dialect_of(scope["path"]))
 
 
 class HostMiddleware:
@@ -166,7 +175,7 @@ class HostMiddleware:
             f'host is "{shown}"; this gateway answers to names of loopback, and to those that --allowed-hosts names, '
             f"so that pages of other sites cannot call it; --allowed-hosts {shown} allows it"
         )
-        return await send_answer(send, ErrorAnswer(403, message, "host_not_allowed"))
+        return await send_answer(send, ErrorAnswer(403, message, "host_not_allowed"), dialect=dialect_of(scope["path"]))
 
 
 def _host_name(host: str) -> str:
@@ -206,7 +215,7 @@ class AuthMiddleware:
             except QuireError as error:
                 self._on_refusal(error.reason)
                 extra = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
-                return await send_answer(send, error_answer(error, str), extra)
+                return await send_answer(send, error_answer(error, str), extra, dialect_of(scope["path"]))
         return await self._app(scope, receive, send)
 
     def _caller_of(self, scope: Scope) -> Caller:

@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from starlette.requests import Request
 
-from gateway.api.body import BodyLimits, load_json, read_body, validated
+from gateway.api.body import BodyLimits, load_json, read_body, validated, validated_by_turns
 from gateway.api.openai.constraints import constraint_of, constraint_path
 from gateway.api.openai.conversation import (
     ConversationFields,
@@ -44,7 +44,6 @@ from quire.rpc.errors import InvalidArgument
 BodyType = TypeVar("BodyType", bound=Body)
 
 _MAX_FIELDS = 1024
-_MESSAGES_AT_ONCE = 512
 # Of all messages of a conversation together.
 _MAX_PARTS = 8192
 _MESSAGES = TypeAdapter(list[Message])
@@ -96,7 +95,7 @@ async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> B
             raise InvalidArgument(f"the body has {len(fields):,} fields; the max is {_MAX_FIELDS:,}")
         _check_counts(fields, limits.max_messages)
         if isinstance(fields.get("messages"), list) and "messages" in kind.model_fields:
-            fields["messages"] = await _messages(kind, fields, turns)
+            fields["messages"] = await validated_by_turns(kind, fields, "messages", _MESSAGES, UNION_TYPES, turns)
     body = validated(kind, fields, UNION_TYPES)
     await turns.pause()
     check_supported(body)
@@ -126,22 +125,6 @@ def _check_counts(fields: Mapping[str, Any], max_messages: int) -> None:
     if isinstance(tools, list):
         violations.check_count("tools", tools, MAX_TOOLS)
     violations.raise_if_any()
-
-
-async def _messages(kind: type[BodyType], fields: dict[str, Any], turns: Turns) -> list[Any]:
-    """The messages among the fields, each a Message. Raises InvalidArgument for the first bad one."""
-    asked = fields["messages"]
-    messages: list[Any] = []
-    for begin in range(0, len(asked), _MESSAGES_AT_ONCE):
-        some = asked[begin : begin + _MESSAGES_AT_ONCE]
-        try:
-            messages += _MESSAGES.validate_python(some)
-        except ValidationError:
-            # Validated messages are not validated again, and the error counts from the first one.
-            validated(kind, fields | {"messages": messages + some}, UNION_TYPES)
-            raise
-        await turns.pause()
-    return messages
 
 
 def completion_prompts(body: CompletionBody) -> list[Prompt]:

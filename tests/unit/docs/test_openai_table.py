@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from gateway.api.openai.conversation import FunctionDefinition, Message, ToolDefinition
 from gateway.api.openai.schemas import HINTS, UNSUPPORTED, ChatBody, CompletionBody, GenerationBody
+from gateway.api.responses.read import ResponseBody
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "openai.md"
 COMMON, COMPLETIONS, CHAT = "Fields of both", "Fields of completions", "Fields of chat completions"
@@ -52,3 +54,14 @@ def test_what_is_refused_and_what_is_ignored_is_listed():
 def test_no_parameter_of_openai_s_client_is_missing(parameters, section):
     known = set().union(*map(fields_of, (COMMON, section, REFUSED, IGNORED)))
     assert set(parameters.__annotations__) <= known
+
+
+def test_responses_have_tables_of_the_same_kind():
+    parsed, refused = fields_of("Fields of responses"), fields_of("Refused in responses")
+    ignored = fields_of("Accepted without effect in responses")
+    assert (parsed, refused, ignored) == (
+        set(ResponseBody.model_fields),
+        set(ResponseBody.harmless),
+        ResponseBody.hints,
+    )
+    assert set(response_create_params.ResponseCreateParamsBase.__annotations__) <= parsed | refused | ignored

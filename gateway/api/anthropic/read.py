@@ -1,0 +1,309 @@
+"""The body of a message: its fields, and the request that they make.
+
+A message of the user may have results of tools besides its text; in a chat each of them is a message of its own.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic_core import to_json
+
+from gateway.api.body import BodyLimits
+from gateway.api.fields import Conversation, LongList, Part, as_parts, parse, tag_of
+from gateway.request.types import ChatPrompt, RequestOptions, write
+from gateway.request.validation import Violations, shortened
+from quire.common.v1.common_pb2 import Constraint, SamplingParameters, StoppingParameters
+from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
+
+_GROUPS = re.compile(r"^(sampling|stopping|output)\.")
+_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.parameters")
+_STOP = re.compile(r"stopping\.stop(\[\d+\])?")
+_FORMAT, _EFFORT, _THINKING = "output_config.format", "output_config.effort", "thinking"
+
+
+class _Block(Part):
+    """Quire finds common prefixes by itself, so marks for caches have no effect."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+
+class TextBlock(_Block):
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"citations": ([],)}
+
+    type: Literal["text"]
+    text: str
+
+
+def _blocks(value: Any) -> Any:
+    return as_parts(value, "text")
+
+
+Texts = Annotated[
+    list[Annotated[Annotated[TextBlock, Tag("<text>")], Discriminator(tag_of)]],
+    BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock]),
+]
+
+
+class ThinkingBlock(_Block):
+    """Of an earlier answer. Nothing is signed here."""
+
+    hints: ClassVar[frozenset[str]] = _Block.hints | {"signature"}
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(_Block):
+    """A call of an earlier answer."""
+
+    hints: ClassVar[frozenset[str]] = _Block.hints | {"caller"}
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(_Block):
+    """The result of a call. That it is an error is for its text to say: chat templates know no such mark."""
+
+    hints: ClassVar[frozenset[str]] = _Block.hints | {"is_error"}
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Discriminator(tag_of),
+]
+
+
+class Message(Part):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block])]
+
+
+class ToolDefinition(_Block):
+    """`input_schema` is a JSON schema, which calls match; with `strict: false`, those that are asked for alone."""
+
+    hints: ClassVar[frozenset[str]] = _Block.hints | {"eager_input_streaming"}
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "input_examples": ([],),
+    }
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoiceFields(Part):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Part):
+    """Whether the model reasons is for its chat template. Reasoning has no budget of its own."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({"budget_tokens"})
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Part):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Part):
+    """`effort` goes to the chat template."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class TokensBody(Part):
+    """What a prompt is made of."""
+
+    hints: ClassVar[frozenset[str]] = frozenset({"cache_control", "metadata", "service_tier", "speed"})
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "context_management": ({},),
+        "mcp_servers": ([],),
+        **dict.fromkeys(("container", "diagnostics", "inference_geo"), ()),
+    }
+
+    messages: Annotated[list[Message], Field(fail_fast=True)]
+    model: str | None = None
+    system: Texts | None = None
+    tools: Annotated[list[ToolDefinition] | None, Field(fail_fast=True)] = None
+    tool_choice: ToolChoiceFields | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessageBody(TokensBody):
+    """The parameters of sampling are those of older models, and top_k is Quire's."""
+
+    max_tokens: int
+    stop_sequences: Annotated[list[str] | None, Field(fail_fast=True)] = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+BodyType = TypeVar("BodyType", bound=TokensBody)
+_MESSAGES = LongList("messages", TypeAdapter(list[Message]), parts=("content",))
+
+
+async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
+    """The body in `data`. Raises InvalidArgument as `parse` does, and where values do not go together."""
+    return await parse(kind, data, limits, _MESSAGES, _check_values)
+
+
+def _check_values(violations: Violations, body: TokensBody) -> None:
+    for position, message in enumerate(body.messages):
+        for number, block in enumerate(message.content):
+            if violations.are_enough:
+                return
+            is_of_answer = isinstance(block, ThinkingBlock | ToolUseBlock)
+            if message.role == "assistant" and isinstance(block, ToolResultBlock):
+                _add_misplaced(violations, position, number, block, "user")
+            elif message.role != "assistant" and is_of_answer:
+                _add_misplaced(violations, position, number, block, "assistant")
+    choice, names = body.tool_choice, [tool.name for tool in body.tools or ()]
+    if choice is None:
+        return
+    if choice.type in ("any", "tool") and not names:
+        violations.add("tool_choice", f"is {choice.type}, and there are no tools to choose from; set tools")
+    elif choice.type == "tool" and choice.name not in names:
+        shown = "is missing" if choice.name is None else f'is "{shortened(choice.name)}", which is none of the tools'
+        violations.add("tool_choice.name", shown)
+
+
+def _add_misplaced(violations: Violations, position: int, number: int, block: Part, role: str) -> None:
+    path = f"messages[{position}].content[{number}].type"
+    violations.add(path, f'is "{getattr(block, "type", None)}", which only messages of the role {role} have')
+
+
+def conversation_of(body: TokensBody) -> Conversation:
+    """The messages of a body. Consecutive messages of one role are one."""
+    conversation = Conversation()
+    if body.system:
+        conversation.add_system("system", _texts(body.system))
+    for position, message in enumerate(body.messages):
+        path = f"messages[{position}]"
+        if message.role == "system":
+            conversation.add_system(path, _texts(message.content))
+        for block in () if message.role == "system" else message.content:
+            match block:
+                case TextBlock() if message.role == "assistant":
+                    conversation.add_answer(path, [block.text], joins=True)
+                case TextBlock():
+                    conversation.add(path, message.role, [block.text], joins=True)
+                case ThinkingBlock():
+                    conversation.add_reasoning(path, [block.thinking], joins=True)
+                case ToolUseBlock():
+                    arguments = to_json(block.input).decode()
+                    conversation.add_call(path, ToolCall(id=block.id, name=block.name, arguments=arguments))
+                case ToolResultBlock():
+                    conversation.add_result(path, block.tool_use_id, _texts(block.content or ()))
+    return conversation
+
+
+def _texts(blocks: Sequence[Part]) -> list[str]:
+    return [block.text for block in blocks if isinstance(block, TextBlock)]
+
+
+def prompt_of(body: TokensBody, conversation: Conversation) -> ChatPrompt:
+    """The prompt of a checked body. If the assistant spoke last, the answer goes on with that message."""
+    choice = body.tool_choice
+    return ChatPrompt(
+        conversation.prompt,
+        tools=[_tool(each) for each in body.tools or ()],
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        response_format=_constraint(body.output_config),
+        template_options=_template_options(body, continues=conversation.ends_with_answer),
+    )
+
+
+def options_of(body: MessageBody, conversation: Conversation, request_id: str) -> RequestOptions:
+    """The request that a checked body makes."""
+    as_written: dict[str, Any] = {}
+    sampling, stopping = SamplingParameters(), StoppingParameters()
+    for name in ("temperature", "top_p", "top_k"):
+        write(sampling, f"sampling.{name}", getattr(body, name), as_written)
+    write(stopping, "stopping.max_tokens", body.max_tokens, as_written)
+    write(stopping, "stopping.stop", body.stop_sequences, as_written)
+    prompt = prompt_of(body, conversation)
+    return RequestOptions(prompt, body.model or None, sampling, stopping, as_written=as_written, request_id=request_id)
+
+
+def param_name(body: TokensBody, conversation: Conversation, field: str) -> str:
+    """The name in the body of a field of the validator."""
+    if (path := conversation.path_of(field)) is not None:
+        return path
+    if (match := _TOOL_FIELD.fullmatch(field)) is not None:
+        return f"{match[1]}.input_schema"
+    if (match := _STOP.fullmatch(field)) is not None:
+        return f"stop_sequences{match[1] or ''}"
+    if field.startswith(("response_format", "sampling.constraint")):
+        return _FORMAT
+    if field.startswith("template_options"):
+        if conversation.ends_with_answer:
+            return conversation.last_path
+        return _THINKING if body.thinking is not None else _EFFORT
+    return _GROUPS.sub("", field)
+
+
+def _tool(tool: ToolDefinition) -> Tool:
+    made = Tool(name=tool.name, parameters=to_json(tool.input_schema).decode())
+    if tool.description is not None:
+        made.description = tool.description
+    if tool.strict is not None:
+        made.strict = tool.strict
+    return made
+
+
+def _tool_choice(choice: ToolChoiceFields | None) -> ToolChoice | None:
+    if choice is None:
+        return None
+    match choice.type:
+        case "tool":
+            return ToolChoice(name=choice.name)
+        case "any":
+            return ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED)
+        case "none":
+            return ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_NONE)
+        case "auto":
+            return ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_AUTO)
+
+
+def _constraint(config: OutputConfig | None) -> Constraint | None:
+    if config is None or config.format is None:
+        return None
+    return Constraint(json_schema=to_json(config.format.schema_).decode())
+
+
+def _template_options(body: TokensBody, *, continues: bool) -> TemplateOptions:
+    options = TemplateOptions()
+    if continues:
+        options.continue_final_message, options.add_generation_prompt = True, False
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        options.arguments.update({"enable_thinking": body.thinking.type == "enabled"})
+    if body.output_config is not None and body.output_config.effort is not None:
+        options.arguments.update({"reasoning_effort": body.output_config.effort})
+    return options

@@ -1,0 +1,87 @@
+"""The paths of Anthropic's Messages API. The headers anthropic-version and anthropic-beta have no effect: a field that
+is not known is refused, whatever they say."""
+
+import secrets
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.api.answers import OPENAI, Dialect
+from gateway.api.anthropic.read import (
+    MessageBody,
+    TokensBody,
+    conversation_of,
+    options_of,
+    param_name,
+    parse_body,
+    prompt_of,
+)
+from gateway.api.anthropic.write import ANTHROPIC, AnthropicError, MessageShaper
+from gateway.api.body import BodyLimits, read_body
+from gateway.api.calls import respond
+from gateway.api.openapi import ApiRoute
+from gateway.replicas.live import LiveRequest
+from gateway.request.generator import Generator
+from gateway.request.prompts import TextService
+from gateway.request.types import RequestOptions
+from gateway.request.validation import renamed
+from quire.rpc.errors import QuireError
+
+_PATH = "/v1/messages"
+
+
+def dialect_of(path: str) -> Dialect:
+    """How errors at this path are written, also those that come before a route is found."""
+    return ANTHROPIC if path == _PATH or path.startswith(f"{_PATH}/") else OPENAI
+
+
+class MessageCall:
+    """One message. See gateway.api.calls.Call."""
+
+    dialect = ANTHROPIC
+    shows_prompt_by_choice = False
+
+    def __init__(self, body: MessageBody, model: str) -> None:
+        self.id = f"msg_{secrets.token_hex(16)}"
+        self.streams = bool(body.stream)
+        self._body = body
+        self._model = model
+        self._conversation = conversation_of(body)
+
+    async def requests(self, generator: Generator) -> list[RequestOptions]:
+        return [options_of(self._body, self._conversation, self.id)]
+
+    def param_name(self, position: int, field: str) -> str:
+        return param_name(self._body, self._conversation, field)
+
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> MessageShaper:
+        thinking = self._body.thinking
+        shows_thinking = thinking is None or thinking.display != "omitted"
+        return MessageShaper(self.id, self._model, live[0], shows_thinking=shows_thinking)
+
+
+def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_s: float) -> list[ApiRoute]:
+    """`keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
+    model, texts = generator.model.name, TextService(generator)
+
+    async def create(request: Request) -> Response:
+        """Answers a conversation."""
+        body = await parse_body(MessageBody, await read_body(request, body_limits), body_limits)
+        return respond(generator, MessageCall(body, model), keep_alive_s)
+
+    async def count_tokens(request: Request) -> Response:
+        """The number of tokens of the prompt that a conversation makes."""
+        body = await parse_body(TokensBody, await read_body(request, body_limits), body_limits)
+        conversation = conversation_of(body)
+        try:
+            prompt = prompt_of(body, conversation)
+            tokenized = await texts.tokenize(body.model or None, prompt, add_special_tokens=False)
+        except QuireError as error:
+            raise renamed(error, lambda field: param_name(body, conversation, field.removeprefix("chat."))) from error
+        return JSONResponse({"input_tokens": len(tokenized.token_ids)})
+
+    return [
+        ApiRoute(_PATH, create, method="POST", body=MessageBody, streams=True, error=AnthropicError),
+        ApiRoute(f"{_PATH}/count_tokens", count_tokens, method="POST", body=TokensBody, error=AnthropicError),
+    ]

@@ -1,0 +1,155 @@
+"""A message as an object and as a stream of events, and errors as Anthropic has them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import from_json
+
+from gateway.api.answers import Dialect, ErrorAnswer
+from gateway.api.blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
+from gateway.replicas.events import Chunk, Finished, FinishReason, Usage
+from gateway.replicas.live import LiveRequest
+from gateway.request.generator import Result
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_STOP_REASONS = {FinishReason.LENGTH: "max_tokens"}
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """An error in Anthropic's shape."""
+
+    type: str = "error"
+    error: AnthropicErrorDetail
+
+
+def _error(answer: ErrorAnswer) -> dict[str, Any]:
+    other = "invalid_request_error" if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+    detail = AnthropicErrorDetail(type=_ERROR_TYPES.get(answer.status, other), message=answer.message)
+    return AnthropicError(error=detail).model_dump()
+
+
+ANTHROPIC = Dialect(_error, names_events=True)
+
+
+class MessageShaper:
+    """Writes one message. See gateway.api.calls.Shaper."""
+
+    def __init__(self, message_id: str, model: str, live: LiveRequest, *, shows_thinking: bool) -> None:
+        """Without `shows_thinking`, thinking blocks are empty."""
+        self._id = message_id
+        self._model = model
+        self._prompt_tokens = len(live.request.prompt_token_ids)
+        self._shows_thinking = shows_thinking
+        self._blocks = Blocks()
+        self._finished: Finished | None = None
+
+    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
+        (((sequence,), usage),) = results
+        content = [self._block(each, each.content) for each in blocks_of(sequence)]
+        return self._message(content, _usage(usage), _stop_fields(sequence.finished))
+
+    def begin(self) -> Iterable[Mapping[str, Any]]:
+        # How many of the prompt's tokens were cached is known only at the end.
+        usage = _usage(Usage(self._prompt_tokens, 0))
+        yield {"type": "message_start", "message": self._message([], usage, _stop_fields(None))}
+        yield {"type": "ping"}
+
+    def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]:
+        match event:
+            case Chunk():
+                for each in self._blocks.push(output_of(event)):
+                    yield from self._block_event(each)
+            case Finished():
+                self._finished = event
+                for each in self._blocks.end():
+                    yield from self._block_event(each)
+
+    def end(self, usages: Sequence[Usage]) -> Iterable[Mapping[str, Any]]:
+        yield {"type": "message_delta", "delta": _stop_fields(self._finished), "usage": _usage(usages[0])}
+        yield {"type": "message_stop"}
+
+    def _block_event(self, event: BlockEvent) -> Iterable[Mapping[str, Any]]:
+        step, block, text = event
+        place = {"index": block.position}
+        match step:
+            case Step.BEGIN:
+                yield {"type": "content_block_start"} | place | {"content_block": self._block(block, "")}
+            case Step.ADD:
+                if (delta := self._delta(block.kind, text)) is not None:
+                    yield {"type": "content_block_delta"} | place | {"delta": delta}
+            case Step.END:
+                yield {"type": "content_block_stop"} | place
+
+    def _delta(self, kind: BlockKind, text: str) -> dict[str, Any] | None:
+        match kind:
+            case BlockKind.TEXT:
+                return {"type": "text_delta", "text": text}
+            case BlockKind.REASONING:
+                return {"type": "thinking_delta", "thinking": text} if self._shows_thinking else None
+            case BlockKind.TOOL_CALL:
+                return {"type": "input_json_delta", "partial_json": text}
+
+    def _block(self, block: Block, content: str) -> dict[str, Any]:
+        match block.kind:
+            case BlockKind.TEXT:
+                return {"type": "text", "text": content}
+            case BlockKind.REASONING:
+                return {"type": "thinking", "thinking": content if self._shows_thinking else "", "signature": ""}
+            case BlockKind.TOOL_CALL:
+                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(content)}
+
+    def _message(
+        self, content: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], stop: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            **stop,
+            "usage": usage,
+        }
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object: as far as they go where max_tokens cut them. Arguments that are no object,
+    which a model can write where `strict` is false, are kept as a text."""
+    try:
+        found = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}
+
+
+def _stop_fields(finished: Finished | None) -> dict[str, Any]:
+    if finished is None:
+        return {"stop_reason": None, "stop_sequence": None}
+    if finished.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop_string}
+    return {"stop_reason": _STOP_REASONS.get(finished.reason, "end_turn"), "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Anthropic counts cached tokens apart from the others of the prompt."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.generated_tokens,
+    }

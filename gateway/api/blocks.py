@@ -1,0 +1,103 @@
+"""The answer as a row of blocks, for APIs that show it so: reasoning, text and tool calls, one after the other."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from gateway.replicas.events import Chunk, GeneratedSequence
+from gateway.text.formats.output import Output
+
+
+class BlockKind(Enum):
+    REASONING = auto()
+    TEXT = auto()
+    TOOL_CALL = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Consecutive output of one kind. `content` is what there is of it so far: text, or the arguments of a call.
+
+    Attributes:
+        position: Among the blocks of the answer.
+        call_id: Of a tool call; otherwise empty, like `name`.
+    """
+
+    position: int
+    kind: BlockKind
+    call_id: str = ""
+    name: str = ""
+    # Pieces of a few characters would take more memory as a list.
+    _written: io.StringIO = field(default_factory=io.StringIO)
+
+    @property
+    def content(self) -> str:
+        return self._written.getvalue()
+
+    def add(self, text: str) -> None:
+        self._written.write(text)
+
+
+class Step(Enum):
+    """What happens to a block: it begins, gets more content, ends."""
+
+    BEGIN = auto()
+    ADD = auto()
+    END = auto()
+
+
+BlockEvent = tuple[Step, Block, str]
+"""The string is what was added."""
+
+
+class Blocks:
+    """The blocks of one sequence, of which one is open at a time."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._is_open = False
+
+    def push(self, output: Output) -> Iterator[BlockEvent]:
+        """The next piece of the answer. Consume the iterator before the next call."""
+        if output.reasoning:
+            yield from self._add(BlockKind.REASONING, output.reasoning)
+        if output.text:
+            yield from self._add(BlockKind.TEXT, output.text)
+        for call in output.tool_calls:
+            if call.id:
+                yield from self.begin(BlockKind.TOOL_CALL, call.id, call.name)
+            if call.arguments:
+                yield from self._add(BlockKind.TOOL_CALL, call.arguments)
+
+    def begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> Iterator[BlockEvent]:
+        """A new block, after the end of the one before it."""
+        yield from self.end()
+        self._is_open = True
+        self.all.append(Block(len(self.all), kind, call_id, name))
+        yield Step.BEGIN, self.all[-1], ""
+
+    def end(self) -> Iterator[BlockEvent]:
+        """The end of the open block, if there is one."""
+        if self._is_open:
+            self._is_open = False
+            yield Step.END, self.all[-1], ""
+
+    def _add(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
+        if not self._is_open or self.all[-1].kind is not kind:
+            yield from self.begin(kind)
+        self.all[-1].add(text)
+        yield Step.ADD, self.all[-1], text
+
+
+def output_of(part: Chunk | GeneratedSequence) -> Output:
+    """What a part of an answer adds to it."""
+    return Output(part.text)
+
+
+def blocks_of(sequence: GeneratedSequence) -> list[Block]:
+    """The blocks of a whole sequence."""
+    blocks = Blocks()
+    for _ in blocks.push(output_of(sequence)):
+        pass
+    return blocks.all

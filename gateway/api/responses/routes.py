@@ -1,0 +1,115 @@
+"""The paths of OpenAI's Responses API: responses are made, looked up, deleted and cancelled."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.api.answers import OPENAI, ErrorAnswer, as_json
+from gateway.api.body import BodyLimits, read_body
+from gateway.api.calls import respond
+from gateway.api.fields import Conversation
+from gateway.api.openapi import ApiRoute
+from gateway.api.responses.read import ResponseBody, conversation_of, options_of, param_name, parse_body
+from gateway.api.responses.store import ResponseStore, StoredResponse
+from gateway.api.responses.write import ResponseHead, ResponseShaper, cancelled_response
+from gateway.auth.caller import current_caller
+from gateway.replicas.live import LiveRequest
+from gateway.request.generator import Generator
+from gateway.request.types import ChatMessage, RequestOptions
+from quire.rpc.errors import invalid_field
+
+_ID_PREFIX = "resp_"
+_PATH = "/v1/responses/{response_id}"
+
+
+class ResponseCall:
+    """One response. See gateway.api.calls.Call. By its id it runs and can be cancelled."""
+
+    shows_prompt_by_choice = False
+
+    def __init__(self, body: ResponseBody, model: str, store: ResponseStore) -> None:
+        """Raises InvalidArgument: it shall be stored, or goes on from one, where this gateway does not have it."""
+        if body.store and not store.keeps_any:
+            raise invalid_field(
+                "store",
+                "is true; this gateway keeps no responses, unless it is started with --max-stored-response-bytes",
+            )
+        self.id = f"{_ID_PREFIX}{secrets.token_hex(16)}"
+        self.streams = bool(body.stream)
+        self._tenant = current_caller().tenant
+        self._body = body
+        self._store = store
+        self._head = ResponseHead(self.id, int(time.time()), model, store.keeps_any and body.store is not False)
+        self._shaper: ResponseShaper | None = None
+        earlier: Sequence[ChatMessage] = ()
+        if body.previous_response_id is not None:
+            earlier = store.previous(self._tenant, body.previous_response_id).messages
+        self._conversation: Conversation = conversation_of(body, earlier)
+        self.dialect = dataclasses.replace(OPENAI, names_events=True, error_event=self._error_event)
+
+    async def requests(self, generator: Generator) -> list[RequestOptions]:
+        return [options_of(self._body, self._conversation.prompt, self.id)]
+
+    def param_name(self, position: int, field: str) -> str:
+        return param_name(self._conversation, field)
+
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> ResponseShaper:
+        texts = generator.model.tokenizer.token_texts
+        self._shaper = ResponseShaper(self._head, self._body, live[0], texts, self._keep)
+        return self._shaper
+
+    def _keep(self, response: Mapping[str, Any], answer: ChatMessage) -> None:
+        if self._head.is_stored:
+            messages = (*self._conversation.messages, answer)
+            self._store.add(self._tenant, self.id, StoredResponse(as_json(response), messages))
+
+    def _error_event(self, answer: ErrorAnswer) -> Mapping[str, Any]:
+        assert self._shaper is not None, "a stream begins with what the shaper writes"
+        return self._shaper.error_event(answer)
+
+
+def response_routes(
+    generator: Generator, body_limits: BodyLimits, *, max_stored_bytes: int, keep_alive_s: float
+) -> list[ApiRoute]:
+    """At most `max_stored_bytes` of responses are kept; 0 keeps none. `keep_alive_s` is the longest silence of a
+    stream; 0 sets no limit."""
+    model = generator.model.name
+    store = ResponseStore(max_stored_bytes)
+
+    async def create(request: Request) -> Response:
+        """Makes a response: answers a text, or a conversation of items."""
+        body = await parse_body(await read_body(request, body_limits), body_limits)
+        return respond(generator, ResponseCall(body, model, store), keep_alive_s)
+
+    async def retrieve(request: Request) -> Response:
+        """A response that this gateway keeps."""
+        found = store.find(current_caller().tenant, request.path_params["response_id"])
+        return Response(found.body, media_type="application/json")
+
+    async def delete(request: Request) -> Response:
+        """Forgets a response."""
+        response_id = request.path_params["response_id"]
+        store.remove(current_caller().tenant, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(request: Request) -> Response:
+        """Ends a response that runs, at any gateway. One that has ended stays as it is."""
+        response_id, tenant = request.path_params["response_id"], current_caller().tenant
+        if (ended := store.get(tenant, response_id)) is not None:
+            return Response(ended.body, media_type="application/json")
+        if not response_id.startswith(_ID_PREFIX):
+            store.find(tenant, response_id)
+        await generator.cancel(response_id)
+        return JSONResponse(cancelled_response(ResponseHead(response_id, int(time.time()), model)))
+
+    return [
+        ApiRoute("/v1/responses", create, method="POST", body=ResponseBody, streams=True),
+        ApiRoute(_PATH, retrieve),
+        ApiRoute(_PATH, delete, method="DELETE"),
+        ApiRoute(f"{_PATH}/cancel", cancel, method="POST"),
+    ]

@@ -1,0 +1,260 @@
+"""A response as an object and as a stream of events.
+
+Each block of the answer is an item of `output`. In a stream it is added, gets its parts and deltas, and is done; the
+last event has the whole response.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.api.answers import OPENAI, ErrorAnswer, LazyList
+from gateway.api.blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
+from gateway.api.openai.write import chat_logprobs
+from gateway.api.responses.read import ResponseBody
+from gateway.replicas.events import Chunk, Finished, FinishReason, PositionLogprobs, Usage
+from gateway.replicas.live import LiveRequest
+from gateway.request.generator import Result
+from gateway.request.types import ChatMessage
+from gateway.text.tokenizer import TokenTexts
+from quire.gateway.v1.generation_pb2 import ToolCall
+
+_IN_PROGRESS, _COMPLETED, _INCOMPLETE, _CANCELLED = "in_progress", "completed", "incomplete", "cancelled"
+_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.TOOL_CALL: "fc"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What is known of a response before it runs. `created` is in seconds since the Unix epoch."""
+
+    id: str
+    created: int
+    model: str
+    is_stored: bool = False
+
+
+def cancelled_response(head: ResponseHead) -> dict[str, Any]:
+    """A response that was cancelled while it ran. Its own call ends with an error, so nobody keeps its output."""
+    return _head_fields(head, _CANCELLED) | {"output": [], "usage": None}
+
+
+def answer_message(blocks: Iterable[Block]) -> ChatMessage:
+    """An answer as the message that later ones follow."""
+    parts: dict[BlockKind, list[str]] = {kind: [] for kind in BlockKind}
+    calls: list[ToolCall] = []
+    for block in blocks:
+        parts[block.kind].append(block.content)
+        if block.kind is BlockKind.TOOL_CALL:
+            calls.append(ToolCall(id=block.call_id, name=block.name, arguments=block.content))
+    reasoning = "\n".join(parts[BlockKind.REASONING]) or None
+    return ChatMessage("assistant", "\n".join(parts[BlockKind.TEXT]), tool_calls=tuple(calls), reasoning=reasoning)
+
+
+class ResponseShaper:
+    """Writes one response. See gateway.api.calls.Shaper.
+
+    Attributes:
+        dialect: How errors are written: in the stream, they are numbered like its other events.
+    """
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        body: ResponseBody,
+        live: LiveRequest,
+        texts: TokenTexts,
+        keep: Callable[[Mapping[str, Any], ChatMessage], None],
+    ) -> None:
+        """`keep` gets the response, without log probabilities, and its answer, when it is whole."""
+        self._head = head
+        self._body = body
+        self._live = live
+        self._texts = texts
+        self._keep = keep
+        self._blocks = Blocks()
+        self._reason = FinishReason.STOP
+        self._num_events = 0
+
+    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
+        (((sequence,), usage),) = results
+        blocks = blocks_of(sequence) or [Block(0, BlockKind.TEXT)]
+        return self._ended(blocks, sequence.finished.reason, usage, sequence.logprobs)
+
+    def begin(self) -> Iterable[Mapping[str, Any]]:
+        response = self._response(_IN_PROGRESS, []) | {"usage": None}
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+
+    def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]:
+        match event:
+            case Chunk():
+                for each in self._blocks.push(output_of(event)):
+                    yield from self._block_event(each, event.logprobs)
+            case Finished():
+                self._reason = event.reason
+                if not self._blocks.all:
+                    for each in self._blocks.begin(BlockKind.TEXT):
+                        yield from self._block_event(each)
+                for each in self._blocks.end():
+                    yield from self._block_event(each)
+
+    def end(self, usages: Sequence[Usage]) -> Iterable[Mapping[str, Any]]:
+        response = self._ended(self._blocks.all, self._reason, usages[0])
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def error_event(self, answer: ErrorAnswer) -> Mapping[str, Any]:
+        """The event of an error that ends the stream: as OpenAI documents it, and with `error`, which makes clients
+        raise it."""
+        error = OPENAI.error(answer)["error"]
+        fields = {"code": answer.code, "message": answer.message, "param": answer.param, "error": error}
+        return self._event("error", **fields)
+
+    def _event(self, type: str, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": type, "sequence_number": self._num_events - 1} | fields
+
+    def _block_event(self, event: BlockEvent, logprobs: Iterable[PositionLogprobs] = ()) -> Iterator[Mapping[str, Any]]:
+        step, block, text = event
+        place = {"output_index": block.position}
+        in_item = place | {"item_id": self._item_id(block)}
+        in_part = in_item | {"content_index": 0}
+        match step, block.kind:
+            case Step.BEGIN, kind:
+                yield self._event("response.output_item.added", **place, item=self._item(block, _IN_PROGRESS))
+                if kind is not BlockKind.TOOL_CALL:
+                    yield self._event("response.content_part.added", **in_part, part=self._part(block))
+            case Step.ADD, BlockKind.TEXT:
+                shown = self._logprobs(logprobs) if self._body.shows_logprobs else []
+                yield self._event("response.output_text.delta", **in_part, delta=text, logprobs=shown)
+            case Step.ADD, BlockKind.REASONING:
+                yield self._event("response.reasoning_text.delta", **in_part, delta=text)
+            case Step.ADD, BlockKind.TOOL_CALL:
+                yield self._event("response.function_call_arguments.delta", **in_item, delta=text)
+            case Step.END, BlockKind.TOOL_CALL:
+                done = {"name": block.name, "arguments": block.content}
+                yield self._event("response.function_call_arguments.done", **in_item, **done)
+            case Step.END, BlockKind.TEXT:
+                yield self._event("response.output_text.done", **in_part, text=block.content, logprobs=[])
+            case Step.END, BlockKind.REASONING:
+                yield self._event("response.reasoning_text.done", **in_part, text=block.content)
+        if step is Step.END:
+            if block.kind is not BlockKind.TOOL_CALL:
+                yield self._event("response.content_part.done", **in_part, part=self._part(block))
+            status = _status(self._reason)
+            yield self._event("response.output_item.done", **place, item=self._item(block, status))
+
+    def _item(self, block: Block, status: str, logprobs: Any = ()) -> dict[str, Any]:
+        """A block as an item. In progress it has no content yet."""
+        fields = {"id": self._item_id(block), "status": status}
+        is_empty = status == _IN_PROGRESS
+        match block.kind:
+            case BlockKind.TOOL_CALL:
+                call = {"call_id": block.call_id, "name": block.name, "arguments": block.content}
+                return {"type": "function_call"} | fields | call
+            case BlockKind.REASONING:
+                content = [] if is_empty else [self._part(block)]
+                return {"type": "reasoning"} | fields | {"summary": [], "content": content}
+            case BlockKind.TEXT:
+                content = [] if is_empty else [self._part(block) | {"logprobs": logprobs or []}]
+                return {"type": "message"} | fields | {"role": "assistant", "content": content}
+
+    def _part(self, block: Block) -> dict[str, Any]:
+        if block.kind is BlockKind.REASONING:
+            return {"type": "reasoning_text", "text": block.content}
+        return {"type": "output_text", "text": block.content, "annotations": [], "logprobs": []}
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._head.id.removeprefix('resp_')}{block.position}"
+
+    def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> LazyList:
+        return chat_logprobs(self._texts, logprobs)["content"]
+
+    def _ended(
+        self,
+        blocks: Sequence[Block],
+        reason: FinishReason,
+        usage: Usage,
+        logprobs: Iterable[PositionLogprobs] = (),
+    ) -> dict[str, Any]:
+        """The whole response, which is kept."""
+        status = _status(reason)
+        ended = {"completed_at": int(time.time()) if status == _COMPLETED else None, "usage": _usage_fields(usage)}
+        if status == _INCOMPLETE:
+            ended["incomplete_details"] = {"reason": "max_output_tokens"}
+
+        def response(shown: Any) -> dict[str, Any]:
+            # Only the last block can be cut.
+            items = [self._item(block, _COMPLETED, shown) for block in blocks[:-1]]
+            items += [self._item(block, status, shown) for block in blocks[-1:]]
+            return self._response(status, items) | ended
+
+        kept = response([])
+        self._keep(kept, answer_message(blocks))
+        return response(self._logprobs(logprobs)) if self._body.shows_logprobs else kept
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        body, sampling = self._body, self._live.request.sampling
+        asked_format = body.text.format if body.text is not None else None
+        shown_format = {"type": "text"} if asked_format is None else _dumped(asked_format)
+        return _head_fields(self._head, status) | {
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+            "temperature": sampling.temperature if body.temperature is None else body.temperature,
+            "text": {"format": shown_format},
+            "tool_choice": _tool_choice(body),
+            "tools": [
+                {"description": None, "parameters": None, "strict": None} | _dumped(each) for each in body.tools or ()
+            ],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": sampling.top_p if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+        }
+
+
+def _head_fields(head: ResponseHead, status: str) -> dict[str, Any]:
+    return {
+        "id": head.id,
+        "object": "response",
+        "created_at": head.created,
+        "completed_at": None,
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "model": head.model,
+        "store": head.is_stored,
+    }
+
+
+def _status(reason: FinishReason) -> str:
+    return _INCOMPLETE if reason is FinishReason.LENGTH else _COMPLETED
+
+
+def _dumped(part: Any) -> dict[str, Any]:
+    return part.model_dump(by_alias=True, exclude_unset=True)
+
+
+def _tool_choice(body: ResponseBody) -> Any:
+    match body.tool_choice:
+        case None:
+            return "auto"
+        case str(mode):
+            return mode
+        case named:
+            return _dumped(named)
+
+
+def _usage_fields(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.generated_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.generated_tokens,
+    }

@@ -1,0 +1,200 @@
+"""Anthropic's Messages API in front of a fake scheduler."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+import pytest_asyncio
+from google.rpc import code_pb2
+from tokenizers import Tokenizer
+
+from quire.model_directory import resolve_model
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.fake_scheduler import FakeScheduler, scripted
+from tests.support.gateway_process import running_gateway
+from tests.support.keys import KeysFile
+
+MESSAGES = "/v1/messages"
+TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
+TEXT = " there was a little dog."
+SPEECH = [*TOKENIZER.encode(TEXT, add_special_tokens=False).ids, 2]
+HELLO = {"model": "quire-tiny", "max_tokens": 30, "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(gateway, scheduler):
+    scheduler.rule = scripted(SPEECH)
+    headers = {"x-api-key": "unused", "anthropic-version": "2023-06-01"}
+    async with httpx.AsyncClient(base_url=gateway.http_url, headers=headers, timeout=20) as http:
+        yield http
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared():
+    """A client, for the tests that are refused."""
+    scheduler = FakeScheduler()
+    await scheduler.start()
+    async with running_gateway(scheduler) as gateway, httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http:
+        yield http
+    await scheduler.stop()
+
+
+async def create(client, **fields) -> dict:
+    response = await client.post(MESSAGES, json=HELLO | fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def events_of(client, **fields) -> list[dict]:
+    """The events of a stream, each with its name."""
+    async with client.stream("POST", MESSAGES, json=HELLO | fields | {"stream": True}) as response:
+        assert response.status_code == 200
+        lines = [line async for line in response.aiter_lines() if line]
+    events = []
+    for name, data in zip(lines[::2], lines[1::2], strict=True):
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+async def test_a_message_is_what_the_chat_says(client):
+    message = await create(client, system="Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO["messages"]]
+    chat = (await client.post("/v1/chat/completions", json={"messages": messages})).json()
+    assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "quire-tiny")
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
+    counted = await client.post(f"{MESSAGES}/count_tokens", json={"system": "Be brief.", "messages": HELLO["messages"]})
+    assert counted.json() == {"input_tokens": chat["usage"]["prompt_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "sequence"),
+    [({"max_tokens": 2}, "max_tokens", None), ({"stop_sequences": ["little"]}, "stop_sequence", "little")],
+)
+async def test_why_a_message_ended(client, fields, reason, sequence):
+    message = await create(client, **fields)
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
+    (delta,) = [event["delta"] for event in await events_of(client, **fields) if event["type"] == "message_delta"]
+    assert delta == {"stop_reason": reason, "stop_sequence": sequence}
+
+
+async def test_a_stream_has_every_event_in_order(client):
+    events = await events_of(client)
+    kinds = [event["type"] for event in events]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert len(deltas) > 1
+    assert kinds == [
+        "message_start",
+        "ping",
+        "content_block_start",
+        *["content_block_delta"] * len(deltas),
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    message = await create(client)
+    assert "".join(delta["text"] for delta in deltas) == message["content"][0]["text"]
+    started = events[0]["message"]
+    assert (started["content"], started["stop_reason"], started["usage"]["output_tokens"]) == ([], None, 0)
+    assert events[2]["content_block"] == {"type": "text", "text": ""}
+    usage = events[-2]["usage"]
+    assert usage == message["usage"] | {
+        "input_tokens": usage["input_tokens"],
+        "cache_read_input_tokens": usage["cache_read_input_tokens"],
+    }
+
+
+async def test_an_empty_answer_has_no_blocks(client, scheduler):
+    scheduler.rule = scripted([2])
+    assert (await create(client))["content"] == []
+    assert "content_block_start" not in [event["type"] for event in await events_of(client)]
+
+
+async def test_a_client_that_leaves_takes_its_request_with_it(client, scheduler):
+    scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
+    making = asyncio.create_task(create(client, max_tokens=500))
+    await scheduler.until(lambda: scheduler.live)
+    making.cancel()
+    await scheduler.until(lambda: scheduler.aborted)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "kind"),
+    [
+        ("POST", MESSAGES, b"{", 400, "invalid_request_error"),
+        ("POST", MESSAGES, json.dumps(HELLO | {"max_tokens": 0}), 400, "invalid_request_error"),
+        ("POST", MESSAGES, json.dumps(HELLO | {"model": "claude"}), 404, "not_found_error"),
+        ("POST", f"{MESSAGES}/count_tokens", json.dumps({"messages": []}), 400, "invalid_request_error"),
+        ("POST", MESSAGES, b" " * (5 << 20), 413, "request_too_large"),
+        ("GET", MESSAGES, b"", 405, "invalid_request_error"),
+        ("POST", f"{MESSAGES}/invented", b"", 404, "not_found_error"),
+    ],
+)
+async def test_errors_have_anthropic_s_shape(shared, method, path, content, status, kind):
+    answer = await shared.request(method, path, content=content)
+    assert answer.status_code == status
+    error = answer.json()
+    assert (error["type"], error["error"]["type"]) == ("error", kind)
+    assert error["error"]["message"]
+
+
+async def test_fields_of_errors_are_those_of_the_body(shared):
+    roleless = [*HELLO["messages"], {"role": "assistant", "content": [{"type": "text", "text": 3}]}]
+    bodies = [
+        (MESSAGES, HELLO | {"stop_sequences": [""]}, "stop_sequences[0] is empty"),
+        (MESSAGES, HELLO | {"max_tokens": 5000}, "max_tokens is 5,000"),
+        (f"{MESSAGES}/count_tokens", {"messages": roleless}, "messages[1].content[0].text must be a string"),
+        (f"{MESSAGES}/count_tokens", {"messages": HELLO["messages"], "max_tokens": 3}, "max_tokens is not a field"),
+    ]
+    for path, body, expected in bodies:
+        answer = await shared.post(path, json=body)
+        assert answer.status_code == 400
+        assert expected in answer.json()["error"]["message"]
+
+
+async def test_a_key_comes_in_either_header(scheduler, tmp_path):
+    keys = KeysFile(tmp_path / "keys.json")
+    key = keys.add("acme")
+    async with (
+        running_gateway(scheduler, keys_files=(keys.path,)) as gateway,
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http,
+    ):
+        for headers, status in (
+            ({"x-api-key": key}, 200),
+            ({"authorization": f"Bearer {key}"}, 200),
+            ({"x-api-key": "wrong"}, 401),
+            ({}, 401),
+        ):
+            answer = await http.post(MESSAGES, json=HELLO, headers=headers)
+            assert answer.status_code == status
+            if status == 401:
+                assert answer.json()["error"]["type"] == "authentication_error"
+
+
+async def test_a_refusal_by_the_scheduler_is_an_error_before_the_stream(client, scheduler):
+    scheduler.refusal.append(
+        scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full")
+    )
+    answer = await client.post(MESSAGES, json=HELLO | {"stream": True})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+
+
+async def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(client, scheduler):
+    scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
+    async with client.stream("POST", MESSAGES, json=HELLO | {"stream": True, "max_tokens": 500}) as response:
+        lines = response.aiter_lines()
+        while "content_block_delta" not in await anext(lines):
+            pass
+        failure = {"code": code_pb2.INTERNAL, "reason": "STEP_REFUSED", "message": "it failed"}
+        scheduler.fail(scheduler.submits[-1].handle, **failure)
+        rest = [line async for line in lines if line]
+    assert rest[-2] == "event: error"
+    assert json.loads(rest[-1].removeprefix("data: ")) == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "it failed"},
+    }

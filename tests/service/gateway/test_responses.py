@@ -1,0 +1,237 @@
+"""OpenAI's Responses API in front of a fake scheduler, with OpenAI's own client."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+import pytest_asyncio
+from google.rpc import code_pb2
+from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
+from tokenizers import Tokenizer
+
+from quire.arrays import decode_int32
+from quire.model_directory import resolve_model
+from quire.scheduler.v1 import scheduler_pb2
+from tests.support.fake_scheduler import FakeScheduler, scripted
+from tests.support.gateway_process import running_gateway
+from tests.support.keys import KeysFile
+
+TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
+TEXT = " there was a little dog."
+SPEECH = [*TOKENIZER.encode(TEXT, add_special_tokens=False).ids, 2]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def gateway(scheduler):
+    scheduler.rule = scripted(SPEECH)
+    async with running_gateway(scheduler, max_stored_response_bytes=1 << 20) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(gateway):
+    async with AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="unused", max_retries=0) as openai:
+        yield openai
+
+
+def prompt_of(scheduler: FakeScheduler, position: int = -1) -> str:
+    """The prompt that the scheduler got, special tokens included."""
+    ids = decode_int32(scheduler.submits[position].prompt_token_ids, "prompt").tolist()
+    return TOKENIZER.decode(ids, skip_special_tokens=False)
+
+
+async def test_a_response_is_what_the_chat_says(client):
+    response = await client.responses.create(
+        model="quire-tiny", input="hello", instructions="Be brief.", metadata={"a": "b"}
+    )
+    chat = await client.chat.completions.create(
+        model="quire-tiny", messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    )
+    assert response.output_text == chat.choices[0].message.content == TEXT
+    assert (response.status, response.error, response.incomplete_details) == ("completed", None, None)
+    assert (response.instructions, response.metadata, response.tool_choice) == ("Be brief.", {"a": "b"}, "auto")
+    assert chat.usage is not None
+    assert response.usage is not None
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.usage.output_tokens == chat.usage.completion_tokens == len(SPEECH)
+    assert response.usage.total_tokens == chat.usage.total_tokens
+
+
+async def test_a_response_that_is_cut_is_incomplete(client):
+    response = await client.responses.create(model="quire-tiny", input="hello", max_output_tokens=2)
+    assert response.status == response.output[0].status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.completed_at is None
+
+
+async def test_an_empty_answer_is_a_message_without_text(client, scheduler):
+    scheduler.rule = scripted([2])
+    response = await client.responses.create(model="quire-tiny", input="hello")
+    assert [item.type for item in response.output] == ["message"]
+    events = [event async for event in await client.responses.create(model="quire-tiny", input="hello", stream=True)]
+    assert [item.type for item in events[-1].response.output] == ["message"]
+    assert response.output_text == events[-1].response.output_text == ""
+
+
+async def test_a_stream_has_every_event_in_order_and_the_response_at_its_end(client):
+    stream = await client.responses.create(model="quire-tiny", input="hello", stream=True)
+    events = [event async for event in stream]
+    kinds = [event.type for event in events]
+    deltas = kinds.count("response.output_text.delta")
+    assert deltas > 1
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * deltas,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == TEXT
+    assert events[-4].text == events[-3].part.text == TEXT
+    assert events[-2].item == events[-1].response.output[0]
+    assert events[-1].response.output_text == TEXT
+    assert events[0].response.id == events[-1].response.id
+    assert len({event.item_id for event in events if hasattr(event, "item_id")} | {events[-2].item.id}) == 1
+
+
+async def test_the_client_s_own_stream_gathers_the_response(client):
+    async with client.responses.stream(model="quire-tiny", input="hello") as stream:
+        final = await stream.get_final_response()
+    assert final.output_text == TEXT
+
+
+async def test_log_probabilities_come_where_they_are_included(client):
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 3}
+    response = await client.responses.create(model="quire-tiny", input="hello", **fields)
+    entries = response.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in entries) == response.output_text
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+    stream = await client.responses.create(model="quire-tiny", input="hello", stream=True, **fields)
+    shown = [entry async for event in stream if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [entry.token for entry in shown] == [entry.token for entry in entries]
+
+
+async def test_a_conversation_goes_on_from_what_is_kept_without_its_instructions(client, scheduler):
+    first = await client.responses.create(model="quire-tiny", input="hello", instructions="Be brief.")
+    second = await client.responses.create(model="quire-tiny", input="and then?", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    prompt = prompt_of(scheduler)
+    assert "brief" not in prompt
+    assert prompt.index("hello") < prompt.index("little dog") < prompt.index("and then?")
+    third = await client.responses.create(model="quire-tiny", input="why?", previous_response_id=second.id)
+    assert prompt_of(scheduler).startswith(prompt)
+    assert (await client.responses.retrieve(third.id)) == third
+
+
+async def test_a_kept_response_is_deleted(client):
+    stream = await client.responses.create(model="quire-tiny", input="hello", stream=True)
+    response = [event async for event in stream][-1].response
+    assert await client.responses.retrieve(response.id) == response
+    await client.responses.delete(response.id)
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(NotFoundError):
+            await call(response.id)
+    with pytest.raises(BadRequestError, match="send the items of the earlier turns in input") as raised:
+        await client.responses.create(model="quire-tiny", input="a", previous_response_id=response.id)
+    assert (raised.value.param, raised.value.code) == ("previous_response_id", "response_not_found")
+
+
+async def test_what_shall_not_be_stored_is_not(client):
+    response = await client.responses.create(model="quire-tiny", input="hello", store=False)
+    with pytest.raises(NotFoundError, match="not known to this gateway"):
+        await client.responses.retrieve(response.id)
+
+
+async def test_a_gateway_keeps_nothing_unless_it_is_told_to(scheduler):
+    async with (
+        running_gateway(scheduler) as gateway,
+        AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        response = await client.responses.create(model="quire-tiny", input="hello", max_output_tokens=2)
+        with pytest.raises(NotFoundError, match="--max-stored-response-bytes is 0"):
+            await client.responses.retrieve(response.id)
+        with pytest.raises(BadRequestError, match="store is true"):
+            await client.responses.create(model="quire-tiny", input="hello", store=True)
+
+
+async def test_responses_of_other_tenants_are_not_known(scheduler, tmp_path):
+    scheduler.rule = scripted(SPEECH)
+    keys = KeysFile(tmp_path / "keys.json")
+    one, other = keys.add("one"), keys.add("other")
+    async with running_gateway(scheduler, keys_files=(keys.path,), max_stored_response_bytes=1 << 20) as gateway:
+        clients = [AsyncOpenAI(base_url=f"{gateway.http_url}/v1", api_key=key, max_retries=0) for key in (one, other)]
+        response = await clients[0].responses.create(model="quire-tiny", input="hello")
+        assert await clients[0].responses.retrieve(response.id) == response
+        for call in (clients[1].responses.retrieve, clients[1].responses.cancel, clients[1].responses.delete):
+            with pytest.raises(NotFoundError):
+                await call(response.id)
+        for client in clients:
+            await client.close()
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_response_that_runs_is_cancelled_by_its_id(client, scheduler, streaming):
+    scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
+    making = asyncio.create_task(drained(client, streaming))
+    await scheduler.until(lambda: scheduler.live)
+    response_id = scheduler.submits[-1].request_id
+    cancelled = await client.responses.cancel(response_id)
+    assert (cancelled.id, cancelled.status) == (response_id, "cancelled")
+    with pytest.raises(APIError, match="was cancelled"):
+        await making
+    await scheduler.until(lambda: scheduler.aborted == [response_id])
+
+
+async def drained(client, streaming) -> None:
+    made = await client.responses.create(model="quire-tiny", input="hello", stream=streaming)
+    if streaming:
+        async for _ in made:
+            pass
+
+
+async def test_only_responses_are_cancelled_by_that_path(client, scheduler):
+    scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
+    chat = asyncio.create_task(
+        client.chat.completions.create(
+            model="quire-tiny", messages=[{"role": "user", "content": "a"}], extra_body={"request_id": "mine"}
+        )
+    )
+    await scheduler.until(lambda: scheduler.live)
+    with pytest.raises(NotFoundError):
+        await client.responses.cancel("mine")
+    assert not scheduler.aborted
+    chat.cancel()
+    await asyncio.wait([chat])
+
+
+async def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(gateway, scheduler):
+    scheduler.rule, scheduler.step_delay_s = scripted(SPEECH[:-1]), 0.01
+    body = {"input": "hello", "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=gateway.http_url, timeout=20) as http,
+        http.stream("POST", "/v1/responses", json=body) as response,
+    ):
+        lines = response.aiter_lines()
+        while "output_text.delta" not in await anext(lines):
+            pass
+        failure = {"code": code_pb2.INTERNAL, "reason": "STEP_REFUSED", "message": "it failed"}
+        scheduler.fail(scheduler.submits[-1].handle, **failure)
+        rest = [json.loads(line.removeprefix("data: ")) async for line in lines if line.startswith("data: ")]
+    assert (rest[-1]["type"], rest[-1]["code"], rest[-1]["message"]) == ("error", "step_refused", "it failed")
+    numbers = [event["sequence_number"] for event in rest]
+    assert numbers == list(range(numbers[0], numbers[0] + len(rest)))
+
+
+async def test_a_refusal_is_an_error_before_the_stream(client, scheduler):
+    scheduler.refusal.append(
+        scheduler_pb2.RequestFailure(code=code_pb2.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", message="full")
+    )
+    with pytest.raises(APIError) as raised:
+        await client.responses.create(model="quire-tiny", input="hello", stream=True)
+    assert raised.value.code == "queue_full"

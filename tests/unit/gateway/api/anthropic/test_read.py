@@ -1,0 +1,147 @@
+"""Bodies of messages: what they become, and what is refused."""
+
+import json
+
+import pytest
+
+from gateway.api.anthropic.read import MessageBody, conversation_of, options_of, param_name, parse_body
+from gateway.request.types import ChatMessage
+from quire.common.v1.common_pb2 import Constraint
+from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
+from quire.rpc.errors import InvalidArgument
+from tests.support.openai_bodies import BODY_LIMITS
+
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+
+
+async def read(**fields):
+    data = json.dumps({"messages": HELLO, "max_tokens": 8} | fields).encode()
+    return await parse_body(MessageBody, data, BODY_LIMITS)
+
+
+async def options(**fields):
+    body = await read(**fields)
+    return options_of(body, conversation_of(body), "msg_1")
+
+
+async def test_blocks_are_a_conversation():
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Where?", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "user", "content": "Say it."},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "abc"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": 1}},
+            {"type": "tool_use", "id": "t2", "name": "look", "input": {}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "here"}]},
+            {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
+            {"type": "text", "text": "And?"}]},
+    ]  # fmt: skip
+    body = await read(messages=messages, system=[{"type": "text", "text": "Be kind."}])
+    conversation = conversation_of(body)
+    calls = (ToolCall(id="t1", name="look", arguments='{"at":1}'), ToolCall(id="t2", name="look", arguments="{}"))
+    assert conversation.prompt == [
+        ChatMessage("system", "Be kind."),
+        ChatMessage("user", "Where?\nSay it."),
+        ChatMessage("assistant", "I look.", tool_calls=calls, reasoning="hm"),
+        ChatMessage("tool", "here", tool_call_id="t1"),
+        ChatMessage("tool", "", tool_call_id="t2"),
+        ChatMessage("user", "And?"),
+    ]
+    paths = [param_name(body, conversation, f"messages[{position}].content") for position in range(6)]
+    assert paths == ["system", "messages[0]", "messages[2]", "messages[3]", "messages[3]", "messages[3]"]
+
+
+async def test_parameters_become_those_of_the_contract():
+    made = await options(
+        temperature=0.5, top_p=0.25, top_k=3, stop_sequences=["x"], tools=[TOOL | {"strict": False}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True}, thinking={"type": "disabled"},
+        output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    )  # fmt: skip
+    assert (made.sampling.temperature, made.sampling.top_p, made.sampling.top_k) == (0.5, 0.25, 3)
+    assert (made.stopping.max_tokens, list(made.stopping.stop)) == (8, ["x"])
+    prompt = made.prompt
+    assert list(prompt.tools) == [Tool(name="look", description="Looks.", parameters='{"type":"object"}', strict=False)]
+    assert prompt.tool_choice == ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED)
+    assert not prompt.parallel_tool_calls
+    assert prompt.response_format == Constraint(json_schema='{"type":"object"}')
+    assert dict(prompt.template_options.arguments) == {"enable_thinking": False, "reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_AUTO)),
+        ({"type": "none"}, ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_NONE)),
+        ({"type": "tool", "name": "look"}, ToolChoice(name="look")),
+    ],
+)
+async def test_choices_of_tools(choice, expected):
+    prompt = (await options(tools=[TOOL], tool_choice=choice)).prompt
+    assert prompt.tool_choice == expected
+    assert prompt.parallel_tool_calls
+
+
+async def test_a_last_message_of_the_assistant_is_continued():
+    made = await options(messages=[*HELLO, {"role": "assistant", "content": "The answer is"}])
+    assert made.prompt.template_options.continue_final_message
+    assert not made.prompt.template_options.add_generation_prompt
+    assert not (await options()).prompt.template_options.ListFields()
+
+
+async def test_hints_are_accepted():
+    await options(
+        metadata={"user_id": "me"}, service_tier="auto", thinking={"type": "adaptive"}, mcp_servers=[],
+        cache_control={"type": "ephemeral"}, tools=[TOOL | {"eager_input_streaming": True, "type": "custom"}],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a",
+          "content": [{"type": "image"}]}]}]}, "messages[0].content[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": ""}]}]},
+         "messages[0].content[0].type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [TOOL]}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"container": "c"}, "container"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"invented": 1}, "invented"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_refused_by_its_name(fields, param):
+    with pytest.raises(InvalidArgument) as raised:
+        await read(**fields)
+    assert raised.value.violations[0].field == param
+
+
+async def test_names_of_the_validator_are_those_of_the_body():
+    body = await read(thinking={"type": "enabled", "budget_tokens": 1024})
+    conversation = conversation_of(body)
+    names = {
+        "stopping.max_tokens": "max_tokens",
+        "stopping.stop[2]": "stop_sequences[2]",
+        "stopping.stop": "stop_sequences",
+        "sampling.top_k": "top_k",
+        "tools[1].parameters": "tools[1].input_schema",
+        "response_format.json_schema": "output_config.format",
+        "template_options.arguments": "thinking",
+        "messages": "messages",
+    }
+    assert {field: param_name(body, conversation, field) for field in names} == names

@@ -1,0 +1,138 @@
+"""Bodies of responses: what they become, and what is refused."""
+
+import json
+
+import pytest
+
+from gateway.api.responses.read import conversation_of, options_of, param_name, parse_body
+from gateway.request.types import ChatMessage
+from quire.common.v1.common_pb2 import Constraint
+from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice
+from quire.rpc.errors import InvalidArgument
+from tests.support.openai_bodies import BODY_LIMITS
+
+TOOL = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": True}
+
+
+async def read(**fields):
+    return await parse_body(json.dumps({"input": "hello"} | fields).encode(), BODY_LIMITS)
+
+
+async def options(**fields):
+    body = await read(**fields)
+    return options_of(body, conversation_of(body, ()).prompt, "resp_1")
+
+
+async def refusal(**fields) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as raised:
+        await read(**fields)
+    return raised.value
+
+
+async def test_a_text_is_a_message_of_the_user():
+    made = await options(instructions="Be brief.")
+    assert made.prompt.messages == [ChatMessage("system", "Be brief."), ChatMessage("user", "hello")]
+    assert made.request_id == "resp_1"
+
+
+async def test_items_are_a_conversation():
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Where?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant",
+         "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "look", "arguments": "{}",
+         "status": "completed"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "here"},
+        {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "so"}],
+         "encrypted_content": None},
+        {"role": "assistant", "content": "Here."},
+        {"role": "user", "content": "Thanks."},
+    ]  # fmt: skip
+    body = await read(input=items)
+    conversation = conversation_of(body, ())
+    assert conversation.prompt == [
+        ChatMessage("system", "Be kind."),
+        ChatMessage("user", "Where?"),
+        ChatMessage(
+            "assistant", "I look.", tool_calls=(ToolCall(id="call_1", name="look", arguments="{}"),), reasoning="hm"
+        ),
+        ChatMessage("tool", "here", tool_call_id="call_1"),
+        ChatMessage("assistant", "Here.", reasoning="so"),
+        ChatMessage("user", "Thanks."),
+    ]
+    assert param_name(conversation, "messages[3].content") == "input[5]"
+    assert param_name(conversation, "messages") == "input"
+
+
+async def test_parameters_become_those_of_the_contract():
+    made = await options(
+        temperature=0.5, top_p=0.25, max_output_tokens=7, include=["message.output_text.logprobs"], top_logprobs=2,
+        tools=[TOOL], tool_choice={"type": "function", "name": "look"}, parallel_tool_calls=False, model="",
+        reasoning={"effort": "low", "summary": "auto"}, text={"format": {"type": "json_schema", "name": "n",
+        "schema": {"type": "object"}, "strict": True}, "verbosity": "low"},
+    )  # fmt: skip
+    assert (made.sampling.temperature, made.sampling.top_p, made.stopping.max_tokens) == (0.5, 0.25, 7)
+    assert (made.output.logprobs, made.model) == (2, None)
+    prompt = made.prompt
+    assert list(prompt.tools) == [Tool(name="look", description="Looks.", parameters='{"type":"object"}', strict=True)]
+    assert prompt.tool_choice == ToolChoice(name="look")
+    assert not prompt.parallel_tool_calls
+    assert prompt.response_format == Constraint(json_schema='{"type":"object"}')
+    assert dict(prompt.template_options.arguments) == {"reasoning_effort": "low"}
+
+
+async def test_hints_and_values_that_change_nothing_are_accepted():
+    made = await options(
+        user="me", metadata={"a": "b"}, service_tier="auto", prompt_cache_key="k", safety_identifier="s",
+        background=False, truncation="disabled", store=False, stream_options={"include_obfuscation": False},
+        include=["reasoning.encrypted_content"], max_tool_calls=3, conversation=None, tool_choice="auto",
+        text={"format": {"type": "text"}},
+    )  # fmt: skip
+    assert made.prompt.response_format is None
+    assert not made.output.HasField("logprobs")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"role": "user", "content": "a", "bad": 1}]}, "input[0].bad"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "a"}}, "prompt"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "other"}, "tools": [TOOL]}, "tool_choice.name"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.mode"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"metadata": {str(each): "" for each in range(17)}}, "metadata"),
+        ({"metadata": {"a": "b" * 513}}, "metadata"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"invented": 1}, "invented"),
+    ],
+)
+async def test_what_is_wrong_is_refused_by_its_name(fields, param):
+    error = await refusal(**fields)
+    assert error.violations[0].field == param
+    assert param in error.message
+
+
+async def test_too_many_items_and_parts_are_refused_before_they_are_validated():
+    items = [{"role": "user", "content": "a"}]
+    assert "the max is 10,000" in (await refusal(input=items * 10_001)).message
+    parts = [{"type": "input_text", "text": ""}] * 9000
+    assert "the max is 8,192" in (await refusal(input=[{"role": "user", "content": parts}])).message

@@ -1,0 +1,60 @@
+"""Responses that a gateway keeps."""
+
+import pytest
+
+from gateway.api.responses.store import ResponseStore, StoredResponse
+from gateway.request.types import ChatMessage
+from quire.rpc.errors import InvalidArgument, NotFound
+
+RESPONSE = StoredResponse(b"{}", (ChatMessage("user", "hello"),))
+SIZE = RESPONSE.num_bytes
+
+
+def test_what_is_kept_is_found_by_its_tenant_alone():
+    store = ResponseStore(10 * SIZE)
+    store.add("one", "a", RESPONSE)
+    assert store.get("one", "a") is RESPONSE
+    assert store.get("two", "a") is None
+    with pytest.raises(NotFound, match="not known to this gateway"):
+        store.find("two", "a")
+    with pytest.raises(InvalidArgument, match="send the items of the earlier turns in input") as raised:
+        store.previous("one", "b")
+    assert raised.value.violations[0].field == "previous_response_id"
+    store.remove("one", "a")
+    assert store.get("one", "a") is None
+    with pytest.raises(NotFound):
+        store.remove("one", "a")
+
+
+def test_a_store_that_is_off_keeps_nothing_and_says_so():
+    store = ResponseStore(0)
+    store.add("one", "a", RESPONSE)
+    assert not store.keeps_any
+    with pytest.raises(NotFound, match="--max-stored-response-bytes is 0"):
+        store.find("one", "a")
+
+
+def test_the_tenant_that_holds_most_loses_the_one_used_longest_ago():
+    store = ResponseStore(4 * SIZE)
+    store.add("small", "s", RESPONSE)
+    for name in "abc":
+        store.add("large", name, RESPONSE)
+    store.get("large", "a")
+    store.add("other", "o", RESPONSE)
+    kept = [(tenant, name) for tenant, name in [("small", "s"), ("large", "a"), ("large", "b"), ("large", "c"),
+            ("other", "o")] if store.get(tenant, name)]  # fmt: skip
+    assert kept == [("small", "s"), ("large", "a"), ("large", "c"), ("other", "o")]
+
+
+def test_one_that_is_too_large_displaces_nothing():
+    store = ResponseStore(2 * SIZE)
+    store.add("one", "a", RESPONSE)
+    store.add("one", "b", StoredResponse(b"x" * 2 * SIZE, ()))
+    assert store.get("one", "a")
+    assert store.get("one", "b") is None
+
+
+def test_memory_grows_with_texts_and_messages():
+    long = StoredResponse(b"{}", (ChatMessage("user", "hello" * 1000),))
+    assert long.num_bytes >= SIZE + 4000
+    assert StoredResponse(b"{}", RESPONSE.messages * 2).num_bytes > SIZE

@@ -1,0 +1,57 @@
+"""Answers as rows of blocks."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.blocks import BlockKind, Blocks, Step
+from gateway.text.formats.output import Output, ToolCallDelta
+
+PIECES = [
+    Output(reasoning="Let me "),
+    Output(reasoning="see.", text="I "),
+    Output(text="look."),
+    Output(tool_calls=(ToolCallDelta(0, "a", "look", '{"x"'), ToolCallDelta(0, arguments=": 1}"))),
+    Output(tool_calls=(ToolCallDelta(1, "b", "find"),)),
+    Output(text="Done."),
+]
+
+
+def run(pieces):
+    blocks = Blocks()
+    events = [(step, block.position, text) for piece in pieces for step, block, text in blocks.push(piece)]
+    events += [(step, block.position, text) for step, block, text in blocks.end()]
+    return blocks, events
+
+
+def test_each_part_of_an_answer_is_a_block_and_one_is_open_at_a_time():
+    blocks, events = run(PIECES)
+    assert [(block.kind, block.name, block.content) for block in blocks.all] == [
+        (BlockKind.REASONING, "", "Let me see."),
+        (BlockKind.TEXT, "", "I look."),
+        (BlockKind.TOOL_CALL, "look", '{"x": 1}'),
+        (BlockKind.TOOL_CALL, "find", ""),
+        (BlockKind.TEXT, "", "Done."),
+    ]
+    is_open = None
+    for step, position, _ in events:
+        if step is Step.BEGIN:
+            assert is_open is None
+            is_open = position
+        assert position == is_open
+        if step is Step.END:
+            is_open = None
+    assert is_open is None
+
+
+def test_nothing_has_no_blocks():
+    assert run([]) == run([Output()]) or not run([])[0].all
+    assert run([Output()])[1] == []
+
+
+@given(st.lists(st.builds(Output, text=st.text(max_size=3), reasoning=st.text(max_size=3)), max_size=8))
+def test_no_text_is_lost(pieces):
+    blocks, events = run(pieces)
+    for kind, name in ((BlockKind.TEXT, "text"), (BlockKind.REASONING, "reasoning")):
+        expected = "".join(getattr(piece, name) for piece in pieces)
+        assert "".join(block.content for block in blocks.all if block.kind is kind) == expected
+    assert "".join(text for _, _, text in events) == "".join(block.content for block in blocks.all)
