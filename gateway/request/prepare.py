@@ -146,8 +146,8 @@ async def prepare(
 async def encode_prompt(prompt: Prompt | None, model: ServedModel) -> tuple[str, Sequence[int]]:
     """The name of the field that holds the prompt, and its token ids."""
     match prompt:
-        case TextPrompt(text=text):
-            return "text", await model.tokenizer.encode(text, add_special_tokens=True)
+        case TextPrompt(text, add_special_tokens):
+            return "text", await model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         case TokenPrompt(token_ids=token_ids):
             return "token_ids.ids", token_ids
         case ChatPrompt(messages=messages):

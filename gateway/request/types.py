@@ -25,7 +25,10 @@ MAX_ENTRIES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
+    """`add_special_tokens`: whether the tokenizer puts its special tokens around the text."""
+
     text: str
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)

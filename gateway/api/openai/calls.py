@@ -4,21 +4,18 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
-from functools import partial
 
-from gateway.api.answers import OPENAI, HttpError, error_answer
+from gateway.api.answers import OPENAI
 from gateway.api.openai.read import chat_options, completion_options, completion_prompts, param_name
 from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.api.openai.write import ChatShaper, CompletionShaper, Head
-from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_REQUEST_ID_LENGTH
-from gateway.request.types import Prompt, RequestOptions, TextPrompt, TokenPrompt
-from gateway.request.validation import Violations, check_model, check_prompt
+from gateway.request.types import Prompt, RequestOptions, TextPrompt
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import Turns
-from quire.rpc.errors import QuireError, invalid_field
+from quire.rpc.errors import invalid_field
 
 
 class _Call:
@@ -76,8 +73,7 @@ class CompletionCall(_Call):
         options = completion_options(self._body, None, first_id)
         turns = Turns()
         requests: list[RequestOptions] = []
-        for position, request_id in enumerate(ids):
-            prompt = await self._encoded(generator, position)
+        for prompt, request_id in zip(self._prompts, ids, strict=True):
             requests.append(dataclasses.replace(options, prompt=prompt, request_id=request_id))
             await turns.pause()
         return requests
@@ -96,25 +92,6 @@ class CompletionCall(_Call):
             echo = await _echo_text(prompt, each, tokenizer, is_truncated=is_truncated) if self._body.echo else ""
             echoes.append(echo)
         return CompletionShaper(self._head, self._body, self._prompts, echoes, live, tokenizer)
-
-    async def _encoded(self, generator: Generator, position: int) -> Prompt | None:
-        """The prompt at `position`; as tokens, where the text shall get no special tokens.
-
-        Raises:
-            HttpError: the text is refused before it is tokenized, as the generator would refuse it.
-        """
-        prompt = self._prompts[position]
-        if self._body.add_special_tokens is not False or not isinstance(prompt, TextPrompt):
-            return prompt
-        try:
-            limits = await generator.limits()
-            check_model(self._body.model, current_caller().visible(generator.model.name))
-            violations = Violations()
-            check_prompt(violations, prompt, limits, is_truncated=self._body.truncate_prompt_tokens is not None)
-            violations.raise_if_any()
-        except QuireError as error:
-            raise HttpError(error_answer(error, partial(self.param_name, position))) from error
-        return TokenPrompt(await generator.model.tokenizer.encode(prompt.text, add_special_tokens=False))
 
 
 async def _echo_text(prompt: Prompt | None, live: LiveRequest, tokenizer: Tokenizer, *, is_truncated: bool) -> str:

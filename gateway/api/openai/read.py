@@ -132,11 +132,13 @@ def completion_prompts(body: CompletionBody) -> list[Prompt]:
     prompt = body.prompt
     if prompt is None:
         return []
+    add_special_tokens = body.add_special_tokens is not False
     if isinstance(prompt, str):
-        return [TextPrompt(prompt)]
+        return [TextPrompt(prompt, add_special_tokens)]
     if not prompt or isinstance(prompt[0], int):
         return [TokenPrompt(cast(list[int], prompt))]
-    return [_prompt(each) for each in cast(list[str] | list[list[int]], prompt)]
+    prompts = cast(list[str] | list[list[int]], prompt)
+    return [TextPrompt(each, add_special_tokens) if isinstance(each, str) else TokenPrompt(each) for each in prompts]
 
 
 def completion_options(body: CompletionBody, prompt: Prompt | None, request_id: str) -> RequestOptions:
@@ -201,10 +203,6 @@ def _prompt_logprobs(body: CompletionBody) -> int | None:
     """The log probabilities of the prompt: with `echo`, at least as many as of the text."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((count for count in asked if count is not None), default=None)
-
-
-def _prompt(prompt: str | list[int]) -> Prompt:
-    return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
 
 
 def _options(
