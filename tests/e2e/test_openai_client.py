@@ -222,7 +222,7 @@ async def test_errors_are_the_client_s_own_classes(client: AsyncOpenAI):
     assert (await error_of(response_format={"type": "json_object"})).param == "response_format"
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("gpt-9")
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError, match="generates text and gives no embeddings"):
         await client.embeddings.create(model=MODEL, input="x")
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=-1, stream=True)
