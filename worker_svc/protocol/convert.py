@@ -255,7 +255,7 @@ def _tuples(data: bytes, field: str, below: tuple[int, ...]) -> Int32Array:
 
 def result_message(output: StepOutput) -> RunResponse:
     """The answer to a step."""
-    timings = {name: min(duration, _MAX_UINT32) for name, duration in asdict(output.timings).items()}
+    timings = output.timings
     result = worker_pb2.StepResult(
         step_id=output.step_id,
         rows=encode_int32(output.rows),
@@ -265,7 +265,12 @@ def result_message(output: StepOutput) -> RunResponse:
         candidates=[_candidates_message(each) for each in output.candidates],
         failures=[_failure_message(row, output.refusals.get(row)) for row in output.failed_rows],
         non_finite_chunks=encode_int32(output.non_finite_chunks),
-        timings=worker_pb2.StepTimings(**timings),
+        timings=worker_pb2.StepTimings(
+            queue_us=min(timings.queue_us, _MAX_UINT32),
+            cache_operations_us=min(timings.cache_operations_us, _MAX_UINT32),
+            model_us=min(timings.model_us, _MAX_UINT32),
+            sample_us=min(timings.sample_us, _MAX_UINT32),
+        ),
     )
     return RunResponse(result=result)
 
