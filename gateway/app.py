@@ -258,7 +258,13 @@ def _make_generator(
     tracer: Tracer | None,
 ) -> Generator:
     executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="text")
-    model = ServedModel.open(resolve_model(settings.model), settings.served_model_name, executor)
+    model = ServedModel.open(
+        resolve_model(settings.model),
+        settings.served_model_name,
+        executor,
+        tool_format=settings.tool_call_parser,
+        reasoning_format=settings.reasoning_parser,
+    )
     replicas = Replicas(
         settings.schedulers,
         ledger,

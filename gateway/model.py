@@ -36,8 +36,16 @@ class ServedModel:
     """Runs long tokenization and rendering."""
 
     @classmethod
-    def open(cls, path: Path, name: str | None, executor: Executor) -> Self:
-        """Reads a model directory; `executor` runs long work.
+    def open(
+        cls,
+        path: Path,
+        name: str | None,
+        executor: Executor,
+        *,
+        tool_format: str | None = None,
+        reasoning_format: str | None = None,
+    ) -> Self:
+        """Reads a model directory; `executor` runs long work. Formats that are not given are those of the template.
 
         Raises:
             ConfigurationError: something is missing or malformed, in one line.
@@ -55,7 +63,7 @@ class ServedModel:
             eos_token_ids=directory.eos_token_ids,
             sampling_defaults=_sampling_defaults(directory),
             tokenizer=tokenizer,
-            chat=Chat(name, template, tokenizer, executor),
+            chat=Chat(name, template, tokenizer, executor, tool_format=tool_format, reasoning_format=reasoning_format),
             tokenizer_config=directory.tokenizer_config,
             constraints=ConstraintChecker(directory.path),
             executor=executor,

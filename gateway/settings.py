@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.text.formats.answer import REASONING_FORMATS, TOOL_FORMATS
 from quire.rpc.address import parse_address
 from quire.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags
 from quire.settings import parse_bytes, setting
@@ -45,6 +46,16 @@ class GatewayFlags(ServiceFlags):
 
     served_model_name: str | None = setting(
         None, "the name under which clients ask for the model; none takes the directory's"
+    )
+    tool_call_parser: str | None = setting(
+        None,
+        "the format in which the model writes tool calls, by vLLM's name; none takes that of the chat template",
+        choices=sorted(TOOL_FORMATS),
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "the format in which the model reasons, by vLLM's name; none takes that of the chat template",
+        choices=sorted(REASONING_FORMATS),
     )
     request_id_prefix: str = setting("req-", "start of the request ids that the gateway makes")
     max_message_bytes: int = setting(

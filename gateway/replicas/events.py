@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.request.types import optional
+from gateway.text.formats.output import ToolCallDelta
 from quire.arrays import decode_int32, decode_logprobs
 from quire.common.v1 import common_pb2
 from quire.compatibility import ModelFingerprint, ProtocolVersions
+from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.logprob_columns import LogprobColumns
 from quire.rpc.errors import InvalidArgument, QuireError, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
@@ -27,6 +29,7 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
     CANCELLED = "cancelled"
     ERROR = "error"
 
@@ -105,13 +108,18 @@ def _positions(token_ids: TokenIds, columns: LogprobColumns) -> Iterator[Positio
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one sequence. `offset` counts the tokens before them; `logprobs` has one entry a token, or none."""
+    """New tokens of one sequence. `offset` counts the tokens before them; `logprobs` has one entry a token, or none.
+
+    `reasoning` and `tool_calls` are what was added to those of a chat; `text` has neither.
+    """
 
     sequence_index: int
     offset: int
     token_ids: list[int]
     text: str
     logprobs: Collection[PositionLogprobs] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +153,8 @@ class GeneratedSequence:
     text: str
     logprobs: Collection[PositionLogprobs]
     finished: Finished
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 # What schedulers report.

@@ -1,10 +1,12 @@
 """All live requests of the gateway. Pure bookkeeping: it returns what to send, others send it."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from gateway.replicas.events import (
     EventBatch,
@@ -97,11 +99,14 @@ class Ledger:
         streams = [
             SequenceStream(
                 index,
-                tokenizer.detokenizer(include_special_tokens=request.output.include_special_tokens),
+                tokenizer.detokenizer(
+                    include_special_tokens=request.output.include_special_tokens, shown=request.answer_format.tokens
+                ),
                 stop_strings,
                 ending_token_ids,
                 min_tokens=stopping.min_tokens,
                 include_stop_string=stopping.include_stop_string,
+                parser=request.answer_format.parser(partial(_call_id, request, index)),
             )
             for index in range(request.sampling.n)
         ]
@@ -216,3 +221,9 @@ class Ledger:
             self._last_handle = (self._last_handle + 1) % _END_OF_HANDLES
             if self._last_handle not in self._by_handle:
                 return self._last_handle
+
+
+def _call_id(request: GenerationRequest, sequence_index: int, call_index: int) -> str:
+    """The id of a tool call: the same at every gateway, and no other call has it."""
+    of = f"{request.nonce} {sequence_index} {call_index}".encode()
+    return request.answer_format.call_id(hashlib.blake2b(of, digest_size=12).hexdigest())

@@ -16,6 +16,9 @@ from google.protobuf.message import DecodeError, Message
 from gateway.replicas.events import EventBatch, Welcome, event_batch_from, welcome_from
 from gateway.replicas.live import LiveRequest, SequenceStream, TokenGapError
 from gateway.request.types import GenerationRequest, optional
+from gateway.text.formats.answer import PLAIN, AnswerFormat
+from gateway.text.formats.parser import OfferedTool
+from gateway.text.formats.thinking import Thinking
 from gateway.turns import Turns
 from quire import compatibility
 from quire.arrays import decode_int32, encode_int32
@@ -401,6 +404,8 @@ def submit_message(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
     if not request.durable:
         # The scheduler sees no text, unless it keeps the request for another gateway.
         submit.stopping.ClearField("stop")
+    elif request.answer_format != PLAIN:
+        submit.answer_format.CopyFrom(_format_message(request.answer_format))
     return scheduler_pb2.ConnectRequest(submit=submit)
 
 
@@ -429,8 +434,34 @@ def request_from_submit(submit: scheduler_pb2.Submit) -> GenerationRequest:
         priority=submit.priority,
         durable=True,
         nonce=submit.nonce,
+        answer_format=_format_from(submit.answer_format) if submit.HasField("answer_format") else PLAIN,
         trace=TraceContext(trace.traceparent, optional(trace, "tracestate")) if trace is not None else None,
     )
+
+
+def _format_message(answer_format: AnswerFormat) -> scheduler_pb2.AnswerFormat:
+    return scheduler_pb2.AnswerFormat(
+        tool_format=answer_format.tool_format,
+        reasoning_format=answer_format.reasoning_format,
+        thinking=answer_format.thinking.value,
+        tools=[
+            scheduler_pb2.OfferedTool(name=tool.name, text_parameters=sorted(tool.text_parameters))
+            for tool in answer_format.tools
+        ],
+    )
+
+
+def _format_from(message: scheduler_pb2.AnswerFormat) -> AnswerFormat:
+    """Raises InvalidArgument if this gateway does not know the format."""
+    try:
+        return AnswerFormat(
+            optional(message, "tool_format"),
+            optional(message, "reasoning_format"),
+            Thinking(message.thinking),
+            tuple(OfferedTool(tool.name, frozenset(tool.text_parameters)) for tool in message.tools),
+        )
+    except ValueError as error:
+        raise invalid_field("answer_format", f"is not known to this gateway: {error}") from error
 
 
 def _emitted_message(stream: SequenceStream) -> scheduler_pb2.EmittedSequence:

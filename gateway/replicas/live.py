@@ -22,9 +22,12 @@ from gateway.replicas.events import (
 )
 from gateway.request.types import GenerationRequest
 from gateway.text.detokenizer import TextPieces
+from gateway.text.formats.output import NOTHING, Output, joined
+from gateway.text.formats.parser import OutputParser
 from gateway.text.stop import StopMatcher, StopStrings
 from gateway.turns import Turns
 from quire.compatibility import UNKNOWN_MODEL, ModelFingerprint, differing_parts
+from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.logprob_columns import LogprobColumns, LogprobLog
 from quire.rpc.errors import Internal, QuireError
 
@@ -52,12 +55,19 @@ class SequenceStream:
         *,
         min_tokens: int = 0,
         include_stop_string: bool = False,
+        parser: OutputParser | None = None,
     ) -> None:
-        """Neither a stop string nor a token ends the sequence before token `min_tokens` + 1."""
+        """Neither a stop string nor a token ends the sequence before token `min_tokens` + 1.
+
+        `parser` separates reasoning and tool calls from the content, in which alone stop strings are looked for. None:
+        all text is content.
+        """
         self.index = index
         self.token_ids: list[int] = []
         self.finished: Finished | None = None
         self._detokenizer = detokenizer
+        self._parser = parser
+        self._calls_tools = False
         self._matcher = None if stop_strings is None else StopMatcher(stop_strings)
         self._ending_token_ids = ending_token_ids
         self._min_tokens = min_tokens
@@ -68,13 +78,14 @@ class SequenceStream:
         # What the client has already: tokens, and characters of their text if it counts them.
         self._known_tokens = 0
         self._known_characters: int | None = None
-        # Text that the client lacks, of tokens that it has.
-        self._left_over_text = ""
+        # Output that the client lacks, of tokens that it has.
+        self._left_over = NOTHING
         self._finish_taken = False
-        self._pending_texts: list[str] = []
+        # One a token.
+        self._pending: list[Output] = []
         self._pending_logprobs = LogprobLog()
-        # Text that became certain after the last token.
-        self._last_text = ""
+        # Output that became certain after the last token.
+        self._last = NOTHING
         self._cumulative_logprob: float | None = None
 
     def accept(self, offset: int, token_ids: Sequence[int], logprobs: LogprobColumns | None = None) -> int:
@@ -122,6 +133,8 @@ class SequenceStream:
         stop_string = self._release_rest(text + self._detokenizer.flush())
         if stop_string is not None:
             reason, stop_token_id = FinishReason.STOP, None
+        elif reason is FinishReason.STOP and self._calls_tools:
+            reason = FinishReason.TOOL_CALLS
         # The sum of the log probabilities that came; without them, that of a scheduler which chose among sequences.
         if self._cumulative_logprob is not None:
             cumulative_logprob = self._cumulative_logprob
@@ -137,7 +150,7 @@ class SequenceStream:
     def skip(
         self, num_tokens: int, num_characters: int | None = None, *, cumulative_logprob: float | None = None
     ) -> None:
-        """The client has this many tokens, and this many characters of text or the text of those tokens.
+        """The client has this many tokens, and this many characters of output or the output of those tokens.
 
         Call it before anything is taken. Tokens that come from the client itself bring the sum of their log
         probabilities, if it has that; call `drop_skipped` when they are accepted.
@@ -148,15 +161,14 @@ class SequenceStream:
             self._cumulative_logprob = cumulative_logprob
 
     def drop_skipped(self) -> None:
-        """Drops the text and the log probabilities of skipped tokens that came."""
+        """Drops the output and the log probabilities of skipped tokens that came."""
         count = min(self._known_tokens, len(self.token_ids)) - self._taken
         if count <= 0:
             return
-        text = "".join(self._pending_texts[:count])
         if self._known_characters is not None:
-            self._left_over_text += self._unknown_text(text)
+            self._left_over = joined([self._left_over, self._unknown(joined(self._pending[:count]))])
         self._taken += count
-        del self._pending_texts[:count]
+        del self._pending[:count]
         self._take_logprobs(count)
 
     @property
@@ -169,17 +181,17 @@ class SequenceStream:
         self.drop_skipped()
         offset, end = self._taken, min(self._taken + max_tokens, len(self.token_ids))
         count = end - offset
-        text = self._unknown_text("".join(self._pending_texts[:count]))
+        output = self._unknown(joined(self._pending[:count]))
         if end == len(self.token_ids):
-            text, self._last_text = text + self._unknown_text(self._last_text), ""
-        text, self._left_over_text = self._left_over_text + text, ""
-        if not count and not text:
+            output, self._last = joined([output, self._unknown(self._last)]), NOTHING
+        output, self._left_over = joined([self._left_over, output]), NOTHING
+        if not count and not output:
             return None
         token_ids = self.token_ids[offset:end]
-        chunk = Chunk(self.index, offset, token_ids, text, TokenLogprobs(token_ids, self._take_logprobs(count)))
+        logprobs = TokenLogprobs(token_ids, self._take_logprobs(count))
         self._taken = end
-        del self._pending_texts[:count]
-        return chunk
+        del self._pending[:count]
+        return Chunk(self.index, offset, token_ids, output.text, logprobs, output.reasoning, output.tool_calls)
 
     def take_finished(self) -> Finished | None:
         """The end of the sequence, once, after all chunks."""
@@ -188,11 +200,13 @@ class SequenceStream:
         self._finish_taken = self.finished is not None
         return self.finished
 
-    def _unknown_text(self, text: str) -> str:
-        known = self._known_characters or 0
-        if self._known_characters is not None:
-            self._known_characters = max(known - len(text), 0)
-        return text[known:]
+    def _unknown(self, output: Output) -> Output:
+        """The next piece of output, without the characters that the client has."""
+        known = self._known_characters
+        if not known:
+            return output
+        self._known_characters = max(known - output.num_characters, 0)
+        return output.without(known)
 
     def _accept_token(self, token_id: int) -> None:
         text = ""
@@ -204,11 +218,8 @@ class SequenceStream:
         else:
             text += self._detokenizer.push(token_id)
         self.token_ids.append(token_id)
-        if self._matcher is None:
-            self._pending_texts.append(text)
-            return
-        certain, stop_string = self._match(self._matcher, text)
-        self._pending_texts.append(certain)
+        output, stop_string = self._read(text)
+        self._pending.append(output)
         if stop_string is not None:
             self.finished = Finished(
                 self.index,
@@ -221,14 +232,26 @@ class SequenceStream:
     def _take_logprobs(self, count: int) -> LogprobColumns | None:
         return self._pending_logprobs.take(count) if self._pending_logprobs else None
 
+    def _read(self, text: str) -> tuple[Output, str | None]:
+        """The output that is certain with the newest token, and the stop string that ends the sequence, if any."""
+        output = Output(text) if self._parser is None else self._parser.push(text)
+        self._calls_tools = self._calls_tools or bool(output.tool_calls)
+        if self._matcher is None:
+            return output, None
+        certain, stop_string = self._match(self._matcher, output.text)
+        return output._replace(text=certain), stop_string
+
     def _release_rest(self, text: str) -> str | None:
-        """Adds the text after the last token; returns the stop string that it completed, if any."""
+        """Adds the output after the last token; returns the stop string that it completed, if any."""
+        output = Output(text) if self._parser is None else joined([self._parser.push(text), self._parser.finish()])
+        self._calls_tools = self._calls_tools or bool(output.tool_calls)
         stop_string = None
         if self._matcher is not None:
-            text, stop_string = self._match(self._matcher, text)
+            text, stop_string = self._match(self._matcher, output.text)
             if stop_string is None:
                 text += self._matcher.flush()
-        self._last_text += text
+            output = output._replace(text=text)
+        self._last = joined([self._last, output])
         return stop_string
 
     def _match(self, matcher: StopMatcher, text: str) -> tuple[str, str | None]:
@@ -517,7 +540,10 @@ class LiveRequest:
         for stream in self.sequences:
             chunk = stream.take_chunk(len(stream.token_ids)) or Chunk(stream.index, 0, [], "")
             assert stream.finished is not None
-            sequences.append(GeneratedSequence(chunk.token_ids, chunk.text, chunk.logprobs, stream.finished))
+            calls = tuple(ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in chunk.tool_calls)
+            sequences.append(
+                GeneratedSequence(chunk.token_ids, chunk.text, chunk.logprobs, stream.finished, chunk.reasoning, calls)
+            )
             await turns.pause()
         return sequences, self.usage
 

@@ -20,6 +20,8 @@ MAX_BAD_WORD_BYTES = 128
 # Of a call: each prompt is a request of its own, and a body that fits otherwise could hold millions of them.
 MAX_TOOLS = 128
 """Of a chat."""
+MAX_TOOL_SCHEMA_BYTES = 256 * 1024
+"""Of the parameters of one tool."""
 MAX_PROMPTS = 1024
 # Of all sequences of a call: each of them is searched for all stop strings.
 MAX_CALL_STOP_BYTES = 4 * 1024 * 1024

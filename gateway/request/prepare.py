@@ -4,12 +4,15 @@ tokens, and the tokens that its caller holds."""
 import math
 import secrets
 from collections.abc import MutableSequence, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from gateway.model import ServedModel
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import check_answer_size
+from gateway.request.chats import prepare_chat
 from gateway.request.limits import DRAWING, NUMBERS, Limits
 from gateway.request.types import (
     ChatPrompt,
@@ -21,18 +24,20 @@ from gateway.request.types import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.request.validation import Violations, check_another, check_request, resolve_max_tokens
+from gateway.request.validation import Violations, check_another, check_request, renamed, resolve_max_tokens
+from gateway.text.formats.answer import PLAIN
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import TOKENS_PER_TURN, Turns
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
+    Constraint,
     OutputOptions,
     RowSampling,
     SamplingParameters,
     StoppingParameters,
     TokenIds,
 )
-from quire.rpc.errors import invalid_field
+from quire.rpc.errors import QuireError, invalid_field
 from quire.tracing import TraceContext
 
 # The contract's own defaults.
@@ -112,12 +117,27 @@ async def prepare(
         InvalidArgument: its prompt is too long, its answer too large, or the tokens that its caller holds are not its.
     """
     turns = Turns()
-    field, token_ids = await encode_prompt(options.prompt, model)
+    answer_format, constraint_field = PLAIN, ""
+    if isinstance(options.prompt, ChatPrompt):
+        has_constraint = options.sampling.HasField("constraint")
+        prompt = options.prompt
+        chat = await prepare_chat(prompt, model.chat, model.tokenizer, is_constrained=has_constraint)
+        field, token_ids, answer_format = "messages", chat.token_ids, chat.answer_format
+        if chat.constraint is not None:
+            options = _with_constraint(options, chat.constraint)
+            constraint_field = "response_format" if prompt.response_format is not None else "tools"
+    else:
+        field, token_ids = await encode_prompt(options.prompt, model)
     if (kept := options.truncate_prompt_tokens) is not None:
         token_ids = token_ids[-(limits.max_prompt_tokens if kept == -1 else kept) :]
     asked_max_tokens = options.asked("stopping.max_tokens")
     max_tokens = resolve_max_tokens(field, token_ids, asked_max_tokens, _num_candidates(options.sampling), limits)
-    parameters = await call.complete(options, model, limits, tenant)
+    try:
+        parameters = await call.complete(options, model, limits, tenant)
+    except QuireError as error:
+        if not constraint_field:
+            raise
+        raise renamed(error, partial(_field_of_constraint, constraint_field)) from error
     await turns.pause()
     stopping = parameters.stopping
     if stopping.max_tokens != max_tokens:
@@ -135,12 +155,27 @@ async def prepare(
         row_sampling=parameters.row_sampling,
         priority=priority,
         durable=options.durable,
+        answer_format=answer_format,
         nonce=secrets.randbits(64),
         trace=trace,
     )
     check_answer_size(request)
     await _check_continuation(options, request, limits)
     return request
+
+
+def _with_constraint(options: RequestOptions, constraint: Constraint) -> RequestOptions:
+    sampling = SamplingParameters()
+    sampling.CopyFrom(options.sampling)
+    sampling.constraint.CopyFrom(constraint)
+    return replace(options, sampling=sampling)
+
+
+def _field_of_constraint(name: str, field: str) -> str:
+    """The caller's name of a field of the constraint that a chat has made of `name`."""
+    if not field.startswith("sampling.constraint"):
+        return field
+    return name + field.removeprefix("sampling.constraint") if name == "response_format" else name
 
 
 async def encode_prompt(prompt: Prompt | None, model: ServedModel) -> tuple[str, Sequence[int]]:
@@ -150,8 +185,8 @@ async def encode_prompt(prompt: Prompt | None, model: ServedModel) -> tuple[str,
             return "text", await model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         case TokenPrompt(token_ids=token_ids):
             return "token_ids.ids", token_ids
-        case ChatPrompt(messages=messages):
-            return "messages", await model.chat.encode(messages)
+        case ChatPrompt():
+            return "messages", await model.chat.encode(prompt)
         case None:
             raise AssertionError("the validator refuses a missing prompt")
 

@@ -64,7 +64,7 @@ class TextService:
         tokenizer = self._model.tokenizer
         with caller.account.admitted(0):
             if isinstance(text, ChatPrompt):
-                token_ids = await self._model.chat.encode(text.messages)
+                token_ids = await self._model.chat.encode(text)
             else:
                 token_ids = await tokenizer.encode(text.text, add_special_tokens=add_special_tokens)
             return TokenizedText(token_ids, await tokenizer.spell(token_ids), limits.max_model_len)
@@ -122,7 +122,7 @@ class TextService:
     async def _encode_prefix(self, prefix: Prompt | None) -> tuple[str, Sequence[int]]:
         """The name of the prefix's field, and the token ids with which requests with this prefix begin."""
         if isinstance(prefix, ChatPrompt):
-            return "chat.messages", await self._model.chat.encode_prefix(prefix.messages)
+            return "chat.messages", await self._model.chat.encode_prefix(prefix)
         return await encode_prompt(prefix, self._model)
 
     async def _admit(self, model: str | None) -> tuple[Caller, Limits]:

@@ -15,6 +15,7 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from gateway.text.formats.answer import PLAIN, AnswerFormat
 from quire.common.v1.common_pb2 import Constraint, OutputOptions, SamplingParameters, StoppingParameters
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice
 from quire.tracing import TraceContext
@@ -186,6 +187,8 @@ class GenerationRequest:
     priority: int = 0
     durable: bool = False
     """The request runs on without a reader for a while, and can be resumed."""
+    answer_format: AnswerFormat = PLAIN
+    """How the text is read: plain, but for chats."""
     nonce: int = 0
     """64 random bits that distinguish the request from others with the same id."""
     trace: TraceContext | None = None

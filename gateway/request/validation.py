@@ -5,9 +5,9 @@ wrong; each violation names the field, its value and the limit.
 """
 
 import re
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from gateway.request.chat_validation import check_chat, check_constraints
 from gateway.request.limits import (
     DRAWING,
     MAX_BAD_WORD_BYTES,
@@ -32,122 +32,17 @@ from gateway.request.types import (
     TextPrompt,
     TokenPrompt,
 )
+from gateway.request.violations import Violations as Violations
+from gateway.request.violations import renamed as renamed
+from gateway.request.violations import shortened as shortened
+from gateway.request.violations import shown as shown
+from gateway.request.violations import summary as summary
+from gateway.request.violations import utf8_size as utf8_size
 from quire.common.v1.common_pb2 import EarlyStopping
-from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE
-from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, QuireError
+from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound
 
 _MISSING_PROMPT = FieldViolation("prompt", "is missing; set text or token_ids")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_LENGTH}}}")
-_SHOWN_CHARACTERS = 80
-_MAX_VIOLATIONS = 16
-
-
-class Violations:
-    """Collects the violations of a request, at most as many as a person reads."""
-
-    def __init__(self) -> None:
-        self.found: list[FieldViolation] = []
-        self._reason: str | None = None
-
-    @property
-    def are_enough(self) -> bool:
-        """Whether further violations would be dropped."""
-        return len(self.found) >= _MAX_VIOLATIONS
-
-    def add(self, field: str, description: str, *, reason: str | None = None) -> None:
-        """`reason` becomes the reason of the error; the first one given wins."""
-        if not self.are_enough:
-            self.found.append(FieldViolation(field, description))
-            self._reason = self._reason or reason
-
-    def check_range(self, field: str, value: float | None, low: float, high: float, *, above_low: bool = False) -> None:
-        """Adds a violation unless `value` is absent, in [low, high], or in (low, high] with `above_low`.
-
-        With `above_low` the value must be above `low` in single precision too, which is what the worker gets.
-        """
-        if value is None:
-            return
-        if not (value > low and _single(value) > low if above_low else value >= low) or not value <= high:
-            bracket = "(" if above_low else "["
-            self.add(field, f"is {shown(value)}; it must be in {bracket}{shown(low)}, {shown(high)}]")
-
-    def check_count(self, field: str, values: Sized, limit: int) -> bool:
-        if len(values) <= limit:
-            return True
-        self.add(field, f"has {len(values):,} entries; the max is {limit:,}")
-        return False
-
-    def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-        """Names the first id that is out of range."""
-        # Iterating over the list of a message takes four times as long as over a copy.
-        token_ids = token_ids[:]
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-            return
-        for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocab_size:
-                self.add(f"{field}[{position}]", f"is {token_id}; token ids of this model are below {vocab_size:,}")
-                return
-
-    def check_size(self, field: str, texts: Iterable[str], max_bytes: int) -> None:
-        """Adds a violation if the texts together have more than `max_bytes` bytes in UTF-8."""
-        num_bytes = sum(utf8_size(text) for text in texts)
-        if num_bytes > max_bytes:
-            self.add(field, f"has {num_bytes:,} bytes; the max is {max_bytes:,}")
-
-    def check_text(self, field: str, text: str) -> None:
-        """Adds a violation for text that UTF-8 cannot encode: JSON can hold lone surrogates."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            self.add(field, f"is not valid Unicode: character {error.start} is a lone surrogate")
-
-    def raise_if_any(self) -> None:
-        if self.found:
-            raise InvalidArgument(summary(self.found), reason=self._reason, violations=self.found)
-
-
-def _single(value: float) -> float:
-    """The value rounded to single precision; unchanged if it is too large for that."""
-    try:
-        return struct.unpack("<f", struct.pack("<f", value))[0]
-    except OverflowError:
-        return value
-
-
-def utf8_size(text: str) -> int:
-    """The number of bytes of a text in UTF-8; a lone surrogate counts as three."""
-    return len(text.encode(errors="surrogatepass"))
-
-
-def summary(violations: Sequence[FieldViolation]) -> str:
-    """All violations in one line."""
-    return "; ".join(f"{violation.field} {violation.description}" for violation in violations)
-
-
-def shown(value: float) -> str:
-    """A number formatted for people, shortened: a number in JSON can have thousands of digits."""
-    return shortened(f"{value:,}" if isinstance(value, int) else f"{value:.7g}")
-
-
-def shortened(text: str) -> str:
-    """The text, cut off after 80 characters."""
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
-
-
-def renamed(error: QuireError, name: Callable[[str], str]) -> QuireError:
-    """The same error with the field names of a front end; `name` maps a field of the messages to one of the caller's.
-
-    Violations that become equal, because the caller set two fields by one, are listed once.
-    """
-    violations = list(dict.fromkeys(FieldViolation(name(each.field), each.description) for each in error.violations))
-    is_summary = bool(violations) and error.message == summary(error.violations)
-    return type(error)(
-        summary(violations) if is_summary else error.message,
-        reason=error.reason,
-        violations=violations,
-        retry_after_ms=error.retry_after_ms,
-        metadata=error.metadata,
-    )
 
 
 def check_model(model: str | None, served_model: str | None) -> None:
@@ -186,6 +81,8 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     check_model(request.model, served_model)
     violations = Violations()
     check_prompt(violations, request.prompt, limits, is_truncated=request.truncate_prompt_tokens is not None)
+    if isinstance(request.prompt, ChatPrompt):
+        check_constraints(violations, request.prompt, has_constraint=request.sampling.HasField("constraint"))
     if request.sampling.HasField("beam_search"):
         _check_beam_search(violations, request, limits)
     else:
@@ -292,7 +189,6 @@ def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *
 
     Any role passes: only the chat template knows the roles.
     """
-    _check_supported(violations, prompt)
     if not prompt.messages:
         violations.add(field, "is empty; at least one message is needed")
     if not violations.check_count(field, prompt.messages, limits.max_chat_messages):
@@ -300,9 +196,6 @@ def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *
     for position, message in enumerate(prompt.messages):
         if not message.role:
             violations.add(f"{field}[{position}].role", 'is empty; it must be a role such as "user"')
-        for name in ("tool_calls", "tool_call_id", "reasoning"):
-            if getattr(message, name):
-                violations.add(f"{field}[{position}].{name}", "is not supported yet; send the request without it")
         violations.check_text(f"{field}[{position}].role", message.role)
         violations.check_text(f"{field}[{position}].content", message.content)
         if message.name is not None:
@@ -310,19 +203,8 @@ def check_messages(violations: Violations, prompt: ChatPrompt, limits: Limits, *
                 description = f"has {len(message.name):,} characters; the max is {MAX_NAME_LENGTH}"
                 violations.add(f"{field}[{position}].name", description)
             violations.check_text(f"{field}[{position}].name", message.name)
+    check_chat(violations, prompt, field)
     return True
-
-
-def _check_supported(violations: Violations, prompt: ChatPrompt) -> None:
-    options, choice = prompt.template_options, prompt.tool_choice
-    given = {
-        "tools": bool(prompt.tools) and (choice is None or choice.mode != TOOL_CHOICE_MODE_NONE),
-        "response_format": prompt.response_format is not None,
-        "template_options": options is not None and bool(options.ListFields()),
-    }
-    for path, is_given in given.items():
-        if is_given:
-            violations.add(path, "is not supported yet; send the request without it")
 
 
 def texts_of(prompt: ChatPrompt) -> Iterator[str]:

@@ -1,22 +1,28 @@
-"""Chat messages to a prompt, by the template of the model directory and by nothing else."""
+"""Conversations to prompts, by the template of the model directory and by nothing else."""
 
 import asyncio
 import functools
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+from google.protobuf import json_format
 
-from gateway.request.types import ChatMessage
+from gateway.request.types import ChatMessage, ChatPrompt
+from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
+from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
-from quire.rpc.errors import FieldViolation, InvalidArgument
+from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolCall
+from quire.rpc.errors import FieldViolation, InvalidArgument, invalid_field
 from quire.settings import ConfigurationError
 
 # Up to this many characters are rendered on the event loop; more in a thread. A message costs some even if it is empty.
@@ -26,6 +32,12 @@ _SPECIAL_TOKEN_SECTIONS = ("extra_special_tokens", "model_specific_special_token
 # Two messages without a common character. The second one merges with a line break before it in some tokenizers.
 _PROBES = ("a", "\n7")
 _ASKED_ROLES = frozenset({"user", "tool"})
+# Stands after the message that an answer continues, until the prompt is cut there. Templates may trim the space.
+_END_OF_FINAL_MESSAGE = "\N{END OF TEXT}end of the final message\N{END OF TEXT} "
+# What a template gets besides the arguments of the caller.
+_OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+# With these values, arguments that few templates read ask for no more than what all others do.
+_NO_REASONING = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
 
 
 class ChatTemplate:
@@ -33,6 +45,8 @@ class ChatTemplate:
 
     Attributes:
         source: The Jinja source in the model directory.
+        variables: The names that the template reads.
+        arguments: Those that only a caller can set.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -43,30 +57,76 @@ class ChatTemplate:
         """
         self.source = source
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
         except jinja2.TemplateError as error:
             raise ConfigurationError(f"the model's chat template is invalid: {error}") from error
+        self.variables = frozenset(name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "load")
+        undeclared = jinja2.meta.find_undeclared_variables(tree)
+        self.arguments = undeclared - _OWN_NAMES - environment.globals.keys() - self._special_tokens.keys()
+        self.knows_calls = "tool_calls" in source
+        # Most templates write the arguments of past calls as JSON themselves; some take them as text.
+        self._takes_texts = self.knows_calls and not self._renders(_ASKED_CALL) and self._renders(_ASKED_CALL, True)
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
-        """The prompt for the next assistant message; without `add_generation_prompt`, the messages alone.
+    def render(self, prompt: ChatPrompt) -> str:
+        """The prompt that the template makes of a conversation.
 
         Raises:
-            InvalidArgument: the template refuses the messages, for example an unknown role.
+            InvalidArgument: the template refuses it, for example for an unknown role, or cannot write it whole.
         """
+        self._check(prompt)
         try:
-            return self._template.render(
-                messages=[_fields(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            return self._render(prompt, self._takes_texts)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             description = f"the model's chat template refuses the conversation: {error}"
             raise InvalidArgument(
                 description, reason="CHAT_TEMPLATE", violations=[FieldViolation("messages", description)]
             ) from error
+
+    def _check(self, prompt: ChatPrompt) -> None:
+        """Raises InvalidArgument for what the template would drop."""
+        if prompt.tools and "tools" not in self.variables:
+            raise _refusal("tools", "cannot be used: the model's chat template knows no tools", reason="NO_TOOLS")
+        for position, message in enumerate(prompt.messages):
+            if message.tool_calls and not self.knows_calls:
+                field = f"messages[{position}].tool_calls"
+                raise _refusal(
+                    field, "cannot be used: the model's chat template knows no tool calls", reason="NO_TOOLS"
+                )
+        reasons = reasoning_format_of(self.source) is not None
+        for name, value in _arguments(prompt.template_options).items():
+            field = f"template_options.arguments.{name}"
+            if name in _OWN_NAMES or name in self._special_tokens:
+                raise invalid_field(field, "is set by the server; leave it out")
+            asks_nothing = not reasons and name in _NO_REASONING and _NO_REASONING[name] == value
+            if name not in self.variables and not asks_nothing:
+                shown = ", ".join(sorted(self.arguments)[:20]) or "none"
+                raise invalid_field(field, f"is not read by the model's chat template, which reads: {shown}")
+
+    def _renders(self, prompt: ChatPrompt, takes_texts: bool = False) -> bool:
+        try:
+            self._render(prompt, takes_texts)
+        except Exception:
+            return False
+        return True
+
+    def _render(self, prompt: ChatPrompt, takes_texts: bool) -> str:
+        options = prompt.template_options or _NO_OPTIONS
+        messages, continues = list(prompt.messages), options.continue_final_message
+        if continues:
+            messages[-1] = replace(messages[-1], content=messages[-1].content + _END_OF_FINAL_MESSAGE)
+        begins = options.add_generation_prompt if options.HasField("add_generation_prompt") else not continues
+        text = self._template.render(
+            **self._special_tokens,
+            **_arguments(options),
+            messages=[_fields(message, takes_texts) for message in messages],
+            tools=[_tool_fields(tool) for tool in prompt.tools] or None,
+            documents=None,
+            add_generation_prompt=begins,
+        )
+        return _until_final_message(text, prompt.messages[-1].content) if continues else text
 
 
 class Chat:
@@ -74,38 +134,76 @@ class Chat:
 
     Attributes:
         template: None for a model without a chat template.
+        tool_format: In which the model writes calls; None where that is not known.
+        reasoning_format: In which it reasons; None where it does not, or where that is not known.
     """
 
     def __init__(
-        self, model_name: str, template: ChatTemplate | None, tokenizer: Tokenizer, executor: Executor
+        self,
+        model_name: str,
+        template: ChatTemplate | None,
+        tokenizer: Tokenizer,
+        executor: Executor,
+        *,
+        tool_format: str | None = None,
+        reasoning_format: str | None = None,
     ) -> None:
-        """`executor` renders long conversations."""
+        """`executor` renders long conversations. Formats that are not given are those that the template has."""
         self.template = template
+        source = "" if template is None else template.source
+        self.tool_format = tool_format or tool_format_of(source)
+        self.reasoning_format = reasoning_format or reasoning_format_of(source)
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._executor = executor
 
-    async def encode(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of the prompt that the template makes. The only special tokens are those that it writes.
-
-        Without `add_generation_prompt` the prompt ends with the last message, not with the start of an answer.
+    async def render(self, prompt: ChatPrompt) -> str:
+        """The text of the prompt that the template makes.
 
         Raises:
-            InvalidArgument: the model has no template, or the template refuses the messages.
+            InvalidArgument: the model has no template, or the template refuses the conversation.
         """
         if self.template is None:
             description = f'cannot be used: model "{self._model_name}" has no chat template; send text instead'
-            violation = FieldViolation("messages", description)
-            raise InvalidArgument(f"messages {description}", reason="NO_CHAT_TEMPLATE", violations=[violation])
-        render = functools.partial(self.template.render, messages, add_generation_prompt=add_generation_prompt)
-        if _size(messages) <= _INLINE_CHARACTERS:
-            text = render()
-        else:
-            text = await asyncio.get_running_loop().run_in_executor(self._executor, render)
+            raise _refusal("messages", description, reason="NO_CHAT_TEMPLATE")
+        choice = prompt.tool_choice
+        if choice is not None and choice.mode == TOOL_CHOICE_MODE_NONE:
+            # A model that is told of no tools calls none.
+            prompt = replace(prompt, tools=())
+        render = functools.partial(self.template.render, prompt)
+        if _size(prompt) <= _INLINE_CHARACTERS:
+            return render()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, render)
+
+    async def encode(self, prompt: ChatPrompt) -> list[int]:
+        """Token ids of the prompt that the template makes. The only special tokens are those that it writes.
+
+        Raises:
+            InvalidArgument: as `render` does.
+        """
+        return await self.encode_text(await self.render(prompt))
+
+    async def encode_text(self, text: str) -> list[int]:
+        """Token ids of a rendered prompt."""
         return await self._tokenizer.encode(text, add_special_tokens=False)
 
-    async def encode_prefix(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """The token ids with which the prompts of all conversations begin that continue these messages.
+    def thinking_after(self, prompt: ChatPrompt, text: str) -> Thinking:
+        """Where an answer to the rendered prompt `text` begins."""
+        marks = THINKING_MARKS.get(self.reasoning_format or "")
+        options = prompt.template_options
+        if marks is None:
+            return Thinking.MAY_BEGIN
+        if options is not None and options.continue_final_message:
+            written = prompt.messages[-1].content
+            begin, end = written.rfind(marks.begin), written.rfind(marks.end)
+            return Thinking.BEGUN if begin > end else Thinking.NONE
+        tail = text.rstrip()
+        if tail.endswith(marks.begin) or (marks.label and tail.endswith(marks.begin + marks.label)):
+            return Thinking.BEGUN
+        return Thinking.NONE if tail.endswith(marks.end) else Thinking.MAY_BEGIN
+
+    async def encode_prefix(self, prompt: ChatPrompt) -> list[int]:
+        """The token ids with which the prompts of all conversations begin that continue this one.
 
         Some templates change a message when others follow it, and some write a system message only together with the
         first user message. So the prefix is what two different continuations have in common, and the messages' own
@@ -116,9 +214,14 @@ class Chat:
             InvalidArgument: the model has no template, or the template refuses the messages.
         """
         try:
-            prompts = [await self.encode(conversation) for conversation in _continuations(messages)]
+            prompts = [
+                await self.encode(replace(prompt, messages=messages)) for messages in _continuations(prompt.messages)
+            ]
         except InvalidArgument:
-            return await self.encode(messages, add_generation_prompt=False)
+            options = TemplateOptions()
+            options.CopyFrom(prompt.template_options or _NO_OPTIONS)
+            options.add_generation_prompt = False
+            return await self.encode(replace(prompt, template_options=options))
         return functools.reduce(common_prefix, prompts)
 
 
@@ -156,17 +259,83 @@ def _continuations(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:
     return [list(messages), *answered]
 
 
-def _size(messages: Sequence[ChatMessage]) -> int:
-    return sum(
-        _CHARACTERS_OF_A_MESSAGE + len(message.role) + len(message.content) + len(message.name or "")
-        for message in messages
-    )
+def _size(prompt: ChatPrompt) -> int:
+    size = sum(_CHARACTERS_OF_A_MESSAGE + len(tool.description) + len(tool.parameters) for tool in prompt.tools)
+    for message in prompt.messages:
+        size += _CHARACTERS_OF_A_MESSAGE + len(message.content) + len(message.reasoning or "")
+        size += sum(_CHARACTERS_OF_A_MESSAGE + len(call.arguments) for call in message.tool_calls)
+    return size
 
 
-def _fields(message: ChatMessage) -> dict[str, str]:
-    """The message for a template, without `name` if it has none: templates test whether it is defined."""
-    fields = {"role": message.role, "content": message.content}
-    return fields if message.name is None else fields | {"name": message.name}
+def _fields(message: ChatMessage, takes_texts: bool) -> dict[str, Any]:
+    """The message for a template, without what it does not have: templates test whether it is defined."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_calls:
+        fields["tool_calls"] = [_call_fields(call, takes_texts) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        # Templates have three names for it. The one that reads `thinking` takes no content beside calls.
+        fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+        if not (message.tool_calls and message.content):
+            fields["thinking"] = message.reasoning
+    return fields
+
+
+def _call_fields(call: ToolCall, takes_texts: bool) -> dict[str, Any]:
+    arguments = call.arguments if takes_texts else json.loads(call.arguments or "{}")
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _tool_fields(tool: Tool) -> dict[str, Any]:
+    parameters = json.loads(tool.parameters) if tool.parameters else {"type": "object", "properties": {}}
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _arguments(options: TemplateOptions | None) -> dict[str, Any]:
+    """The arguments of a template; whole numbers are integers, as they are in JSON."""
+    if options is None or not options.HasField("arguments"):
+        return {}
+    return _with_integers(json_format.MessageToDict(options.arguments))
+
+
+def _with_integers(value: Any) -> Any:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_with_integers(each) for each in value]
+        case dict():
+            return {name: _with_integers(each) for name, each in value.items()}
+    return value
+
+
+def _until_final_message(text: str, content: str) -> str:
+    """The prompt up to the end of the message that the answer continues. Raises ValueError if it is not there whole."""
+    mark = _END_OF_FINAL_MESSAGE.rstrip()
+    end = text.rfind(mark)
+    if end < 0 or content.strip() not in text:
+        raise ValueError("continue_final_message is set, and the template does not write the last message as it is")
+    is_as_written = text.startswith(_END_OF_FINAL_MESSAGE, end)
+    return text[:end] if is_as_written else text[:end].rstrip()
+
+
+def _refusal(field: str, description: str, *, reason: str) -> InvalidArgument:
+    return InvalidArgument(f"{field} {description}", reason=reason, violations=[FieldViolation(field, description)])
+
+
+_NO_OPTIONS = TemplateOptions()
+_ASKED_CALL = ChatPrompt(
+    [
+        ChatMessage("user", "a"),
+        ChatMessage("assistant", "", tool_calls=[ToolCall(id="abcdefghi", name="f", arguments='{"a": "b"}')]),
+        ChatMessage("tool", "c", tool_call_id="abcdefghi"),
+    ],
+    tools=[Tool(name="f", description="d")],
+)
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ class Tokenizer:
         size: Upper bound of the token ids, exclusive.
         longest_token_bytes: Upper bound of the UTF-8 bytes of text that one token stands for, text that a normalizer
             drops excepted. It is the longest spelling in the vocabulary, which is never shorter than the text.
+        special_tokens: The ids of all special tokens by their texts.
     """
 
     def __init__(
@@ -58,8 +59,12 @@ class Tokenizer:
         self.longest_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
         special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         unknown = frozenset(range(self.size)).difference(vocabulary.values())
+        self.special_tokens = {
+            token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
         self._not_plain_text = _SilentIds(unknown | special, self.size)
         self._never_text = _SilentIds(unknown, self.size)
+        self._silent: dict[frozenset[str], _SilentIds] = {frozenset(): self._not_plain_text}
 
     @classmethod
     def open(cls, path: Path, executor: Executor, config: Mapping[str, Any] = _NO_CONFIG) -> Self:
@@ -115,11 +120,19 @@ class Tokenizer:
         """The id of a token by its spelling; None if the vocabulary has no such token."""
         return self._tokenizer.token_to_id(spelling)
 
-    def detokenizer(self, *, include_special_tokens: bool) -> TextPieces:
-        """A new detokenizer for one sequence."""
-        silent = self._never_text if include_special_tokens else self._not_plain_text
+    def detokenizer(self, *, include_special_tokens: bool, shown: frozenset[str] = frozenset()) -> TextPieces:
+        """A new detokenizer for one sequence. The special tokens in `shown` have text in any case."""
+        silent = self._never_text if include_special_tokens else self._silent_without(shown)
         detokenizer = Detokenizer(self._decode_all, silent)
         return CleanedUp(detokenizer) if self._cleans_up else detokenizer
+
+    def _silent_without(self, shown: frozenset[str]) -> "_SilentIds":
+        """The ids without text where some special tokens have one; there are a few such sets, one a format."""
+        silent = self._silent.get(shown)
+        if silent is None:
+            ids = {self._tokenizer.token_to_id(token) for token in shown}
+            silent = self._silent[shown] = self._not_plain_text.without(ids)
+        return silent
 
     def _spell(self, token_ids: Sequence[int]) -> list[str]:
         return [self.spelling(token_id) for token_id in token_ids]
@@ -201,6 +214,9 @@ class _SilentIds:
     def __init__(self, ids: frozenset[int], end: int) -> None:
         self._ids = ids
         self._end = end
+
+    def without(self, ids: Collection[int | None]) -> "_SilentIds":
+        return _SilentIds(self._ids.difference(ids), self._end)
 
     def __contains__(self, token_id: object) -> bool:
         return token_id in self._ids or (isinstance(token_id, int) and token_id >= self._end)

@@ -32,10 +32,9 @@ from gateway.request.types import (
     TokenPrompt,
     optional,
 )
-from gateway.request.validation import summary
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2
-from quire.rpc.errors import FieldViolation, Unimplemented, invalid_field
+from quire.rpc.errors import invalid_field
 
 GenerateMessage = generation_pb2.GenerateRequest | generation_pb2.GenerateStreamRequest
 ChatRequestMessage = generation_pb2.ChatRequest | generation_pb2.ChatStreamRequest
@@ -55,6 +54,7 @@ _REASONS = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+    FinishReason.TOOL_CALLS: common_pb2.FINISH_REASON_TOOL_CALLS,
 }
 
 
@@ -65,9 +65,16 @@ def options_of_generate(message: GenerateMessage) -> RequestOptions:
 
 
 def options_of_chat(message: ChatRequestMessage) -> RequestOptions:
-    """The same for a chat. Raises Unimplemented where it has fields of tools, reasoning or templates."""
-    _refuse_unsupported(message)
-    return _options(message, ChatPrompt(_ChatMessages(message.messages)))
+    """The same for a chat."""
+    prompt = ChatPrompt(
+        _ChatMessages(message.messages),
+        tools=message.tools,
+        tool_choice=optional(message, "tool_choice"),
+        parallel_tool_calls=message.parallel_tool_calls or not message.HasField("parallel_tool_calls"),
+        response_format=optional(message, "response_format"),
+        template_options=optional(message, "template_options"),
+    )
+    return _options(message, prompt)
 
 
 def client_offsets(message: generation_pb2.ResumeStreamRequest) -> list[ClientOffset]:
@@ -88,9 +95,14 @@ class _ChatMessages(Sequence[ChatMessage]):
 
     def __getitem__(self, position: Any) -> Any:
         message = self._messages[position]
-        given = {each.name for each, _ in message.ListFields()}
-        _refuse([f"messages[{position}].{name}" for name in _UNSUPPORTED_OF_MESSAGES if name in given])
-        return ChatMessage(message.role, message.content)
+        return ChatMessage(
+            message.role,
+            message.content,
+            optional(message, "name"),
+            message.tool_calls,
+            optional(message, "tool_call_id"),
+            optional(message, "reasoning"),
+        )
 
 
 def prompt_of(message: Any, oneof: str) -> Any:
@@ -101,27 +113,10 @@ def prompt_of(message: Any, oneof: str) -> Any:
         case "token_ids":
             return TokenPrompt(message.token_ids.ids)
         case "chat":
-            _refuse_unsupported(message.chat)
-            return ChatPrompt(_ChatMessages(message.chat.messages))
+            chat = message.chat
+            options = optional(chat, "template_options")
+            return ChatPrompt(_ChatMessages(chat.messages), tools=chat.tools, template_options=options)
     return None
-
-
-# Of the contract, and not supported yet.
-_UNSUPPORTED = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "template_options")
-_UNSUPPORTED_OF_MESSAGES = ("name", "tool_calls", "tool_call_id", "reasoning")
-
-
-def _refuse_unsupported(message: Any) -> None:
-    """Raises Unimplemented, naming each field of a chat that is set and has no effect in this version; fields of its
-    messages are refused when they are read."""
-    given = {each.name for each, _ in message.ListFields()}
-    _refuse([name for name in _UNSUPPORTED if name in given])
-
-
-def _refuse(fields: list[str]) -> None:
-    if fields:
-        violations = [FieldViolation(name, "is not supported by this version; leave it out") for name in fields]
-        raise Unimplemented(summary(violations), violations=violations)
 
 
 def tokenized_response(tokenized: TokenizedText) -> generation_pb2.TokenizeResponse:
@@ -162,6 +157,13 @@ def stream_response(kind: type[StreamResponse], request_id: str, model: str, eve
                     token_ids=event.token_ids,
                     text=event.text,
                     logprobs=[_logprobs_message(position) for position in event.logprobs],
+                    reasoning=event.reasoning,
+                    tool_calls=[
+                        generation_pb2.ToolCallDelta(
+                            index=call.index, id=call.id, name=call.name, arguments=call.arguments
+                        )
+                        for call in event.tool_calls
+                    ],
                 )
             )
         case Finished():
@@ -237,6 +239,8 @@ def _generated_sequence(sequence: GeneratedSequence) -> generation_pb2.Generated
         stop_string=finished.stop_string,
         stop_token_id=finished.stop_token_id,
         cumulative_logprob=finished.cumulative_logprob,
+        reasoning=sequence.reasoning,
+        tool_calls=sequence.tool_calls,
     )
 
 

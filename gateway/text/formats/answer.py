@@ -103,11 +103,24 @@ class AnswerFormat:
     thinking: Thinking = Thinking.MAY_BEGIN
     tools: tuple[OfferedTool, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for the name of an unknown format."""
+        if self.tool_format is not None and self.tool_format not in TOOL_FORMATS | {JSON_LIST}:
+            raise ValueError(f'"{self.tool_format:.64}" is no format of tool calls')
+        if self.reasoning_format is not None and self.reasoning_format not in REASONING_FORMATS:
+            raise ValueError(f'"{self.reasoning_format:.64}" is no format of reasoning')
+
+    def call_id(self, unique: str) -> str:
+        """The id of a call, of 24 hexadecimal digits that no other call has."""
+        # Chat templates of Mistral take ids of nine letters and digits, and no others.
+        return unique[:9] if self.tool_format == "mistral" else f"call_{unique}"
+
     def parser(self, call_ids: CallIds) -> OutputParser | None:
         """A new parser for one sequence; None where all text is content."""
         tools = {tool.name: tool for tool in self.tools}
         if self.reasoning_format == HARMONY_REASONING or self.tool_format == HARMONY:
-            return HarmonyParser(tools, call_ids)
+            in_analysis = self.thinking is Thinking.BEGUN
+            return HarmonyParser(tools, call_ids, in_analysis=in_analysis)
         marks = self._marks
         if self.tool_format is None and marks is None:
             return None
@@ -132,3 +145,7 @@ class AnswerFormat:
         if self.reasoning_format is None or self.thinking is Thinking.NONE:
             return None
         return THINKING_MARKS.get(self.reasoning_format)
+
+
+PLAIN = AnswerFormat()
+"""All text is content."""

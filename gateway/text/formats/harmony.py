@@ -7,6 +7,9 @@ from gateway.text.formats.output import ToolCallDelta
 from gateway.text.formats.parser import CallIds, OfferedTools, OutputParser
 from gateway.text.formats.scanning import first_marker, held_length
 
+ANALYSIS = "<|channel|>analysis<|message|>"
+AFTER_ANALYSIS = "<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
 _MAX_HEADER = 512
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -23,13 +26,14 @@ class HarmonyParser(OutputParser):
 
     tokens: Sequence[str] = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
 
-    def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
+    def __init__(self, tools: OfferedTools, call_ids: CallIds, *, in_analysis: bool = False) -> None:
+        """`in_analysis`: the prompt ends with the header of the reasoning."""
         super().__init__()
         self._tools = tools
         self._call_ids = call_ids
         self._num_calls = 0
-        self._in_header = True
-        self._channel = "final"
+        self._in_header = not in_analysis
+        self._channel = "analysis"
         self._in_call = False
 
     def _step(self) -> bool:

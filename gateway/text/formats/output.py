@@ -1,7 +1,8 @@
 """What is read from the text of an answer: its reasoning, its content and its tool calls, piece by piece."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,7 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """A piece of an answer: what was added to each part of it."""
 
     text: str = ""
@@ -56,21 +56,20 @@ class Output:
 NOTHING = Output()
 
 
-def joined(pieces: Iterable[Output]) -> Output:
+def joined(pieces: Sequence[Output]) -> Output:
     """Consecutive pieces as one; the parts of one call as one part."""
-    texts: list[str] = []
-    reasonings: list[str] = []
     calls: list[tuple[ToolCallDelta, list[str]]] = []
     for piece in pieces:
-        texts.append(piece.text)
-        reasonings.append(piece.reasoning)
         for call in piece.tool_calls:
             if calls and calls[-1][0].index == call.index:
                 calls[-1][1].append(call.arguments)
             else:
                 calls.append((call, [call.arguments]))
-    deltas = tuple(ToolCallDelta(first.index, first.id, first.name, "".join(parts)) for first, parts in calls)
-    return Output("".join(texts), "".join(reasonings), deltas)
+    return Output(
+        "".join([piece.text for piece in pieces]),
+        "".join([piece.reasoning for piece in pieces]),
+        tuple(ToolCallDelta(first.index, first.id, first.name, "".join(parts)) for first, parts in calls),
+    )
 
 
 def _cut(text: str, num_characters: int) -> tuple[str, int]:

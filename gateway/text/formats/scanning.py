@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 SPACE = " \t\r\n"
-MAX_SPACE = 64
+MAX_SPACE = 256
 """Longer runs of spaces are text, so that no search takes long."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,65}")
 _MAX_NAME = 64

@@ -16,6 +16,11 @@ class ThinkingMarks:
     end: str
     label: str = ""
 
+    @property
+    def opening(self) -> str:
+        """What a model writes before its reasoning."""
+        return f"{self.begin}{self.label}\n"
+
 
 class Thinking(Enum):
     """Where an answer begins."""

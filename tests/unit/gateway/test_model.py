@@ -9,7 +9,7 @@ from gateway.model import ServedModel
 from gateway.replicas.events import Welcome
 from gateway.request.limits import limits_of
 from gateway.request.prepare import resolve
-from gateway.request.types import ChatMessage
+from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.settings import GatewaySettings
 from quire.common.v1.common_pb2 import SamplingParameters
 from quire.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL
@@ -82,7 +82,11 @@ async def test_special_tokens_of_either_form_reach_the_template(tmp_path, execut
         '{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}a{{ eos_token }}"}'
     )
     model = open_model(tmp_path, executor, tokenizer_config__json=config)
-    assert await model.tokenizer.spell(await model.chat.encode([ChatMessage("user", "x")])) == ["<s>", "a", "</s>"]
+    assert await model.tokenizer.spell(await model.chat.encode(ChatPrompt([ChatMessage("user", "x")]))) == [
+        "<s>",
+        "a",
+        "</s>",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ async def test_special_tokens_map_reaches_the_template(tmp_path, executor, token
     model = open_model(
         tmp_path, executor, tokenizer_config__json=tokenizer_config, special_tokens_map__json=special_tokens
     )
-    assert await model.tokenizer.spell(await model.chat.encode([ChatMessage("user", "x")])) == expected
+    assert await model.tokenizer.spell(await model.chat.encode(ChatPrompt([ChatMessage("user", "x")]))) == expected
 
 
 async def test_special_tokens_of_one_model_alone_reach_the_template(tmp_path, executor):
@@ -108,14 +112,14 @@ async def test_special_tokens_of_one_model_alone_reach_the_template(tmp_path, ex
         '"extra_special_tokens": {"image_token": "a"}, "video_token": {"content": "b"}}'
     )
     model = open_model(tmp_path, executor, tokenizer_config__json=config)
-    assert await model.tokenizer.spell(await model.chat.encode([ChatMessage("user", "x")])) == ["a", "b"]
+    assert await model.tokenizer.spell(await model.chat.encode(ChatPrompt([ChatMessage("user", "x")]))) == ["a", "b"]
 
 
 async def test_a_long_conversation_is_rendered_in_a_thread(tmp_path, executor):
     model = open_model(tmp_path, executor, chat_template__jinja="{% for m in messages %}{{ m.content }}{% endfor %}")
     messages = [ChatMessage("user", "the cat ")] * 1000
     expected = byte_level().encode("the cat " * 1000, add_special_tokens=False).ids
-    assert await model.chat.encode(messages) == expected
+    assert await model.chat.encode(ChatPrompt(messages)) == expected
 
 
 def test_limits_are_those_that_hold_on_every_replica():

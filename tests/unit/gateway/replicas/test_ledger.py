@@ -88,7 +88,7 @@ def ledger(clock):
 class Raising:
     """A tokenizer whose detokenizer raises at one token."""
 
-    def detokenizer(self, *, include_special_tokens):
+    def detokenizer(self, *, include_special_tokens, shown):
         return self
 
     def push(self, token_id):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.model import ServedModel
-from gateway.request.types import ChatMessage
+from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.text.chat import ChatTemplate, common_prefix
 from quire.rpc.errors import InvalidArgument
 from quire.settings import ConfigurationError
@@ -20,7 +20,7 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def render(source, messages=MESSAGES):
-    return ChatTemplate(source, SPECIAL_TOKENS).render(messages)
+    return ChatTemplate(source, SPECIAL_TOKENS).render(ChatPrompt(messages))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,9 @@ def prefix_of(tmp_path):
         def call(template, *messages):
             directory = write_model_directory(tmp_path / "model", byte_level(), chat_template__jinja=template)
             model = ServedModel.open(directory, None, executor)
-            return model.tokenizer.decode(asyncio.run(model.chat.encode_prefix(messages)), include_special_tokens=True)
+            return model.tokenizer.decode(
+                asyncio.run(model.chat.encode_prefix(ChatPrompt(messages))), include_special_tokens=True
+            )
 
         yield call
 

@@ -80,7 +80,7 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "args'),
     ("hermes", "a <tool_"),
-    ("hermes", "<tool_call>" + " " * 70 + '{"name": "now"}'),
+    ("hermes", "<tool_call>" + " " * 300 + '{"name": "now"}'),
     ("llama3_json", '{"name": "Ann", "age": 3}'),
     ("llama3_json", 'The call is {"name": "now", "parameters": {}}'),
     ("llama3_json", "<|python_tag|>print(1)"),

@@ -10,7 +10,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from gateway.model import ServedModel
-from gateway.request.types import ChatMessage
+from gateway.request.types import ChatMessage, ChatPrompt
+from quire.gateway.v1.generation_pb2 import TemplateOptions
 from quire.settings import ConfigurationError
 from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, wrapped, write_model_directory
 
@@ -166,7 +167,8 @@ async def test_chats_are_those_of_transformers(tmp_path, executor, place):
     expected = AutoTokenizer.from_pretrained(directory).apply_chat_template(
         [{"role": each.role, "content": each.content} for each in messages], return_dict=False
     )
-    ours = await ServedModel.open(directory, None, executor).chat.encode(messages, add_generation_prompt=False)
+    prompt = ChatPrompt(messages, template_options=TemplateOptions(add_generation_prompt=False))
+    ours = await ServedModel.open(directory, None, executor).chat.encode(prompt)
     assert ours == expected
 
 

@@ -1,0 +1,127 @@
+"""Checks of what chats have besides texts: tools, calls and their results, and options of the template."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from gateway.request.limits import MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
+from gateway.request.types import ChatMessage, ChatPrompt
+from gateway.request.violations import Violations, shortened, utf8_size
+from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_REQUIRED, Tool, ToolChoiceMode
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME_RULE = "it must be 1 to 64 characters of [A-Za-z0-9_.-]"
+_CALLER = "assistant"
+
+
+def check_chat(violations: Violations, prompt: ChatPrompt, field: str) -> None:
+    """Checks a conversation whose messages are `field`, except their texts."""
+    scope = field.removesuffix("messages")
+    _check_calls(violations, prompt.messages, field)
+    _check_tools(violations, prompt, scope)
+    _check_template_options(violations, prompt, scope)
+
+
+def check_constraints(violations: Violations, prompt: ChatPrompt, *, has_constraint: bool) -> None:
+    """Checks that no two fields say what the same text must match."""
+    if not has_constraint:
+        return
+    if prompt.response_format is not None:
+        violations.add("response_format", "is set, and sampling.constraint too; set one of them")
+    choice = prompt.tool_choice
+    if choice is not None and (choice.name or choice.mode == TOOL_CHOICE_MODE_REQUIRED):
+        violations.add("tool_choice", "asks for a call, which sampling.constraint may not allow; set one of them")
+
+
+def _check_calls(violations: Violations, messages: Sequence[ChatMessage], field: str) -> None:
+    """Calls are those of an assistant, and results are of calls that were made before."""
+    known: set[str] = set()
+    for position, message in enumerate(messages):
+        if violations.are_enough:
+            return
+        path = f"{field}[{position}]"
+        if message.tool_calls and message.role != _CALLER:
+            violations.add(f"{path}.tool_calls", f'is set for role "{shortened(message.role)}"; only {_CALLER} calls')
+        if message.reasoning is not None:
+            violations.check_text(f"{path}.reasoning", message.reasoning)
+        if violations.check_count(f"{path}.tool_calls", message.tool_calls, MAX_TOOLS):
+            ids = {call.id for call in message.tool_calls}
+            if len(ids) < len(message.tool_calls):
+                violations.add(f"{path}.tool_calls", "have two calls of one id; ids must be unique")
+            known |= ids
+        for number, call in enumerate(message.tool_calls[:MAX_TOOLS]):
+            where = f"{path}.tool_calls[{number}]"
+            if not call.id:
+                violations.add(f"{where}.id", "is empty; it must be the id by which the result refers to the call")
+            if not _NAME.fullmatch(call.name):
+                violations.add(f"{where}.name", f'is "{shortened(call.name)}"; {_NAME_RULE}')
+            if call.arguments and _object_in(call.arguments) is None:
+                violations.add(f"{where}.arguments", f"is {shortened(call.arguments)!r}; it must be a JSON object")
+        if message.tool_call_id is not None and message.tool_call_id not in known:
+            violations.add(
+                f"{path}.tool_call_id",
+                f'is "{shortened(message.tool_call_id)}"; no message before it has a call of that id',
+            )
+
+
+def _check_tools(violations: Violations, prompt: ChatPrompt, scope: str) -> None:
+    field = f"{scope}tools"
+    if not violations.check_count(field, prompt.tools, MAX_TOOLS):
+        return
+    names: set[str] = set()
+    for position, tool in enumerate(prompt.tools):
+        if violations.are_enough:
+            return
+        path = f"{field}[{position}]"
+        if not _NAME.fullmatch(tool.name):
+            violations.add(f"{path}.name", f'is "{shortened(tool.name)}"; {_NAME_RULE}')
+        elif tool.name in names:
+            violations.add(f"{path}.name", f'is "{tool.name}", as that of a tool before it; names must be unique')
+        names.add(tool.name)
+        _check_parameters(violations, f"{path}.parameters", tool)
+    choice = prompt.tool_choice
+    if choice is None:
+        return
+    if choice.WhichOneof("choice") == "name":
+        if choice.name not in names:
+            shown = ", ".join(sorted(names)[:10]) or "none"
+            violations.add("tool_choice.name", f'is "{shortened(choice.name)}"; the tools are: {shown}')
+    elif choice.mode not in ToolChoiceMode.values():
+        known = ", ".join(ToolChoiceMode.keys()[1:])
+        violations.add("tool_choice.mode", f"is {choice.mode}; it must be one of {known}")
+    elif choice.mode == TOOL_CHOICE_MODE_REQUIRED and not prompt.tools:
+        violations.add("tool_choice.mode", "requires a call, and there are no tools; set tools")
+
+
+def _check_parameters(violations: Violations, path: str, tool: Tool) -> None:
+    size = utf8_size(tool.parameters)
+    if size > MAX_TOOL_SCHEMA_BYTES:
+        violations.add(path, f"has {size:,} bytes; the max is {MAX_TOOL_SCHEMA_BYTES:,}")
+    elif tool.parameters:
+        schema = _object_in(tool.parameters)
+        if schema is None:
+            violations.add(path, f"is {shortened(tool.parameters)!r}; it must be a JSON schema, which is a JSON object")
+        elif schema.get("type", "object") != "object":
+            shown = shortened(json.dumps(schema["type"]))
+            violations.add(f"{path}.type", f"is {shown}; arguments are an object, so it must be object, or absent")
+
+
+def _check_template_options(violations: Violations, prompt: ChatPrompt, scope: str) -> None:
+    options = prompt.template_options
+    if options is None or not options.continue_final_message:
+        return
+    field = f"{scope}template_options.continue_final_message"
+    if options.add_generation_prompt:
+        violations.add(field, "is true, and add_generation_prompt too; an answer continues a message or begins one")
+    if prompt.messages and prompt.messages[-1].tool_calls:
+        violations.add(field, "is true, and the last message has tool calls; only text can be continued")
+
+
+def _object_in(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None where it is none."""
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return cast(dict[str, Any], value) if isinstance(value, dict) else None

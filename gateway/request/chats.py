@@ -1,0 +1,193 @@
+"""Chats as requests: the prompt, how the answer is read, and the constraint that tools and formats of answers make."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.request.types import ChatPrompt
+from gateway.text.chat import Chat
+from gateway.text.formats.answer import HARMONY, HARMONY_REASONING, THINKING_MARKS, AnswerFormat
+from gateway.text.formats.grammars import (
+    CallGrammar,
+    calls_or_answer,
+    constrained_calls,
+    format_of_forced_calls,
+    text_parameters,
+)
+from gateway.text.formats.harmony import AFTER_ANALYSIS, ANALYSIS, FINAL
+from gateway.text.formats.parser import OfferedTool
+from gateway.text.formats.thinking import Thinking
+from gateway.text.tokenizer import Tokenizer
+from quire.common.v1.common_pb2 import Constraint, StructuralTag
+from quire.constraints.json_schema import ConstraintError, read_schema
+from quire.gateway.v1.generation_pb2 import (
+    TOOL_CHOICE_MODE_NONE,
+    TOOL_CHOICE_MODE_REQUIRED,
+    Tool,
+    ToolChoice,
+)
+from quire.rpc.errors import InvalidArgument, invalid_field
+
+# Schemas of more characters are read in a thread.
+_INLINE_CHARACTERS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat as it is submitted. `constraint` is None where the caller's own holds, or none."""
+
+    token_ids: list[int]
+    answer_format: AnswerFormat
+    constraint: Constraint | None
+
+
+async def prepare_chat(prompt: ChatPrompt, chat: Chat, tokenizer: Tokenizer, *, is_constrained: bool) -> PreparedChat:
+    """The prompt and the constraint of a checked chat. `is_constrained`: the caller gave a constraint of all text.
+
+    Raises:
+        InvalidArgument: the template refuses the conversation, or tools and format cannot be had with this model.
+    """
+    text = await chat.render(prompt)
+    thinking = chat.thinking_after(prompt, text)
+    offered = _Offered.of(prompt)
+    answer_format = AnswerFormat(
+        _tool_format(chat, offered), chat.reasoning_format, thinking, offered.parsed if offered else ()
+    )
+    constraint = None
+    if not is_constrained:
+        size = sum(len(tool.parameters) for tool in prompt.tools)
+        if size <= _INLINE_CHARACTERS:
+            constraint = _constraint(prompt, offered, chat, tokenizer)
+        else:
+            constraint = await asyncio.to_thread(_constraint, prompt, offered, chat, tokenizer)
+    if constraint is not None and not constraint.HasField("begins_after"):
+        must_match = prompt.response_format is not None or (offered is not None and offered.is_forced)
+        opening = _set_beginning(constraint, answer_format, must_match=must_match)
+        if opening:
+            # Whether the model reasons is not left open: its reasoning is free, and what follows matches.
+            text += opening
+            answer_format = AnswerFormat(
+                answer_format.tool_format, answer_format.reasoning_format, Thinking.BEGUN, answer_format.tools
+            )
+    return PreparedChat(await chat.encode_text(text), answer_format, constraint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """The tools that may be called. With `is_forced` one of them must be; `is_single`: no more than once."""
+
+    tools: Sequence[tuple[int, Tool]]
+    is_forced: bool
+    is_single: bool
+
+    @classmethod
+    def of(cls, prompt: ChatPrompt) -> "_Offered | None":
+        choice = prompt.tool_choice or ToolChoice()
+        if not prompt.tools or choice.mode == TOOL_CHOICE_MODE_NONE:
+            return None
+        tools = list(enumerate(prompt.tools))
+        if choice.WhichOneof("choice") == "name":
+            return cls([(place, tool) for place, tool in tools if tool.name == choice.name], True, True)
+        return cls(tools, choice.mode == TOOL_CHOICE_MODE_REQUIRED, not prompt.parallel_tool_calls)
+
+    @property
+    def parsed(self) -> tuple[OfferedTool, ...]:
+        return tuple(OfferedTool(tool.name, text_parameters(tool.parameters)) for _, tool in self.tools)
+
+    @property
+    def grammars(self) -> list[CallGrammar]:
+        """Raises InvalidArgument for a schema that must be matched, and cannot be enforced."""
+        return [self._grammar(place, tool) for place, tool in self.tools]
+
+    def _grammar(self, place: int, tool: Tool) -> CallGrammar:
+        if not tool.parameters:
+            return CallGrammar(tool.name, '{"type": "object", "properties": {}, "additionalProperties": false}')
+        if tool.HasField("strict") and not tool.strict and not self.is_forced:
+            return CallGrammar(tool.name)
+        try:
+            read_schema(f"tools[{place}].parameters", tool.parameters)
+        except ConstraintError as error:
+            if self.is_forced or tool.strict:
+                raise invalid_field(error.field, error.description) from error
+            # What cannot be enforced is left to the model, unless the caller insists.
+            return CallGrammar(tool.name)
+        return CallGrammar(tool.name, tool.parameters)
+
+
+def _tool_format(chat: Chat, offered: _Offered | None) -> str | None:
+    if offered is None:
+        return None
+    if offered.is_forced:
+        return format_of_forced_calls(chat.tool_format)
+    if chat.tool_format is None:
+        raise InvalidArgument(
+            "tools cannot be used: the form in which this model writes calls is not known by its chat template; set "
+            "tool_choice to required or to a tool, or start the gateway with --tool-call-parser",
+            reason="NO_TOOL_FORMAT",
+        )
+    return chat.tool_format
+
+
+def _constraint(prompt: ChatPrompt, offered: _Offered | None, chat: Chat, tokenizer: Tokenizer) -> Constraint | None:
+    template = "" if chat.template is None else chat.template.source
+    answer = prompt.response_format
+    if offered is None:
+        return _copied(answer)
+    calls = constrained_calls(
+        chat.tool_format, offered.grammars, template, is_forced=offered.is_forced, is_single=offered.is_single
+    )
+    if offered.is_forced or answer is None:
+        return calls
+    both = None
+    if chat.tool_format == HARMONY and calls is not None and answer.WhichOneof("kind") == "json_schema":
+        calls.structural_tags.tags.append(StructuralTag(begin=FINAL, json_schema=answer.json_schema))
+        calls.structural_tags.required = True
+        both = calls
+    elif calls is not None:
+        both = calls_or_answer(
+            chat.tool_format,
+            offered.grammars,
+            template,
+            answer,
+            tokenizer.special_tokens,
+            is_single=offered.is_single,
+        )
+    if both is None:
+        raise invalid_field(
+            "response_format", "cannot be had together with tools that the model may call; leave one of the two out"
+        )
+    return both
+
+
+def _copied(answer: Constraint | None) -> Constraint | None:
+    if answer is None:
+        return None
+    constraint = Constraint()
+    constraint.CopyFrom(answer)
+    return constraint
+
+
+def _set_beginning(constraint: Constraint, answer_format: AnswerFormat, *, must_match: bool) -> str:
+    """Sets where a constraint begins; returns what the prompt must have at its end, so that it does.
+
+    A model that may reason, or not, would otherwise go without the constraint, or without its reasoning.
+    """
+    if answer_format.reasoning_format == HARMONY_REASONING:
+        is_answer = constraint.WhichOneof("kind") != "structural_tags"
+        if is_answer:
+            constraint.begins_after = FINAL
+            return ""
+        if constraint.structural_tags.no_free_text:
+            constraint.begins_after = AFTER_ANALYSIS
+            return ANALYSIS
+        return ""
+    marks = THINKING_MARKS.get(answer_format.reasoning_format or "")
+    if marks is None or answer_format.thinking is Thinking.NONE:
+        return ""
+    if answer_format.thinking is Thinking.BEGUN:
+        constraint.begins_after = marks.end
+        return ""
+    if must_match:
+        constraint.begins_after = marks.end
+        return marks.opening
+    return ""
