@@ -108,11 +108,13 @@ class Dialect:
         names_events: Whether each event of a stream has the `type` of its object as its name, as in OpenAI's responses
             and Anthropic's messages. Otherwise events have no names, and [DONE] is the last one.
         error_event: The object that says an error in a stream; None where it is the same.
+        id_headers: The headers of an answer that have the id of its call.
     """
 
     error: Callable[[ErrorAnswer], Mapping[str, Any]]
     names_events: bool = False
     error_event: Callable[[ErrorAnswer], Mapping[str, Any]] | None = None
+    id_headers: tuple[str, ...] = ("x-request-id",)
 
     def error_body(self, answer: ErrorAnswer) -> bytes:
         return as_json(self.error(answer))

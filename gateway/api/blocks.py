@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from gateway.replicas.events import Chunk, GeneratedSequence
-from gateway.text.formats.output import Output
+from gateway.text.formats.output import Output, ToolCallDelta
 
 
 class BlockKind(Enum):
@@ -92,7 +92,10 @@ class Blocks:
 
 def output_of(part: Chunk | GeneratedSequence) -> Output:
     """What a part of an answer adds to it."""
-    return Output(part.text)
+    if isinstance(part, Chunk):
+        return Output(part.text, part.reasoning, part.tool_calls)
+    calls = [ToolCallDelta(place, call.id, call.name, call.arguments) for place, call in enumerate(part.tool_calls)]
+    return Output(part.text, part.reasoning, tuple(calls))
 
 
 def blocks_of(sequence: GeneratedSequence) -> list[Block]:

@@ -88,7 +88,7 @@ class Call(Protocol):
 def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
     """The answer to a call. `keep_alive_s` is the longest silence of a stream; 0 sets no limit."""
     # An id that will be refused may have characters that no header can hold, or be too long for one.
-    headers = {"x-request-id": call.id} if _HEADER_VALUE.fullmatch(call.id) else {}
+    headers = dict.fromkeys(call.dialect.id_headers, call.id) if _HEADER_VALUE.fullmatch(call.id) else {}
     names = partial(call.param_name, 0)
     if not call.streams:
         return WholeResponse(partial(_whole, generator, call), names, headers, call.dialect)

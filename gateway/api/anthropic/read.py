@@ -18,9 +18,14 @@ from quire.common.v1.common_pb2 import Constraint, SamplingParameters, StoppingP
 from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
 
 _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
-_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.parameters")
+_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.parameters(.*)")
 _STOP = re.compile(r"stopping\.stop(\[\d+\])?")
-_FORMAT, _EFFORT, _THINKING = "output_config.format", "output_config.effort", "thinking"
+_FORMAT = "output_config.format"
+_TEMPLATE_ARGUMENTS = {
+    "template_options.arguments.enable_thinking": "thinking",
+    "template_options.arguments.reasoning_effort": "output_config.effort",
+    "tool_choice.mode": "tool_choice.type",
+}
 
 
 class _Block(Part):
@@ -227,8 +232,9 @@ def _texts(blocks: Sequence[Part]) -> list[str]:
     return [block.text for block in blocks if isinstance(block, TextBlock)]
 
 
-def prompt_of(body: TokensBody, conversation: Conversation) -> ChatPrompt:
-    """The prompt of a checked body. If the assistant spoke last, the answer goes on with that message."""
+def prompt_of(body: TokensBody, conversation: Conversation, *, always_reasons: bool) -> ChatPrompt:
+    """The prompt of a checked body. If the assistant spoke last, the answer goes on with that message. A model that
+    `always_reasons` need not be told to."""
     choice = body.tool_choice
     return ChatPrompt(
         conversation.prompt,
@@ -236,37 +242,36 @@ def prompt_of(body: TokensBody, conversation: Conversation) -> ChatPrompt:
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         response_format=_constraint(body.output_config),
-        template_options=_template_options(body, continues=conversation.ends_with_answer),
+        template_options=_template_options(
+            body, continues=conversation.ends_with_answer, always_reasons=always_reasons
+        ),
     )
 
 
-def options_of(body: MessageBody, conversation: Conversation, request_id: str) -> RequestOptions:
-    """The request that a checked body makes."""
+def options_of(body: MessageBody, prompt: ChatPrompt, request_id: str) -> RequestOptions:
+    """The request that a checked body makes with its prompt."""
     as_written: dict[str, Any] = {}
     sampling, stopping = SamplingParameters(), StoppingParameters()
     for name in ("temperature", "top_p", "top_k"):
         write(sampling, f"sampling.{name}", getattr(body, name), as_written)
     write(stopping, "stopping.max_tokens", body.max_tokens, as_written)
     write(stopping, "stopping.stop", body.stop_sequences, as_written)
-    prompt = prompt_of(body, conversation)
     return RequestOptions(prompt, body.model or None, sampling, stopping, as_written=as_written, request_id=request_id)
 
 
-def param_name(body: TokensBody, conversation: Conversation, field: str) -> str:
+def param_name(conversation: Conversation, field: str) -> str:
     """The name in the body of a field of the validator."""
     if (path := conversation.path_of(field)) is not None:
         return path
     if (match := _TOOL_FIELD.fullmatch(field)) is not None:
-        return f"{match[1]}.input_schema"
+        return f"{match[1]}.input_schema{match[2]}"
     if (match := _STOP.fullmatch(field)) is not None:
         return f"stop_sequences{match[1] or ''}"
     if field.startswith(("response_format", "sampling.constraint")):
         return _FORMAT
-    if field.startswith("template_options"):
-        if conversation.ends_with_answer:
-            return conversation.last_path
-        return _THINKING if body.thinking is not None else _EFFORT
-    return _GROUPS.sub("", field)
+    if field.startswith("template_options.continue_final_message"):
+        return conversation.last_path
+    return _TEMPLATE_ARGUMENTS.get(field) or _GROUPS.sub("", field)
 
 
 def _tool(tool: ToolDefinition) -> Tool:
@@ -298,12 +303,15 @@ def _constraint(config: OutputConfig | None) -> Constraint | None:
     return Constraint(json_schema=to_json(config.format.schema_).decode())
 
 
-def _template_options(body: TokensBody, *, continues: bool) -> TemplateOptions:
+def _template_options(body: TokensBody, *, continues: bool, always_reasons: bool) -> TemplateOptions:
     options = TemplateOptions()
     if continues:
         options.continue_final_message, options.add_generation_prompt = True, False
-    if body.thinking is not None and body.thinking.type != "adaptive":
-        options.arguments.update({"enable_thinking": body.thinking.type == "enabled"})
+    match body.thinking:
+        case ThinkingConfig(type="disabled"):
+            options.arguments.update({"enable_thinking": False})
+        case ThinkingConfig(type="enabled") if not always_reasons:
+            options.arguments.update({"enable_thinking": True})
     if body.output_config is not None and body.output_config.effort is not None:
         options.arguments.update({"reasoning_effort": body.output_config.effort})
     return options

@@ -36,6 +36,13 @@ def dialect_of(path: str) -> Dialect:
     return ANTHROPIC if path == _PATH or path.startswith(f"{_PATH}/") else OPENAI
 
 
+def _always_reasons(generator: Generator) -> bool:
+    """Whether the model reasons, and its chat template cannot switch that off."""
+    chat = generator.model.chat
+    switches = chat.template is not None and "enable_thinking" in chat.template.variables
+    return chat.reasoning_format is not None and not switches
+
+
 class MessageCall:
     """One message. See gateway.api.calls.Call."""
 
@@ -50,10 +57,11 @@ class MessageCall:
         self._conversation = conversation_of(body)
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
-        return [options_of(self._body, self._conversation, self.id)]
+        prompt = prompt_of(self._body, self._conversation, always_reasons=_always_reasons(generator))
+        return [options_of(self._body, prompt, self.id)]
 
     def param_name(self, position: int, field: str) -> str:
-        return param_name(self._body, self._conversation, field)
+        return param_name(self._conversation, field)
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> MessageShaper:
         thinking = self._body.thinking
@@ -75,10 +83,10 @@ def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_
         body = await parse_body(TokensBody, await read_body(request, body_limits), body_limits)
         conversation = conversation_of(body)
         try:
-            prompt = prompt_of(body, conversation)
+            prompt = prompt_of(body, conversation, always_reasons=_always_reasons(generator))
             tokenized = await texts.tokenize(body.model or None, prompt, add_special_tokens=False)
         except QuireError as error:
-            raise renamed(error, lambda field: param_name(body, conversation, field.removeprefix("chat."))) from error
+            raise renamed(error, lambda field: param_name(conversation, field.removeprefix("chat."))) from error
         return JSONResponse({"input_tokens": len(tokenized.token_ids)})
 
     return [

@@ -22,7 +22,7 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_STOP_REASONS = {FinishReason.LENGTH: "max_tokens"}
+_STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
 
 
 class AnthropicErrorDetail(BaseModel):
@@ -43,7 +43,7 @@ def _error(answer: ErrorAnswer) -> dict[str, Any]:
     return AnthropicError(error=detail).model_dump()
 
 
-ANTHROPIC = Dialect(_error, names_events=True)
+ANTHROPIC = Dialect(_error, names_events=True, id_headers=("x-request-id", "request-id"))
 
 
 class MessageShaper:

@@ -33,7 +33,7 @@ _RENAMED = {
     "stopping.max_tokens": "max_output_tokens",
     "output.logprobs": "top_logprobs",
     "messages": "input",
-    "template_options.arguments": "reasoning.effort",
+    "tool_choice.mode": "tool_choice",
 }
 _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
 _UNION_TYPES = {"tool_choice": 'a string or {"type": "function", "name": ...}'}
@@ -333,6 +333,8 @@ def param_name(conversation: Conversation, field: str) -> str:
         return path
     if field.startswith(("response_format", "sampling.constraint")):
         return "text.format"
+    if field.startswith("template_options"):
+        return "reasoning.effort"
     return _RENAMED.get(field) or _GROUPS.sub("", field)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.api.anthropic.read import MessageBody, conversation_of, options_of, param_name, parse_body
+from gateway.api.anthropic.read import MessageBody, conversation_of, options_of, param_name, parse_body, prompt_of
 from gateway.request.types import ChatMessage
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
@@ -22,7 +22,7 @@ async def read(**fields):
 
 async def options(**fields):
     body = await read(**fields)
-    return options_of(body, conversation_of(body), "msg_1")
+    return options_of(body, prompt_of(body, conversation_of(body), always_reasons=False), "msg_1")
 
 
 async def test_blocks_are_a_conversation():
@@ -50,7 +50,7 @@ async def test_blocks_are_a_conversation():
         ChatMessage("tool", "", tool_call_id="t2"),
         ChatMessage("user", "And?"),
     ]
-    paths = [param_name(body, conversation, f"messages[{position}].content") for position in range(6)]
+    paths = [param_name(conversation, f"messages[{position}].content") for position in range(6)]
     assert paths == ["system", "messages[0]", "messages[2]", "messages[3]", "messages[3]", "messages[3]"]
 
 
@@ -89,6 +89,21 @@ async def test_a_last_message_of_the_assistant_is_continued():
     assert made.prompt.template_options.continue_final_message
     assert not made.prompt.template_options.add_generation_prompt
     assert not (await options()).prompt.template_options.ListFields()
+
+
+@pytest.mark.parametrize(
+    ("thinking", "always_reasons", "arguments"),
+    [
+        ("enabled", False, {"enable_thinking": True}),
+        ("enabled", True, {}),
+        ("disabled", True, {"enable_thinking": False}),
+        ("adaptive", False, {}),
+    ],
+)
+async def test_a_model_that_always_reasons_is_not_told_to(thinking, always_reasons, arguments):
+    body = await read(thinking={"type": thinking})
+    prompt = prompt_of(body, conversation_of(body), always_reasons=always_reasons)
+    assert dict(prompt.template_options.arguments) == arguments
 
 
 async def test_hints_are_accepted():
@@ -141,7 +156,10 @@ async def test_names_of_the_validator_are_those_of_the_body():
         "sampling.top_k": "top_k",
         "tools[1].parameters": "tools[1].input_schema",
         "response_format.json_schema": "output_config.format",
-        "template_options.arguments": "thinking",
+        "template_options.arguments.enable_thinking": "thinking",
+        "template_options.arguments.reasoning_effort": "output_config.effort",
+        "tools[1].parameters.type": "tools[1].input_schema.type",
+        "tool_choice.mode": "tool_choice.type",
         "messages": "messages",
     }
-    assert {field: param_name(body, conversation, field) for field in names} == names
+    assert {field: param_name(conversation, field) for field in names} == names
