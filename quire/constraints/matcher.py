@@ -5,10 +5,9 @@ process, allow the same next tokens.
 """
 
 import json
-from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -27,7 +26,7 @@ Mask = NDArray[np.int32]
 _LIMITS = LLParserLimits(
     max_items_in_row=1_000,
     initial_lexer_fuel=500_000,
-    step_lexer_fuel=60_000,
+    step_lexer_fuel=120_000,
     step_max_items=20_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
@@ -42,7 +41,15 @@ _KEPT_MASKS = 256
 
 
 class Vocabulary:
-    """The tokens of a model, as constraints see them: ids, the bytes that they stand for, and which are special."""
+    """The tokens of a model, as constraints see them.
+
+    Attributes:
+        special_tokens: ids by text.
+        num_words: of a mask.
+        eos: the ids that end a text.
+        token_bytes: the bytes that each token stands for; those of a special token are its text.
+        all_tokens: a mask.
+    """
 
     def __init__(self, tokenizer: Mapping[str, Any], size: int | None, eos_token_ids: Sequence[int]) -> None:
         """`tokenizer` is the content of tokenizer.json, `size` the width of the logits; None where it does not matter.
@@ -55,7 +62,11 @@ class Vocabulary:
         self.tokenizer = _open(tokenizer, size, eos_token_ids)
         self.num_words = -(-self.tokenizer.vocab_size // 32)
         self.eos = frozenset(self.tokenizer.eos_tokens)
+        self.token_bytes = [self.tokenizer.decode_bytes([each]) for each in range(self.tokenizer.vocab_size)]
+        self._order = sorted(range(len(self.token_bytes)), key=self.token_bytes.__getitem__)
+        self._sorted_bytes = [self.token_bytes[each] for each in self._order]
         self._masks: dict[frozenset[int], Mask] = {}
+        self.all_tokens = self.mask_of(range(len(self.token_bytes)))
 
     @classmethod
     def of_model(cls, directory: ModelDirectory, size: int | None) -> Self:
@@ -68,22 +79,6 @@ class Vocabulary:
         content = json.loads(directory.tokenizer_file().read_text(encoding="utf-8"))
         return cls(content, size, directory.eos_token_ids)
 
-    @cached_property
-    def token_bytes(self) -> list[bytes]:
-        """The bytes of each token; those of a special token are its text."""
-        return [self.tokenizer.decode_bytes([token_id]) for token_id in range(self.tokenizer.vocab_size)]
-
-    @cached_property
-    def sorted_bytes(self) -> tuple[list[bytes], NDArray[np.int64]]:
-        """The bytes of all tokens in order, and the tokens that they belong to."""
-        texts = self.token_bytes
-        order = sorted(range(len(texts)), key=texts.__getitem__)
-        return [texts[token_id] for token_id in order], np.array(order)
-
-    @cached_property
-    def all_tokens(self) -> Mask:
-        return self.mask_of(range(self.tokenizer.vocab_size))
-
     def mask_of_set(self, token_ids: frozenset[int]) -> Mask:
         """`mask_of`, kept: requests have the same few sets."""
         if (mask := self._masks.get(token_ids)) is None:
@@ -91,6 +86,13 @@ class Vocabulary:
                 self._masks.clear()
             mask = self._masks[token_ids] = self.mask_of([each for each in token_ids if each < self.num_words * 32])
         return mask
+
+    def longer_than(self, beginning: bytes) -> Iterator[int]:
+        """The tokens that begin with these bytes and go on."""
+        place = bisect_right(self._sorted_bytes, beginning)
+        while place < len(self._order) and self._sorted_bytes[place].startswith(beginning):
+            yield self._order[place]
+            place += 1
 
     def mask_of(self, token_ids: Collection[int]) -> Mask:
         """A mask of these tokens alone."""
@@ -129,6 +131,13 @@ class _FreeText:
         self._vocabulary = vocabulary
         self._masks: dict[bytes, Mask] = {}
         self._longest = max(len(text) for text, _ in self.markers)
+        # Tokens with a whole marker before their end.
+        self._containing = [
+            token_id
+            for marker, _ in self.markers
+            for token_id, text in enumerate(vocabulary.token_bytes)
+            if len(text) > len(marker) and marker in text[:-1]
+        ]
 
     def advance(self, tail: bytes, token: bytes) -> tuple[bytes, int | None, bool]:
         """The tail after a token, the state that follows a marker that is complete, and whether the token goes on."""
@@ -154,30 +163,12 @@ class _FreeText:
             self._masks[tail] = mask
         return mask
 
-    @cached_property
-    def _containing(self) -> list[int]:
-        """Tokens with a whole marker before their end."""
-        texts = self._vocabulary.token_bytes
-        return [
-            token_id
-            for marker, _ in self.markers
-            for token_id, text in enumerate(texts)
-            if len(text) > len(marker) and marker in text[:-1]
-        ]
-
     def _beyond(self, tail: bytes) -> list[int]:
         found = list(self._containing)
-        texts, token_ids = self._vocabulary.sorted_bytes
         for marker, _ in self.markers:
             for length in range(1, min(len(tail), len(marker) - 1) + 1):
-                if not marker.startswith(tail[-length:]):
-                    continue
-                rest = marker[length:]
-                place = bisect_left(texts, rest)
-                while place < len(texts) and texts[place].startswith(rest):
-                    if len(texts[place]) > len(rest):
-                        found.append(int(token_ids[place]))
-                    place += 1
+                if marker.startswith(tail[-length:]):
+                    found += self._vocabulary.longer_than(marker[length:])
         return found
 
 
@@ -211,12 +202,17 @@ def _compiled(part: Part, vocabulary: Vocabulary) -> _PartState:
         matcher.compute_bitmask()
         matcher.reset()
     if matcher.is_error():
-        raise ConstraintError(part.field, f"cannot be enforced: {_one_line(matcher.get_error())}")
+        raise ConstraintError(part.field, f"cannot be enforced: {_explained(matcher.get_error())}")
     return _PartState(matcher, part.then)
 
 
-def _one_line(error: str) -> str:
-    text = " ".join(error.split("<state>")[0].split())
+def _explained(error: str) -> str:
+    """An error of the library in one line; those that mean a limit or nothing at all in words."""
+    text = " ".join(error.replace("<non-verbose/>", "").split("<state>")[0].split())
+    if "NoExtension" in text:
+        return "no text of the model's tokens matches it"
+    if "too many" in text.lower():
+        return f"it is too large or too ambiguous: {text.split('; try')[0]:.120}"
     return text if len(text) <= _SHOWN_ERROR else text[: _SHOWN_ERROR - 3] + "..."
 
 
@@ -297,7 +293,7 @@ class Matcher:
 
     def _fail(self, token_id: int) -> None:
         grammar = self._grammar
-        reason = _one_line(grammar.get_error()) if grammar is not None and grammar.is_error() else ""
+        reason = _explained(grammar.get_error()) if grammar is not None and grammar.is_error() else ""
         self.error = f"token {token_id} cannot follow the tokens before it" + (f": {reason}" if reason else "")
 
     @property
@@ -329,7 +325,7 @@ class Matcher:
         """
         grammar, vocabulary = self._grammar, self._template.vocabulary
         if self.error is None and grammar is not None and grammar.is_error():
-            self.error = f"no token can follow: {_one_line(grammar.get_error())}"
+            self.error = f"no token can follow: {_explained(grammar.get_error())}"
         if self.error is not None:
             mask[:] = 0
             return

@@ -1,0 +1,73 @@
+"""A thousand answers of models with random weights and every kind of tokenizer: valid where they ended by themselves,
+and the beginning of a valid one where they ended by their length."""
+
+import asyncio
+import json
+
+import jsonschema
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.grammar_schemas import all_schemas
+from quire.client import Constraint, FinishReason, GenerationOptions
+from quire.common.v1 import common_pb2
+from tests.support.constraints import EOS, TOKENIZERS, make_template, mask_of
+from tests.support.models import randomize
+from tests.support.serving import serving
+
+pytestmark = pytest.mark.extended
+
+SEEDS = range(6)
+MAX_TOKENS = 160
+# Random models would otherwise write texts of any length.
+BRIEF = ('"', "}", "]", ",")
+
+
+def write_model(directory, tokenizer) -> None:
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512,
+        bos_token_id=None, eos_token_id=tokenizer.token_to_id(EOS), pad_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    randomize(model, 0)
+    model.save_pretrained(directory)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+async def test_answers_match_their_schemas(kind, tmp_path) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    write_model(tmp_path, tokenizer)
+    ids = [tokenizer.encode(text, add_special_tokens=False).ids[-1] for text in BRIEF]
+    num_ended = num_cut = 0
+    async with serving(model=str(tmp_path), dtype="float32", num_gpu_blocks=2048, max_num_seqs=64) as served:
+        for name, schema in all_schemas().items():
+            constraint = Constraint(json_schema=json.dumps(schema))
+            options = [
+                GenerationOptions(
+                    temperature=1.0,
+                    seed=seed,
+                    max_tokens=MAX_TOKENS,
+                    constraint=constraint,
+                    logit_bias=dict.fromkeys(ids, float(seed)),
+                )
+                for seed in SEEDS
+            ]
+            answers = await asyncio.gather(*(served.client.generate([3, 4, 5], each) for each in options))
+            template = make_template(common_pb2.Constraint(json_schema=json.dumps(schema)), kind)
+            for answer in answers:
+                (sequence,) = answer.sequences
+                if sequence.finish_reason == FinishReason.STOP:
+                    num_ended += 1
+                    jsonschema.validate(json.loads(sequence.text), schema, jsonschema.Draft202012Validator)
+                else:
+                    num_cut += 1
+                    matcher = template.matcher(tuple(template.vocabulary.eos))
+                    for token_id in sequence.token_ids:
+                        matcher.consume(token_id)
+                    assert mask_of(matcher, template.vocabulary).any(), (name, sequence.text, matcher.error)
+    assert num_ended + num_cut == len(SEEDS) * len(all_schemas())
+    # 3 kinds x 6 seeds x 66 schemas.
+    assert num_ended > 200, (num_ended, num_cut)

@@ -1,0 +1,198 @@
+"""Constraints are compiled on trial: verdicts, bounds of time and memory, turns of tenants."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+
+import pytest
+
+from gateway.request import constraints as checking
+from gateway.request.constraints import ConstraintChecker, FairTurns
+from quire.common.v1.common_pb2 import Choice, Constraint
+from quire.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable
+from tests.support.processes import until_true
+from tests.support.tokenizers import byte_level, write_model_directory
+
+# A string of distinct words: nothing in it repeats.
+ENUM_OF_1_MB = json.dumps({"enum": [f"{index * 7919:07d}-entry" for index in range(40_000)]})
+HOSTILE = {
+    "nested quantifiers": Constraint(regex="((((a{1,100}){1,100}){1,100}){1,100}){1,100}b"),
+    "a counted class": Constraint(regex="(.{1,5000}[a-z]){1,5000}x{5000}"),
+    "an ambiguous regex": Constraint(regex="(a|a|aa|a?){0,2000}(.*a.{300}|.*b.{300}){20}"),
+    "a cycle of references": Constraint(json_schema='{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),
+    "a cycle with siblings": Constraint(
+        json_schema='{"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}], "type": "object"}}}'
+    ),
+    "depth of 10,000": Constraint(json_schema='{"items":' * 10_000 + "true" + "}" * 10_000),
+    "brackets of 200,000": Constraint(json_schema="[" * 200_000),
+    "references that double": Constraint(
+        json_schema=json.dumps(
+            {
+                "$ref": "#/$defs/n0",
+                "$defs": {f"n{n}": {"allOf": [{"anyOf": [{"$ref": f"#/$defs/n{n + 1}"}] * 2}] * 2} for n in range(40)}
+                | {"n40": {"type": "integer"}},
+            }
+        )
+    ),
+    "a grammar of nothing": Constraint(lark="start: start"),
+    "an ambiguous grammar": Constraint(lark='start: a a a a a\na: a a | "x" | a a a |'),
+    "parentheses of a grammar": Constraint(lark="start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "more than a megabyte": Constraint(regex="a" * (1 << 20) + "b"),
+}
+
+
+@pytest.fixture
+async def checker(tmp_path):
+    directory = write_model_directory(tmp_path / "m", byte_level())
+    checker = ConstraintChecker(directory)
+    yield checker
+    checker.close()
+
+
+async def test_what_can_be_enforced_passes_and_the_rest_is_refused_by_field(checker) -> None:
+    await checker.check(Constraint(regex="[0-9]+"), "a")
+    await checker.check(Constraint(choice=Choice(texts=["yes", "no"])), "a")
+    with pytest.raises(InvalidArgument, match="unclosed group") as refused:
+        await checker.check(Constraint(regex="(a"), "a")
+    assert [each.field for each in refused.value.violations] == ["sampling.constraint.regex"]
+    with pytest.raises(InvalidArgument, match="has no kind") as refused:
+        await checker.check(Constraint(), "a")
+    assert [each.field for each in refused.value.violations] == ["sampling.constraint"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_constraint_is_refused_and_harms_no_other(checker, name) -> None:
+    hostile = asyncio.create_task(checker.check(HOSTILE[name], "attacker"))
+    await checker.check(Constraint(regex="[a-z]{1,3}"), "other")
+    with pytest.raises(InvalidArgument) as refused:
+        await hostile
+    assert len(refused.value.message) < 1000
+    assert refused.value.violations[0].field.startswith("sampling.constraint")
+    await checker.check(Constraint(regex="[a-z]{2,3}"), "other")
+
+
+async def test_a_megabyte_of_enum_is_compiled_or_refused(checker) -> None:
+    """That depends on the vocabulary, and harms nobody."""
+    with contextlib.suppress(InvalidArgument):
+        await checker.check(Constraint(json_schema=ENUM_OF_1_MB), "a")
+    await checker.check(Constraint(regex="[a-z]{2,3}"), "other")
+
+
+async def test_what_takes_too_long_is_ended(checker) -> None:
+    slow = {"type": "object", "properties": {f"name_{index}": {"type": "string"} for index in range(8000)}}
+    with pytest.raises(InvalidArgument, match="processor time to compile"):
+        await checker.check(Constraint(json_schema=json.dumps(slow)), "a")
+
+
+async def test_a_verdict_is_kept_by_content(checker, monkeypatch) -> None:
+    constraint = Constraint(regex="(a")
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="unclosed group"):
+            await checker.check(constraint, "a")
+        # What is known needs no process.
+        monkeypatch.setattr(checker, "_trial", None)
+
+
+async def test_kept_verdicts_are_bounded_and_the_tenant_with_most_loses_first(checker, monkeypatch) -> None:
+    monkeypatch.setattr(checking, "MAX_KEPT", 5)
+    await checker.check(Constraint(regex="quiet"), "quiet")
+    for index in range(12):
+        await checker.check(Constraint(regex=f"busy {index}"), "busy")
+    assert {tenant: len(kept) for tenant, kept in checker._kept.items()} == {"quiet": 1, "busy": 4}
+
+
+async def test_equal_constraints_at_once_are_compiled_once(checker) -> None:
+    calls = []
+    verdict = checker._trial.verdict
+
+    async def counted(content: bytes):
+        calls.append(content)
+        return await verdict(content)
+
+    checker._trial.verdict = counted
+    await asyncio.gather(*(checker.check(Constraint(regex="x+"), "a") for _ in range(5)))
+    assert len(calls) == 1
+
+
+async def test_a_process_that_dies_is_started_again(checker) -> None:
+    await checker.check(Constraint(regex="a"), "a")
+    process = checker._trial._process
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    await until_true(lambda: checker._trial._reader is None)
+    await checker.check(Constraint(regex="b"), "a")
+    assert checker._trial._process.pid != process.pid
+
+
+async def test_constraints_under_trial_when_the_process_dies_fail_as_unavailable(checker) -> None:
+    await checker.check(Constraint(regex="a"), "a")
+    os.kill(checker._trial._process.pid, signal.SIGSTOP)
+    waiting = asyncio.create_task(checker.check(Constraint(regex="b"), "a"))
+    await until_true(lambda: bool(checker._trial._answers))
+    os.kill(checker._trial._process.pid, signal.SIGKILL)
+    with pytest.raises(Unavailable, match="try again"):
+        await waiting
+
+
+async def test_a_tokenizer_that_cannot_be_read_refuses_every_constraint(tmp_path) -> None:
+    directory = write_model_directory(tmp_path / "m", byte_level())
+    content = json.loads((directory / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps({**content, "decoder": None}))
+    checker = ConstraintChecker(directory)
+    with pytest.raises(InvalidArgument, match="cannot be enforced with the tokenizer of this model"):
+        await checker.check(Constraint(regex="a"), "a")
+    checker.close()
+
+
+async def test_tenants_take_turns() -> None:
+    turns, gate, order = FairTurns(1, 10, 10), asyncio.Event(), []
+
+    async def work(name: str) -> None:
+        order.append(name)
+        await gate.wait()
+
+    async def run(tenant: str, name: str) -> None:
+        await turns.run(tenant, lambda: work(name))
+
+    names = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("b", "b2")]
+    tasks = []
+    for tenant, name in names:
+        tasks.append(asyncio.create_task(run(tenant, name)))
+        await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert order == ["a1", "a2", "b1", "a3", "b2"]
+
+
+async def test_too_many_waiting_constraints_are_refused_with_a_time_to_come_back() -> None:
+    turns, gate = FairTurns(1, 3, 2), asyncio.Event()
+
+    async def work() -> None:
+        await gate.wait()
+
+    tasks = [asyncio.create_task(turns.run("a", work)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted) as refused:
+        await turns.run("a", work)
+    assert refused.value.retry_after_ms
+    other = asyncio.create_task(turns.run("b", work))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*tasks, other)
+
+
+async def test_one_that_leaves_the_queue_gives_its_turn_on() -> None:
+    turns, gate = FairTurns(1, 3, 3), asyncio.Event()
+
+    async def work() -> None:
+        await gate.wait()
+
+    first, second, third = (asyncio.create_task(turns.run("a", work)) for _ in range(3))
+    await asyncio.sleep(0)
+    second.cancel()
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(first, third), timeout=10)
+    with pytest.raises(asyncio.CancelledError):
+        await second
