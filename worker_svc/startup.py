@@ -129,8 +129,11 @@ def make_worker(
     limits = WorkerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, MAX_LOGPROBS)
     pool = _make_pool(model, geometry, limits, settings)
     # The masks of a step are made while a GPU runs the model, or beside it on the same processors.
-    num_threads = 1 if model.device.type == "cpu" else max(1, num_processors() // 2)
-    matchers = None if templates is None else RowMatchers(templates, num_threads)
+    on_host = model.device.type == "cpu"
+    num_threads, host_width = (1, model.vocab_size) if on_host else (max(1, num_processors() // 2), None)
+    matchers = None
+    if templates is not None:
+        matchers = RowMatchers(templates, num_threads=num_threads, host_width=host_width)
     runner = ModelRunner(model, pool, geometry, limits, matchers=matchers)
     if with_graphs:
         record_cuda_graphs(runner, model.device)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.sampling.truncation import CHUNK, lowest_kept, most_likely, padded_width
+from worker_svc.sampling.truncation import CHUNK, exponential, lowest_kept, most_likely, padded_width
 from worker_svc.streams import to_device
 
 _ROUNDS = 10
@@ -76,7 +76,7 @@ def _sample(
     scores = (logits - highest[:, None]).div_(temperature[:, None])
     padded = torch.zeros((len(scores), padded_width(vocab_size)), device=device)
     weights = padded[:, :vocab_size]
-    torch.exp(scores, out=weights)
+    exponential(scores, out=weights)
     floor = lowest_kept(scores, weights, columns)
     if floor is not None:
         # Measured for 64 rows of 32,000: 1.2 ms; 6 ms by masked_fill. The scores are not needed any more.

@@ -26,6 +26,7 @@ CHUNK = 256
 # vocabulary takes longer than the rest of the sampler. An accelerator sorts fast, and the host would have to wait for
 # it to know whether these were enough.
 _HEADS = (256, 2048)
+_LOG2_E = float(np.log2(np.e))
 
 
 def lowest_kept(scores: Tensor, weights: Tensor, columns: SamplingColumns) -> Tensor | None:
@@ -55,6 +56,16 @@ def _min_p_floor(columns: SamplingColumns, device: torch.device) -> Tensor:
     """A token needs at least min_p times the probability of the most likely one, whose score is 0."""
     with np.errstate(divide="ignore"):
         return to_device(np.log(columns.min_p), device)
+
+
+def exponential(scores: Tensor, out: Tensor | None = None) -> Tensor:
+    """e to the power of scores that are at most 0, by powers of two.
+
+    Measured on two cores for 64 rows of 128,000: as fast as torch's `exp`, and where half of the scores are -infinity,
+    as after a constraint, a quarter of its time, which leaves its fast path there.
+    """
+    scaled = torch.mul(scores, _LOG2_E, out=out)
+    return torch.exp2(scaled, out=scaled)
 
 
 def _rank_floor(scores: Tensor, weights: Tensor, columns: SamplingColumns, floor: Tensor) -> Tensor:
@@ -116,7 +127,7 @@ class _Head:
     def of(cls, scores: Tensor, width: int, top_k: Tensor, floor: Tensor) -> "_Head":
         head = best_scores(scores, width)
         is_possible = (torch.arange(width, device=scores.device) < top_k[:, None]) & (head >= floor[:, None])
-        cumulative = (head.exp() * is_possible).cumsum(dim=1, dtype=torch.float64)
+        cumulative = (exponential(head) * is_possible).cumsum(dim=1, dtype=torch.float64)
         return cls(head, is_possible.sum(dim=1), cumulative)
 
     @property
