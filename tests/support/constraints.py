@@ -20,7 +20,7 @@ EOS = "</s>"
 @cache
 def sentence_pieces() -> tokenizers.Tokenizer:
     """SentencePiece's kind: pieces with scores, words begin with "▁", and no byte tokens."""
-    characters = string.ascii_letters + string.digits + string.punctuation + "éü\n\t"
+    characters = string.ascii_letters + string.digits + string.punctuation + "éößü名前\n\t"
     pieces = ["▁", *characters, "▁the", "▁cat", "at", "he", '":', '",', '▁"', '{"', "00", "true", "null", "▁20"]
     scored = [("<unk>", 0.0), (EOS, 0.0), *((piece, -float(len(pieces) - n)) for n, piece in enumerate(pieces))]
     tokenizer = tokenizers.Tokenizer(models.Unigram(scored, unk_id=0))
