@@ -104,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-health-s", type=float, default=1.0, help="bound on /health at the 99th percentile")
     parser.add_argument("--max-gateway-mib", type=float, default=600, help="bound on the gateway's resident memory")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", help="of hostile callers; all if absent")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -185,6 +186,8 @@ async def _start_attack(server: LocalServer, arguments: argparse.Namespace) -> a
         "--seed": arguments.seed,
     }
     command = [str(part) for flag in flags.items() for part in flag]
+    if arguments.kinds:
+        command += ["--kinds", *arguments.kinds]
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.hostile_callers", *command, stdout=asyncio.subprocess.PIPE
     )

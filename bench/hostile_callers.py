@@ -10,10 +10,10 @@ import contextlib
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from quire.client import AsyncClient, GenerationOptions
+from quire.client import AsyncClient, Constraint, GenerationOptions
 from quire.rpc.address import TcpAddress, parse_address
 from quire.rpc.errors import QuireError
 
@@ -179,6 +179,30 @@ async def come_and_go(target: Target, rng: random.Random) -> str:
     return "gone"
 
 
+async def exploding_constraint(target: Target, rng: random.Random) -> str:
+    """A schema, an expression or a grammar that is small and takes long to compile, another one each time."""
+    number = rng.randrange(1 << 30)
+    names = {f"name_{number}_{index}": {"type": "string"} for index in range(6000)}
+    constraint = rng.choice(
+        (
+            Constraint(json_schema={"type": "object", "properties": names}),
+            Constraint(json_schema={"enum": [f"{number}-{index * 7919}" for index in range(40_000)]}),
+            Constraint(json_schema='{"items":' * 10_000 + "true" + "}" * 10_000),
+            Constraint(regex=f"x{number}" + "(" * 5 + "a" + "{1,100})" * 5 + "b"),
+            Constraint(lark=f'start: a a a a a "{number}"\na: a a | "x" | a a a |'),
+        )
+    )
+    async with AsyncClient(target.grpc) as client:
+        try:
+            async with asyncio.timeout(_LONG_S):
+                await client.generate("Once", GenerationOptions(constraint=constraint, max_tokens=4))
+        except QuireError as error:
+            return f"{error.code.name} {error.reason}"
+        except TimeoutError:
+            return f"nothing for {_LONG_S:.0f} s"
+    return "answered"
+
+
 Kind = Callable[[Target, random.Random], Awaitable[str]]
 KINDS: tuple[Kind, ...] = (
     wide_completion,
@@ -195,19 +219,22 @@ KINDS: tuple[Kind, ...] = (
     unread_stream,
     left_stream,
     come_and_go,
+    exploding_constraint,
 )
 
 
-async def attack(target: Target, num_callers: int, seconds: float, seed: int) -> dict[str, Counter[str]]:
+async def attack(
+    target: Target, num_callers: int, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS
+) -> dict[str, Counter[str]]:
     """Lets so many callers go through all kinds, one after the other, for a time. What they are in the middle of at the
     end is cut off. Returns how often each kind got each answer."""
-    answers: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in KINDS}
+    answers: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in kinds}
 
     async def call(number: int) -> None:
         rng = random.Random(f"{seed} {number}")
         turn = number
         while True:
-            kind = KINDS[turn % len(KINDS)]
+            kind = kinds[turn % len(kinds)]
             answers[kind.__name__][await kind(target, rng)] += 1
             turn += 1
 
@@ -225,11 +252,13 @@ def main() -> None:
     parser.add_argument("--callers", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=[kind.__name__ for kind in KINDS])
     arguments = parser.parse_args()
+    kinds = [kind for kind in KINDS if arguments.kinds is None or kind.__name__ in arguments.kinds]
     http = parse_address(arguments.http)
     assert isinstance(http, TcpAddress)
     target = Target(http, arguments.grpc)
-    print(json.dumps(asyncio.run(attack(target, arguments.callers, arguments.seconds, arguments.seed))))
+    print(json.dumps(asyncio.run(attack(target, arguments.callers, arguments.seconds, arguments.seed, kinds))))
 
 
 if __name__ == "__main__":
