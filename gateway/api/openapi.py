@@ -1,5 +1,6 @@
-"""Routes that describe themselves, and /openapi.json, which is made from them."""
+"""Routes that describe themselves, and /openapi.json and /docs, which are made from them."""
 
+import html
 import http.client
 import inspect
 import re
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from gateway.api.answers import HTTP_STATUSES, ErrorBody
@@ -19,6 +20,10 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """Load balancers and supervisors request these, and they have no keys."""
 METRICS_PATH = "/metrics"
 _SCHEMAS = "#/components/schemas/"
+_PAGE_HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Quire</title>
+<style>body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto } td { padding: 0 1em 0 0 }</style>
+<h1>Quire: paths of the HTTP port</h1>
+<p>For programs: <a href="openapi.json">openapi.json</a></p>"""
 _EVENT_STREAM = "text/event-stream"
 # Of every path that needs a key: no such path or model, no key or one that does not allow it, a fault.
 _STATUSES = frozenset({401, 403, 404, 500})
@@ -65,16 +70,21 @@ class ApiRoute(Route):
         self.statuses = sorted({*own, *(() if self.is_open else _STATUSES), *(HTTP_STATUSES if body else ())})
 
 
-def openapi_route(routes: Sequence[BaseRoute]) -> ApiRoute:
-    """GET /openapi.json: the document of `routes` and of itself."""
+def description_routes(routes: Sequence[BaseRoute]) -> list[ApiRoute]:
+    """GET /openapi.json and GET /docs: the document of `routes` and of these two, for programs and for people."""
 
     async def openapi(request: Request) -> Response:
         """This document."""
         return JSONResponse(document)
 
-    route = ApiRoute("/openapi.json", openapi)
-    document = openapi_document([*(each for each in routes if isinstance(each, ApiRoute)), route])
-    return route
+    async def docs(request: Request) -> Response:
+        """This document as a page."""
+        return HTMLResponse(page)
+
+    own = [ApiRoute("/openapi.json", openapi), ApiRoute("/docs", docs, media_type="text/html")]
+    document = openapi_document([*(each for each in routes if isinstance(each, ApiRoute)), *own])
+    page = openapi_page(document)
+    return own
 
 
 def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
@@ -131,3 +141,37 @@ def _response(route: ApiRoute, status: int, schemas: Mapping[Any, Any]) -> dict[
     shapes = [schemas[each] for each in dict.fromkeys((route.error, ErrorBody))]
     schema = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
     return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def openapi_page(document: Mapping[str, Any]) -> str:
+    """The document as one page of HTML, which loads nothing else."""
+    parts = [_PAGE_HEAD]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
+            parts.append(f"<p>{html.escape(operation.get('summary', ''))}</p>")
+            if body := operation.get("requestBody"):
+                parts.append(f"<p>Body: {_type_of(body['content']['application/json']['schema'])}</p>")
+            parts.append(f"<p>Statuses: {', '.join(operation['responses'])}</p>")
+    for name, schema in document["components"]["schemas"].items():
+        parts.append(f'<h3 id="{name}">{name}</h3><p>{html.escape(schema.get("description", ""))}</p><table>')
+        for field, each in schema.get("properties", {}).items():
+            required = "required" if field in schema.get("required", ()) else ""
+            parts.append(f"<tr><td><code>{field}</code></td><td>{_type_of(each)}</td><td>{required}</td></tr>")
+        parts.append("</table>")
+    return "\n".join(parts)
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    """A type in words, with a link to the fields of an object."""
+    match schema:
+        case {"$ref": str(reference)}:
+            name = reference.removeprefix(_SCHEMAS)
+            return f'<a href="#{name}">{name}</a>'
+        case {"anyOf": list(alternatives)}:
+            return " or ".join(_type_of(each) for each in alternatives)
+        case {"type": "array", "items": dict(items)}:
+            return f"list of {_type_of(items)}"
+        case {"const": value} | {"type": "string", "contentSchema": value}:
+            return "text of JSON" if isinstance(value, dict) else html.escape(str(value))
+    return html.escape(str(schema.get("type", "anything")))

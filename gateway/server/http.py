@@ -19,7 +19,7 @@ from gateway.api.body import BodyLimits
 from gateway.api.kserve.rest import kserve_routes
 from gateway.api.kserve.servicer import KServeServicer
 from gateway.api.openai.routes import openai_routes
-from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, openapi_route
+from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_routes
 from gateway.api.responses.routes import response_routes
 from gateway.auth.caller import Caller, set_caller
 from gateway.auth.keys import Authenticator
@@ -60,7 +60,7 @@ def make_http_app(
         *probe_routes(generator, metrics),
     ]
     return Starlette(
-        routes=[*routes, openapi_route(routes)],
+        routes=[*routes, *description_routes(routes)],
         # The first one is the first to see a request.
         middleware=[
             *_cross_origin(settings.allowed_origins),

@@ -216,10 +216,10 @@ async def test_errors_are_the_client_s_own_classes(client: AsyncOpenAI):
     other = await error_of(model="gpt-9")
     assert isinstance(other, openai.NotFoundError)
     assert other.code == "model_not_found"
-    tools = await error_of(tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    tools = await error_of(tools=[{"type": "function", "function": {"name": "a b"}}])
     assert isinstance(tools, openai.BadRequestError)
-    assert tools.param == "tools"
-    assert (await error_of(response_format={"type": "json_object"})).param == "response_format"
+    assert tools.param == "tools[0].function.name"
+    assert (await error_of(response_format={"type": "xml"})).param == "response_format.type"
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("gpt-9")
     with pytest.raises(openai.BadRequestError, match="generates text and gives no embeddings"):
@@ -264,15 +264,14 @@ def readme_blocks(language: str) -> list[str]:
 
 
 async def test_the_readme_s_python_example_answers(served: Served):
-    (code,) = readme_blocks("python")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        code.replace("http://127.0.0.1:8000", url_of(served)),
-        stdout=asyncio.subprocess.PIPE,
-    )
+    plain, formats, _ = readme_blocks("python")
+    code = f"{plain}\n{formats}".replace("http://127.0.0.1:8000", url_of(served))
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
     out, _ = await asyncio.wait_for(process.communicate(), timeout=60)
-    assert out.decode() == "The capital of France is Paris."
+    streamed, answered, parsed, *arguments = out.decode().splitlines()
+    assert streamed == answered == "The capital of France is Paris."
+    assert re.fullmatch(r"city='\w+' is_large=(True|False)", parsed)
+    assert json.loads("".join(arguments))["city"] in ("Paris", "Rome", "Madrid")
 
 
 @pytest.mark.parametrize("line", [line for block in readme_blocks("sh") for line in block.splitlines()])

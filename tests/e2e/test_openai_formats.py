@@ -2,11 +2,13 @@
 
 import json
 import re
+from typing import Annotated, Any
 
 import jsonschema
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, BadRequestError
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.support.serving import Served
 
@@ -77,3 +79,55 @@ async def test_a_format_that_cannot_be_enforced_is_refused_by_its_field(client: 
     with pytest.raises(BadRequestError) as caught:
         await client.completions.create(model=MODEL, prompt=STORY, extra_body=fields)
     assert caught.value.param == param
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(max_length=12)]
+    age: Annotated[int, Field(ge=0, le=120)]
+
+
+PARAMETERS = Person.model_json_schema()
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "remember", "description": "d", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "forget"}},
+]
+ASKED: Any = [{"role": "user", "content": "Who is Tom?"}]
+CHAT: Any = {"model": MODEL, "messages": ASKED, "max_tokens": 400, "temperature": 0.8}
+
+
+async def test_a_chat_is_parsed_into_a_model_of_pydantic(client: AsyncOpenAI):
+    answer = await client.chat.completions.parse(**CHAT, seed=1, response_format=Person)
+    (choice,) = answer.choices
+    assert isinstance(choice.message.parsed, Person)
+    async with client.chat.completions.stream(**CHAT, seed=1, response_format=Person) as stream:
+        streamed = await stream.get_final_completion()
+    assert streamed.choices[0].message.parsed == choice.message.parsed
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "remember"}}], ids=["required", "named"]
+)
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_a_forced_call_has_arguments_that_fit(client: AsyncOpenAI, choice, parallel):
+    fields = CHAT | {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
+    answer = await client.chat.completions.create(**fields, seed=2, n=2)
+    for each in answer.choices:
+        assert each.finish_reason == ("tool_calls" if choice == "required" else "stop"), each
+        calls = each.message.tool_calls
+        assert calls
+        assert parallel or len(calls) == 1
+        for call in calls:
+            arguments = json.loads(call.function.arguments)
+            if call.function.name == "remember":
+                Person.model_validate(arguments)
+            else:
+                assert (choice, arguments) == ("required", {})
+    async with client.chat.completions.stream(**fields, seed=2) as stream:
+        streamed = await stream.get_final_completion()
+    (first, _) = answer.choices
+    (again,) = streamed.choices
+    calls, calls_again = first.message.tool_calls, again.message.tool_calls
+    assert [call.function.name for call in calls] == [call.function.name for call in calls_again]
+    assert [call.function.arguments for call in calls] == [call.function.arguments for call in calls_again]

@@ -101,33 +101,17 @@ def check_conversation(violations: Violations, messages: Sequence[Message], body
         if violations.are_enough:
             return
         _check_tool(violations, f"tools[{position}]", tool)
-    if body.continue_final_message and body.add_generation_prompt:
+
+
+def check_tool_choice(violations: Violations, choice: str | NamedTool | None) -> None:
+    if isinstance(choice, str) and choice not in _TOOL_CHOICES:
+        known = ", ".join(_TOOL_CHOICES)
+        violations.add("tool_choice", f'is "{shortened(choice)}"; it must be {known} or a function')
+    elif isinstance(choice, NamedTool) and (choice.type != "function" or choice.function is None):
         violations.add(
-            "continue_final_message",
-            "is true, and add_generation_prompt too; an answer continues a message or begins one",
+            "tool_choice.type",
+            f'is "{shortened(choice.type)}"; only {{"type": "function", "function": {{"name": ...}}}} is supported',
         )
-
-
-def check_tool_choice(violations: Violations, choice: str | NamedTool | None, tools: Sequence[ToolDefinition]) -> None:
-    if isinstance(choice, str):
-        if choice not in _TOOL_CHOICES:
-            violations.add(
-                "tool_choice", f'is "{shortened(choice)}"; it must be {", ".join(_TOOL_CHOICES)} or a function'
-            )
-        elif choice == "required" and not tools:
-            violations.add("tool_choice", "is required, and there are no tools to choose from; set tools")
-    elif choice is not None:
-        if choice.type != "function" or choice.function is None:
-            violations.add(
-                "tool_choice.type",
-                f'is "{shortened(choice.type)}"; only {{"type": "function", "function": {{"name": ...}}}} is supported',
-            )
-            return
-        names = [tool.function.name for tool in tools if tool.function is not None]
-        if choice.function.name not in names:
-            violations.add(
-                "tool_choice.function.name", f'is "{shortened(choice.function.name)}", which is none of the tools'
-            )
 
 
 def chat_message(message: Message) -> ChatMessage:

@@ -68,6 +68,7 @@ _RENAMED = {
     "template_options.add_generation_prompt": "add_generation_prompt",
     "template_options.continue_final_message": "continue_final_message",
     "tool_choice.name": "tool_choice.function.name",
+    "tool_choice.mode": "tool_choice",
     "text": "prompt",
     "token_ids.ids": "prompt",
     "include_stop_string": "include_stop_str_in_output",

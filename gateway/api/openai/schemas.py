@@ -1,7 +1,7 @@
 """The bodies of requests: their fields, the types, and which fields are not supported. The validator checks ranges.
 
 A null field is absent. Fields that a body does not declare are in `model_extra`: one that would change the answer is
-refused by name; one that only labels the request, or hints at how to serve it, has no effect (README.md lists these).
+refused by name; one that only labels the request, or hints at how to serve it, has no effect. docs/openai.md lists all.
 So has a value that changes nothing.
 """
 
@@ -235,4 +235,4 @@ def _check_chat(violations: Violations, body: ChatBody) -> None:
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         violations.add("max_tokens", f"is {both[0]} and max_completion_tokens is {both[1]}; set one of them")
-    check_tool_choice(violations, body.tool_choice, body.tools or [])
+    check_tool_choice(violations, body.tool_choice)

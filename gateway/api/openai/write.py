@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from gateway.api.answers import LazyList
+from gateway.api.openai.conversation import Message, NamedTool, message_text
 from gateway.api.openai.read import is_echo_alone
 from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.replicas.events import (
@@ -185,10 +186,7 @@ def _finite(logprob: float) -> float:
 
 
 class ChatShaper:
-    """The answer to a chat request; each sequence is the content of one assistant message.
-
-    In the methods, `position` is that of a request among those of the call; sequences have an index in their request.
-    """
+    """The answer to a chat request; each sequence is one assistant message."""
 
     def __init__(self, head: Head, body: ChatBody, live: LiveRequest, texts: TokenTexts) -> None:
         self._head = head
@@ -197,16 +195,20 @@ class ChatShaper:
         self._texts = texts
         self._started: set[int] = set()
         self._usage_so_far = ChunkUsage(body, [live])
+        self._echo = _echoed(body.messages[-1]) if body.echo else ""
+        # As OpenAI has it, a call that was asked for is an ordinary end.
+        self._names_tool = isinstance(body.tool_choice, NamedTool)
+        self._shows_reasoning = body.include_reasoning is not False
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         ((sequences, usage),) = results
         choices = [
             {
                 "index": sequence.finished.sequence_index,
-                "message": _ROLE | {"content": sequence.text, "refusal": None},
+                "message": self._message(sequence),
                 "logprobs": self._logprobs(sequence.logprobs),
             }
-            | finish_fields(sequence.finished, self._live.request.stopping)
+            | self._finish(sequence.finished)
             for sequence in sequences
         ]
         answer = self._head.fields("chat.completion") | {"choices": choices, "usage": usage_fields([usage])}
@@ -222,16 +224,58 @@ class ChatShaper:
     def event(self, position: int, event: Chunk | Finished) -> Iterable[dict[str, Any]]:
         match event:
             case Chunk(sequence_index=index):
-                delta = self._role(index) | {"content": event.text}
-                choice = {"index": index, "delta": delta, "logprobs": self._logprobs(event.logprobs)} | NOT_FINISHED
+                deltas = list(self._deltas(event))
+                logprobs, finish = self._logprobs(event.logprobs), NOT_FINISHED
             case Finished(sequence_index=index):
-                finish = finish_fields(event, self._live.request.stopping)
-                choice = {"index": index, "delta": self._role(index), "logprobs": None} | finish
-        yield self._chunk([choice]) | self._usage_so_far.after(event)
+                deltas, logprobs, finish = [{}], None, self._finish(event)
+        usage = self._usage_so_far.after(event)
+        for delta in deltas:
+            choice = {"index": index, "delta": self._role(index) | delta, "logprobs": logprobs}
+            yield self._chunk([choice | finish]) | usage
+            # They belong to the first one, which has the tokens.
+            logprobs = None
 
     def end(self, usages: Sequence[Usage]) -> Iterable[dict[str, Any]]:
         if self._usage_so_far.is_included:
             yield self._chunk([]) | {"usage": usage_fields(usages)}
+
+    def _message(self, sequence: GeneratedSequence) -> dict[str, Any]:
+        content = self._echo + sequence.text
+        message = _ROLE | {"content": content or (None if sequence.tool_calls else ""), "refusal": None}
+        if sequence.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in sequence.tool_calls
+            ]
+        return message | self._reasoning(sequence.reasoning)
+
+    def _deltas(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
+        """What a chunk adds: reasoning, then text, then calls, each by itself. The first delta of a call has no
+        arguments yet."""
+        text = chunk.text if chunk.sequence_index in self._started else self._echo + chunk.text
+        if reasoning := self._reasoning(chunk.reasoning):
+            yield reasoning
+        if text:
+            yield {"content": text}
+        elif not (chunk.reasoning or chunk.tool_calls):
+            # Tokens whose text is not certain yet.
+            yield {} if self._body.tools else {"content": ""}
+        for call in chunk.tool_calls:
+            if call.name:
+                function = {"name": call.name, "arguments": ""}
+                yield _call_delta({"index": call.index, "id": call.id, "type": "function", "function": function})
+            if call.arguments:
+                yield _call_delta({"index": call.index, "function": {"arguments": call.arguments}})
+
+    def _reasoning(self, text: str) -> dict[str, str]:
+        """By vLLM's older and newer name."""
+        return {"reasoning_content": text, "reasoning": text} if text and self._shows_reasoning else {}
+
+    def _finish(self, finished: Finished) -> dict[str, Any]:
+        fields = finish_fields(finished, self._live.request.stopping)
+        if self._names_tool and finished.reason is FinishReason.TOOL_CALLS:
+            fields["finish_reason"] = FinishReason.STOP.value
+        return fields
 
     def _role(self, index: int) -> dict[str, Any]:
         """The role, in the first chunk of each choice."""
@@ -245,6 +289,15 @@ class ChatShaper:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head.fields("chat.completion.chunk") | {"choices": choices}
+
+
+def _call_delta(call: dict[str, Any]) -> dict[str, Any]:
+    return {"tool_calls": [call]}
+
+
+def _echoed(message: Message) -> str:
+    """The last message, where it has the role of the answer."""
+    return message_text(message) if message.role == _ROLE["role"] else ""
 
 
 class CompletionShaper:

@@ -64,6 +64,15 @@ async def test_the_document_is_whole(document):
         assert operation["summary"]
 
 
+async def test_the_page_has_every_path_and_every_field(client, document):
+    response = await client.get("/docs")
+    assert response.headers["content-type"].startswith("text/html")
+    for path, method, _ in operations_of(document):
+        assert f"<code>{method.upper()} {path}</code>" in response.text
+    assert set(re.findall(r'href="#(\w+)"', response.text)) <= set(re.findall(r'id="(\w+)"', response.text))
+    assert "<td><code>reasoning_effort</code></td><td>string or null</td>" in response.text
+
+
 async def test_paths_that_ask_for_no_key_say_so(document):
     open_paths = {path for path, _, operation in operations_of(document) if operation.get("security") == []}
     assert open_paths == OPEN_PATHS
