@@ -36,6 +36,8 @@ _ASKED_ROLES = frozenset({"user", "tool"})
 _END_OF_FINAL_MESSAGE = "\N{END OF TEXT}end of the final message\N{END OF TEXT} "
 # What a template gets besides the arguments of the caller.
 _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+# Many clients send these to every model. They ask for no result that a model without them would not give.
+_HINTS = frozenset({"reasoning_effort"})
 # With these values, arguments that few templates read ask for no more than what all others do.
 _NO_REASONING = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
 
@@ -101,7 +103,7 @@ class ChatTemplate:
             if name in _OWN_NAMES or name in self._special_tokens:
                 raise invalid_field(field, "is set by the server; leave it out")
             asks_nothing = not reasons and name in _NO_REASONING and _NO_REASONING[name] == value
-            if name not in self.variables and not asks_nothing:
+            if name not in self.variables and name not in _HINTS and not asks_nothing:
                 shown = ", ".join(sorted(self.arguments)[:20]) or "none"
                 raise invalid_field(field, f"is not read by the model's chat template, which reads: {shown}")
 

@@ -63,6 +63,7 @@ _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
 _FIELD_OF_FUNCTION = re.compile(
     r"(tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\])\.(name|description|parameters|strict|arguments)"
 )
+_ARGUMENTS = "template_options.arguments."
 _RENAMED = {
     "template_options.arguments": "chat_template_kwargs",
     "template_options.add_generation_prompt": "add_generation_prompt",
@@ -184,6 +185,8 @@ def param_name(body: GenerationBody, field: str) -> str:
             return "top_logprobs"
         if head == "max_tokens" and body.max_completion_tokens is not None:
             return "max_completion_tokens"
+    if head.startswith(_ARGUMENTS):
+        return "chat_template_kwargs." + name.removeprefix(_ARGUMENTS)
     if head.startswith(("constraint", "response_format")):
         return constraint_path(body) or head
     if _FIELD_OF_FUNCTION.fullmatch(name):

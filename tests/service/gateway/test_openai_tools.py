@@ -168,6 +168,12 @@ async def test_a_conversation_with_calls_goes_on(client, says):
     assert answer.choices[0].message.content == "Sunny."
 
 
+async def test_an_effort_that_the_template_does_not_know_is_a_hint(client, says):
+    says("Yes.")
+    answer = await chat(client, tools=[], reasoning_effort="low")
+    assert answer.choices[0].message.content == "Yes."
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -175,6 +181,7 @@ async def test_a_conversation_with_calls_goes_on(client, says):
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
+        ({"tools": [], "extra_body": {"chat_template_kwargs": {"colour": 1}}}, "chat_template_kwargs.colour"),
         ({"messages": [*HELLO, {"role": "tool", "tool_call_id": "x", "content": "y"}]}, "messages[1].tool_call_id"),
         (
             {"extra_body": {"continue_final_message": True, "add_generation_prompt": True}},

@@ -77,6 +77,7 @@ def test_errors_name_the_fields_as_they_came():
         "messages[2].tool_call_id": "messages[2].tool_call_id",
         "tool_choice.name": "tool_choice.function.name",
         "template_options.arguments": "chat_template_kwargs",
+        "template_options.arguments.a[b]": "chat_template_kwargs.a[b]",
         "template_options.continue_final_message": "continue_final_message",
     }.items():
         assert param_name(body, field) == name
