@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from gateway.request.generator import REFUSAL_S
@@ -203,7 +204,13 @@ def _of_http_exception(request: Request, error: HTTPException) -> ErrorAnswer:
     shown = f"{request.method} {request.url.path[:200]}"
     message = {404: f"{shown} is not known here", 405: f"{shown} is not allowed"}.get(error.status_code, error.detail)
     code = _CODES.get(error.status_code, "http_error")
-    return ErrorAnswer(error.status_code, message, code, headers=error.headers or {})
+    headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        # Starlette names the methods of the first route of the path alone.
+        path = next(each.path for each in request.app.routes if each.matches(request.scope)[0] is not Match.NONE)
+        methods = {method for each in request.app.routes if each.path == path for method in each.methods}
+        headers["Allow"] = ", ".join(sorted(methods))
+    return ErrorAnswer(error.status_code, message, code, headers=headers)
 
 
 def set_client_request_id(request_id: str) -> None:

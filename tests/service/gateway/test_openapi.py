@@ -73,6 +73,13 @@ async def test_the_page_has_every_path_and_every_field(client, document):
     assert "<td><code>reasoning_effort</code></td><td>string or null</td>" in response.text
 
 
+async def test_a_method_that_a_path_has_not_is_answered_with_those_that_it_has(client, document):
+    for path, operations in document["paths"].items():
+        response = await client.patch(re.sub(r"{\w+}", "x", path))
+        allowed = {method.strip().lower() for method in response.headers["allow"].split(",")}
+        assert (response.status_code, allowed - {"head"}) == (405, set(operations))
+
+
 async def test_paths_that_ask_for_no_key_say_so(document):
     open_paths = {path for path, _, operation in operations_of(document) if operation.get("security") == []}
     assert open_paths == OPEN_PATHS
