@@ -40,6 +40,9 @@ from quire.client.types import (
     StructuralTags,
     TokenChunk,
     Tokenization,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from quire.rpc.errors import QuireError
@@ -76,5 +79,8 @@ __all__ = [
     "StructuralTags",
     "TokenChunk",
     "Tokenization",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
 ]

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from quire.client.types import (
     AnyChatMessage,
     BeamSearch,
+    ChatFields,
     ChatMessage,
     Constraint,
     EarlyStopping,
@@ -35,6 +36,9 @@ from quire.client.types import (
     StructuralTags,
     TokenChunk,
     Tokenization,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from quire.common.v1 import common_pb2
@@ -58,6 +62,7 @@ _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    common_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
     common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
 }
 _EARLY_STOPPING = {
@@ -76,6 +81,11 @@ _KINDS = {
     FieldDescriptor.CPPTYPE_BOOL: "True or False",
     FieldDescriptor.CPPTYPE_FLOAT: "a number",
     FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+}
+_TOOL_CHOICES = {
+    "auto": generation_pb2.TOOL_CHOICE_MODE_AUTO,
+    "none": generation_pb2.TOOL_CHOICE_MODE_NONE,
+    "required": generation_pb2.TOOL_CHOICE_MODE_REQUIRED,
 }
 _SAMPLING_FIELDS = (
     "temperature",
@@ -123,16 +133,18 @@ def to_chat_request(
     message: ChatMessageT,
     messages: Sequence[AnyChatMessage],
     options: GenerationOptions | None,
+    chat: ChatFields | None = None,
     **fields: Unpack[GenerationFields],
 ) -> ChatMessageT:
     """Fills `message`, a new request of either kind, and returns it.
 
     Raises:
         InvalidArgument: a value does not fit its field.
-        TypeError: the messages are no messages, or the options no GenerationOptions.
+        TypeError: the messages are no messages, the options no GenerationOptions, or `chat` has an unknown field.
     """
     _check_is_sequence("messages", messages, "a sequence of ChatMessage")
     _add_messages(message, "messages", messages)
+    _fill_chat(message, chat or {})
     _fill(message, **fields)
     _fill_options(message, options)
     return message
@@ -213,17 +225,65 @@ def _add_messages(message: Any, name: str, messages: Iterable[AnyChatMessage]) -
         path = f"{name}[{index}]"
         given = _chat_message(path, entry)
         added = message.messages.add()
-        _put(added, "role", given.role, f"{path}.role")
-        _put(added, "content", given.content, f"{path}.content")
+        for field in ("role", "content", "name", "tool_call_id", "reasoning"):
+            if (value := getattr(given, field)) is not None or field == "content":
+                _put(added, field, value, f"{path}.{field}")
+        _check_is_sequence(f"{path}.tool_calls", given.tool_calls, "a sequence of ToolCall")
+        for number, call in enumerate(given.tool_calls):
+            where = f"{path}.tool_calls[{number}]"
+            if not isinstance(call, ToolCall):
+                raise TypeError(f"{where} is {call!r:.80}; it must be a ToolCall")
+            made = added.tool_calls.add()
+            for field in ("id", "name", "arguments"):
+                _put(made, field, getattr(call, field), f"{where}.{field}")
 
 
 def _chat_message(path: str, entry: AnyChatMessage) -> ChatMessage:
     if isinstance(entry, ChatMessage):
         return entry
-    if isinstance(entry, Mapping) and set(entry) == {"role", "content"}:
-        return ChatMessage(entry["role"], entry["content"])
-    limit = 'a ChatMessage, or a mapping of "role" and "content" alone'
+    if isinstance(entry, Mapping) and {"role", "content"} <= set(entry) <= _MESSAGE_FIELDS:
+        return ChatMessage(**entry)
+    limit = 'a ChatMessage, or a mapping of its fields with "role" and "content"'
     raise TypeError(f"{path} is {entry!r:.80}; it must be {limit}")
+
+
+_MESSAGE_FIELDS = {each.name for each in dataclasses.fields(ChatMessage)}
+
+
+def _fill_chat(message: Any, chat: ChatFields) -> None:
+    """Sets what a chat has besides messages and options; raises as `to_chat_request`."""
+    if unknown := chat.keys() - ChatFields.__annotations__.keys():
+        raise TypeError(f"a chat has no {', '.join(sorted(unknown))}")
+    tools = chat.get("tools", ())
+    _check_is_sequence("tools", tools, "a sequence of Tool")
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        if not isinstance(tool, Tool):
+            raise TypeError(f"{path} is {tool!r:.80}; it must be a Tool")
+        added = message.tools.add()
+        parameters = None if tool.parameters is None else _schema_text(tool.parameters)
+        values = {"name": tool.name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
+        for name, value in values.items():
+            if value is not None:
+                _put(added, name, value, f"{path}.{name}")
+    if (choice := chat.get("tool_choice")) is not None:
+        if choice in _TOOL_CHOICES:
+            message.tool_choice.mode = _TOOL_CHOICES[choice]
+        else:
+            _put(message.tool_choice, "name", choice, "tool_choice")
+    _fill(message, parallel_tool_calls=chat.get("parallel_tool_calls"))
+    if (wanted := chat.get("response_format")) is not None:
+        constraint = wanted if isinstance(wanted, Constraint) else Constraint(json_schema=wanted)
+        fill_constraint(message.response_format, constraint, "response_format")
+    if (arguments := chat.get("template_arguments")) is not None:
+        try:
+            message.template_options.arguments.update(arguments)
+        except (ValueError, TypeError, AttributeError) as error:
+            limit = "a mapping of names to values of JSON"
+            raise invalid_field("template_arguments", f"is {arguments!r:.80}; it must be {limit}") from error
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if (value := chat.get(name)) is not None:
+            _put(message.template_options, name, value)
 
 
 def _fill_options(message: Any, options: GenerationOptions | None) -> None:
@@ -320,6 +380,29 @@ def from_generate_response(
     )
 
 
+def with_parsed(answer: Generation, chat: ChatFields) -> Generation:
+    """The answer, whose sequences have what they say where the `response_format` of the chat is a schema."""
+    wanted = chat.get("response_format")
+    if wanted is None or isinstance(wanted, Constraint):
+        return answer
+    sequences = tuple(
+        dataclasses.replace(each, parsed=_parsed(each.text, wanted))
+        if each.finish_reason is FinishReason.STOP
+        else each
+        for each in answer.sequences
+    )
+    return dataclasses.replace(answer, sequences=sequences)
+
+
+def _parsed(text: str, schema: Any) -> Any:
+    """The value that a text is; None where it is none, as after a stop string."""
+    validate = getattr(schema, "model_validate_json", json.loads)
+    try:
+        return validate(text)
+    except ValueError:
+        return None
+
+
 def from_stream_response(
     message: generation_pb2.GenerateStreamResponse | generation_pb2.ChatStreamResponse,
 ) -> StreamEvent:
@@ -334,6 +417,8 @@ def from_stream_response(
                 token_ids=tuple(chunk.token_ids),
                 text=chunk.text,
                 logprobs=_positions(chunk.logprobs),
+                reasoning=chunk.reasoning,
+                tool_calls=tuple(_read(ToolCallDelta, call) for call in chunk.tool_calls),
             )
         case "finished":
             return _read(SequenceFinished, message.finished, **_ending(message.finished))
@@ -393,7 +478,16 @@ def _model(message: model_pb2.Model) -> Model:
 
 def _sequence(message: generation_pb2.GeneratedSequence) -> GeneratedSequence:
     token_ids, logprobs = tuple(message.token_ids), _positions(message.logprobs)
-    return _read(GeneratedSequence, message, token_ids=token_ids, logprobs=logprobs, **_ending(message))
+    calls = tuple(_read(ToolCall, call) for call in message.tool_calls)
+    return _read(
+        GeneratedSequence,
+        message,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        tool_calls=calls,
+        parsed=None,
+        **_ending(message),
+    )
 
 
 def _ending(message: generation_pb2.GeneratedSequence | generation_pb2.SequenceFinished) -> dict[str, Any]:

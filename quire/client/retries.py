@@ -230,7 +230,8 @@ class Resumption:
         progress = self._sequences.setdefault(event.sequence_index, _Progress())
         if isinstance(event, TokenChunk):
             progress.token_ids += event.token_ids
-            progress.num_characters += len(event.text)
+            calls = sum(len(call.name) + len(call.arguments) for call in event.tool_calls)
+            progress.num_characters += len(event.text) + len(event.reasoning) + calls
             if event.logprobs:
                 chosen = (position.chosen.logprob for position in event.logprobs)
                 progress.cumulative_logprob = sum(chosen, progress.cumulative_logprob or 0.0)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 from weakref import WeakSet
 
 import grpc
@@ -12,6 +12,7 @@ from quire.client.connection import ClientTls, make_stubs, open_channel, split_a
 from quire.client.retries import Attempts, CallTime, Recovery, Resumption, RetryPolicy, make_recovery
 from quire.client.types import (
     AnyChatMessage,
+    ChatFields,
     Generation,
     GenerationOptions,
     Model,
@@ -196,12 +197,13 @@ class Client:
         request_id: str | None = None,
         priority: int | None = None,
         timeout_s: float | None = None,
+        **chat: Unpack[ChatFields],
     ) -> Generation:
-        """Answers a conversation by the model's chat template."""
+        """Answers a conversation by the model's chat template, with tools and in a format where they are given."""
         fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
-        request = convert.to_chat_request(generation_pb2.ChatRequest(), messages, options, **fields)
+        request = convert.to_chat_request(generation_pb2.ChatRequest(), messages, options, chat, **fields)
         method, read = self._stubs.generation.Chat, convert.from_generate_response
-        return self._ask(method, request, read, timeout_s, is_idempotent=False)
+        return convert.with_parsed(self._ask(method, request, read, timeout_s, is_idempotent=False), chat)
 
     def chat_stream(
         self,
@@ -213,11 +215,12 @@ class Client:
         priority: int | None = None,
         durable: bool = False,
         timeout_s: float | None = None,
+        **chat: Unpack[ChatFields],
     ) -> Stream:
-        """Answers a conversation; the stream gives tokens as they come, and outlives the server's
-        processes where it is durable."""
+        """Answers a conversation; the stream gives tokens as they come, with text, reasoning and calls apart. It
+        outlives the server's processes where it is durable."""
         fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
-        request = convert.to_chat_request(generation_pb2.ChatStreamRequest(), messages, options, **fields)
+        request = convert.to_chat_request(generation_pb2.ChatStreamRequest(), messages, options, chat, **fields)
         return self._stream(self._stubs.generation.ChatStream, request, timeout_s, durable=durable)
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:

@@ -1,9 +1,10 @@
 """What the client takes and gives: plain values. The protos say what each field means and which values are allowed."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 
 class FinishReason(StrEnum):
@@ -13,6 +14,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    TOOL_CALLS = "tool_calls"
     ERROR = "error"
 
 
@@ -108,15 +110,62 @@ class GenerationOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool; `arguments` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def input(self) -> dict[str, Any]:
+        """The arguments by name. ValueError where the answer ended within them."""
+        return json.loads(self.arguments)
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation; roles are usually "system", "user" and "assistant"."""
+    """One message of a conversation; roles are usually "system", "user", "assistant" and "tool".
+
+    Of an assistant: the calls that it made, and its reasoning. Of a tool: the call whose result the content is.
+    """
 
     role: str
-    content: str
+    content: str = ""
+    name: str | None = None
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
 
 
-AnyChatMessage = ChatMessage | Mapping[str, str]
-"""One message of a conversation; a mapping has its "role" and its "content", and nothing else."""
+AnyChatMessage = ChatMessage | Mapping[str, Any]
+"""One message of a conversation; a mapping has fields of ChatMessage, among them "role" and "content"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is the schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+
+class ChatFields(TypedDict, total=False):
+    """What a chat may have besides its messages and options.
+
+    `tool_choice` is "auto", "none", "required" or the name of a tool. `response_format` is what the content of the
+    answer must match; of a schema, the answers have `parsed`. `template_arguments` are those of the chat template.
+    """
+
+    tools: Sequence[Tool]
+    tool_choice: str | None
+    parallel_tool_calls: bool | None
+    response_format: "Constraint | JsonSchema | None"
+    template_arguments: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +200,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSequence:
-    """One finished sequence. `logprobs` is empty unless asked for."""
+    """One finished sequence. `logprobs` is empty unless asked for. `text` has neither the reasoning nor the calls.
+
+    `parsed` is what a chat with a schema as its `response_format` says: an instance of the pydantic model, or a value
+    of JSON; None where the answer ended before it was complete, or calls tools.
+    """
 
     index: int
     text: str
@@ -161,6 +214,14 @@ class GeneratedSequence:
     stop_token_id: int | None
     cumulative_logprob: float | None
     logprobs: tuple[PositionLogprobs, ...] = field(repr=False)
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    parsed: Any = None
+
+    @property
+    def message(self) -> ChatMessage:
+        """The answer as a message of the conversation that goes on."""
+        return ChatMessage("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +239,47 @@ class Generation:
         """The text of the first sequence."""
         return self.sequences[0].text
 
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of the first sequence."""
+        return self.sequences[0].tool_calls
+
+    @property
+    def message(self) -> ChatMessage:
+        """The first sequence as a message of the conversation that goes on."""
+        return self.sequences[0].message
+
+    @property
+    def parsed(self) -> Any:
+        """What the first sequence says, where the `response_format` of the chat was a schema."""
+        return self.sequences[0].parsed
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of one tool call of a stream: what it adds to the arguments. The first part of a call has its id and name.
+
+    `index` is the position of the call among those of its sequence.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """New tokens of one sequence of a stream; `offset` tokens of it came before."""
+    """New tokens of one sequence of a stream; `offset` tokens of it came before. `reasoning` and `tool_calls` are what
+    they add to those of a chat."""
 
     sequence_index: int
     offset: int
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[PositionLogprobs, ...] = field(repr=False)
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

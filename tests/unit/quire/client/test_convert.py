@@ -21,7 +21,7 @@ from quire.rpc.errors import InvalidArgument
 UNSET: GenerationFields = {"model": None, "request_id": None, "priority": None}
 A_STR = "a str that UTF-8 can encode"
 A_TOKEN_ID = "a whole number in [0, 4,294,967,295]"
-A_CHAT_MESSAGE = 'a ChatMessage, or a mapping of "role" and "content" alone'
+A_CHAT_MESSAGE = 'a ChatMessage, or a mapping of its fields with "role" and "content"'
 
 
 def options_request(**options: Any) -> generation_pb2.GenerateRequest:
@@ -118,7 +118,7 @@ def test_a_mapping_of_role_and_content_is_a_message() -> None:
 def test_what_are_no_messages_are_a_type_error(messages: Any) -> None:
     with pytest.raises(TypeError) as refused:
         chat_request(messages)
-    assert str(refused.value) == f"messages is {messages!r}; it must be a sequence of ChatMessage"
+    assert str(refused.value) == f"messages is {messages!r:.80}; it must be a sequence of ChatMessage"
 
 
 @pytest.mark.parametrize("text_or_messages", [5, None, b"text"])
@@ -130,7 +130,7 @@ def test_what_is_neither_text_nor_messages_is_a_type_error(text_or_messages: Any
 
 
 @pytest.mark.parametrize(
-    "entry", ["hello", 5, None, ("user", "x"), {"role": "user"}, {"role": "user", "content": "x", "name": "Ann"}]
+    "entry", ["hello", 5, None, ("user", "x"), {"role": "user"}, {"role": "user", "content": "x", "style": "Ann"}]
 )
 def test_what_is_no_message_is_a_type_error_with_its_place(entry: Any) -> None:
     with pytest.raises(TypeError) as refused:

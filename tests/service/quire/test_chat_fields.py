@@ -1,0 +1,102 @@
+"""Tools, formats of answers and options of templates of the client, against a gateway."""
+
+import json
+
+import pytest
+from pydantic import BaseModel
+from tokenizers import Tokenizer
+
+from quire.client import AsyncClient, ChatMessage, FinishReason, TokenChunk, Tool, ToolCall
+from quire.model_directory import resolve_model
+from quire.rpc.errors import InvalidArgument
+from tests.support.chat_models import write_chat_model
+from tests.support.fake_scheduler import FakeScheduler, scripted
+from tests.support.gateway_process import running_gateway
+
+TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+class Place(BaseModel):
+    city: str
+
+
+WEATHER = Tool("get_weather", "Tells the weather.", Place)
+
+
+@pytest.fixture
+async def scheduler():
+    fake = FakeScheduler()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+@pytest.fixture
+async def client(scheduler, tmp_path):
+    model = str(write_chat_model(tmp_path / "model"))
+    async with (
+        running_gateway(scheduler, model=model) as running,
+        AsyncClient(running.gateway.grpc_address) as client,
+    ):
+        yield client
+
+
+def says(scheduler, text):
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    scheduler.rule = scripted([*ids, TOKENIZER.token_to_id("</s>")])
+
+
+async def test_a_call_and_its_result(client, scheduler):
+    says(scheduler, f"<think>Hm.</think>{CALL}")
+    messages = [ChatMessage("user", "Is it warm in Rome?")]
+    answer = await client.chat(messages, tools=[WEATHER], tool_choice="auto")
+    (call,) = answer.tool_calls
+    assert (call.name, call.input) == ("get_weather", {"city": "Rome"})
+    assert answer.sequences[0].finish_reason is FinishReason.TOOL_CALLS
+    assert answer.message == ChatMessage("assistant", "", tool_calls=(call,), reasoning="Hm.")
+    says(scheduler, "Yes.")
+    messages += [answer.message, ChatMessage("tool", "30 degrees", tool_call_id=call.id)]
+    assert (await client.chat(messages, tools=[WEATHER])).text == "Yes."
+
+
+async def test_a_stream_has_calls_in_parts(client, scheduler):
+    says(scheduler, f"<think>Hm.</think>Wait.{CALL}")
+    chunks = []
+    async with client.chat_stream([{"role": "user", "content": "Is it warm?"}], tools=[WEATHER]) as stream:
+        async for event in stream:
+            if isinstance(event, TokenChunk):
+                chunks.append(event)
+    assert "".join(chunk.reasoning for chunk in chunks) == "Hm."
+    assert "".join(chunk.text for chunk in chunks) == "Wait."
+    calls = [call for chunk in chunks for call in chunk.tool_calls]
+    assert json.loads("".join(call.arguments for call in calls)) == {"city": "Rome"}
+
+
+async def test_an_answer_in_a_format_is_parsed(client, scheduler):
+    says(scheduler, '{"city": "Rome"}')
+    thinks_not = {"template_arguments": {"enable_thinking": False}}
+    asked = [ChatMessage("user", "Where?")]
+    assert (await client.chat(asked, response_format=Place, **thinks_not)).parsed == Place(city="Rome")
+    schema = Place.model_json_schema()
+    assert (await client.chat(asked, response_format=schema, **thinks_not)).parsed == {"city": "Rome"}
+    says(scheduler, '{"city": ')
+    assert (await client.chat(asked, response_format=Place, **thinks_not)).parsed is None
+
+
+async def test_what_does_not_fit_is_refused_by_name(client):
+    asked = [ChatMessage("user", "Where?")]
+    with pytest.raises(TypeError, match="a chat has no functions"):
+        await client.chat(asked, functions=[])
+    with pytest.raises(TypeError, match=r"tools\[0\] is 'f'; it must be a Tool"):
+        await client.chat(asked, tools=["f"])
+    with pytest.raises(InvalidArgument, match=r"tools\[0\]\.name"):
+        await client.chat(asked, tools=[Tool(5)])
+    with pytest.raises(InvalidArgument, match=r"tool_choice\.name"):
+        await client.chat(asked, tools=[WEATHER], tool_choice="other")
+    with pytest.raises(TypeError, match=r"tool_calls\[0\] is 1"):
+        await client.chat([ChatMessage("assistant", tool_calls=[1])])
+    with pytest.raises(InvalidArgument, match=r"messages\[0\]\.tool_calls\[0\]\.arguments"):
+        await client.chat([ChatMessage("assistant", tool_calls=[ToolCall("a", "f", "no JSON")])])
+    with pytest.raises(InvalidArgument, match="template_arguments"):
+        await client.chat(asked, template_arguments=[1])
