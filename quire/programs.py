@@ -102,9 +102,9 @@ class Program:
         self.costs.add(generation)
         return generation
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """The log probability of each token but the first, after those before it."""
-        options = GenerationOptions(temperature=0, max_tokens=1, prompt_logprobs=0)
+    async def logprobs(self, token_ids: Sequence[int], start: int) -> list[float]:
+        """The log probability of each token from the position `start` on, after those before it."""
+        options = GenerationOptions(temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
         generation = await self._client.generate(token_ids, options, model=self._model)
         self.costs.add(generation)
         return [position.chosen.logprob for position in generation.prompt_logprobs]
@@ -203,7 +203,8 @@ class Branch:
         if num_shared == len(whole):
             raise ValueError(f"the choice {choice!r} has no tokens")
         # The first token of a prompt has no log probability.
-        return fmean((await self.program.logprobs(whole))[max(num_shared - 1, 0) :] or [0.0])
+        start = max(num_shared, 1)
+        return fmean(await self.program.logprobs(whole, start)) if start < len(whole) else 0.0
 
 
 async def join(parts: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -289,7 +289,7 @@ class LiveRequest:
         is_prepared: Whether it may be submitted; not while it takes tokens that its caller holds.
         moves: How often it left a scheduler that had no worker, since its last token.
         model: The model of the scheduler that its tokens come from, or that has it; unknown before.
-        prompt_logprobs: Log probabilities of the prompt tokens from the second one on, as far as they came.
+        prompt_logprobs: Log probabilities of the prompt tokens that the request asks for, as far as they came.
         usage: What it cost; None until it is completed.
         awaits_usage: Whether all its sequences ended here, and the scheduler has yet to report the cost.
     """
@@ -402,17 +402,22 @@ class LiveRequest:
             self._news.set()
         return was_running and stream.finished is not None
 
+    @property
+    def end_of_prompt_logprobs(self) -> int:
+        """The first position of the prompt whose log probability has yet to come."""
+        return self.request.prompt_logprobs_start + len(self.prompt_logprobs)
+
     def accept_prompt(self, run: PromptRun) -> None:
         """Takes log probabilities of prompt tokens; those that came before are dropped.
 
         Raises:
             TokenGapError: some are missing before them.
         """
-        seen = len(self.prompt_logprobs) + 1 - run.first_position
+        seen = self.end_of_prompt_logprobs - run.first_position
         if seen < 0:
             raise TokenGapError(
-                f"request {self.request.request_id} has {len(self.prompt_logprobs)} prompt logprobs, "
-                f"an event starts at {run.first_position}"
+                f"request {self.request.request_id} has log probabilities of its prompt up to position "
+                f"{self.end_of_prompt_logprobs}, an event starts at {run.first_position}"
             )
         if seen < len(run.columns):
             columns = run.columns.part(seen, len(run.columns))

@@ -45,7 +45,9 @@ def check_answer_size(request: GenerationRequest) -> None:
 
 def num_prompt_logprobs(request: GenerationRequest) -> int:
     """How many log probabilities of its prompt a request asks for."""
-    return 0 if request.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + request.prompt_logprobs)
+    if request.prompt_logprobs is None:
+        return 0
+    return (len(request.prompt_token_ids) - request.prompt_logprobs_start) * (1 + request.prompt_logprobs)
 
 
 def check_prompt_logprobs(count: int) -> None:

@@ -130,6 +130,12 @@ async def prepare(
         field, token_ids = await encode_prompt(options.prompt, model)
     if (kept := options.truncate_prompt_tokens) is not None:
         token_ids = token_ids[-(limits.max_prompt_tokens if kept == -1 else kept) :]
+    if options.output.prompt_logprobs_start >= max(len(token_ids), 2):
+        start = options.output.prompt_logprobs_start
+        raise invalid_field(
+            "output.prompt_logprobs_start",
+            f"is {start:,}; it must be the position of a prompt token, below {len(token_ids):,}",
+        )
     asked_max_tokens = options.asked("stopping.max_tokens")
     max_tokens = resolve_max_tokens(field, token_ids, asked_max_tokens, _num_candidates(options.sampling), limits)
     try:

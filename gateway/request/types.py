@@ -203,6 +203,11 @@ class GenerationRequest:
         return optional(self.output, "prompt_logprobs")
 
     @property
+    def prompt_logprobs_start(self) -> int:
+        """The position of the first prompt token whose log probability is reported."""
+        return self.output.prompt_logprobs_start or 1
+
+    @property
     def ending_token_ids(self) -> frozenset[int]:
         return frozenset((*self.stopping.stop_token_ids, *self.eos_token_ids))
 

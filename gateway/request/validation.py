@@ -91,6 +91,10 @@ def check_request(request: RequestOptions, limits: Limits, served_model: str | N
     _check_stopping(violations, request, limits)
     for field in ("output.logprobs", "output.prompt_logprobs"):
         violations.check_range(field, request.asked(field), 0, limits.max_logprobs)
+    if (start := request.asked("output.prompt_logprobs_start")) is not None:
+        violations.check_range("output.prompt_logprobs_start", start, 1, limits.max_prompt_tokens)
+        if request.asked("output.prompt_logprobs") is None:
+            violations.add("output.prompt_logprobs_start", "is set without output.prompt_logprobs")
     violations.check_range("priority", request.priority, -100, 100)
     violations.check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, limits.max_prompt_tokens)
     if request.truncate_prompt_tokens == 0:

@@ -103,7 +103,7 @@ _SAMPLING_FIELDS = (
     "bad_words",
 )
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_string")
-_OUTPUT_FIELDS = ("logprobs", "prompt_logprobs", "include_special_tokens")
+_OUTPUT_FIELDS = ("logprobs", "prompt_logprobs", "prompt_logprobs_start", "include_special_tokens")
 
 
 def to_generate_request(

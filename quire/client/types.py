@@ -106,6 +106,7 @@ class GenerationOptions:
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int | None = None
     include_special_tokens: bool | None = None
 
 

@@ -192,9 +192,8 @@ class BlockManager:
         return sequence.prefix_hashes.first(self._num_shareable(sequence), sequence.token_ids)
 
     def _num_shareable(self, sequence: Sequence) -> int:
-        """Blocks that the sequence may take from others. At least one token is left to compute, so that there are
-        logits."""
-        return (sequence.num_tokens - 1) // self.block_size if sequence.uses_prefix_cache else 0
+        """Blocks that the sequence may take from others."""
+        return sequence.max_cached_tokens // self.block_size
 
 
 class VictimTables:

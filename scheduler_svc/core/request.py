@@ -64,7 +64,9 @@ class RowSampling:
     logprobs: int | None = None
     """Report the chosen token and this many of the most likely ones; None reports nothing."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token but the first."""
+    """The same for each prompt token from `prompt_logprobs_start` on."""
+    prompt_logprobs_start: int = 1
+    """The first token of a prompt has none."""
     num_candidates: int | None = None
     """Draw no token, report this many of the most likely ones: the scheduler chooses."""
 

@@ -77,10 +77,14 @@ class Sequence:
         return self.token_ids[len(self.request.prompt) :]
 
     @property
-    def uses_prefix_cache(self) -> bool:
-        """Whether cached blocks may stand in for computing its tokens. They have no logits, which the log probabilities
-        of the prompt need; a sequence that has output has reported those."""
-        return self.request.sampling.prompt_logprobs is None or self.num_output_tokens > 0
+    def max_cached_tokens(self) -> int:
+        """For how many of its tokens cached blocks may stand in. They have no logits: to continue, those of the last
+        token are needed; for the log probability of a prompt token, those of the token before it. A sequence that has
+        output has reported the latter."""
+        sampling = self.request.sampling
+        if sampling.prompt_logprobs is None or self.num_output_tokens > 0:
+            return self.num_tokens - 1
+        return min(self.num_tokens, sampling.prompt_logprobs_start) - 1
 
     def become_fork_of(self, parent: "Sequence") -> None:
         """Copies all that the parent has except its blocks and its row."""

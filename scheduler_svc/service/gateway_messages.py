@@ -80,6 +80,7 @@ def request_from_submit(submit: scheduler_pb2.Submit, *, vocab_size: int, max_nu
             parameters=submit.row_sampling,
             logprobs=output.logprobs if output.HasField("logprobs") else None,
             prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+            prompt_logprobs_start=output.prompt_logprobs_start or 1,
         ),
         max_tokens=submit.stopping.max_tokens,
         stop_token_ids=frozenset((*submit.stopping.stop_token_ids, *submit.eos_token_ids)),

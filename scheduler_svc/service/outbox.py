@@ -120,12 +120,12 @@ def add_end(events: ClientEvents, end: End, handle: Handle) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a reader has of a request already: tokens of each sequence, the sequences that have ended for it, and
-    positions of the prompt with log probabilities."""
+    """What a reader has of a request already: tokens of each sequence, the sequences that have ended for it, and log
+    probabilities of the prompt before a position."""
 
     num_tokens: Mapping[int, int] = field(default_factory=dict)
     ended: frozenset[int] = frozenset()
-    num_prompt_logprobs: int = 0
+    end_of_prompt_logprobs: int = 1
 
     @classmethod
     def of(cls, request: Request, num_prompt_logprobs: int) -> "Held":
@@ -133,7 +133,7 @@ class Held:
         return cls(
             {index: len(each.token_ids) for index, each in enumerate(request.emitted)},
             frozenset(index for index, each in enumerate(request.emitted) if each.has_ended),
-            num_prompt_logprobs,
+            request.sampling.prompt_logprobs_start + num_prompt_logprobs,
         )
 
 
@@ -223,19 +223,19 @@ class History:
         for kept in (self._outputs, self._ends, self._prompt_logprobs, self._completed, self._failed):
             kept.clear()
 
-    def completes(self, held: Held, progress: Sequence[SequenceProgress] | None, num_prompt_logprobs: int) -> bool:
+    def completes(self, held: Held, progress: Sequence[SequenceProgress] | None, end_of_prompt_logprobs: int) -> bool:
         """Whether whatever a reader that has `held` is missing is kept here.
 
         Args:
             progress: How far each sequence is, as readers were told; None where the request is over.
-            num_prompt_logprobs: At how many positions of the prompt log probabilities were reported so far.
+            end_of_prompt_logprobs: The first position of the prompt whose log probability has yet to come.
         """
         if self._failed:
             return True
         if progress is None and not self._completed:
             return False
-        first_position = self._prompt_logprobs[0].first_position if self._prompt_logprobs else num_prompt_logprobs + 1
-        if first_position > held.num_prompt_logprobs + 1:
+        first_position = self._prompt_logprobs[0].first_position if self._prompt_logprobs else end_of_prompt_logprobs
+        if first_position > held.end_of_prompt_logprobs:
             return False
         if progress is None:
             progress = [SequenceProgress(index, end.num_tokens, has_ended=True) for index, end in self._ends.items()]
@@ -266,7 +266,7 @@ class History:
         ends = [end for index, end in sorted(self._ends.items()) if index not in held.ended]
         for end in (*ends, *self._completed, *self._failed):
             add_end(events, end, handle)
-        entries = [entry.since(held.num_prompt_logprobs + 1) for entry in self._prompt_logprobs]
+        entries = [entry.since(held.end_of_prompt_logprobs) for entry in self._prompt_logprobs]
         return events, [replace(entry, handle=handle) for entry in entries if entry is not None]
 
 

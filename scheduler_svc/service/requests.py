@@ -92,9 +92,9 @@ class OwnedRequest:
     gateway_id: str
     retention_s: float
     durable: Durable | None
-    history: History = field(default_factory=History)
-    end_of_prompt_logprobs: int = 1
+    end_of_prompt_logprobs: int
     """The first position of the prompt whose log probability has yet to come."""
+    history: History = field(default_factory=History)
     reader: Reader | None = None
     is_over: bool = False
     expiry: Timer | None = None
@@ -259,6 +259,7 @@ class Requests:
             gateway_id=connection.gateway_id,
             retention_s=self.durable_grace_s,
             durable=durable,
+            end_of_prompt_logprobs=request.sampling.prompt_logprobs_start,
         )
         request = replace(request, key=owned.key)
         if durable is not None:
@@ -290,7 +291,7 @@ class Requests:
             return False
         if owned.reader is not None and owned.reader.connection.gateway_id != gateway_id:
             raise _taken_over(owned)
-        if not owned.history.completes(held, self._progress(owned.key), owned.end_of_prompt_logprobs - 1):
+        if not owned.history.completes(held, self._progress(owned.key), owned.end_of_prompt_logprobs):
             self.forget(owned)
             return False
         self.attach(owned, reader, held)

@@ -80,3 +80,16 @@ def test_the_pinned_packages_of_the_node_examples_are_those_that_they_import():
     imported = {name for name in re.findall(r'from "([^."][^"]*)"', code) if not name.startswith("node:")}
     package = (EXAMPLES / "node" / "package.json").read_text()
     assert imported == set(re.findall(r'"(\S+)": "\d+\.\d+\.\d+"', package))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("judge_one_document", r"Is there a river\? (yes|no)\n(.*\n)+[1-9][0-9]{3,} of \d+ prompt tokens were cached"),
+        ("self_consistency", r"\d of 8 say: .+"),
+        ("tree_of_thought", r"Once upon a time(.*\n)+36 calls, [1-9]\d* cached tokens"),
+        ("conversation", r"the sum: \d+\nthe city: Paris\nthe story: .+"),
+    ],
+)
+async def test_each_program_over_a_cached_prefix(served: Served, name: str, says: str):
+    assert re.search(says, await run_example(f"programs/{name}.py", served.server.grpc_address))

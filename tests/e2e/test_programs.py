@@ -1,0 +1,84 @@
+"""Programs over one cached prefix, against all processes: what is shared, what is chosen, and the examples."""
+
+import dataclasses
+
+import pytest
+
+from quire.client import ChatMessage, Constraint, GenerationOptions
+from quire.programs import Program, join
+from quire.rpc.errors import InvalidArgument
+from tests.support.serving import Served
+
+DOCUMENT = "Once upon a time there was a shy fox who lived in a hollow tree by the river, and each day " * 4
+GREEDY = GenerationOptions(temperature=0, max_tokens=8)
+BLOCK = 16
+
+
+async def test_branches_of_a_program_share_its_prefix_and_nothing_stays_pinned(served: Served):
+    async with Program(served.client, DOCUMENT, GREEDY) as program:
+        assert (await served.state()).gpu_pool.pinned_blocks > 0
+        first = program.branch().append("it sang.")
+        answers = await join(branch.gen("end") for branch in first.fork(4))
+        assert len(set(answers)) == 1
+        num_prefix = len((await served.client.tokenize(DOCUMENT)).token_ids)
+        assert program.costs.cached_tokens >= 4 * (num_prefix // BLOCK - 1) * BLOCK
+    assert (await served.state()).gpu_pool.pinned_blocks == 0
+    alone = await served.client.generate(f"{DOCUMENT}it sang.", GREEDY)
+    assert alone.text == answers[0]
+
+
+async def test_the_most_likely_choice_is_selected_over_a_cached_prefix(served: Served):
+    choices = [" fox", " stone", " seven"]
+    async with Program(served.client, DOCUMENT, GREEDY) as program:
+        branch = program.branch().append("the shy")
+        chosen = await branch.select(choices, "animal")
+        assert chosen == branch["animal"] == " fox"
+        assert branch.prompt == f"{DOCUMENT}the shy fox"
+        # Each choice computes little more than itself.
+        assert program.costs.prompt_tokens - program.costs.cached_tokens < len(choices) * 2 * BLOCK
+
+    # As scored over the whole prompt, without the cache.
+    options = dataclasses.replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    whole = await served.client.generate(f"{DOCUMENT}the shy fox", options)
+    assert whole.usage.cached_tokens == 0
+    part = await served.client.generate(
+        f"{DOCUMENT}the shy fox", dataclasses.replace(options, prompt_logprobs_start=len(whole.prompt_logprobs) - 20)
+    )
+    assert part.usage.cached_tokens > 0
+    assert len(part.prompt_logprobs) == 21
+    for one, other in zip(part.prompt_logprobs, whole.prompt_logprobs[-21:], strict=True):
+        assert one.chosen.token_id == other.chosen.token_id
+        assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-4)
+
+
+async def test_a_conversation_takes_constrained_answers_and_samples(served: Served):
+    messages = [ChatMessage("user", "What is 12 + 30?")]
+    async with Program(served.client, messages, GREEDY) as program:
+        branch = program.branch()
+        assert (await branch.gen("sum", constraint=Constraint(regex="[0-9]{2}"))).isdigit()
+        assert branch.prompt == (messages[0], ChatMessage("assistant", branch["sum"]))
+        samples = await branch.append("And 1 + 2?").samples(3, "sum", temperature=1.0, seed=5)
+        assert all(sample["sum"] and sample.prompt[-1].content == sample["sum"] for sample in samples)
+
+
+async def test_what_fails_in_one_branch_ends_the_others_and_says_why(served: Served):
+    async with Program(served.client, DOCUMENT, GREEDY) as program:
+        with pytest.raises(InvalidArgument, match="max_tokens"):
+            await join([program.branch().gen(max_tokens=0), program.branch().gen(max_tokens=400, ignore_eos=True)])
+        with pytest.raises(ValueError, match="needs at least one"):
+            await program.branch().select([])
+        with pytest.raises(ValueError, match="has no tokens"):
+            await program.branch().select([""])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_logprobs_start": 0, "prompt_logprobs": 0}, "prompt_logprobs_start is 0"),
+        ({"prompt_logprobs_start": 400, "prompt_logprobs": 0}, "is 400; it must be the position of a prompt token"),
+        ({"prompt_logprobs_start": 2}, "without output.prompt_logprobs"),
+    ],
+)
+async def test_a_start_that_no_prompt_token_has_is_refused(served: Served, changes: dict[str, int], message: str):
+    with pytest.raises(InvalidArgument, match=message):
+        await served.client.generate("Once upon a time", dataclasses.replace(GREEDY, **changes))
