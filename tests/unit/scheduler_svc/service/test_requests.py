@@ -306,7 +306,7 @@ def test_log_probabilities_of_a_prompt_go_on_where_the_reader_is(bench):
     bench.requests.close(first)
     bench.requests.deliver_prompt_logprobs([prompt_report(owned, 4, 2)])
     second = bench.connect()
-    bench.resubmit(make_request(3), second, Held({}, frozenset(), 2))
+    bench.resubmit(make_request(3), second, Held({}, frozenset(), 3))
     assert reported(take_all(second)) == [(3, [3]), (4, [4, 5])]
     bench.requests.taken(second, 1)
     bench.requests.close(second)
