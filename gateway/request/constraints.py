@@ -7,6 +7,8 @@ import hashlib
 import json
 import logging
 import os
+import socket
+import subprocess
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
@@ -153,8 +155,9 @@ class TrialProcess:
 
     def __init__(self, model_directory: Path) -> None:
         self._model_directory = model_directory
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._answers: dict[int, asyncio.Future[Verdict]] = {}
         self._next_number = 0
@@ -165,63 +168,72 @@ class TrialProcess:
         Raises:
             Unavailable: the process ended before it answered, or cannot be started.
         """
-        stdin = await self._stdin()
+        writer = await self._connection()
         self._next_number += 1
         number = self._next_number
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            stdin.write(HEADER.pack(len(content), number) + content)
-            await stdin.drain()
+            writer.write(HEADER.pack(len(content), number) + content)
+            await writer.drain()
             return await answer
         except ConnectionError as error:
             raise _ended() from error
         finally:
             self._answers.pop(number, None)
 
-    async def _stdin(self) -> asyncio.StreamWriter:
+    async def _connection(self) -> asyncio.StreamWriter:
         async with self._starting:
-            if self._process is None or self._process.returncode is not None or self._reader is None:
+            if self._writer is None or self._reading is None or self._writer.is_closing():
+                self.close()
+                ours, theirs = socket.socketpair()
                 try:
-                    self._process = await asyncio.create_subprocess_exec(
-                        sys.executable,
-                        "-m",
-                        "quire.constraints.check_process",
-                        str(self._model_directory),
-                        stdin=asyncio.subprocess.PIPE,
-                        stdout=asyncio.subprocess.PIPE,
-                        # It forks, so it must have no threads.
-                        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-                    )
+                    self._process = await asyncio.to_thread(self._start, theirs)
                 except OSError as error:
+                    ours.close()
                     raise _ended() from error
-                assert self._process.stdout is not None
-                self._reader = asyncio.create_task(self._read(self._process.stdout), name="constraints")
-            assert self._process.stdin is not None
-            return self._process.stdin
+                finally:
+                    theirs.close()
+                reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+                self._reading = asyncio.create_task(self._read(reader), name="constraints")
+            return self._writer
 
-    async def _read(self, stdout: asyncio.StreamReader) -> None:
+    def _start(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+        """By subprocess, since the event loop's way runs the fork handlers of gRPC, which may abort the new process."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "quire.constraints.check_process", str(self._model_directory)],
+            stdin=connection.fileno(),
+            stdout=connection.fileno(),
+            # It forks, so it must have no threads.
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                length, number = HEADER.unpack(await stdout.readexactly(HEADER.size))
-                payload = await stdout.readexactly(length)
+                length, number = HEADER.unpack(await reader.readexactly(HEADER.size))
+                payload = await reader.readexactly(length)
                 answer = self._answers.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(_verdict_from(payload))
         except (asyncio.IncompleteReadError, ConnectionError):
             _logger.warning("the process that compiles constraints ended; the next constraint starts it again")
         finally:
-            self._reader = None
+            self._reading = None
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(_ended())
 
     def close(self) -> None:
         """Ends the process."""
-        if self._reader is not None:
-            self._reader.cancel()
-        if self._process is not None and self._process.returncode is None:
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
             self._process.kill()
+            self._process.wait()
+            self._process = None
 
 
 def _verdict_from(payload: bytes) -> Verdict:

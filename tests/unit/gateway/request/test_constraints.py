@@ -128,8 +128,8 @@ async def test_a_process_that_dies_is_started_again(checker) -> None:
     await checker.check(Constraint(regex="a"), "a")
     process = checker._trial._process
     os.kill(process.pid, signal.SIGKILL)
-    await process.wait()
-    await until_true(lambda: checker._trial._reader is None)
+    process.wait()
+    await until_true(lambda: checker._trial._reading is None)
     await checker.check(Constraint(regex="b"), "a")
     assert checker._trial._process.pid != process.pid
 
