@@ -54,8 +54,10 @@ BlockEvent = tuple[Step, Block, str]
 class Blocks:
     """The blocks of one sequence, of which one is open at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_content: bool = True) -> None:
+        """Without `keeps_content`, blocks have none: it goes by in the events alone."""
         self.all: list[Block] = []
+        self._keeps_content = keeps_content
         self._is_open = False
 
     def push(self, output: Output) -> Iterator[BlockEvent]:
@@ -86,7 +88,8 @@ class Blocks:
     def _add(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
         if not self._is_open or self.all[-1].kind is not kind:
             yield from self.begin(kind)
-        self.all[-1].add(text)
+        if self._keeps_content:
+            self.all[-1].add(text)
         yield Step.ADD, self.all[-1], text
 
 

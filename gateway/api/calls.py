@@ -24,7 +24,7 @@ from gateway.api.answers import (
 )
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
-from gateway.request.answer_memory import IN_PIECES, STREAMED, CallMemory
+from gateway.request.answer_memory import IN_PIECES, AnswerForm, CallMemory
 from gateway.request.generator import Generator, Result, answer_event, events, results_of, running
 from gateway.request.types import RequestOptions
 from quire.rpc.errors import QuireError
@@ -61,10 +61,12 @@ class Call(Protocol):
         id: What the header x-request-id of the answer says.
         streams: Whether the answer is a stream.
         shows_prompt_by_choice: Whether each choice has the log probabilities of its prompt.
+        stream_form: What a stream of it holds.
     """
 
     dialect: Dialect
     shows_prompt_by_choice: bool
+    stream_form: AnswerForm
 
     @property
     def id(self) -> str: ...
@@ -131,7 +133,7 @@ async def _stream(generator: Generator, call: Call, running_now: list[LiveReques
     requests = await call.requests(generator)
     usages: list[Usage] = []
     has_begun = False
-    with generator.call_memory(STREAMED) as memory:
+    with generator.call_memory(call.stream_form) as memory:
         async with _running(generator, call, requests, memory) as live, aclosing(events(live)) as all_events:
             running_now += live
             shaper = await call.shaper(generator, live)

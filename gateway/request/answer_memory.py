@@ -21,6 +21,8 @@ from quire.rpc.errors import QuireError, ResourceExhausted, invalid_field
 # Measured: an id in a list, and a piece of text in another.
 _ID_BYTES = 40
 _TEXT_BYTES = 70
+# The text of a token in one long text: four bytes a character while it grows.
+_JOINED_TEXT_BYTES = 20
 _FEWER = "ask for fewer sequences, tokens or log probabilities"
 MAX_PROMPT_LOGPROBS = 1 << 20
 """Of all prompts of a call."""
@@ -66,10 +68,12 @@ class AnswerForm:
     Attributes:
         is_whole: All of it is held until the end.
         bytes_per_logprob: The further bytes of a log probability while one message is made of all of them.
+        repeats_text: The end of the stream says all of the text again, which is held until then.
     """
 
     is_whole: bool
     bytes_per_logprob: int = 0
+    repeats_text: bool = False
 
     @property
     def way_out(self) -> str:
@@ -78,6 +82,7 @@ class AnswerForm:
 
 
 STREAMED = AnswerForm(is_whole=False)
+STREAMED_AND_REPEATED = AnswerForm(is_whole=False, repeats_text=True)
 IN_PIECES = AnswerForm(is_whole=True)
 AS_MESSAGE = AnswerForm(is_whole=True, bytes_per_logprob=64)
 AS_TENSORS = AnswerForm(is_whole=True, bytes_per_logprob=160)
@@ -124,6 +129,7 @@ class CallMemory:
         """From now on counts what a request of the call holds, and fails the request if the call is ended."""
         request = live.request
         kept = _ID_BYTES + (self._logprob_bytes(request.logprobs) if request.durable else 0)
+        kept += _JOINED_TEXT_BYTES if self.form.repeats_text else 0
         prompt = self._logprob_bytes(request.prompt_logprobs)
         live.count_memory(self.add, TokenBytes(kept, self._pending_bytes(request), prompt))
         self.when_ended(live.fail)

@@ -22,6 +22,7 @@ from gateway.api.body import BodyLimits, read_body
 from gateway.api.calls import respond
 from gateway.api.openapi import ApiRoute
 from gateway.replicas.live import LiveRequest
+from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.prompts import TextService
 from gateway.request.types import RequestOptions
@@ -48,6 +49,7 @@ class MessageCall:
 
     dialect = ANTHROPIC
     shows_prompt_by_choice = False
+    stream_form = STREAMED
 
     def __init__(self, body: MessageBody, model: str) -> None:
         self.id = f"msg_{secrets.token_hex(16)}"

@@ -55,7 +55,7 @@ class MessageShaper:
         self._model = model
         self._prompt_tokens = len(live.request.prompt_token_ids)
         self._shows_thinking = shows_thinking
-        self._blocks = Blocks()
+        self._blocks = Blocks(keeps_content=False)
         self._finished: Finished | None = None
 
     def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from gateway.api.openai.read import chat_options, completion_options, completion
 from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.api.openai.write import ChatShaper, CompletionShaper, Head
 from gateway.replicas.live import LiveRequest
+from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_REQUEST_ID_LENGTH
 from gateway.request.types import Prompt, RequestOptions, TextPrompt
@@ -22,6 +23,7 @@ class _Call:
     """What both have in common. See gateway.api.calls.Call."""
 
     dialect = OPENAI
+    stream_form = STREAMED
 
     def __init__(self, body: GenerationBody, prefix: str, model: str) -> None:
         self.id = f"{prefix}-{body.request_id or secrets.token_hex(16)}"

@@ -19,6 +19,7 @@ from gateway.api.responses.store import ResponseStore, StoredResponse
 from gateway.api.responses.write import ResponseHead, ResponseShaper, cancelled_response
 from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
+from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.generator import Generator
 from gateway.request.types import ChatMessage, RequestOptions
 from quire.rpc.errors import invalid_field
@@ -31,6 +32,7 @@ class ResponseCall:
     """One response. See gateway.api.calls.Call. By its id it runs and can be cancelled."""
 
     shows_prompt_by_choice = False
+    stream_form = STREAMED_AND_REPEATED
 
     def __init__(self, body: ResponseBody, model: str, store: ResponseStore) -> None:
         """Raises InvalidArgument: it shall be stored, or goes on from one, where this gateway does not have it."""

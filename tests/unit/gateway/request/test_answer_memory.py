@@ -15,6 +15,7 @@ from gateway.request.answer_memory import (
     AS_TENSORS,
     IN_PIECES,
     STREAMED,
+    STREAMED_AND_REPEATED,
     AnswerMemory,
 )
 from gateway.request.generator import results_of
@@ -117,6 +118,17 @@ async def test_what_a_stream_has_written_is_not_held(ledger, memory):
         await anext(events)
         assert call.num_bytes == 2 * written
     assert memory.num_bytes == 0
+
+
+async def test_a_stream_that_repeats_its_text_at_the_end_holds_it(ledger, memory):
+    held = []
+    for form in (STREAMED, STREAMED_AND_REPEATED):
+        with memory.call("key", form) as call:
+            live = open_live(ledger, call, request_id=f"with {form}")
+            generate(ledger, live, 10)
+            await anext(live.events())
+            held.append(call.num_bytes)
+    assert held[0] < held[1] < 2 * held[0]
 
 
 @pytest.mark.parametrize(("form", "most"), [(IN_PIECES, 190), (AS_MESSAGE, 85), (AS_TENSORS, 45)])
