@@ -7,6 +7,7 @@ completions.
 
 import dataclasses
 import json
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,9 @@ _REFUSED = {
 }
 _TRUTH = {"true": True, "false": False}
 _FLAGS = frozenset(name for name, field in CompletionBody.model_fields.items() if field.annotation == bool | None)
-_TEXTS = frozenset({"stop", "early_stopping", "guided_regex", "guided_grammar", "guided_decoding_backend"})
+_TEXTS = frozenset(
+    {"stop", "early_stopping", "guided_regex", "guided_grammar", "guided_decoding_backend", "structural_tag"}
+)
 INPUTS = {
     "text_input": "BYTES",
     "stream": "BOOL",
@@ -248,8 +251,8 @@ class SamplingFields:
         """The path in the request of a field of the completion, or of an entry of it."""
         if field in self.paths:
             return self.paths[field]
-        name, bracket, rest = field.partition("[")
-        return self.paths.get(name, _parameter_path(name)) + bracket + rest
+        name = re.split(r"[.\[]", field, maxsplit=1)[0]
+        return self.paths.get(name, _parameter_path(name)) + field.removeprefix(name)
 
     def body(self) -> CompletionBody:
         """Raises InvalidArgument: a parameter is unknown, not supported or of the wrong type."""

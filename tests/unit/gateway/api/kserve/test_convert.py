@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from gateway.api.kserve.convert import INPUTS, OUTPUTS, Inference, read_inference
 from gateway.api.openai.schemas import CompletionBody
+from quire.common.v1.common_pb2 import Choice, Constraint
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 
@@ -79,3 +80,27 @@ def test_a_request_is_read_or_refused_by_its_own_fields(request, in_stream):
     else:
         assert found
         assert all(field.startswith(FIELDS) for field in found)
+
+
+def sampled(fields: dict, **parameters: str) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name="m")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"hello")
+    tensor = request.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(json.dumps(fields).encode())
+    for name, value in parameters.items():
+        request.parameters[name].string_param = value
+    return request
+
+
+def test_a_text_may_be_constrained_as_over_http():
+    for request, constraint in (
+        (sampled({}, guided_regex="[0-9]"), Constraint(regex="[0-9]")),
+        (sampled({}, guided_json='{"type": "object"}'), Constraint(json_schema='{"type":"object"}')),
+        (sampled({"structured_outputs": {"choice": ["a"]}}), Constraint(choice=Choice(texts=["a"]))),
+    ):
+        inference = read(request, in_stream=False)
+        assert isinstance(inference, Inference)
+        assert inference.options[0].sampling.constraint == constraint
+    wrong = sampled({"structured_outputs": {"regex": "a", "choice": ["b"]}})
+    place = 'inputs[1].contents.bytes_contents[0]["structured_outputs"]'
+    assert read(wrong, in_stream=False) == [f"{place}.choice"]
