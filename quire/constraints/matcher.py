@@ -77,6 +77,7 @@ class Vocabulary:
             ValueError: as of the constructor.
         """
         content = json.loads(directory.tokenizer_file().read_text(encoding="utf-8"))
+        content["added_tokens"] = _added_tokens(content, directory.tokenizer_config)
         return cls(content, size, directory.eos_token_ids)
 
     def mask_of_set(self, token_ids: frozenset[int]) -> Mask:
@@ -99,6 +100,26 @@ class Vocabulary:
         bits = np.zeros(self.num_words * 32, np.bool_)
         bits[list(token_ids)] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _added_tokens(tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of tokenizer.json, and what tokenizer_config.json alone says: further tokens, and which are special."""
+    added = {each["id"]: dict(each) for each in tokenizer.get("added_tokens", ())}
+    for name, entry in (config.get("added_tokens_decoder") or {}).items():
+        flags = {flag: bool(entry.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        added[int(name)] = {"id": int(name), "content": entry["content"], **flags}
+    named = {value if isinstance(value, str) else value.get("content") for value in _named_tokens(config)}
+    for each in added.values():
+        each["special"] = each["special"] or each["content"] in named
+    return [added[token_id] for token_id in sorted(added)]
+
+
+def _named_tokens(config: Mapping[str, Any]) -> Iterator[Any]:
+    for name, value in config.items():
+        if name.endswith("_token") and isinstance(value, str | dict):
+            yield value
+        elif name in ("additional_special_tokens", "extra_special_tokens") and isinstance(value, list | dict):
+            yield from value.values() if isinstance(value, dict) else value
 
 
 def _open(tokenizer: Mapping[str, Any], size: int | None, eos: Sequence[int]) -> LLTokenizer:

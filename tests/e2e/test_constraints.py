@@ -99,3 +99,10 @@ async def test_what_cannot_be_enforced_is_refused_by_name(client, constraint, op
     with pytest.raises(InvalidArgument, match=re.escape(problem)) as refused:
         await texts_of(client, constraint, **options)
     assert [each.field for each in refused.value.violations] == [field]
+
+
+async def test_a_request_whose_other_parameters_leave_no_token_fails_alone_and_by_name(client) -> None:
+    only = (await client.tokenize("b", add_special_tokens=False)).token_ids
+    with pytest.raises(InvalidArgument, match="no token may follow that allowed_token_ids and bad_words leave"):
+        await texts_of(client, Constraint(regex="a+"), allowed_token_ids=only)
+    assert await texts_of(client, Constraint(regex="abc")) == ["abc"]

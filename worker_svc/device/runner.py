@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.device.batch import (
@@ -151,6 +152,7 @@ class LaunchedStep:
         step, plan, values = self.step, self.prompts, self.copy.wait()
         scored = values.prompt_logprobs
         failed_prompts = () if plan is None or scored is None else find_failed_prompts(plan, scored)
+        self._refuse_left_without_tokens(values.is_finite)
         is_refused = self.columns.is_refused
         is_usable = values.is_finite & ~is_refused & ~self.failed_prompts.failing_samples(step, failed_prompts)
         self.seals.add(step.sealed, self.number)
@@ -171,6 +173,15 @@ class LaunchedStep:
             non_finite_chunks=() if chunks is None else non_finite_chunks(step.batch, chunks),
             refusals=dict(zip(self.rows[is_refused].tolist(), self.columns.refusal[is_refused], strict=True)),
         )
+
+    def _refuse_left_without_tokens(self, is_finite: NDArray[np.bool_]) -> None:
+        """A constrained row has logits of -infinity alone where other rules exclude all that its constraint leaves."""
+        columns = self.columns
+        excluded = columns.has_constraint & columns.has_rules & ~columns.is_refused & ~is_finite
+        if excluded.any():
+            columns.refuse(
+                excluded, "sampling.constraint: no token may follow that allowed_token_ids and bad_words leave, too"
+            )
 
 
 _logger = logging.getLogger(__name__)

@@ -238,6 +238,7 @@ class RowMatchers:
         self._terms = None if host_width is None else Terms(host_width)
         self._maker: MaskMaker | None = None
         self._rows: dict[int, _Row] = {}
+        self._error: Exception | None = None
         self._constrained: set[int] = set()
 
     def begin(self, changes: RowChanges, samplers: Int32Array) -> "Future[Masks] | None":
@@ -250,7 +251,7 @@ class RowMatchers:
             had_rows = bool(self._constrained)
             self._follow(changes)
             if had_rows or self._constrained:
-                self._thread.submit(self._apply, changes)
+                self._thread.submit(self._follow_or_fail, self._apply, changes)
         places = [place for place, row in enumerate(samplers.tolist()) if row in self._constrained]
         if not places:
             return None
@@ -258,7 +259,7 @@ class RowMatchers:
 
     def drew(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:
         """Tells what the rows draw in the step that `begin` was called for last, if it returned masks."""
-        self._thread.submit(self._append, samplers, token_ids)
+        self._thread.submit(self._follow_or_fail, self._append, samplers, token_ids)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -278,6 +279,13 @@ class RowMatchers:
             children = {child for parent, child in pairs if parent in constrained}
             constrained.difference_update(child for _, child in pairs)
             constrained |= children
+
+    def _follow_or_fail(self, change: Callable[..., None], *arguments: object) -> None:
+        """An error would leave matchers behind their rows, so the next step fails, and all rows are assigned anew."""
+        try:
+            change(*arguments)
+        except Exception as error:
+            self._error = error
 
     def _apply(self, changes: RowChanges) -> None:
         rows = self._rows
@@ -303,6 +311,9 @@ class RowMatchers:
                 held.replace(each.position, each.token_ids.tolist())
 
     def _make(self, places: list[int], samplers: Int32Array) -> Masks:
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
         rows = [self._rows[int(samplers[place])] for place in places]
         matchers = [row.ready() for row in rows]
         usable = [index for index, matcher in enumerate(matchers) if matcher is not None]

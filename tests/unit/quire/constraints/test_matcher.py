@@ -7,7 +7,8 @@ import pytest
 
 from quire.common.v1.common_pb2 import Choice, Constraint, StructuralTag, StructuralTags
 from quire.constraints.json_schema import ConstraintError
-from quire.constraints.matcher import MaskMaker
+from quire.constraints.matcher import MaskMaker, Vocabulary
+from quire.model_directory import ModelDirectory
 from tests.support.constraints import (
     TOKENIZERS,
     accepts,
@@ -20,7 +21,7 @@ from tests.support.constraints import (
     vocabulary,
     write,
 )
-from tests.support.tokenizers import BOS, EOS, byte_level
+from tests.support.tokenizers import BOS, EOS, byte_level, write_model_directory
 
 CAT = json.dumps({"type": "object", "properties": {"cat": {"enum": ["the", "a"]}}, "required": ["cat"]})
 
@@ -218,6 +219,18 @@ def test_logits_may_be_wider_or_narrower_than_the_vocabulary() -> None:
     wider = make_vocabulary(byte_level(), byte_level().get_vocab_size() + 100)
     assert wider.num_words * 32 >= byte_level().get_vocab_size() + 100
     assert make_vocabulary(byte_level(), 300).tokenizer.vocab_size == byte_level().get_vocab_size()
+
+
+def test_special_tokens_are_those_of_both_files_of_the_tokenizer(tmp_path) -> None:
+    size = byte_level().get_vocab_size()
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    decoder = {str(size): {"content": "<|call|>", "special": True, **flags}}
+    decoder[str(size + 1)] = {"content": "<think>", "special": False, **flags}
+    config = {"added_tokens_decoder": decoder, "additional_special_tokens": ["<think>"]}
+    directory = write_model_directory(tmp_path / "m", byte_level(), tokenizer_config__json=json.dumps(config))
+    held = Vocabulary.of_model(ModelDirectory.open(directory), size + 2)
+    assert held.special_tokens == {BOS: 0, EOS: 1, "<|call|>": size, "<think>": size + 1}
+    assert held.token_bytes[size : size + 2] == [b"<|call|>", b"<think>"]
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,22 @@ def test_a_vocabulary_that_cannot_be_read_fails_constrained_rows_alone() -> None
     matchers.close()
 
 
+def test_tokens_that_do_not_arrive_fail_the_next_step(matchers) -> None:
+    """Matchers would be behind their rows. The scheduler then assigns all rows anew."""
+    rows = np.array([0])
+    assert step(matchers, changes(assign(0, constrained("ab"))), [0]) == {0: {b"a"}}
+
+    def lost() -> np.ndarray:
+        raise RuntimeError("the device is gone")
+
+    matchers.drew(rows, lost)
+    masks = matchers.begin(changes(), rows)
+    assert masks is not None
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        masks.result()
+    assert step(matchers, changes(assign(0, constrained("ab"), "a")), [0]) == {0: {b"b"}}
+
+
 def test_compiled_constraints_are_shared_by_content_and_bounded(monkeypatch) -> None:
     monkeypatch.setattr("worker_svc.sampling.constraints._CACHE_BYTES", 3 * 4200)
     cache = TemplateCache(lambda: HELD)
