@@ -70,9 +70,15 @@ class ConstraintChecker:
         if (task := self._underway.get(key)) is None:
             task = asyncio.create_task(self._turns.run(tenant, lambda: self._trial.verdict(content)))
             self._underway[key] = task
-            task.add_done_callback(lambda _: self._underway.pop(key, None))
+            task.add_done_callback(lambda ended: self._forget(key, ended))
         # One that gives up leaves the verdict to the others that wait for it.
         return await asyncio.shield(task)
+
+    def _forget(self, key: bytes, ended: asyncio.Task[Verdict]) -> None:
+        self._underway.pop(key, None)
+        if not ended.cancelled():
+            # Where nobody waits any more, an error is nobody's.
+            ended.exception()
 
     def _keep(self, key: bytes, verdict: Verdict, tenant: str) -> None:
         kept = self._kept.setdefault(tenant, OrderedDict())

@@ -78,6 +78,8 @@ def _run_child(vocabulary: Vocabulary | ConstraintError, number: int, content: b
     """Compiles one constraint, answers and ends this process."""
     status = 1
     try:
+        # Steps and streams come first.
+        os.nice(10)
         for each in (signal.SIGALRM, signal.SIGCHLD):
             signal.signal(each, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
