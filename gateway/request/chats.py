@@ -138,6 +138,11 @@ def _constraint(prompt: ChatPrompt, offered: _Offered | None, chat: Chat, tokeni
     )
     if offered.is_forced or answer is None:
         return calls
+    if answer.HasField("json_schema"):
+        try:
+            read_schema("response_format.json_schema", answer.json_schema)
+        except ConstraintError as error:
+            raise invalid_field(error.field, error.description) from error
     both = None
     if chat.tool_format == HARMONY and calls is not None and answer.WhichOneof("kind") == "json_schema":
         calls.structural_tags.tags.append(StructuralTag(begin=FINAL, json_schema=answer.json_schema))

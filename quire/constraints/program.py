@@ -25,7 +25,7 @@ MAX_CHOICES = 100_000
 # At most one line break with indentation, or a few spaces: enough for any style of JSON, and a model cannot go on with
 # white space for ever.
 _WHITE_SPACE = r"\n[ \t]{0,64}|[ \t]{1,2}"
-_SCHEMA_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
+SCHEMA_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
 # In Lark a colon stands between a rule and what it is.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Models put white space between what is before a JSON text and the text itself.
@@ -121,7 +121,7 @@ def _grammar(field: str, kind: str, text: str) -> dict[str, Any]:
     """One grammar of llguidance's list of grammars."""
     match kind:
         case "json_schema":
-            return {"json_schema": read_schema(field, text) | {"x-guidance": _SCHEMA_OPTIONS}}
+            return {"json_schema": read_schema(field, text) | {"x-guidance": SCHEMA_OPTIONS}}
         case "regex":
             if not text:
                 raise ConstraintError(field, "is empty; an answer that must be empty needs no model")

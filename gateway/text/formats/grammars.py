@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from gateway.text.formats.answer import HARMONY, JSON_LIST
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
+from quire.constraints.program import SCHEMA_OPTIONS
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -67,7 +68,7 @@ def calls_or_answer(
     for tag in tags(calls, template):
         if tag.WhichOneof("content") != "json_schema":
             return None
-        parts = [_literals(tag.begin, special_tokens), f"%json {tag.json_schema}", _literals(tag.end, special_tokens)]
+        parts = [_literals(tag.begin, special_tokens), _json_rule(tag.json_schema), _literals(tag.end, special_tokens)]
         alternatives.append(f"call_{len(alternatives)}")
         rules.append(f"{alternatives[-1]}: {' '.join(part for part in parts if part)}")
     many = "" if is_single or tool_format == HARMONY or _is_mistral_list(tool_format, template) else "+"
@@ -220,7 +221,7 @@ def _tagged_arguments(schema: str) -> str:
             rules.append(f'text_{position}[suffix="\\n</parameter>\\n"]: /(.|\\n)*/')
         else:
             inner = json.dumps(shared | value if isinstance(value, dict) else {}, ensure_ascii=False)
-            rules.append(f'argument_{position}: {begin} %json {inner} "\\n</parameter>\\n"')
+            rules.append(f'argument_{position}: {begin} {_json_rule(inner)} "\\n</parameter>\\n"')
     return "\n".join([f"start: {' '.join(names)}" if names else 'start: ""', *rules])
 
 
@@ -228,13 +229,20 @@ def _lark_of(answer: Constraint) -> str | None:
     """A constraint as an expression of Lark; None where it is none."""
     match answer.WhichOneof("kind"):
         case "json_schema":
-            return f"%json {answer.json_schema}"
+            return _json_rule(answer.json_schema)
         case "json_object":
-            return f"%json {_ANY_OBJECT}"
+            return _json_rule(_ANY_OBJECT)
         case "choice":
             return " | ".join(_quoted(text) for text in answer.choice.texts)
         case _:
             return None
+
+
+def _json_rule(schema: str) -> str:
+    """JSON of a schema in Lark, with as little white space as anywhere else."""
+    value: Any = json.loads(schema)
+    fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    return f"%json {json.dumps(fields | {'x-guidance': SCHEMA_OPTIONS}, ensure_ascii=False)}"
 
 
 def _literals(text: str, special_tokens: Mapping[str, int]) -> str:

@@ -232,6 +232,7 @@ BAD = [
         "response_format.json_schema",
         '"not"',
     ),
+    ({"response_format": common_pb2.Constraint(json_schema="{")}, "response_format.json_schema", "not valid JSON"),
     ({"response_format": common_pb2.Constraint(lark='start: "a"')}, "response_format", "together with tools"),
 ]
 

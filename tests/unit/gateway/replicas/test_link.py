@@ -9,6 +9,9 @@ import pytest
 from gateway.replicas.link import Backoff, request_from_submit, submit_message
 from gateway.replicas.live import LiveRequest
 from gateway.request.prepare import resolve
+from gateway.text.formats.answer import AnswerFormat
+from gateway.text.formats.parser import OfferedTool
+from gateway.text.formats.thinking import Thinking
 from quire.common.v1 import common_pb2
 from tests.support.parameters import make_options, make_request
 
@@ -30,7 +33,9 @@ def test_a_durable_request_is_found_again_as_it_was_submitted(searches):
     options = make_options(sampling=sampling, stopping={"stop": ["end"], "max_tokens": 9}, output={"logprobs": 1})
     parameters = resolve(options, common_pb2.SamplingParameters(), (1, 2), [(5, 6)])
     asked = {name: getattr(parameters, name) for name in ("sampling", "stopping", "output", "row_sampling")}
-    request = dataclasses.replace(make_request(durable=True, nonce=2**63, priority=-3), **asked)
+    answer_format = AnswerFormat("qwen3_coder", "qwen3", Thinking.BEGUN, (OfferedTool("f", frozenset({"a"})),))
+    request = make_request(durable=True, nonce=2**63, priority=-3)
+    request = dataclasses.replace(request, answer_format=answer_format, **asked)
     live = LiveRequest(request, 7, (), max_chunk_tokens=1, clock=lambda: 0.0)
     found = request_from_submit(submit_message(live).submit)
     # Bad words are known as tokens alone, inside of what the worker gets.

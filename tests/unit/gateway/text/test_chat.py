@@ -1,6 +1,7 @@
 """Chat templates render as transformers renders them, in a sandbox; prefixes are those of all later turns."""
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from gateway.model import ServedModel
 from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.text.chat import ChatTemplate, common_prefix
+from quire.gateway.v1.generation_pb2 import TemplateOptions, Tool, ToolCall
 from quire.rpc.errors import InvalidArgument
 from quire.settings import ConfigurationError
+from tests.support.chat_models import HERMES_TEMPLATE
 from tests.support.tokenizers import byte_level, write_model_directory
 
 MESSAGES = [ChatMessage("system", "Be brief."), ChatMessage("user", 'Say "é" <b>', name="Ann")]
@@ -156,3 +159,70 @@ def test_the_common_prefix_is_the_longest(first, second):
     length = len(prefix)
     assert first[:length] == second[:length] == prefix
     assert first[length : length + 1] != second[length : length + 1] or not (first[length:] or second[length:])
+
+
+TOOL = Tool(name="f", description="d", parameters='{"type": "object", "properties": {"a": {"type": "integer"}}}')
+CALLED = [
+    ChatMessage("user", "Say a"),
+    ChatMessage("assistant", "Hm", tool_calls=[ToolCall(id="1", name="f", arguments='{"a": 2}')], reasoning="why"),
+    ChatMessage("tool", "3", tool_call_id="1"),
+]
+AS_MESSAGES = [
+    {"role": "user", "content": "Say a"},
+    {
+        "role": "assistant",
+        "content": "Hm",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 2}}}],
+        "reasoning_content": "why",
+    },
+    {"role": "tool", "content": "3", "tool_call_id": "1"},
+]
+AS_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": json.loads(TOOL.parameters)},
+}
+
+
+def test_tools_and_calls_render_as_in_transformers():
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    expected, _ = render_jinja_template(
+        [AS_MESSAGES], tools=[AS_TOOL], chat_template=HERMES_TEMPLATE, add_generation_prompt=True, **SPECIAL_TOKENS
+    )
+    assert ChatTemplate(HERMES_TEMPLATE, SPECIAL_TOKENS).render(ChatPrompt(CALLED, tools=[TOOL])) == expected[0]
+
+
+@pytest.mark.parametrize("content", ["It is", "It is ", " {}"])
+@pytest.mark.parametrize("source", [HERMES_TEMPLATE, "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}"])
+def test_a_message_is_continued_as_in_transformers(source, content):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [ChatMessage("user", "Say a"), ChatMessage("assistant", content)]
+    expected, _ = render_jinja_template(
+        [[{"role": each.role, "content": each.content} for each in messages]],
+        chat_template=source,
+        continue_final_message=True,
+        **SPECIAL_TOKENS,
+    )
+    prompt = ChatPrompt(messages, template_options=TemplateOptions(continue_final_message=True))
+    assert ChatTemplate(source, SPECIAL_TOKENS).render(prompt) == expected[0]
+
+
+def test_a_template_that_drops_the_last_message_cannot_continue_it():
+    prompt = ChatPrompt(MESSAGES, template_options=TemplateOptions(continue_final_message=True))
+    with pytest.raises(InvalidArgument, match="continue_final_message"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(prompt)
+
+
+def test_a_template_that_takes_arguments_as_text_gets_text():
+    calls = "{% for call in m.tool_calls or [] %}{{ call.function.arguments + '!' }}{% endfor %}"
+    source = f"{{% for m in messages %}}{calls}{{% endfor %}}"
+    assert ChatTemplate(source, {}).render(ChatPrompt(CALLED)) == '{"a": 2}!'
+
+
+def test_whole_numbers_among_the_arguments_of_a_template_are_integers():
+    options = TemplateOptions()
+    options.arguments.update({"budget": 5, "share": 0.5, "list": [1]})
+    template = ChatTemplate("{{ budget }} {{ share }} {{ list }}", {})
+    assert template.render(ChatPrompt(MESSAGES, template_options=options)) == "5 0.5 [1]"
+    assert template.arguments == {"budget", "share", "list"}

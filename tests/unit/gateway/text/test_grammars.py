@@ -1,0 +1,186 @@
+"""What a model of random weights writes under the constraints of calls is read as calls that fit their schemas."""
+
+import json
+import random
+
+import jsonschema
+import pytest
+import tokenizers
+
+from gateway.text.formats.answer import TOOL_FORMATS, AnswerFormat
+from gateway.text.formats.grammars import (
+    CallGrammar,
+    calls_or_answer,
+    constrained_calls,
+    format_of_forced_calls,
+    text_parameters,
+)
+from gateway.text.formats.output import joined
+from gateway.text.formats.parser import OfferedTool
+from quire.common.v1.common_pb2 import Constraint
+from quire.constraints.matcher import Template, Vocabulary
+from quire.constraints.program import program_of
+from tests.support.constraints import make_vocabulary, vocabulary, write
+from tests.support.tokenizers import byte_level
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "unit": {"$ref": "#/$defs/unit"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+        "mode": {"enum": ["now", "later"]},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+}
+# A schema whose references lead to itself.
+TREE = {
+    "type": "object",
+    "properties": {"name": {"enum": ["a", "b"]}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["name", "next"],
+    "additionalProperties": False,
+}
+EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"get_weather": WEATHER, "walk": TREE, "now": EMPTY}
+CALLS = [CallGrammar(name, json.dumps(schema)) for name, schema in SCHEMAS.items()]
+TOOLS = tuple(OfferedTool(call.name, text_parameters(call.schema)) for call in CALLS)
+MARKS = (
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<tool_call>",
+    "</tool_call>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<|message|>",
+)
+FORMATS = [(name, "") for name in sorted(TOOL_FORMATS)] + [("mistral", "[TOOL_CALLS] ["), ("mistral", "[ARGS]")]
+
+
+def with_marks() -> Vocabulary:
+    """A vocabulary in which marks of formats are special tokens, as they are in the models' own."""
+    tokenizer = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    tokenizer.add_special_tokens(list(MARKS))
+    return make_vocabulary(tokenizer)
+
+
+def written(constraint: Constraint, held: Vocabulary, seed: int, begin: str = "") -> tuple[str, bool]:
+    """A text that begins with `begin` and goes on at random, and whether it ended by itself."""
+    given = list(held.tokenizer.tokenize_str(begin, parse_special=True))
+    choices = random.Random(seed)
+
+    def choose(possible):
+        if given:
+            assert given[0] in possible
+            return given.pop(0)
+        return int(choices.choice(possible))
+
+    template = Template(program_of(constraint, held.special_tokens), held)
+    token_ids, has_ended = write(template, choose, max_tokens=500)
+    return b"".join(held.token_bytes[token_id] for token_id in token_ids).decode(errors="replace"), has_ended
+
+
+def read(tool_format, text):
+    parser = AnswerFormat(tool_format=tool_format, tools=TOOLS).parser(str)
+    return joined([parser.push(text), parser.finish()])
+
+
+def assert_fitting(calls):
+    for call in calls:
+        jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+
+
+@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+@pytest.mark.parametrize(("name", "template"), FORMATS)
+def test_forced_calls_are_read_and_fit(name, template, held):
+    num_complete = 0
+    for seed in range(6):
+        is_single = bool(seed % 2)
+        constraint = constrained_calls(name, CALLS, template, is_forced=True, is_single=is_single)
+        text, has_ended = written(constraint, held, seed)
+        output = read(format_of_forced_calls(name), text)
+        assert not (has_ended and output.text.strip()), text
+        complete = output.tool_calls if has_ended else output.tool_calls[:-1]
+        assert_fitting(complete)
+        if has_ended:
+            num_complete += 1
+            assert len(complete) == 1 if is_single else complete
+    assert num_complete
+
+
+# How the header of a call of the tool begins, as far as it is free.
+BEGINNINGS = {
+    "hermes": "I look. <tool_call>\n",
+    "llama3_json": '{"name": "now", "parameters": ',
+    "mistral": "I look.[TOOL_CALLS]",
+    "deepseek_v3": "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n",
+    "deepseek_v31": "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>",
+    "qwen3_coder": "I look.\n<tool_call>\n<function=get_weather>\n",
+    "openai": "<|channel|>commentary to=functions.now <|constrain|>json<|message|>",
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_a_call_that_has_begun_fits(name):
+    held = vocabulary("byte level")
+    constraint = constrained_calls(name, CALLS, "", is_forced=False, is_single=True)
+    for seed in range(3):
+        text, has_ended = written(constraint, held, seed, BEGINNINGS[name])
+        output = read(name, text)
+        assert output.tool_calls, text
+        assert not has_ended or assert_fitting(output.tool_calls) is None
+
+
+def test_without_a_grammar_of_its_own_a_format_leaves_begun_calls_free():
+    for name in ("gemma4", "functiongemma", "glm45", "pythonic", None):
+        assert constrained_calls(name, CALLS, "", is_forced=False, is_single=True) is None
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31"])
+@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+def test_an_answer_has_the_format_or_calls(name, held):
+    wanted = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]} | {
+        "additionalProperties": False
+    }
+    answer = Constraint(json_schema=json.dumps(wanted))
+    constraint = calls_or_answer(name, CALLS, "", answer, held.special_tokens, is_single=False)
+    seen = set()
+    for seed in range(12):
+        text, has_ended = written(constraint, held, seed)
+        output = read(name, text)
+        if output.tool_calls:
+            seen.add("calls")
+            assert not (has_ended and output.text.strip()), text
+            assert_fitting(output.tool_calls if has_ended else output.tool_calls[:-1])
+        elif has_ended:
+            seen.add("answer")
+            jsonschema.validate(json.loads(output.text), wanted)
+    assert seen == {"calls", "answer"}
+
+
+def test_what_cannot_stand_beside_calls_has_no_constraint():
+    for answer in (Constraint(regex="a"), Constraint(lark='start: "a"')):
+        assert calls_or_answer("hermes", CALLS, "", answer, {}, is_single=True) is None
+    assert calls_or_answer("gemma4", CALLS, "", Constraint(json_schema="{}"), {}, is_single=True) is None
+    choice = Constraint()
+    choice.choice.texts.extend(["red", "green"])
+    held = vocabulary("byte level")
+    constraint = calls_or_answer("hermes", CALLS, "", choice, {}, is_single=True)
+    assert written(constraint, held, 1, "re") == ("red", True)
+
+
+def test_parameters_that_are_texts():
+    schema = {
+        "properties": {
+            "a": {"type": "string"},
+            "b": {"enum": ["x", "y"]},
+            "c": {"const": "x"},
+            "d": {"enum": ["x", 1]},
+            "e": {"type": ["string", "null"]},
+            "f": {"type": "integer"},
+            "g": True,
+        }
+    }
+    assert text_parameters(json.dumps(schema)) == {"a", "b", "c"}
+    assert text_parameters("") == text_parameters("[") == text_parameters('{"properties": 1}') == frozenset()
