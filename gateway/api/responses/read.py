@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError, to_json
 
-from gateway.api.body import BodyLimits
+from gateway.api.body import BodyLimits, max_entries
 from gateway.api.fields import Conversation, LongList, Part, as_parts, parse, tag_of
 from gateway.request.types import ChatMessage, ChatPrompt, RequestOptions, write
 from gateway.request.validation import Violations, shortened
@@ -29,6 +29,8 @@ _TOOL_CHOICES = {
 # What the answer to a call names "developer" is what most chat templates know as "system".
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _MAX_METADATA = 16
+# OpenAI has fewer names.
+_MAX_INCLUDE = 32
 _RENAMED = {
     "stopping.max_tokens": "max_output_tokens",
     "output.logprobs": "top_logprobs",
@@ -213,7 +215,7 @@ class ResponseBody(Part):
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     truncation: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, max_entries(_MAX_METADATA)] = None
 
     @property
     def shows_logprobs(self) -> bool:
@@ -231,7 +233,8 @@ async def parse_body(data: bytes, limits: BodyLimits) -> ResponseBody:
 def _check_values(violations: Violations, body: ResponseBody) -> None:
     if not body.input:
         violations.add("input", "is empty; at least one item is needed")
-    for position, name in enumerate(body.include or ()):
+    include = body.include or []
+    for position, name in enumerate(include if violations.check_count("include", include, _MAX_INCLUDE) else ()):
         if name not in _INCLUDED:
             violations.add(
                 f"include[{position}]", f'is "{shortened(name)}"; only {" and ".join(sorted(_INCLUDED))} are supported'
@@ -244,7 +247,6 @@ def _check_values(violations: Violations, body: ResponseBody) -> None:
             f'is "{shortened(body.truncation)}"; only "disabled" is supported: nothing of the input is left out',
         )
     metadata = body.metadata or {}
-    violations.check_count("metadata", metadata, _MAX_METADATA)
     for name, value in metadata.items():
         if len(name) > 64 or len(value) > 512:
             violations.add(

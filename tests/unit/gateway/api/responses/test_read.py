@@ -108,6 +108,7 @@ async def test_hints_and_values_that_change_nothing_are_accepted():
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "a"}}, "prompt"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"include": ["reasoning.encrypted_content"] * 33}, "include"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
