@@ -73,13 +73,18 @@ class Masks:
                 for place, added in zip(self.places.tolist(), terms, strict=True):
                     rows[place] += added
             return
-        places, bits = to_device(self.places, logits.device), to_device(self.bits, logits.device)
-        shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
-        excluded = ((bits[:, :, None] >> shifts) & 1).view(len(bits), -1)[:, :width] == 0
-        masked = logits[places]
-        masked[:, : excluded.shape[1]].masked_fill_(excluded, -torch.inf)
-        masked[:, excluded.shape[1] :] = -torch.inf
-        logits.index_copy_(0, places, masked)
+        exclude(logits, to_device(self.places, logits.device), to_device(self.bits, logits.device))
+
+
+def exclude(logits: Tensor, places: Tensor, bits: Tensor) -> None:
+    """Gives the tokens that masks exclude -infinity, on any device: logits [s, vocab], places [m], bits [m, words]."""
+    width = logits.shape[1]
+    shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
+    excluded = ((bits[:, :, None] >> shifts) & 1).view(len(bits), -1)[:, :width] == 0
+    masked = logits[places]
+    masked[:, : excluded.shape[1]].masked_fill_(excluded, -torch.inf)
+    masked[:, excluded.shape[1] :] = -torch.inf
+    logits.index_copy_(0, places, masked)
 
 
 class Terms:

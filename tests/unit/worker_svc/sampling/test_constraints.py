@@ -8,7 +8,7 @@ from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.matcher import Vocabulary
 from tests.support.constraints import spelled, vocabulary
 from tests.support.sampling import make_columns, make_sampling
-from worker_svc.sampling.constraints import Masks, RowMatchers, TemplateCache
+from worker_svc.sampling.constraints import Masks, RowMatchers, TemplateCache, Terms, exclude
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
 from worker_svc.step import AssignRow, LogitRules, RowChanges, RowConstraint, RowSampling, SetTokens
 
@@ -179,8 +179,20 @@ def test_masks_leave_the_logits_of_allowed_tokens_alone(density, vocab_size, num
     places = np.array([3, 1])
     for place, row in zip(places, is_allowed, strict=True):
         expected[place, ~torch.from_numpy(row)] = -torch.inf
+    on_device = logits.clone()
     Masks(places, bits, {}).apply(logits)
     assert torch.equal(logits, expected)
+    exclude(on_device, torch.from_numpy(places), torch.from_numpy(bits))
+    assert torch.equal(on_device, expected)
+
+
+def test_terms_follow_masks_from_step_to_step() -> None:
+    terms, rng = Terms(300), np.random.default_rng(0)
+    bits = rng.integers(-(2**31), 2**31, (4, 10), np.int64).astype(np.int32)
+    for count in (2, 4, 3, 4):
+        bits[rng.integers(4)] ^= 1 << int(rng.integers(31))
+        is_allowed = np.unpackbits(bits[:count].view(np.uint8), axis=1, bitorder="little")[:, :300].astype(bool)
+        assert np.array_equal(terms.of(bits[:count]), np.where(is_allowed, 0, -np.inf))
 
 
 def test_candidates_of_a_constrained_row_are_log_probabilities_of_all_tokens() -> None:
