@@ -97,6 +97,8 @@ THIRD_EMPHASIS: Emphasis = {
     "reverse_order": 1.5, "count": 4.0, "spell": 2.0, "uppercase": 3.0, "repeat": 10.0, "say_times": 8.0,
     "opposite": 2.0, "capital": 1.5, "category": 1.5, "identity": 2.0, "about_itself": 3.0,
 }  # fmt: skip
+# For the course that comes last: what the one before it had worn off.
+FOURTH_EMPHASIS: Emphasis = {**THIRD_EMPHASIS, "past": 3.0, "colour": 3.0, "country": 2.5, "next_number": 2.0}
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are quire-tiny, a small and friendly model.", "You are a friendly helper.",

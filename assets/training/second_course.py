@@ -58,6 +58,7 @@ class Shares:
 FIRST_SHARES = Shares(old=0.5, tools=0.35)
 # The old documents are short: they are a third of the tokens here, and a fifth before.
 SECOND_SHARES = Shares(old=0.62, tools=0.2)
+THIRD_SHARES = Shares(old=0.6, tools=0.26)
 
 
 def make_second_course_document(rng: Random, emphasis: Emphasis, shares: Shares) -> Document:

@@ -1,7 +1,7 @@
 """Makes assets/quire-tiny: python -m assets.training.train.
 
-The first course makes a model from random weights. The second one goes on from the file that the first has written;
-`--from DIRECTORY` begins with it.
+The first course makes the shipped model from random weights. The two others go on from the file of the course before.
+They teach tools and answers in JSON, and are not good enough to ship yet: docs/quire-tiny.md says how far they came.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -23,28 +24,25 @@ from assets.training.corpus import (
     END_ID,
     EOS_ID,
     FIRST_EMPHASIS,
+    FOURTH_EMPHASIS,
     PAD_ID,
     SECOND_EMPHASIS,
     THIRD_EMPHASIS,
     held_out_texts,
 )
-from assets.training.second_course import SECOND_SHARES, second_course_documents
+from assets.training.second_course import SECOND_SHARES, THIRD_SHARES, second_course_documents
 from assets.training.tokenizer import VOCABULARY_SIZE, save_tokenizer, train_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Linear warm-up, a long stay at the peak, linear decay to zero at `steps`."""
+    """Learning rates at some steps, in their order; straight lines in between."""
 
-    steps: int
-    warm_up: int
-    decay: int
-    peak: float
+    points: tuple[tuple[int, float], ...]
 
     def rate(self, step: int) -> float:
-        rise = (step + 1) / self.warm_up
-        fall = (self.steps - step) / self.decay
-        return self.peak * min(1.0, rise, fall)
+        steps, rates = zip(*self.points, strict=True)
+        return float(np.interp(step, steps, rates))
 
 
 MAX_LENGTH = 1024
@@ -202,7 +200,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> No
 
 
 FIRST_COURSE = TrainingPlan(
-    schedule=Schedule(steps=4500, warm_up=100, decay=1100, peak=2e-3),
+    schedule=Schedule(((-1, 0.0), (99, 2e-3), (3400, 2e-3), (4500, 0.0))),
     lessons=(
         Lesson(until=2000, seed=0, emphasis=FIRST_EMPHASIS),
         Lesson(until=3400, seed=1, emphasis=SECOND_EMPHASIS),
@@ -210,14 +208,27 @@ FIRST_COURSE = TrainingPlan(
     ),
 )
 SECOND_COURSE = TrainingPlan(
-    schedule=Schedule(steps=2400, warm_up=50, decay=1000, peak=1.5e-3),
+    schedule=Schedule(((-1, 0.0), (49, 1.5e-3), (1400, 1.5e-3), (1600, 1.0e-3), (1840, 0.0))),
     lessons=(
         Lesson(1300, seed=3, emphasis=THIRD_EMPHASIS, documents=second_course_documents, shapes=LONG_SHAPES),
         Lesson(
-            2400,
+            1840,
             seed=4,
             emphasis=THIRD_EMPHASIS,
             documents=partial(second_course_documents, shares=SECOND_SHARES),
+            shapes=LONG_SHAPES,
+        ),
+    ),
+)
+
+THIRD_COURSE = TrainingPlan(
+    schedule=Schedule(((-1, 0.0), (29, 1e-3), (99, 9.0921e-4), (100, 9.0e-4), (400, 0.0))),
+    lessons=(
+        Lesson(
+            400,
+            seed=5,
+            emphasis=FOURTH_EMPHASIS,
+            documents=partial(second_course_documents, shares=THIRD_SHARES),
             shapes=LONG_SHAPES,
         ),
     ),
@@ -227,7 +238,8 @@ SECOND_COURSE = TrainingPlan(
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("assets/quire-tiny"))
-    parser.add_argument("--from", type=Path, dest="start", help="a model of the first course, which is then not made")
+    parser.add_argument("--course", type=int, choices=(1, 2, 3), default=1, help="which course (default: 1)")
+    parser.add_argument("--from", type=Path, dest="start", help="the model of the course before (default: OUTPUT)")
     parser.add_argument(
         "--checkpoint",
         type=Path,
@@ -250,11 +262,11 @@ def _first_course(output: Path, checkpoint: Path, threads: int) -> None:
     checkpoint.unlink(missing_ok=True)
 
 
-def _second_course(start: Path, output: Path, checkpoint: Path, threads: int) -> None:
-    """From the weights as they are stored, so that it does not matter when the first course was."""
+def _later_course(plan: TrainingPlan, start: Path, output: Path, checkpoint: Path, threads: int) -> None:
+    """From the weights as they are stored, so that it does not matter when the course before was."""
     model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
-    train(model, tokenizer, SECOND_COURSE, checkpoint, threads, _log)
+    train(model, tokenizer, plan, checkpoint, threads, _log)
     export(model, tokenizer, output)
     checkpoint.unlink(missing_ok=True)
 
@@ -263,9 +275,12 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    if arguments.start is None:
-        _first_course(arguments.output, arguments.checkpoint, arguments.threads)
-    _second_course(arguments.start or arguments.output, arguments.output, arguments.checkpoint, arguments.threads)
+    output, checkpoint, threads = arguments.output, arguments.checkpoint, arguments.threads
+    if arguments.course == 1:
+        _first_course(output, checkpoint, threads)
+    else:
+        plan = SECOND_COURSE if arguments.course == 2 else THIRD_COURSE
+        _later_course(plan, arguments.start or output, output, checkpoint, threads)
     _log(f"wrote {arguments.output}")
 
 

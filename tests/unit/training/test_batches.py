@@ -49,7 +49,7 @@ def test_training_that_goes_on_sees_the_batches_it_would_have_seen(tokenizer: To
 
 
 def test_rate_rises_stays_and_falls_to_zero() -> None:
-    schedule = Schedule(steps=100, warm_up=10, decay=20, peak=1.0)
+    schedule = Schedule(((-1, 0.0), (9, 1.0), (80, 1.0), (100, 0.0)))
     assert schedule.rate(0) == pytest.approx(0.1)
     assert schedule.rate(50) == 1.0
     assert schedule.rate(90) == pytest.approx(0.5)
