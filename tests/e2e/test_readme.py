@@ -58,6 +58,17 @@ async def test_the_python_example_answers_and_streams(address):
     assert len(out.split()) > 20
 
 
+@pytest.mark.extended
+async def test_the_examples_of_other_clients_answer(served):
+    """The examples follow each other as one program: later ones use names of the first."""
+    url = f"http://{served.server.http_address}"
+    code = "\n".join(blocks("python", "OpenAI's API")).replace("http://127.0.0.1:8000", url)
+    out = await run(sys.executable, "-c", code, address=served.server.grpc_address)
+    assert out.count("The capital of France is Paris.") == 3
+    assert "is_large=" in out
+    assert '"city"' in out
+
+
 @pytest.mark.parametrize("line", shell_lines("grpcurl"))
 async def test_each_grpcurl_call_works_by_reflection_alone(line, address):
     arguments = shlex.split(line.replace("127.0.0.1:50051", address))[1:]

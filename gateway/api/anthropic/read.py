@@ -146,7 +146,7 @@ class TokensBody(Part):
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "context_management": ({},),
         "mcp_servers": ([],),
-        **dict.fromkeys(("container", "diagnostics", "inference_geo"), ()),
+        **dict.fromkeys(("container", "diagnostics", "inference_geo", "thread"), ()),
     }
 
     messages: Annotated[list[Message], Field(fail_fast=True)]

@@ -25,9 +25,17 @@ _ERROR_TYPES = {
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
 
 
+class ErrorDetails(BaseModel):
+    """What clients read to recover from an error by themselves."""
+
+    error_code: str
+    unsupported: list[str]
+
+
 class AnthropicErrorDetail(BaseModel):
     type: str
     message: str
+    details: ErrorDetails | None = None
 
 
 class AnthropicError(BaseModel):
@@ -39,8 +47,18 @@ class AnthropicError(BaseModel):
 
 def _error(answer: ErrorAnswer) -> dict[str, Any]:
     other = "invalid_request_error" if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
-    detail = AnthropicErrorDetail(type=_ERROR_TYPES.get(answer.status, other), message=answer.message)
-    return AnthropicError(error=detail).model_dump()
+    detail = AnthropicErrorDetail(
+        type=_ERROR_TYPES.get(answer.status, other), message=answer.message, details=_details(answer)
+    )
+    return AnthropicError(error=detail).model_dump(exclude_none=True)
+
+
+def _details(answer: ErrorAnswer) -> ErrorDetails | None:
+    """The tool runner of Anthropic's client asks the server to hold the conversation. After this error it goes on
+    without that, after any other it gives up."""
+    if answer.param == "thread":
+        return ErrorDetails(error_code="thread_unsupported_request", unsupported=["thread"])
+    return None
 
 
 ANTHROPIC = Dialect(_error, names_events=True, id_headers=("x-request-id", "request-id"))

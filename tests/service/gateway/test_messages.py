@@ -143,6 +143,14 @@ async def test_errors_have_anthropic_s_shape(shared, method, path, content, stat
     assert error["error"]["message"]
 
 
+async def test_the_refusal_of_a_thread_tells_the_client_to_go_on_without(shared):
+    answer = await shared.post(MESSAGES, json=HELLO | {"thread": {"type": "create"}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert "thread" in error["message"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 async def test_fields_of_errors_are_those_of_the_body(shared):
     roleless = [*HELLO["messages"], {"role": "assistant", "content": [{"type": "text", "text": 3}]}]
     bodies = [

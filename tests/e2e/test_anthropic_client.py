@@ -1,0 +1,87 @@
+"""Anthropic's own Python client against all processes."""
+
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from anthropic import AsyncAnthropic, beta_async_tool
+from pydantic import BaseModel
+
+from tests.support.serving import Served
+
+pytestmark = pytest.mark.extended
+
+MODEL = "quire-tiny"
+CAPITAL: Any = [{"role": "user", "content": "What is the capital of France?"}]
+CITY: Any = {
+    "name": "remember",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(served: Served):
+    url = f"http://{served.server.http_address}"
+    async with AsyncAnthropic(base_url=url, api_key="unused", max_retries=0, timeout=60) as running:
+        yield running
+
+
+async def test_a_message_and_the_same_as_a_stream(client: AsyncAnthropic):
+    message = await client.messages.create(model=MODEL, max_tokens=50, messages=CAPITAL)
+    (block,) = message.content
+    assert block.type == "text"
+    assert block.text == "The capital of France is Paris."
+    async with client.messages.stream(model=MODEL, max_tokens=50, messages=CAPITAL) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
+        streamed = await stream.get_final_message()
+    assert text == block.text
+    assert streamed.stop_reason == message.stop_reason == "end_turn"
+    counted = await client.messages.count_tokens(model=MODEL, messages=CAPITAL)
+    usage = message.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+async def test_a_forced_call_and_its_result(client: AsyncAnthropic):
+    asked: Any = {"model": MODEL, "max_tokens": 300, "tools": [CITY], "tool_choice": {"type": "any"}}
+    message = await client.messages.create(messages=CAPITAL, **asked)
+    calls = [block for block in message.content if block.type == "tool_use"]
+    assert message.stop_reason == "tool_use"
+    assert calls
+    assert all(call.input in ({"city": "Paris"}, {"city": "Rome"}) for call in calls)
+    async with client.messages.stream(messages=CAPITAL, **asked) as stream:
+        streamed = await stream.get_final_message()
+    assert [block.input for block in streamed.content if block.type == "tool_use"] == [call.input for call in calls]
+    results: Any = [{"type": "tool_result", "tool_use_id": call.id, "content": "done"} for call in calls]
+    turns: Any = [*CAPITAL, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+    answer = await client.messages.create(model=MODEL, max_tokens=20, messages=turns, tools=[CITY])
+    assert answer.usage.output_tokens > 0
+
+
+class Person(BaseModel):
+    is_old: bool
+
+
+async def test_a_message_is_parsed_into_a_model_of_pydantic(client: AsyncAnthropic):
+    message = await client.messages.parse(model=MODEL, max_tokens=300, messages=CAPITAL, output_format=Person)
+    assert isinstance(message.parsed_output, Person)
+
+
+async def test_the_tool_runner_goes_on_though_the_server_keeps_no_conversation(client: AsyncAnthropic):
+    @beta_async_tool
+    async def weather(city: str) -> str:
+        """Get the weather for a city.
+
+        Args:
+            city: the name of the city
+        """
+        return f"sunny in {city}"
+
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=100, tools=[weather], messages=CAPITAL, max_iterations=2
+    )
+    assert [message.role async for message in runner]
