@@ -49,7 +49,7 @@ def num_prompt_logprobs(request: GenerationRequest) -> int:
     """How many log probabilities of its prompt a request asks for."""
     if request.prompt_logprobs is None:
         return 0
-    return (len(request.prompt_token_ids) - request.prompt_logprobs_start) * (1 + request.prompt_logprobs)
+    return (len(request.prompt_token_ids) - request.prompt_logprobs_start + 1) * (1 + request.prompt_logprobs)
 
 
 def check_prompt_logprobs(count: int) -> None:

@@ -267,8 +267,8 @@ def raising_detokenizers(monkeypatch):
     """The next requests that are opened get detokenizers that raise at their fourth token, as many as are set."""
     real, left = GatewayTokenizer.detokenizer, [0]
 
-    def made(self, *, include_special_tokens):
-        detokenizer = real(self, include_special_tokens=include_special_tokens)
+    def made(self, *, include_special_tokens, shown):
+        detokenizer = real(self, include_special_tokens=include_special_tokens, shown=shown)
         left[0] -= 1
         return DetokenizerThatRaises(detokenizer, 4) if left[0] >= 0 else detokenizer
 

@@ -414,7 +414,7 @@ async def test_each_prompt_position_is_taken_once_whatever_is_computed_again():
 def test_missing_prompt_positions_are_a_gap():
     ledger = Ledger(max_chunk_tokens=100)
     live = open_live(ledger)
-    with pytest.raises(TokenGapError, match="prompt logprobs"):
+    with pytest.raises(TokenGapError, match="log probabilities of its prompt up to position 1"):
         ledger.apply(REPLICA, prompt_run(live, 2, 1))
 
 
