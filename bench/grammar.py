@@ -215,7 +215,7 @@ def _llguidance(vocabulary: Vocabulary) -> Callable[[str], Callable[[], Session]
 
 def _xgrammar(vocabulary: Vocabulary) -> Callable[[str], Callable[[], Session]]:
     import torch
-    import xgrammar
+    import xgrammar  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
     info = xgrammar.TokenizerInfo(vocabulary.token_bytes, stop_token_ids=[_EOS])

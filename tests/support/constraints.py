@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.matcher import MaskMaker, Matcher, Template, Vocabulary
 from quire.constraints.program import program_of
-from tests.support.tokenizers import byte_fallback, byte_level
+from tests.support.tokenizers import byte_fallback, byte_level, id_of
 
 EOS = "</s>"
 
@@ -40,7 +40,7 @@ def vocabulary(kind: str) -> Vocabulary:
 
 
 def make_vocabulary(tokenizer: tokenizers.Tokenizer, size: int | None = None) -> Vocabulary:
-    return Vocabulary(json.loads(tokenizer.to_str()), size, [tokenizer.token_to_id(EOS)])
+    return Vocabulary(json.loads(tokenizer.to_str()), size, [id_of(tokenizer, EOS)])
 
 
 def make_template(constraint: Constraint, kind: str = "byte level") -> Template:

@@ -77,3 +77,10 @@ def _prepend_bos(tokenizer: tokenizers.Tokenizer) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
+
+
+def id_of(tokenizer: tokenizers.Tokenizer, token: str) -> int:
+    """The id of a token that the vocabulary has."""
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id

@@ -1,6 +1,7 @@
 """Tools, reasoning, formats of answers and options of templates in chats, from the request to the answer."""
 
 import json
+from typing import Any, cast
 
 import pytest
 from google.protobuf import json_format
@@ -14,9 +15,10 @@ from quire.rpc.errors import InvalidArgument
 from tests.support.chat_models import write_chat_model
 from tests.support.fake_scheduler import scripted
 from tests.support.gateway_process import collect, error_of, running_gateway
+from tests.support.tokenizers import id_of
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-EOS = TOKENIZER.token_to_id("</s>")
+EOS = id_of(TOKENIZER, "</s>")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = pb.Tool(name="get_weather", description="Tells the weather.", parameters=json.dumps(SCHEMA))
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -34,7 +36,7 @@ def says(scheduler, text):
     scheduler.rule = scripted([*TOKENIZER.encode(text, add_special_tokens=False).ids, EOS])
 
 
-def request(kind=pb.ChatRequest, **fields):
+def request(kind: Any = pb.ChatRequest, **fields):
     fields.setdefault("messages", [ASKED])
     asked = kind(tools=[WEATHER], **fields)
     asked.stopping.max_tokens = asked.stopping.max_tokens or 200
@@ -185,7 +187,8 @@ async def test_a_format_of_the_answer_constrains_what_follows_the_reasoning(gate
 
 
 def message(**fields):
-    return pb.ChatMessage(**{"role": "assistant", "content": ""} | fields)
+    values: dict[str, Any] = {"role": "assistant", "content": ""}
+    return pb.ChatMessage(**values | fields)
 
 
 def call(**fields):
@@ -205,7 +208,7 @@ BAD = [
     ),
     ({"tool_choice": pb.ToolChoice(name="other")}, "tool_choice.name", "the tools are: get_weather"),
     ({"tools": [], "tool_choice": REQUIRED}, "tool_choice.mode", "there are no tools"),
-    ({"tool_choice": pb.ToolChoice(mode=9)}, "tool_choice.mode", "is 9"),
+    ({"tool_choice": pb.ToolChoice(mode=cast(Any, 9))}, "tool_choice.mode", "is 9"),
     ({"messages": [message(role="user", tool_calls=[call()])]}, "messages[0].tool_calls", "only assistant calls"),
     ({"messages": [message(tool_calls=[call(id="")])]}, "messages[0].tool_calls[0].id", "is empty"),
     ({"messages": [message(tool_calls=[call(name="?")])]}, "messages[0].tool_calls[0].name", '"?"'),

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 from tests.support.fake_scheduler import FakeScheduler, Hypothesis, scripted
 from tests.support.gateway_process import running_gateway
-from tests.support.tokenizers import byte_level, write_model_directory
+from tests.support.tokenizers import byte_level, id_of, write_model_directory
 
 TEMPLATE = """\
 {%- if tools %}tools: {{ tools | tojson }}<tool_call></tool_call>{% endif -%}
@@ -51,7 +51,7 @@ def says(scheduler):
 
     def say(text: str) -> None:
         scheduler.rule = scripted(
-            [*byte_level().encode(text, add_special_tokens=False).ids, byte_level().token_to_id("</s>")]
+            [*byte_level().encode(text, add_special_tokens=False).ids, id_of(byte_level(), "</s>")]
         )
 
     return say
@@ -140,7 +140,7 @@ async def test_several_answers_have_calls_of_their_own(client, scheduler):
         answering = asyncio.create_task(chat(client, n=3))
         await scheduler.until(lambda: scheduler.live)
         (handle,) = scheduler.live
-        scheduler.deliver(handle, [Hypothesis(token_ids, -1.0, tokenizer.token_to_id("</s>"))] * 3)
+        scheduler.deliver(handle, [Hypothesis(token_ids, -1.0, id_of(tokenizer, "</s>"))] * 3)
         choices = (await answering).choices
     assert [choice.finish_reason for choice in choices] == ["tool_calls"] * 3
     assert len({choice.message.tool_calls[0].id for choice in choices}) == 3

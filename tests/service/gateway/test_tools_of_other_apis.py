@@ -14,9 +14,10 @@ from quire.model_directory import resolve_model
 from tests.support.chat_models import write_chat_model
 from tests.support.fake_scheduler import scripted
 from tests.support.gateway_process import running_gateway
+from tests.support.tokenizers import id_of
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
-EOS = TOKENIZER.token_to_id("</s>")
+EOS = id_of(TOKENIZER, "</s>")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "name": "get_weather", "description": "Tells the weather.", "parameters": SCHEMA}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'

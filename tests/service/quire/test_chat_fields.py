@@ -1,6 +1,7 @@
 """Tools, formats of answers and options of templates of the client, against a gateway."""
 
 import json
+from typing import Any, cast
 
 import pytest
 from pydantic import BaseModel
@@ -12,6 +13,7 @@ from quire.rpc.errors import InvalidArgument
 from tests.support.chat_models import write_chat_model
 from tests.support.fake_scheduler import FakeScheduler, scripted
 from tests.support.gateway_process import running_gateway
+from tests.support.tokenizers import id_of
 
 TOKENIZER = Tokenizer.from_file(str(resolve_model(None) / "tokenizer.json"))
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -44,7 +46,7 @@ async def client(scheduler, tmp_path):
 
 def says(scheduler, text):
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
-    scheduler.rule = scripted([*ids, TOKENIZER.token_to_id("</s>")])
+    scheduler.rule = scripted([*ids, id_of(TOKENIZER, "</s>")])
 
 
 async def test_a_call_and_its_result(client, scheduler):
@@ -91,11 +93,11 @@ async def test_what_does_not_fit_is_refused_by_name(client):
     with pytest.raises(TypeError, match=r"tools\[0\] is 'f'; it must be a Tool"):
         await client.chat(asked, tools=["f"])
     with pytest.raises(InvalidArgument, match=r"tools\[0\]\.name"):
-        await client.chat(asked, tools=[Tool(5)])
+        await client.chat(asked, tools=[Tool(cast(Any, 5))])
     with pytest.raises(InvalidArgument, match=r"tool_choice\.name"):
         await client.chat(asked, tools=[WEATHER], tool_choice="other")
     with pytest.raises(TypeError, match=r"tool_calls\[0\] is 1"):
-        await client.chat([ChatMessage("assistant", tool_calls=[1])])
+        await client.chat([ChatMessage("assistant", tool_calls=cast(Any, [1]))])
     with pytest.raises(InvalidArgument, match=r"messages\[0\]\.tool_calls\[0\]\.arguments"):
         await client.chat([ChatMessage("assistant", tool_calls=[ToolCall("a", "f", "no JSON")])])
     with pytest.raises(InvalidArgument, match="template_arguments"):

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -187,7 +187,11 @@ def test_tools_and_calls_render_as_in_transformers():
     from transformers.utils.chat_template_utils import render_jinja_template
 
     expected, _ = render_jinja_template(
-        [AS_MESSAGES], tools=[AS_TOOL], chat_template=HERMES_TEMPLATE, add_generation_prompt=True, **SPECIAL_TOKENS
+        [AS_MESSAGES],
+        tools=[AS_TOOL],
+        chat_template=HERMES_TEMPLATE,
+        add_generation_prompt=True,
+        **cast(Any, SPECIAL_TOKENS),
     )
     assert ChatTemplate(HERMES_TEMPLATE, SPECIAL_TOKENS).render(ChatPrompt(CALLED, tools=[TOOL])) == expected[0]
 
@@ -202,7 +206,7 @@ def test_a_message_is_continued_as_in_transformers(source, content):
         [[{"role": each.role, "content": each.content} for each in messages]],
         chat_template=source,
         continue_final_message=True,
-        **SPECIAL_TOKENS,
+        **cast(Any, SPECIAL_TOKENS),
     )
     prompt = ChatPrompt(messages, template_options=TemplateOptions(continue_final_message=True))
     assert ChatTemplate(source, SPECIAL_TOKENS).render(prompt) == expected[0]

@@ -65,8 +65,9 @@ def with_marks() -> Vocabulary:
     return make_vocabulary(tokenizer)
 
 
-def written(constraint: Constraint, held: Vocabulary, seed: int, begin: str = "") -> tuple[str, bool]:
+def written(constraint: Constraint | None, held: Vocabulary, seed: int, begin: str = "") -> tuple[str, bool]:
     """A text that begins with `begin` and goes on at random, and whether it ended by itself."""
+    assert constraint is not None
     given = list(held.tokenizer.tokenize_str(begin, parse_special=True))
     choices = random.Random(seed)
 

@@ -21,7 +21,7 @@ from tests.support.constraints import (
     vocabulary,
     write,
 )
-from tests.support.tokenizers import BOS, EOS, byte_level, write_model_directory
+from tests.support.tokenizers import BOS, EOS, byte_level, id_of, write_model_directory
 
 CAT = json.dumps({"type": "object", "properties": {"cat": {"enum": ["the", "a"]}}, "required": ["cat"]})
 
@@ -174,10 +174,10 @@ def test_json_may_begin_with_white_space_after_free_text() -> None:
 def test_a_beginning_that_is_a_special_token_is_that_token() -> None:
     alone = make_matcher(tags(tag(BOS, "[0-9]", ""), no_free_text=True, required=True))
     assert allowed_texts(alone) == {BOS.encode()}
-    alone.consume(byte_level().token_to_id(BOS))
+    alone.consume(id_of(byte_level(), BOS))
     assert allowed_texts(alone) <= {bytes([digit]) for digit in b"0123456789"}
     free = make_matcher(tags(tag(BOS, "[0-9]", "")))
-    free.consume(byte_level().token_to_id(BOS))
+    free.consume(id_of(byte_level(), BOS))
     assert allowed_texts(free) <= {bytes([digit]) for digit in b"0123456789"}
 
 

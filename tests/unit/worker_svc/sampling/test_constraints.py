@@ -1,5 +1,7 @@
 """Matchers follow their rows, and masks leave the tokens that may follow."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,7 @@ def assign(row: int, sampling: RowSampling, output: str = "") -> AssignRow:
     return AssignRow(row, token_ids, NONE, sampling, len(PROMPT))
 
 
-def changes(*assigned: AssignRow, release=NONE, fork=PAIRS, set_tokens=()) -> RowChanges:
+def changes(*assigned: AssignRow, release: Any = NONE, fork: Any = PAIRS, set_tokens=()) -> RowChanges:
     as_ids = np.array(release, np.int32)
     return RowChanges(as_ids, assigned, np.array(fork, np.int32), (), tuple(set_tokens), np.zeros((0, 3), np.int32))
 

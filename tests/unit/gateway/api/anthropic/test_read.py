@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gateway.api.anthropic.read import MessageBody, conversation_of, options_of, param_name, parse_body, prompt_of
-from gateway.request.types import ChatMessage
+from gateway.request.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
 from quire.rpc.errors import InvalidArgument
@@ -13,6 +13,11 @@ from tests.support.openai_bodies import BODY_LIMITS
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+
+
+def chat_of(options: RequestOptions) -> ChatPrompt:
+    assert isinstance(options.prompt, ChatPrompt)
+    return options.prompt
 
 
 async def read(**fields):
@@ -62,7 +67,7 @@ async def test_parameters_become_those_of_the_contract():
     )  # fmt: skip
     assert (made.sampling.temperature, made.sampling.top_p, made.sampling.top_k) == (0.5, 0.25, 3)
     assert (made.stopping.max_tokens, list(made.stopping.stop)) == (8, ["x"])
-    prompt = made.prompt
+    prompt = chat_of(made)
     assert list(prompt.tools) == [Tool(name="look", description="Looks.", parameters='{"type":"object"}', strict=False)]
     assert prompt.tool_choice == ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED)
     assert not prompt.parallel_tool_calls
@@ -79,16 +84,16 @@ async def test_parameters_become_those_of_the_contract():
     ],
 )
 async def test_choices_of_tools(choice, expected):
-    prompt = (await options(tools=[TOOL], tool_choice=choice)).prompt
+    prompt = chat_of(await options(tools=[TOOL], tool_choice=choice))
     assert prompt.tool_choice == expected
     assert prompt.parallel_tool_calls
 
 
 async def test_a_last_message_of_the_assistant_is_continued():
     made = await options(messages=[*HELLO, {"role": "assistant", "content": "The answer is"}])
-    assert made.prompt.template_options.continue_final_message
-    assert not made.prompt.template_options.add_generation_prompt
-    assert not (await options()).prompt.template_options.ListFields()
+    assert chat_of(made).template_options.continue_final_message
+    assert not chat_of(made).template_options.add_generation_prompt
+    assert not chat_of(await options()).template_options.ListFields()
 
 
 @pytest.mark.parametrize(

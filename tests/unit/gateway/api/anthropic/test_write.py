@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ CHUNKS = [
 
 
 def make_shaper(*, shows_thinking: bool = True) -> MessageShaper:
-    live = SimpleNamespace(request=SimpleNamespace(prompt_token_ids=[0] * 5))
+    live: Any = SimpleNamespace(request=SimpleNamespace(prompt_token_ids=[0] * 5))
     return MessageShaper("msg_1", "tiny", live, shows_thinking=shows_thinking)
 
 

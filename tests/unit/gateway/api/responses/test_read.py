@@ -5,13 +5,18 @@ import json
 import pytest
 
 from gateway.api.responses.read import conversation_of, options_of, param_name, parse_body
-from gateway.request.types import ChatMessage
+from gateway.request.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice
 from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import BODY_LIMITS
 
 TOOL = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": True}
+
+
+def chat_of(options: RequestOptions) -> ChatPrompt:
+    assert isinstance(options.prompt, ChatPrompt)
+    return options.prompt
 
 
 async def read(**fields):
@@ -31,7 +36,7 @@ async def refusal(**fields) -> InvalidArgument:
 
 async def test_a_text_is_a_message_of_the_user():
     made = await options(instructions="Be brief.")
-    assert made.prompt.messages == [ChatMessage("system", "Be brief."), ChatMessage("user", "hello")]
+    assert chat_of(made).messages == [ChatMessage("system", "Be brief."), ChatMessage("user", "hello")]
     assert made.request_id == "resp_1"
 
 
@@ -75,7 +80,7 @@ async def test_parameters_become_those_of_the_contract():
     )  # fmt: skip
     assert (made.sampling.temperature, made.sampling.top_p, made.stopping.max_tokens) == (0.5, 0.25, 7)
     assert (made.output.logprobs, made.model) == (2, None)
-    prompt = made.prompt
+    prompt = chat_of(made)
     assert list(prompt.tools) == [Tool(name="look", description="Looks.", parameters='{"type":"object"}', strict=True)]
     assert prompt.tool_choice == ToolChoice(name="look")
     assert not prompt.parallel_tool_calls
@@ -90,7 +95,7 @@ async def test_hints_and_values_that_change_nothing_are_accepted():
         include=["reasoning.encrypted_content"], max_tool_calls=3, conversation=None, tool_choice="auto",
         text={"format": {"type": "text"}},
     )  # fmt: skip
-    assert made.prompt.response_format is None
+    assert chat_of(made).response_format is None
     assert not made.output.HasField("logprobs")
 
 

@@ -57,4 +57,4 @@ def test_one_that_is_too_large_displaces_nothing():
 def test_memory_grows_with_texts_and_messages():
     long = StoredResponse(b"{}", (ChatMessage("user", "hello" * 1000),))
     assert long.num_bytes >= SIZE + 4000
-    assert StoredResponse(b"{}", RESPONSE.messages * 2).num_bytes > SIZE
+    assert StoredResponse(b"{}", (*RESPONSE.messages, *RESPONSE.messages)).num_bytes > SIZE

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -49,7 +50,7 @@ def make_shaper(kept=None, **fields) -> ResponseShaper:
     body = ResponseBody.model_validate({"input": "hello"} | fields)
     head = ResponseHead("resp_1", 100, "tiny")
     texts = TokenTexts(wrapped(byte_level()))
-    return ResponseShaper(head, body, SimpleNamespace(request=request), texts, kept or Kept())
+    return ResponseShaper(head, body, cast(Any, SimpleNamespace(request=request)), texts, kept or Kept())
 
 
 def stream(shaper, chunks, reason=FinishReason.TOOL_CALLS) -> list[dict]:
