@@ -73,7 +73,8 @@ def check_contents(wheel: Path) -> None:
         "quire/py.typed",
     ):
         assert needed in names, f"{wheel.name} lacks {needed}"
-    strange = {name.split("/")[0] for name in names} - {"quire", "gateway", "scheduler_svc", "worker_svc", "kernels"}
+    ours = {"quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator"}
+    strange = {name.split("/")[0] for name in names} - ours
     assert all(".dist-info" in name or ".libs" in name for name in strange), strange
     assert headers["Description-Content-Type"] == "text/markdown"
     assert headers["License-Expression"] == "Apache-2.0"

@@ -261,8 +261,8 @@ def _array(entries: SequenceOf[tuple[int, ...]], width: int) -> Array:
 class Batch:
     """Rows, GPU blocks, in `draft` the next step, and in `underway` the full blocks that rows are computing."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.blocks = BlockManager(config.num_blocks, config.block_size, config.watermark)
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.blocks = blocks
         self.rows = RowTable(config.max_num_seqs)
         self.draft = StepDraft(config.max_num_batched_tokens)
         self.underway = BlocksUnderway(config.block_size, config.max_num_batched_tokens)

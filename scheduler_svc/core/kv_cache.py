@@ -9,8 +9,10 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Self
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
 
@@ -36,6 +38,11 @@ class BlockManager:
         self.pool = BlockPool(num_blocks)
         self._watermark_blocks = math.ceil(watermark * num_blocks)
         self._retired: deque[Sequence] = deque()
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> Self:
+        """An empty pool of this size."""
+        return cls(config.num_blocks, config.block_size, config.watermark)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""

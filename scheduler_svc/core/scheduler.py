@@ -12,7 +12,7 @@ requests that steps fail for.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from scheduler_svc.core.admission import Room, TokenShares
@@ -20,7 +20,7 @@ from scheduler_svc.core.batch import Batch
 from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.fault_isolation import Trials
-from scheduler_svc.core.kv_cache import SwapSpace
+from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
 from scheduler_svc.core.pins import PIN_CLIENT, Pin, Pins
 from scheduler_svc.core.policy import GroupQueue, check_queue, make_policy
 from scheduler_svc.core.request import (
@@ -55,8 +55,12 @@ class Scheduler:
     since the worker was attached, 0 before the first; `num_swap_outs` of the preemptions moved blocks to host memory.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self, config: SchedulerConfig, make_blocks: Callable[[SchedulerConfig], BlockManager] = BlockManager.of
+    ) -> None:
+        """`make_blocks` makes an empty pool, at the start and whenever a worker was lost."""
         self.config = config
+        self._make_blocks = make_blocks
         self.policy = make_policy(config.policy)
         self.waiting = GroupQueue(self.policy.new_first)
         self.swapped = GroupQueue(self.policy.new_first)
@@ -75,7 +79,7 @@ class Scheduler:
     def _make_pools(self) -> None:
         """Of a worker that has computed nothing."""
         config = self.config
-        self.batch = Batch(config)
+        self.batch = Batch(config, self._make_blocks(config))
         self.swap_space = SwapSpace(config.num_host_blocks, self.batch.blocks)
         self._room = Room(self.batch, self.swap_space, self.running, self.swapped, self.pins)
         self._shares = TokenShares(self.batch, self.running, self.waiting, config.max_prefill_share)

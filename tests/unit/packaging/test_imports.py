@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels")
+PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator")
 
 # Stands in for an install without the extra `worker`: each of these packages fails to import.
 WITHOUT_WORKER_EXTRA = """
@@ -19,7 +19,9 @@ importlib.import_module(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("module", ["quire.client", "quire.cli.main", "gateway.__main__", "scheduler_svc.__main__"])
+@pytest.mark.parametrize(
+    "module", ["quire.client", "quire.cli.main", "gateway.__main__", "scheduler_svc.__main__", "simulator.engine"]
+)
 def test_module_imports_without_torch(module: str) -> None:
     command = [sys.executable, "-c", WITHOUT_WORKER_EXTRA, module]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
