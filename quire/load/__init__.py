@@ -1,0 +1,60 @@
+"""Loads of requests and what became of them: shared by `quire bench`, which sends them, and simulators.
+
+    load = take(sharegpt(max_model_len=2048, vocab_size=50272), 200, seed=5)
+    load = with_arrivals(load, Poisson(rate=2.0), seed=5)
+    records = ...                                    # one RequestRecord each, of a server or of a simulator
+    report = make_report(records, request_rate=2.0, slo=Slo.parse("ttft=500ms,tpot=50ms"))
+
+Everything is seeded: the same arguments give the same requests, to the byte. Times are seconds since the run began.
+"""
+
+from quire.load.arrivals import Arrivals, AtOnce, Gamma, Poisson, Trace, make_arrivals
+from quire.load.datasets import (
+    Chat,
+    Constant,
+    Dataset,
+    Independent,
+    Length,
+    Lognormal,
+    alpaca,
+    chat,
+    fixed,
+    shared_prefix,
+    sharegpt,
+    take,
+)
+from quire.load.records import RequestRecord
+from quire.load.report import Report, Slo, Statistics, make_report
+from quire.load.requests import LoadRequest, Message, arriving_at, describe, with_arrivals, with_decoding
+
+__all__ = [
+    "Arrivals",
+    "AtOnce",
+    "Chat",
+    "Constant",
+    "Dataset",
+    "Gamma",
+    "Independent",
+    "Length",
+    "LoadRequest",
+    "Lognormal",
+    "Message",
+    "Poisson",
+    "Report",
+    "RequestRecord",
+    "Slo",
+    "Statistics",
+    "Trace",
+    "alpaca",
+    "arriving_at",
+    "chat",
+    "describe",
+    "fixed",
+    "make_arrivals",
+    "make_report",
+    "shared_prefix",
+    "sharegpt",
+    "take",
+    "with_arrivals",
+    "with_decoding",
+]

@@ -1,0 +1,73 @@
+"""Arrival processes."""
+
+import math
+
+import numpy as np
+import pytest
+
+from quire.load import AtOnce, Gamma, Poisson, Trace, arriving_at, chat, fixed, make_arrivals, take, with_arrivals
+from quire.load.arrivals import first_until
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gaps_have_the_rate_and_the_burstiness_asked_for(burstiness: float) -> None:
+    gaps = np.diff(make_arrivals(5.0, burstiness).times(50_000, seed=1))
+    assert gaps.mean() == pytest.approx(0.2, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(burstiness), rel=0.05)
+    assert gaps.min() >= 0
+
+
+@pytest.mark.parametrize("arrivals", [Poisson(3.0), Gamma(3.0, 0.5)])
+def test_the_same_seed_gives_the_same_times_and_more_times_begin_with_fewer(arrivals: Poisson | Gamma) -> None:
+    assert np.array_equal(arrivals.times(10, seed=4), arrivals.times(100, seed=4)[:10])
+    assert not np.array_equal(arrivals.times(10, seed=4), arrivals.times(10, seed=5))
+
+
+def test_an_infinite_rate_sends_everything_at_once() -> None:
+    assert make_arrivals(math.inf) == AtOnce()
+    assert AtOnce().times(3, seed=0).tolist() == [0, 0, 0]
+
+
+def test_a_trace_keeps_its_gaps_and_begins_at_once() -> None:
+    trace = Trace((10.0, 10.5, 12.0))
+    assert trace.times(3, seed=0).tolist() == [0.0, 0.5, 2.0]
+    assert trace.rate == 1.5
+    with pytest.raises(ValueError, match="the trace has 3 times of arrival; 4 requests need as many"):
+        trace.times(4, seed=0)
+
+
+def test_a_duration_takes_the_times_before_its_end() -> None:
+    times = first_until(Poisson(10.0), 20.0, seed=0)
+    assert times[-1] < 20
+    assert np.array_equal(times, Poisson(10.0).times(len(times), seed=0))
+    assert Poisson(10.0).times(len(times) + 1, seed=0)[-1] >= 20
+    assert first_until(Trace((0.0, 1.0, 5.0)), 5.0, seed=0).tolist() == [0.0, 1.0]
+    with pytest.raises(ValueError, match="a duration does not limit requests that all arrive at once"):
+        first_until(AtOnce(), 1.0, seed=0)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
+def test_rates_that_are_none_are_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"request rate is .*, must be above 0, or inf"):
+        make_arrivals(rate)
+
+
+def test_a_burstiness_of_zero_and_a_trace_out_of_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="burstiness is 0, must be a number above 0"):
+        Gamma(1.0, 0)
+    with pytest.raises(ValueError, match="the arrival at 1 s follows one at 2 s"):
+        Trace((2, 1))
+
+
+def test_turns_that_follow_others_have_no_time_of_their_own() -> None:
+    load = with_arrivals(take(chat(512, 1000), 50, seed=0), Poisson(2.0), seed=0)
+    assert all((request.arrival_s is None) == (request.turn > 0) for request in load)
+    first = [request.arrival_s for request in load if request.turn == 0]
+    assert first == Poisson(2.0).times(len(first), seed=0).tolist()
+
+
+def test_each_request_has_the_time_given_to_it() -> None:
+    load = take(fixed(3, 3, 1000), 2, seed=0)
+    assert [request.arrival_s for request in arriving_at(load, (0.5, 1.5))] == [0.5, 1.5]
+    with pytest.raises(ValueError, match="2 requests and 1 times of arrival"):
+        arriving_at(load, (0.5,))

@@ -1,0 +1,151 @@
+"""Datasets: lengths as in the paper's figure 11, seeds, prefixes and conversations."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from quire.load import (
+    Chat,
+    Constant,
+    Dataset,
+    Independent,
+    alpaca,
+    chat,
+    describe,
+    fixed,
+    shared_prefix,
+    sharegpt,
+    take,
+    with_decoding,
+)
+
+VOCAB_SIZE = 1000
+DATASETS: dict[str, Callable[[], Dataset]] = {
+    "sharegpt": lambda: sharegpt(512, VOCAB_SIZE),
+    "alpaca": lambda: alpaca(512, VOCAB_SIZE),
+    "fixed": lambda: fixed(7, 9, VOCAB_SIZE),
+    "shared-prefix": lambda: shared_prefix(80, Constant(5), Constant(6), 512, VOCAB_SIZE, num_prefixes=3),
+    "chat": lambda: chat(512, VOCAB_SIZE),
+}
+
+
+def contents(dataset: Dataset, count: int, seed: int) -> list[tuple[object, ...]]:
+    return [
+        (each.index, each.token_ids.tobytes(), each.output_len, each.group, each.turn, each.num_new_tokens)
+        for each in take(dataset, count, seed)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "prompt_mean", "output_mean"),
+    [(sharegpt(2048, VOCAB_SIZE), 161, 338), (alpaca(2048, VOCAB_SIZE), 19, 58)],
+    ids=["sharegpt", "alpaca"],
+)
+def test_means_are_those_of_figure_11_where_the_model_takes_2048_tokens(
+    dataset: Independent, prompt_mean: float, output_mean: float
+) -> None:
+    facts = describe(take(dataset, 10_000, seed=0))
+    assert facts["prompt_mean"] == pytest.approx(prompt_mean, rel=0.05)
+    assert facts["output_mean"] == pytest.approx(output_mean, rel=0.05)
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_the_same_seed_gives_the_same_requests_and_a_longer_load_begins_as_a_shorter_one(name: str) -> None:
+    dataset = DATASETS[name]()
+    assert contents(dataset, 30, seed=3) == contents(dataset, 60, seed=3)[:30]
+    assert contents(dataset, 30, seed=3) != contents(dataset, 30, seed=4)
+
+
+@pytest.mark.parametrize("longest", [2, 3, 64, 2048])
+@pytest.mark.parametrize("make", [sharegpt, alpaca, chat])
+def test_every_request_fits_the_model_and_has_a_prompt_and_an_output(
+    make: Callable[[int, int], Dataset], longest: int
+) -> None:
+    for request in take(make(longest, VOCAB_SIZE), 300, seed=1):
+        assert len(request.token_ids) >= 1
+        assert request.output_len is not None
+        assert request.output_len >= 1
+        assert len(request.token_ids) + request.output_len <= longest
+        assert request.token_ids.dtype == np.int32
+        assert 10 <= request.token_ids.min() <= request.token_ids.max() < VOCAB_SIZE
+
+
+def test_fixed_lengths_are_never_clipped() -> None:
+    assert {(len(each.token_ids), each.output_len) for each in take(fixed(3, 500, 1000), 20, 0)} == {(3, 500)}
+    assert {(len(each.token_ids), each.output_len) for each in take(fixed(500, 3, 1000), 20, 0)} == {(500, 3)}
+
+
+def test_requests_take_shared_prefixes_in_turn_and_share_nothing_else() -> None:
+    load = take(shared_prefix(80, Constant(16), Constant(2), 2048, VOCAB_SIZE, num_prefixes=2), 6, seed=0)
+    assert [request.group for request in load] == [0, 1, 0, 1, 0, 1]
+    assert len({request.token_ids[:80].tobytes() for request in load}) == 2
+    assert len({request.token_ids[80:].tobytes() for request in load}) == 6
+    assert np.array_equal(load[0].token_ids[:80], load[2].token_ids[:80])
+
+
+def test_a_turn_carries_the_history_up_to_the_cut() -> None:
+    dataset = Chat(Constant(10), Constant(5), 2048, VOCAB_SIZE, max_prompt_len=30, mean_turns=8)
+    load = take(dataset, 200, seed=0)
+    for earlier, later in pairwise(load):
+        if later.turn == 0:
+            assert later.group == (earlier.group or 0) + 1
+            assert len(later.token_ids) == 10
+            continue
+        assert (later.group, later.turn) == (earlier.group, earlier.turn + 1)
+        assert len(later.token_ids) == min(30, len(earlier.token_ids) + 15)
+        kept = len(later.token_ids) - 15
+        assert np.array_equal(later.token_ids[:kept], earlier.token_ids[len(earlier.token_ids) - kept :])
+    assert max(request.turn for request in load) > 3
+
+
+def test_a_turn_carries_the_answer_that_was_served_in_place_of_the_drawn_one() -> None:
+    first, second = take(Chat(Constant(4), Constant(3), 64, VOCAB_SIZE, max_prompt_len=32, mean_turns=50), 2, seed=0)
+    carried = second.carrying(first.token_ids, [7, 8, 9])
+    expected = [*first.token_ids, 7, 8, 9, *second.token_ids[-4:]]
+    assert carried.token_ids.tolist() == expected
+    # More than planned is cut at the beginning.
+    longer = second.carrying(first.token_ids, [7, 8, 9, 11])
+    assert longer.token_ids.tolist() == [*first.token_ids[1:], 7, 8, 9, 11, *second.token_ids[-4:]]
+
+
+def test_turns_a_conversation_are_as_many_as_asked_for() -> None:
+    load = take(chat(2048, VOCAB_SIZE, max_turns=10**6), 4000, seed=0)
+    num_conversations = sum(request.turn == 0 for request in load)
+    assert len(load) / num_conversations == pytest.approx(3.5, rel=0.1)
+
+
+def test_prompts_cannot_be_written_to() -> None:
+    (request,) = take(fixed(4, 4, VOCAB_SIZE), 1, seed=0)
+    with pytest.raises(ValueError, match="read-only"):
+        request.token_ids[0] = 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sharegpt(1, 1000), "the model takes 1 tokens, must be at least 2"),
+        (lambda: sharegpt(512, 10), "the vocabulary has 10 tokens, must be more than 10"),
+        (lambda: fixed(0, 5, 1000), "a length is 0 tokens, must be at least 1"),
+        (
+            lambda: shared_prefix(511, Constant(1), Constant(1), 512, 1000),
+            "the prefix has 511 tokens; a prompt and an output need one each of 512",
+        ),
+        (lambda: chat(512, 1000, mean_turns=0.5), "the mean number of turns is 0.5, must be at least 1"),
+        (lambda: chat(512, 1000, max_prompt_len=512), r"the prompt is cut to 512 tokens, must be in \[1, 511\]"),
+    ],
+)
+def test_impossible_datasets_are_refused_by_value_and_limit(make: Callable[[], Dataset], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_decoding_is_that_asked_for_and_checked() -> None:
+    load = take(alpaca(512, VOCAB_SIZE), 3, seed=0)
+    assert [(each.n, each.beam_width) for each in with_decoding(load, n=4)] == [(4, None)] * 3
+    assert [(each.n, each.beam_width) for each in with_decoding(load, n=2, beam_width=6)] == [(2, 6)] * 3
+    with pytest.raises(ValueError, match="n is 4, must be at most the beam width, 2"):
+        with_decoding(load, n=4, beam_width=2)
+    with pytest.raises(ValueError, match="n is 2, must be 1 for conversations"):
+        with_decoding(take(chat(512, VOCAB_SIZE, mean_turns=20), 20, seed=0), n=2)
