@@ -7,11 +7,13 @@ python=$1
 directory=$2
 
 if [ -z "$python" ]; then
-  echo "setup: error: no Python 3.11 or later was found; install one, or name it: make setup PYTHON=/path/to/python3.11" >&2
+  echo "setup: error: no Python 3.11 or later was found;" \
+    "install one, or name it: make setup PYTHON=/path/to/python3.11" >&2
   exit 1
 fi
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-  echo "setup: error: $python is $("$python" --version 2>&1); Quire needs 3.11 or later (make setup PYTHON=/path/to/python3.11)" >&2
+  echo "setup: error: $python is $("$python" --version 2>&1); Quire needs 3.11 or later" \
+    "(make setup PYTHON=/path/to/python3.11)" >&2
   exit 1
 fi
 

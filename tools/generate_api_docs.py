@@ -6,6 +6,7 @@ usage: python -m tools.generate_api_docs [--check]   (--check writes nothing and
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -29,7 +30,12 @@ ROOT = Path(__file__).resolve().parent.parent
 API_DOCS = ROOT / "docs" / "api.md"
 NOTICE = "<!-- Made by tools/generate_api_docs.py (make api-docs) from docs/api_head.md and protos/. Do not edit. -->"
 
-# What a reader wants first: the public contract, then what it speaks of, then the inside.
+WIDTH = 120
+
+# Where a line must not break: what begins a list or a heading at the start of a line.
+STARTS_A_BLOCK = re.compile(r" (?=(?:[-+#>]|\d+[.)]) )")
+
+# The public contract first, then the messages that it uses, then the internal contracts.
 PACKAGES = ("quire.gateway.v1", "inference", "quire.common.v1", "quire.scheduler.v1", "quire.worker.v1")
 
 
@@ -68,7 +74,7 @@ def _render_services(file: ProtoFile) -> Iterator[str]:
             request = _stream(method.client_streaming) + _type_link(method.input_type)
             response = _stream(method.server_streaming) + _type_link(method.output_type)
             yield f"#### {service.name}.{method.name}"
-            yield f"{request} → {response}"
+            yield _wrap(f"{request} → {response}")
             if comment := file.comment_of(FILE_SERVICES, index, SERVICE_METHODS, number):
                 yield _paragraphs(comment)
 
@@ -88,30 +94,27 @@ def _render_fields(file: ProtoFile, path: tuple[int, ...], message: DescriptorPr
     if not message.field:
         yield "No fields."
         return
-    rows = [
-        (
-            str(field.number),
-            f"`{field.name}`",
-            _field_type(message, field),
-            _cell(file.comment_of(*path, MESSAGE_FIELDS, number)),
+    yield "\n".join(
+        _item(
+            field.name,
+            f"{field.number}, {_field_type(message, field)}",
+            file.comment_of(*path, MESSAGE_FIELDS, number),
         )
         for number, field in enumerate(message.field)
-    ]
-    yield _table(("no.", "field", "type", "meaning"), rows)
+    )
     for number, oneof in enumerate(message.oneof_decl):
         if comment := file.comment_of(*path, MESSAGE_ONEOFS, number):
-            yield f"`{oneof.name}`: {_cell(comment)}"
+            yield _wrap(f"`{oneof.name}`: {_flow(comment)}")
 
 
 def _render_enum(file: ProtoFile, index: int, enum: EnumDescriptorProto) -> Iterator[str]:
     yield _heading(file, enum.name, "enum")
     if comment := file.comment_of(FILE_ENUMS, index):
         yield _paragraphs(comment)
-    rows = [
-        (str(value.number), f"`{value.name}`", _cell(file.comment_of(FILE_ENUMS, index, ENUM_VALUES, number)))
+    yield "\n".join(
+        _item(value.name, str(value.number), file.comment_of(FILE_ENUMS, index, ENUM_VALUES, number))
         for number, value in enumerate(enum.value)
-    ]
-    yield _table(("no.", "value", "meaning"), rows)
+    )
 
 
 def _heading(file: ProtoFile, name: str, kind: str) -> str:
@@ -156,13 +159,26 @@ def _type_link(full_name: str) -> str:
     return f"[{full_name.rpartition('.')[2]}](#{full_name})"
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _item(name: str, kind: str, comment: str) -> str:
+    """An entry of a list: the name, its number and type, and the comment."""
+    return _wrap(f"`{name}` ({kind}){': ' if comment else ''}{_flow(comment)}", first="- ", following="  ")
 
 
-def _cell(comment: str) -> str:
-    return _escape(" ".join(comment.split())).replace("|", "\\|")
+def _flow(comment: str) -> str:
+    return _escape(" ".join(comment.split()))
+
+
+def _wrap(text: str, first: str = "", following: str = "") -> str:
+    """`text` in lines of at most WIDTH columns that begin with `first` and `following`."""
+    lines = textwrap.wrap(
+        STARTS_A_BLOCK.sub("\N{NO-BREAK SPACE}", text),
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=following,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _paragraphs(comment: str) -> str:

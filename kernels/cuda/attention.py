@@ -152,7 +152,9 @@ def _decode_kernel(
     row, split = place // num_splits, place % num_splits
     token, next_token = tl.load(query_start_loc + row), tl.load(query_start_loc + row + 1)
     seq_len = tl.load(seq_lens + row)
-    begin, end = _find_piece(seq_len, sliding_window, split, num_splits, MIN_PIECE, TILE)  # pyright: ignore[reportGeneralTypeIssues]
+    begin, end = _find_piece(  # pyright: ignore[reportGeneralTypeIssues]
+        seq_len, sliding_window, split, num_splits, MIN_PIECE, TILE
+    )
     # One branch for both, so that the lengths are not waited for one after the other.
     if next_token - token != 1 or begin >= seq_len:
         return

@@ -108,7 +108,9 @@ def _rotary_key_and_cache_kernel(
     target = _slot_offsets(slot, heads, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)[:, None] + dims[None, :]
     if tl.program_id(1) == 0:
         cos_sin = cos_sin_cache + tl.load(positions + token) * HEAD_DIM
-        first, second = load_rotated(key + token * key_stride, heads, dims, mask, cos_sin, HEAD_DIM)  # pyright: ignore[reportGeneralTypeIssues]
+        first, second = load_rotated(  # pyright: ignore[reportGeneralTypeIssues]
+            key + token * key_stride, heads, dims, mask, cos_sin, HEAD_DIM
+        )
         tl.store(kv_cache + target, first.to(kv_cache.dtype.element_ty), mask=mask)
         tl.store(kv_cache + target + HEAD_DIM // 2, second.to(kv_cache.dtype.element_ty), mask=mask)
     else:
@@ -174,8 +176,14 @@ def _move_blocks_kernel(
     for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         chunk, line = piece % chunks, piece // chunks
         part, layer, pair = (line % 2).to(tl.int64), line // 2 % NUM_LAYERS, line // (2 * NUM_LAYERS)
-        source = tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(WORD)), ALIGNMENT)  # pyright: ignore[reportArgumentType]
-        destination = tl.multiple_of(tl.load(table + NUM_LAYERS + layer).to(tl.pointer_type(WORD)), ALIGNMENT)  # pyright: ignore[reportArgumentType]
+        source = tl.multiple_of(
+            tl.load(table + layer).to(tl.pointer_type(WORD)),  # pyright: ignore[reportArgumentType]
+            ALIGNMENT,
+        )
+        destination = tl.multiple_of(
+            tl.load(table + NUM_LAYERS + layer).to(tl.pointer_type(WORD)),  # pyright: ignore[reportArgumentType]
+            ALIGNMENT,
+        )
         from_block = tl.load(table + 2 * NUM_LAYERS + 2 * pair)
         to_block = tl.load(table + 2 * NUM_LAYERS + 2 * pair + 1)
         words = chunk * WORDS + tl.arange(0, WORDS)

@@ -156,7 +156,9 @@ def _rotary_kernel(
     heads, dims = tl.arange(0, HEADS_PAD), tl.arange(0, HALF_PAD)
     mask = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM // 2)[None, :]
     cos_sin = cos_sin_cache + tl.load(positions + token) * HEAD_DIM
-    first, second = load_rotated(x + token * x_stride, heads, dims, mask, cos_sin, HEAD_DIM)  # pyright: ignore[reportGeneralTypeIssues]
+    first, second = load_rotated(  # pyright: ignore[reportGeneralTypeIssues]
+        x + token * x_stride, heads, dims, mask, cos_sin, HEAD_DIM
+    )
     target = output + (token * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(target, first.to(output.dtype.element_ty), mask=mask)
     tl.store(target + HEAD_DIM // 2, second.to(output.dtype.element_ty), mask=mask)

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.support.documents import command_lines
 from tests.support.reflection_client import Call
 from tests.support.serving import Served
 from tests.support.triton_client import TRITON_PYTHON
@@ -33,8 +34,8 @@ async def run_example(name: str, *arguments: str, python: str | Path = sys.execu
 
 def calls(text: str) -> list[str]:
     """The command lines of a document that the stand-in for grpcurl can run."""
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL) for line in block.splitlines()]
-    return [line for line in lines if not NOT_HERE.search(line)]
+    blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
+    return [line for block in blocks for line in command_lines(block) if not NOT_HERE.search(line)]
 
 
 async def test_the_blocking_client(served: Served):

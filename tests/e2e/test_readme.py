@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.documents import command_lines
 from tests.support.reflection_client import Call
 from tests.support.serving import Served
 
@@ -22,7 +23,7 @@ def blocks(language: str, heading: str) -> list[str]:
 
 
 def shell_lines(program: str) -> list[str]:
-    lines = [line for block in blocks("sh", "Call it") for line in block.splitlines()]
+    lines = [line for block in blocks("sh", "Call it") for line in command_lines(block)]
     return [line for line in lines if re.search(rf"(^|\| ){program} ", line)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.rpc import errors
+from tests.support.documents import explained_names
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc")
@@ -18,9 +19,7 @@ def test_docs_and_code_name_the_same_reasons() -> None:
 
 def documented_reasons() -> set[str]:
     head = (ROOT / "docs" / "api_head.md").read_text(encoding="utf-8")
-    section = head.partition("### Reasons")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return {reason for row in rows for reason in re.findall(r"`([A-Z_]+)`", row)}
+    return explained_names(head, "Reasons")
 
 
 def given_reasons() -> set[str]:

@@ -156,7 +156,7 @@ def test_a_setting_of_no_service_is_found(manifests: Manifests) -> None:
 
 def test_the_command_in_the_manifests_makes_every_file_of_the_secrets(manifests: Manifests, tmp_path: Path) -> None:
     text = (DIRECTORY / "kustomization.yaml").read_text(encoding="utf-8")
-    found = re.search(r"^#\s+quire (certs .*)$", text, re.MULTILINE)
+    found = re.search(r"^#\s+quire (certs .*)$", text.replace("\\\n#", " "), re.MULTILINE)
     assert found is not None
     secrets = "deploy/kubernetes/secrets"
     words = shlex.split(found[1].replace(secrets, str(tmp_path)))

@@ -81,17 +81,23 @@ def test_indented_lines_of_a_comment_keep_their_shape(page: str) -> None:
 
 def test_markup_in_a_comment_is_shown_and_not_obeyed(page: str) -> None:
     assert r"What to watch: 2 \* 3 or &lt;s>, but `a * b` stays." in page
-    assert r"| Where \| is a bar, on two lines. |" in page
+    assert "- `since` (3, optional uint32): Where | is a bar, on two lines.\n" in page
 
 
 def test_fields_show_their_kind(page: str) -> None:
     number = "[Number](#quire.shelf.v1.Number)"
-    assert "| 1 | `name` | string, one of `shelf` |" in page
-    assert f"| 2 | `number` | {number}, one of `shelf` |" in page
-    assert "| 3 | `since` | optional uint32 |" in page
-    assert f"| 4 | `others` | repeated {number} |" in page
-    assert f"| 5 | `by_floor` | map of uint32 to {number} |" in page
+    assert "- `name` (1, string, one of `shelf`)\n" in page
+    assert f"- `number` (2, {number}, one of `shelf`)\n" in page
+    assert "- `since` (3, optional uint32): " in page
+    assert f"- `others` (4, repeated {number})\n" in page
+    assert f"- `by_floor` (5, map of uint32 to {number})\n" in page
     assert "`shelf`: Exactly one." in page
+
+
+def test_long_text_is_wrapped_and_no_line_begins_a_list_by_chance() -> None:
+    text = generate_api_docs._wrap("from 0 to n " * 11 + "- 1. " + "from 0 to n " * 11 + "- 1", "- ", "  ")
+    assert max(map(len, text.splitlines())) <= 120
+    assert not re.search(r"\n *(-|1\.) ", text)
 
 
 def test_a_message_without_fields_says_so(page: str) -> None:
@@ -99,7 +105,7 @@ def test_a_message_without_fields_says_so(page: str) -> None:
 
 
 def test_enum_values_carry_number_and_comment(page: str) -> None:
-    assert "| 1 | `POSTURE_LEANING` | It leans. |" in page
+    assert "- `POSTURE_LEANING` (1): It leans.\n" in page
 
 
 def test_the_real_page_leaves_nothing_out() -> None:

@@ -1,6 +1,5 @@
 """docs/openai.md has every field of OpenAI's bodies: those that the gateway parses, refuses and ignores."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from openai.types.responses import response_create_params
 from gateway.api.openai.conversation import FunctionDefinition, Message, ToolDefinition
 from gateway.api.openai.schemas import HINTS, UNSUPPORTED, ChatBody, CompletionBody, GenerationBody
 from gateway.api.responses.read import ResponseBody
+from tests.support.documents import explained_names
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "openai.md"
 COMMON, COMPLETIONS, CHAT = "Fields of both", "Fields of completions", "Fields of chat completions"
@@ -18,14 +18,10 @@ REFUSED, IGNORED = "Refused", "Accepted without effect"
 
 
 def fields_of(section: str) -> set[str]:
-    """The fields in the first column of the table of a section."""
-    (_, _, rest) = DOCUMENT.read_text().partition(f"# {section}\n")
-    table = rest.partition("\n#")[0]
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+    return explained_names(DOCUMENT.read_text(encoding="utf-8"), section)
 
 
-def test_every_field_that_is_parsed_is_in_its_table():
+def test_every_field_that_is_parsed_is_in_its_list():
     common = set(GenerationBody.model_fields)
     assert fields_of(COMMON) == common
     assert fields_of(COMPLETIONS) == set(CompletionBody.model_fields) - common
@@ -56,7 +52,7 @@ def test_no_parameter_of_openai_s_client_is_missing(parameters, section):
     assert set(parameters.__annotations__) <= known
 
 
-def test_responses_have_tables_of_the_same_kind():
+def test_responses_have_lists_of_the_same_kind():
     parsed, refused = fields_of("Fields of responses"), fields_of("Refused in responses")
     ignored = fields_of("Accepted without effect in responses")
     assert (parsed, refused, ignored) == (
