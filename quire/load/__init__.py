@@ -5,7 +5,10 @@
     records = ...                                    # one RequestRecord each, of a server or of a simulator
     report = make_report(records, request_rate=2.0, slo=Slo.parse("ttft=500ms,tpot=50ms"))
 
-Everything is seeded: the same arguments give the same requests, to the byte. Times are seconds since the run began.
+    LoadResult("simulate", "roofline", facts, (Run.of(report, records),)).write(path)
+
+`quire.load.plots` draws results. Everything is seeded: the same arguments give the same requests, to the byte. Times
+are seconds since the run began.
 """
 
 from quire.load.arrivals import Arrivals, AtOnce, Gamma, Poisson, Trace, make_arrivals
@@ -23,9 +26,19 @@ from quire.load.datasets import (
     sharegpt,
     take,
 )
+from quire.load.files import read_requests, recorded_times
 from quire.load.records import RequestRecord
 from quire.load.report import Report, Slo, Statistics, make_report
-from quire.load.requests import LoadRequest, Message, arriving_at, describe, with_arrivals, with_decoding
+from quire.load.requests import (
+    LoadRequest,
+    Message,
+    arriving_at,
+    describe,
+    with_arrivals,
+    with_decoding,
+    with_other_tokens,
+)
+from quire.load.results import LoadResult, Run
 
 __all__ = [
     "Arrivals",
@@ -37,11 +50,13 @@ __all__ = [
     "Independent",
     "Length",
     "LoadRequest",
+    "LoadResult",
     "Lognormal",
     "Message",
     "Poisson",
     "Report",
     "RequestRecord",
+    "Run",
     "Slo",
     "Statistics",
     "Trace",
@@ -52,9 +67,12 @@ __all__ = [
     "fixed",
     "make_arrivals",
     "make_report",
+    "read_requests",
+    "recorded_times",
     "shared_prefix",
     "sharegpt",
     "take",
     "with_arrivals",
     "with_decoding",
+    "with_other_tokens",
 ]

@@ -5,16 +5,13 @@ Request `i` of a dataset depends on the seed and on `i` alone, so a longer load 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Protocol, Self
 
 import numpy as np
 
-from quire.load.requests import LoadRequest, TokenIds, frozen
-
-FIRST_TOKEN_ID = 10
-"""Prompts have no id below: there special tokens lie in most vocabularies."""
+from quire.load.requests import FIRST_TOKEN_ID, LoadRequest, TokenIds, frozen
 
 _PREFIXES = 1 << 33
 """Draws of shared prefixes, beside those of requests, which are numbered from 0."""
@@ -53,6 +50,12 @@ class Lognormal:
         """The one with this mean and coefficient of variation (deviation / mean)."""
         sigma = math.sqrt(math.log1p(variation**2))
         return cls(mean * math.exp(-(sigma**2) / 2), sigma)
+
+    def scaled(self, factor: float) -> Self:
+        """Each length times `factor`. ValueError where it is not above 0."""
+        if not (math.isfinite(factor) and factor > 0):
+            raise ValueError(f"the scale of lengths is {factor}, must be a number above 0")
+        return replace(self, median=self.median * factor)
 
     def draw(self, generator: np.random.Generator) -> int:
         return round(generator.lognormal(math.log(self.median), self.sigma))
@@ -200,14 +203,15 @@ class Chat:
             history = np.concatenate((prompt, answer))
 
 
-def sharegpt(max_model_len: int, vocab_size: int) -> Independent:
-    """Conversations with ChatGPT that people shared: first messages and long answers."""
-    return Independent("sharegpt", SHAREGPT_PROMPT, SHAREGPT_OUTPUT, max_model_len, vocab_size)
+def sharegpt(max_model_len: int, vocab_size: int, scale: float = 1.0) -> Independent:
+    """Conversations with ChatGPT that people shared: first messages and long answers, each `scale` times as long."""
+    prompt, output = SHAREGPT_PROMPT.scaled(scale), SHAREGPT_OUTPUT.scaled(scale)
+    return Independent("sharegpt", prompt, output, max_model_len, vocab_size)
 
 
-def alpaca(max_model_len: int, vocab_size: int) -> Independent:
-    """Instructions: one sentence in, some sentences out."""
-    return Independent("alpaca", ALPACA_PROMPT, ALPACA_OUTPUT, max_model_len, vocab_size)
+def alpaca(max_model_len: int, vocab_size: int, scale: float = 1.0) -> Independent:
+    """Instructions: one sentence in, some sentences out, each `scale` times as long."""
+    return Independent("alpaca", ALPACA_PROMPT.scaled(scale), ALPACA_OUTPUT.scaled(scale), max_model_len, vocab_size)
 
 
 def fixed(prompt_len: int, output_len: int, vocab_size: int) -> Independent:
@@ -237,11 +241,12 @@ def chat(
     mean_turns: float = 3.5,
     max_turns: int = 20,
     delay_s: float = 0.0,
+    scale: float = 1.0,
 ) -> Chat:
-    """Conversations with messages and answers as long as ShareGPT's; by default a prompt keeps half of what the model
-    takes."""
+    """Conversations with messages and answers `scale` times as long as ShareGPT's; by default a prompt keeps half of
+    what the model takes."""
     longest = max_model_len // 2 if max_prompt_len is None else max_prompt_len
-    lengths = (SHAREGPT_PROMPT, SHAREGPT_OUTPUT)
+    lengths = (SHAREGPT_PROMPT.scaled(scale), SHAREGPT_OUTPUT.scaled(scale))
     return Chat(*lengths, max_model_len, vocab_size, longest, mean_turns, max_turns, delay_s)
 
 

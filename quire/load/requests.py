@@ -22,6 +22,9 @@ class Message:
 
 Prompt = TokenIds | str | tuple[Message, ...]
 
+FIRST_TOKEN_ID = 10
+"""Drawn prompts have no id below: there special tokens lie in most vocabularies."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadRequest:
@@ -116,6 +119,19 @@ def with_decoding(requests: Iterable[LoadRequest], *, n: int = 1, beam_width: in
     if n > 1 and any(request.turn for request in load):
         raise ValueError(f"n is {n}, must be 1 for conversations: the next turn carries one answer")
     return [replace(request, n=n, beam_width=beam_width) for request in load]
+
+
+def with_other_tokens(requests: Iterable[LoadRequest], shift: int, vocab_size: int) -> list[LoadRequest]:
+    """The requests with each drawn token id moved on by `shift`, in a circle: as long as before and with as much in
+    common, but nothing of them is cached where the others were served. Texts stay as they are."""
+    size = vocab_size - FIRST_TOKEN_ID
+
+    def moved(request: LoadRequest) -> LoadRequest:
+        if not isinstance(request.prompt, np.ndarray):
+            return request
+        return replace(request, prompt=frozen(FIRST_TOKEN_ID + (request.prompt - FIRST_TOKEN_ID + shift) % size))
+
+    return [moved(request) for request in requests] if shift else list(requests)
 
 
 def describe(requests: Sequence[LoadRequest]) -> dict[str, float]:

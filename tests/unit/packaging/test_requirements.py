@@ -47,9 +47,9 @@ def test_a_uvicorn_whose_private_classes_may_differ_is_not_installed() -> None:
     assert re.search(r"<0\.\d+$", uvicorn)
 
 
-def test_all_is_every_extra_but_those_of_development() -> None:
+def test_all_is_every_extra_but_those_of_tools_and_development() -> None:
     extras = read_pyproject()["project"]["optional-dependencies"]
-    assert extras["all"] == [f"quire[{','.join(extra for extra in extras if extra not in {'all', 'dev'})}]"]
+    assert extras["all"] == [f"quire[{','.join(extra for extra in extras if extra not in {'all', 'bench', 'dev'})}]"]
     assert list_requirements(PYPROJECT, ["all"]) == list_requirements(PYPROJECT, [])
 
 
@@ -81,7 +81,7 @@ def test_an_unknown_extra_is_refused() -> None:
 def test_everything_required_is_pinned() -> None:
     pyproject = read_pyproject()
     required = (
-        list_requirements(PYPROJECT, [*SERVICE_EXTRAS, "certs", "tracing", "dev"])
+        list_requirements(PYPROJECT, [*SERVICE_EXTRAS, "certs", "tracing", "bench", "dev"])
         + pyproject["build-system"]["requires"]
     )
     assert {name_of(requirement) for requirement in required} <= read_pins().keys()

@@ -1,0 +1,106 @@
+"""Pictures of results: latency and throughput against the request rate. Needs matplotlib, of the extra quire[bench]."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.load.report import Report, Statistics
+from quire.load.results import LoadResult, Run
+
+SUFFIXES = (".svg", ".png")
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """One picture of the four: lines by the name of what they show, each with its style."""
+
+    title: str
+    unit: str
+    lines: dict[str, tuple[str, Callable[[Report], float | None]]]
+
+
+def _ms(statistics: Statistics | None, name: str) -> float | None:
+    return None if statistics is None else getattr(statistics, name) * 1e3
+
+
+_PANELS = (
+    _Panel("normalized latency, mean", "ms/token", {"mean": ("-", lambda report: _ms(report.normalized, "mean"))}),
+    _Panel(
+        "time to first token",
+        "ms",
+        {
+            "p50": ("-", lambda report: _ms(report.ttft, "p50")),
+            "p99": ("--", lambda report: _ms(report.ttft, "p99")),
+        },
+    ),
+    _Panel(
+        "time per output token",
+        "ms",
+        {
+            "p50": ("-", lambda report: _ms(report.tpot, "p50")),
+            "p99": ("--", lambda report: _ms(report.tpot, "p99")),
+        },
+    ),
+    _Panel("output", "tokens/s", {"output": ("-", lambda report: report.output_tokens_per_s)}),
+)
+
+
+def check_picture(path: Path) -> None:
+    """ValueError where the name of the file is not one of a picture, ModuleNotFoundError without matplotlib."""
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f'"{path}" must end in {" or ".join(SUFFIXES)}')
+    import matplotlib as _  # noqa: F401, ICN001
+
+
+def plot(results: Sequence[LoadResult], path: Path) -> None:
+    """Draws all results into one picture: four panels against the request rate.
+
+    A run with an infinite rate stands at the rate that it reached, with a hollow mark; where all runs have one, they
+    stand at their limits of concurrency. The same results give the same file. Raises as `check_picture`, and OSError.
+    """
+    check_picture(path)
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    is_closed = all(math.isinf(run.report.request_rate) for result in results for run in result.runs)
+    # Names of parts in an SVG are random otherwise, and its date is that of the drawing.
+    with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(9, 6), layout="constrained")
+        for axes, panel in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+            for number, result in enumerate(results):
+                _draw_lines(axes, panel, result, f"C{number % 10}", is_closed)
+            axes.set_title(f"{panel.title} ({panel.unit})", fontsize=10)
+            axes.set_xlabel("requests at once" if is_closed else "requests/s")
+            axes.set_ylim(bottom=0)
+            axes.grid(visible=True, alpha=0.3)
+            if axes.lines:
+                axes.legend(fontsize=8)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw_lines(axes: Any, panel: _Panel, result: LoadResult, color: str, is_closed: bool) -> None:
+    for label, (style, value_of) in panel.lines.items():
+        points = sorted(
+            (_place(run, is_closed), value, math.isinf(run.report.request_rate))
+            for run in result.runs
+            if (value := value_of(run.report)) is not None
+        )
+        if not points:
+            continue
+        places, values, _ = zip(*points, strict=True)
+        name = result.name if len(panel.lines) == 1 else f"{result.name}, {label}"
+        axes.plot(places, values, style, color=color, label=name)
+        for place, value, is_infinite in points:
+            is_hollow = is_infinite and not is_closed
+            axes.plot(place, value, "o", color=color, markersize=4, fillstyle="none" if is_hollow else "full")
+
+
+def _place(run: Run, is_closed: bool) -> float:
+    """Where a run stands on the axis of rates, or of concurrency."""
+    report = run.report
+    if is_closed:
+        return float(report.max_concurrency or report.requests)
+    return report.requests_per_s if math.isinf(report.request_rate) else report.request_rate

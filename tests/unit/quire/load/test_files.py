@@ -1,0 +1,141 @@
+"""Files of requests, files of results, and pictures."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from quire.load import (
+    LoadResult,
+    Message,
+    RequestRecord,
+    Run,
+    Slo,
+    make_report,
+    read_requests,
+    recorded_times,
+    shared_prefix,
+    take,
+    with_other_tokens,
+)
+from quire.load.datasets import Constant
+from quire.load.plots import plot
+from tests.unit.quire.load.test_report import make_record
+
+
+def written(tmp_path: Path, *lines: object) -> Path:
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+def test_a_file_has_texts_token_ids_and_conversations(tmp_path: Path) -> None:
+    talk = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+    path = written(tmp_path, {"prompt": "Once", "output_len": 7}, "", {"prompt": [1, 2, 3]}, {"messages": talk}, "")
+    text, ids, messages = read_requests(path, default_output_len=5)
+    assert (text.prompt, text.output_len) == ("Once", 7)
+    assert (ids.token_ids.tolist(), ids.output_len) == ([1, 2, 3], 5)
+    assert messages.prompt == (Message("system", "Be short."), Message("user", "Hi"))
+    assert [request.index for request in (text, ids, messages)] == [0, 1, 2]
+    assert recorded_times([text, ids]) is None
+    with pytest.raises(ValueError, match="request 0 has a text as its prompt; token ids are needed here"):
+        _ = text.token_ids
+
+
+def test_a_file_may_be_a_trace(tmp_path: Path) -> None:
+    load = read_requests(written(tmp_path, *({"prompt": "a", "arrival_s": time} for time in (3, 3.5, 9))))
+    trace = recorded_times(load)
+    assert trace is not None
+    assert trace.times(3, seed=0).tolist() == [0.0, 0.5, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2, is no JSON: Expecting property name"),
+        ([1], "line 2: is a list, must be an object with prompt or messages"),
+        ({}, "line 2: has neither prompt nor messages"),
+        ({"prompt": "a", "messages": []}, "line 2: has both prompt and messages"),
+        ({"prompt": "a", "max_tokens": 3}, "line 2: has 'max_tokens'; known are prompt, messages, output_len"),
+        ({"prompt": ""}, "line 2: prompt is '', must be a text or a list of token ids, not empty"),
+        ({"prompt": [1, -1]}, r"line 2: prompt is \[1, -1\], must be"),
+        ({"prompt": [True]}, r"line 2: prompt is \[True\], must be"),
+        ({"messages": [{"role": "user"}]}, "line 2: a message is {'role': 'user'}, must be an object with"),
+        ({"prompt": "a", "output_len": 0}, "line 2: output_len is 0, must be a whole number of at least 1"),
+        ({"prompt": "a", "arrival_s": -1}, "line 2: arrival_s is -1, must be a number of seconds"),
+        ({"prompt": "a", "arrival_s": 1}, "request 1 has no arrival_s and others have; all need one, or none"),
+    ],
+)
+def test_a_bad_line_is_refused_by_its_number(tmp_path: Path, line: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_requests(written(tmp_path, {"prompt": "good"}, line))
+
+
+def test_a_file_without_requests_and_one_that_is_no_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no request"):
+        read_requests(written(tmp_path, "", " "))
+    path = tmp_path / "picture.jsonl"
+    path.write_bytes(b"\xff\xd8\xff\xe0")
+    with pytest.raises(ValueError, match=r"picture.jsonl is not UTF-8 text"):
+        read_requests(path)
+
+
+def test_other_tokens_have_the_same_lengths_and_share_what_they_shared() -> None:
+    load = take(shared_prefix(8, Constant(4), Constant(2), 64, 1000), 3, seed=0)
+    moved = with_other_tokens(load, 500, 1000)
+    assert [len(each.token_ids) for each in moved] == [12] * 3
+    assert len({each.token_ids[:8].tobytes() for each in moved}) == 1
+    assert all((a.token_ids != b.token_ids).all() for a, b in zip(load, moved, strict=True))
+    assert all(each.token_ids.min() >= 10 and each.token_ids.max() < 1000 for each in moved)
+
+
+def make_result(name: str, *rates: float) -> LoadResult:
+    records = [make_record(index, 0.1 * index, times=(1.0, 1.5, 2.0)) for index in range(4)]
+    records.append(RequestRecord(4, 0.5, 0.5, 0.6, error="UNAVAILABLE"))
+    reports = [make_report(records, request_rate=rate, max_concurrency=8, slo=Slo(ttft=1.0)) for rate in rates]
+    facts = {"version": "0.1.0", "model": "quire-tiny"}
+    return LoadResult("bench", name, facts, tuple(Run.of(report, records) for report in reports))
+
+
+def test_a_result_comes_back_from_its_file(tmp_path: Path) -> None:
+    result = make_result("quire", 2.0, math.inf)
+    result.write(tmp_path / "new" / "a.json")
+    assert LoadResult.read(tmp_path / "new" / "a.json") == result
+    result.write(tmp_path / "b.json")
+    assert (tmp_path / "b.json").read_bytes() == (tmp_path / "new" / "a.json").read_bytes()
+    assert result.runs[0].requests["error"] == [None] * 4 + ["UNAVAILABLE"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is no JSON"), ("[]", "its format is not"), ('{"format": "quire.load/1"}', "is a damaged result: KeyError")],
+)
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        LoadResult.read(path)
+
+
+def test_several_results_make_one_picture_and_the_same_results_the_same_one(tmp_path: Path) -> None:
+    results = [make_result("quire", 1.0, 2.0, math.inf), make_result("other", 1.0, 2.0)]
+    for name in ("a.svg", "b.svg", "a.png"):
+        plot(results, tmp_path / name)
+    picture = (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "b.svg").read_text() == picture
+    for text in ("normalized latency", "quire, p99", "other, p50", "requests/s"):
+        assert text in picture
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_closed_loops_stand_at_their_concurrency_and_a_run_of_errors_alone_is_left_out(tmp_path: Path) -> None:
+    failed = RequestRecord(0, 0.0, 0.0, 1.0, error="UNAVAILABLE")
+    failures = LoadResult("bench", "away", {}, (Run.of(make_report([failed], request_rate=math.inf), [failed]),))
+    plot([make_result("quire", math.inf), failures], tmp_path / "a.svg")
+    assert "requests at once" in (tmp_path / "a.svg").read_text()
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r'a.pdf" must end in .svg or .png'):
+        plot([], tmp_path / "a.pdf")
