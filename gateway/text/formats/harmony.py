@@ -36,6 +36,10 @@ class HarmonyParser(OutputParser):
         self._channel = "analysis"
         self._in_call = False
 
+    @property
+    def is_reasoning(self) -> bool:
+        return not self._in_header and self._channel == "analysis"
+
     def _step(self) -> bool:
         return self._read_header() if self._in_header else self._read_text()
 

@@ -44,6 +44,11 @@ class OutputParser:
         self._is_last = True
         return self._run()
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return False
+
     def _step(self) -> bool:
         """Consumes some of the rest; returns whether to be called again at once. Consumes all of it in the end, where
         the text is at its end."""

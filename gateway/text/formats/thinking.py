@@ -49,6 +49,10 @@ class ThinkingParser(OutputParser):
         own = super().finish()
         return joined([own, self._content.finish()])
 
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state is Thinking.BEGUN
+
     def _step(self) -> bool:
         if self._after_mark:
             self._rest = self._rest.lstrip(SPACE)
