@@ -16,10 +16,18 @@ from numpy.typing import NDArray
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
-from scheduler_svc.core.request import ClientId, Handle, RefusedError, Request, RequestKey
+from scheduler_svc.core.request import (
+    ClientId,
+    Handle,
+    NeverFitsError,
+    QueueFullError,
+    RefusedError,
+    Request,
+    RequestKey,
+)
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import ClientEvents, StepResult, Usage
-from simulator.costs import CostModel, StepWork
+from scheduler_svc.core.step import ClientEvents, StepResult, StepWork, Usage
+from simulator.costs import CostModel
 from simulator.memory import Limit, MemoryUse, limit_of, paged_memory
 from simulator.tokens import TokenSource, fake_tokens
 
@@ -44,8 +52,8 @@ class Arrivals(Protocol):
         """The next request, whose key is `key_of` its number."""
         ...
 
-    def ended(self, index: int, now: float) -> None:
-        """The request with this number is over, whatever its end."""
+    def ended(self, index: int, now: float, *, failed: bool) -> None:
+        """The request with this number is over: well, or refused or failed."""
         ...
 
 
@@ -53,15 +61,17 @@ class Arrivals(Protocol):
 class Life:
     """What happened to one request. Times are seconds since the start.
 
-    `token_times` has a list for each sequence that was delivered, with the time of each token. `error` says why the
-    request was refused or failed.
+    `sent` is when it reached the scheduler, `token_times` has a list for each sequence that was delivered, with the
+    time of each token. `reason` is the code under which it was refused or failed, and `error` the message.
     """
 
     arrived: float
+    sent: float
     request: Request
     token_times: list[list[float]] = field(default_factory=list[list[float]])
     ended: float | None = None
     usage: Usage | None = None
+    reason: str | None = None
     error: str | None = None
 
 
@@ -208,13 +218,13 @@ class _Run:
         index = request.key.handle
         if request.key != key_of(len(self.lives)):
             raise ValueError(f"request {request.key} came as number {len(self.lives)}: numbers must rise by one from 0")
-        life = Life(arrived, request, [[] for _ in range(request.num_returned)])
+        life = Life(arrived, self._now, request, [[] for _ in range(request.num_returned)])
         self.lives.append(life)
         try:
             self.scheduler.submit(request, self._now)
         except RefusedError as error:
-            life.error = str(error)
-            self._arrivals.ended(index, self._now)
+            life.reason, life.error, life.ended = _reason_of(error), str(error), self._now
+            self._arrivals.ended(index, self._now, failed=True)
 
     def _deliver(self, events: ClientEvents) -> None:
         now, lives = self._now, self.lives
@@ -223,8 +233,19 @@ class _Run:
         for end in events.completed:
             life = lives[end.handle]
             life.usage, life.ended = end.usage, now
-            self._arrivals.ended(end.handle, now)
+            self._arrivals.ended(end.handle, now, failed=False)
         for failure in events.failed:
             life = lives[failure.key.handle]
-            life.error, life.ended = failure.message, now
-            self._arrivals.ended(failure.key.handle, now)
+            life.reason, life.error, life.ended = failure.reason, failure.message, now
+            self._arrivals.ended(failure.key.handle, now, failed=True)
+
+
+def _reason_of(error: RefusedError) -> str:
+    """As the service reports it to gateways."""
+    match error:
+        case QueueFullError():
+            return "QUEUE_FULL"
+        case NeverFitsError():
+            return "NEVER_FITS"
+        case _:
+            return "INVALID_ARGUMENT"

@@ -12,7 +12,8 @@ from scheduler_svc.core.step import SampleLogprobs, StepPlan, StepResult
 TokenSource = Callable[[StepPlan, RowTable], StepResult]
 """What the device answers to a step that was just planned."""
 
-_TOKEN_ID = 7
+TOKEN_ID = 7
+"""What every sequence samples, beams apart."""
 _MAX_GAP = 4.0
 """Between the log probabilities of two candidates of a beam that follow each other."""
 
@@ -26,7 +27,7 @@ def fake_tokens(plan: StepPlan, rows: RowTable) -> StepResult:
         candidates[row] = _candidates(plan.step_id, row, rows)
     return StepResult(
         plan.step_id,
-        np.full(len(sampling), _TOKEN_ID),
+        np.full(len(sampling), TOKEN_ID),
         logprobs=_logprobs(sampling, rows) if rows.wants_logprobs[sampling].any() else None,
         candidates=candidates,
     )
@@ -40,7 +41,7 @@ def _candidates(step_id: int, row: int, rows: RowTable) -> Candidates:
     rng = np.random.default_rng((sequence.request.sampling.seed, step_id, row))
     logprobs = -np.cumsum(rng.uniform(0, _MAX_GAP, count))
     # No stop token: requests of a simulation end by their length.
-    return Candidates(range(_TOKEN_ID, _TOKEN_ID + count), logprobs.tolist())
+    return Candidates(range(TOKEN_ID, TOKEN_ID + count), logprobs.tolist())
 
 
 def _logprobs(sampling: np.ndarray, rows: RowTable) -> SampleLogprobs:

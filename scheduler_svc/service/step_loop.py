@@ -334,7 +334,7 @@ class StepLoop:
                 self._prompt_logprobs.planned(plan, scheduler.batch.rows)
                 self._metrics.planned(plan, planned - started)
                 await link.send(plan)
-                self.trace.part("plan", plan.step_id, started, planned, num_tokens=plan.num_tokens)
+                self.trace.planned(plan, started, planned)
                 self.trace.part("send", plan.step_id, planned, time.monotonic())
 
     async def _receive_results(self, link: WorkerLink | WorkerGroup) -> None:
@@ -426,6 +426,7 @@ class StepLoop:
         self._sent_at.clear()
         self._answered_at = time.monotonic()
         self._prompt_logprobs.clear()
+        self.trace.attached(config, info.vocab_size)
         self._set_ready(is_attached=True)
         self._wake.set()
         self._note_idle()

@@ -3,16 +3,17 @@
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
 from quire.rpc.errors import QuireError
 from quire.settings import ConfigurationError
 from quire.tracing import AttributeValue, Span, TraceContext, Tracer
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RequestKey
 from scheduler_svc.core.sequence import Milestone, SequenceGroup
-from scheduler_svc.core.step import ClientEvents, RequestFailure
+from scheduler_svc.core.step import ClientEvents, RequestFailure, StepPlan, StepWork
 from scheduler_svc.service.requests import GATEWAYS
 
 _SPAN_NAME = "schedule"
@@ -26,6 +27,7 @@ _EVENTS: Mapping[Milestone, tuple[str, dict[str, AttributeValue] | None]] = {
 _SCHEDULER, _GATEWAYS, _WORKER = 1, 2, 3
 _TRACK_NAMES = {_SCHEDULER: "scheduler", _GATEWAYS: "gateway streams", _WORKER: "worker"}
 _WORKER_PARTS = ("queue", "cache operations", "model", "sample")
+_SIZES = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_host_blocks")
 _TRACKS = {"plan": _SCHEDULER, "send": _SCHEDULER, "apply": _SCHEDULER, "emit": _GATEWAYS}
 _TRACKS |= dict.fromkeys(_WORKER_PARTS, _WORKER)
 
@@ -187,6 +189,16 @@ class StepTrace:
             return cls(Path(path).open("w", encoding="utf-8"))
         except OSError as error:
             raise ConfigurationError(f"--trace-steps {path}: {error.strerror}") from error
+
+    def attached(self, config: SchedulerConfig, vocab_size: int) -> None:
+        """Workers were attached: what the core works with, for who models this replica (`quire simulate`)."""
+        sizes = {name: getattr(config, name) for name in _SIZES}
+        self._write({"name": "replica", "ph": "M", "pid": 1, "args": {**sizes, "vocab_size": vocab_size}})
+
+    def planned(self, plan: StepPlan, start: float, end: float) -> None:
+        """A step was planned; the trace has how much it computes and moves."""
+        if self._file is not None:
+            self.part("plan", plan.step_id, start, end, **asdict(StepWork.of(plan)))
 
     def part(self, name: str, step_id: int, start: float, end: float, **details: int) -> None:
         """A part of a step; `name` is one of those above."""

@@ -1,1 +1,1 @@
-"""Formats in which models write reasoning and tool calls, and a parser for each."""
+"""How models write reasoning and tool calls in their text: one parser for the answers of all chats."""

@@ -1,12 +1,13 @@
-"""Calls whose arguments are converted to JSON: tags of Qwen3-Coder and GLM, Gemma's notation, Python."""
+"""Calls whose arguments are not JSON, which are converted: tags of Qwen3-Coder and GLM, Gemma's notation, Python."""
 
 import ast
 import json
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
-from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OfferedTools, StagedCallParser
+from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OfferedTools
 from gateway.text.formats.scanning import (
     SPACE,
     JsonScanner,
@@ -20,28 +21,31 @@ from gateway.text.formats.scanning import (
 
 _SPACES = frozenset(SPACE)
 MAX_WHOLE_CALL = 1 << 16
-"""The maximum length of calls that are parsed only when they are complete; longer ones are content."""
+"""Characters of calls that are read when they are complete; longer ones are content."""
 
 
-class TagCallParser(StagedCallParser):
+class TagCallParser(CallParser):
     """A tag with the name, then for each argument tags with its name and its value.
 
-    A value is the text between its tags: unchanged for a parameter that is a string, JSON for others.
+    A value is the text between its tags: of a parameter that is a text, as it stands; of others, JSON.
 
     Attributes:
-        headers: The pattern between each of `begins` and the first argument.
-        argument: The pattern before a value.
-        value_end: The text after a value. A line break before it belongs to it.
-        end: The text after the last argument.
+        headers: What stands between each of `begins` and the first argument.
+        argument: What stands before a value.
+        value_end: What stands after it. A line break before it belongs to it.
+        end: What stands after the last argument.
+        trailer: What may stand after that.
     """
 
     headers: tuple[Pattern, ...]
     argument: Pattern
     value_end: str
     end: Pattern
+    trailer: Pattern = Pattern()
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
+        self._stage: Callable[[], bool] = self._read_header
         self._header = self.headers[0]
         self._tool = OfferedTool("")
         self._is_text = False
@@ -51,6 +55,10 @@ class TagCallParser(StagedCallParser):
     def _begin(self, marker: str, opening: str) -> None:
         super()._begin(marker, opening)
         self._header = self.headers[self.begins.index(marker)]
+        self._stage = self._read_header
+
+    def _call_step(self) -> bool:
+        return self._stage()
 
     def _read_header(self) -> bool:
         found = self._header.match(self._rest)
@@ -112,6 +120,17 @@ class TagCallParser(StagedCallParser):
             self._num_searched = 0
         return False
 
+    def _read_trailer(self) -> bool:
+        found = self.trailer.match(self._rest)
+        if found is Unmatched.MORE and not self._is_last:
+            return False
+        if isinstance(found, Match):
+            self._consume(found.end)
+        elif found is Unmatched.MORE:
+            self._consume(len(self._rest))
+        self._end_call()
+        return True
+
 
 class Qwen3CoderParser(TagCallParser):
     """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>"""
@@ -137,7 +156,7 @@ class GlmParser(TagCallParser):
 
 
 class WholeCallParser(CallParser):
-    """Calls that are delivered when they are complete. A subclass finds their end and parses them."""
+    """Calls that are delivered when they are complete. A subclass says where one ends, and what it is."""
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
@@ -152,7 +171,7 @@ class WholeCallParser(CallParser):
         raise NotImplementedError
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
-        """The name and the arguments of each call in a text; None if the text is not calls."""
+        """The calls that a text is, each a name and arguments; None where it is none."""
         raise NotImplementedError
 
     def _call_step(self) -> bool:
@@ -160,7 +179,7 @@ class WholeCallParser(CallParser):
         self._num_scanned = len(self._rest)
         if end is None and not self._is_last:
             return False
-        # Parsing a long call at once would block the event loop.
+        # A long call is not worth the time that it takes at once.
         calls = self._calls_in(self._rest[:end]) if end is not None and end <= MAX_WHOLE_CALL else None
         try:
             found = [(name, _json(arguments)) for name, arguments in calls or ()]
@@ -211,9 +230,9 @@ class FunctionGemmaParser(GemmaParser):
 
 
 class _GemmaReader:
-    """Parses Gemma's notation of values: names of fields are bare, strings are between quote tokens, the rest is JSON.
+    """Reads Gemma's notation of values: names of fields stand bare, texts between quotes, all else is JSON.
 
-    Raises ValueError for anything else.
+    Raises ValueError where there is no such value.
     """
 
     def __init__(self, text: str, position: int, quote: str) -> None:
@@ -326,7 +345,7 @@ class PythonicParser(WholeCallParser):
 
 
 def _python_call(node: ast.AST | None) -> tuple[str, dict[str, Any]] | None:
-    """The call of an expression, also inside print(...)."""
+    """The call that an expression is, also in print(...)."""
     if not isinstance(node, ast.Call):
         return None
     name = ast.unparse(node.func)
@@ -343,7 +362,7 @@ def _python_call(node: ast.AST | None) -> tuple[str, dict[str, Any]] | None:
 
 
 class _PythonNames(ast.NodeTransformer):
-    """Replaces true, false and null, which models also write in Python."""
+    """Replaces JSON's names of values, which models write too."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Constant(_VALUES[node.id]) if node.id in _VALUES else node
@@ -357,7 +376,7 @@ def _json(value: Any) -> str:
 
 
 def _as_json(value: str) -> str:
-    """A value as JSON: unchanged if it is JSON, else as a string."""
+    """A value as JSON: itself, if it is JSON, else as a text."""
     try:
         json.loads(value)
     except (ValueError, RecursionError):

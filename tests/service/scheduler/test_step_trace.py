@@ -16,10 +16,19 @@ async def test_every_step_has_all_its_parts_in_order(worker, tmp_path):
         await stream.read_until_over(*range(4))
         stream.close()
     steps: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
+    planned: dict[int, dict[str, int]] = {}
+    replica: dict[str, int] = {}
     for event in json.loads(path.read_text()):
         if event["ph"] == "X":
             steps[event["args"]["step"]][event["name"]] = (event["ts"], event["ts"] + event["dur"])
+        if event["name"] == "plan":
+            planned[event["args"]["step"]] = event["args"]
+        if event["name"] == "replica":
+            replica = event["args"]
     assert len(steps) >= 6
+    assert sum(work["num_samples"] for work in planned.values()) == 4 * 6
+    assert all(work["context_tokens"] >= work["num_tokens"] > 0 for work in planned.values())
+    assert replica.keys() >= {"num_blocks", "block_size", "max_num_seqs", "max_model_len", "vocab_size"}
     for step in steps.values():
         assert step.keys() >= {"plan", "send", "queue", "cache operations", "model", "sample", "apply"}
         # The file has tenths of microseconds.

@@ -1,5 +1,8 @@
 """The loop in virtual time: every request ends with all its tokens, times follow from the costs, results repeat."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,7 +10,8 @@ from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.request import Request, RowSampling
-from simulator.costs import StepSeconds, StepWork
+from scheduler_svc.core.step import StepWork
+from simulator.costs import StepSeconds
 from simulator.engine import Simulation, StuckError, key_of, simulate
 from simulator.memory import Limit
 
@@ -37,20 +41,15 @@ class Listed:
         self._next += 1
         return self._timed[self._next - 1][1]
 
-    def ended(self, index: int, now: float) -> None:
+    def ended(self, index: int, now: float, *, failed: bool) -> None:
         self.ends.append(index)
 
 
-def make_config(**changes: object) -> SchedulerConfig:
-    values = {
-        "num_blocks": 64,
-        "block_size": 16,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 256,
-        "max_model_len": 512,
-        "watermark": 0.0,
-    }
-    return SchedulerConfig(**(values | changes))
+def make_config(**changes: Any) -> SchedulerConfig:
+    config = SchedulerConfig(
+        num_blocks=64, block_size=16, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512, watermark=0.0
+    )
+    return replace(config, **changes)
 
 
 def make_request(index: int, prompt: int, output: int, n: int = 1, beam: int | None = None) -> Request:
@@ -68,7 +67,7 @@ def make_request(index: int, prompt: int, output: int, n: int = 1, beam: int | N
     )
 
 
-def run(requests: list[tuple[float, Request]], seconds: float = 0.01, **changes: object) -> Simulation:
+def run(requests: list[tuple[float, Request]], seconds: float = 0.01, **changes: Any) -> Simulation:
     return simulate(Listed(requests), make_config(**changes), FixedSteps(seconds))
 
 
@@ -154,7 +153,7 @@ def test_another_block_manager_takes_the_place_of_the_cores_own() -> None:
     requests = [(0.0, make_request(index, 30, 10)) for index in range(4)]
     simulation = simulate(Listed(requests), make_config(), FixedSteps(), make_blocks=OneRequestAtATime.of)
     assert simulation.column("num_running").max() == 1
-    ends = [life.ended for life in simulation.lives]
+    ends = [life.ended or 0.0 for life in simulation.lives]
     assert ends == sorted(ends)
 
 

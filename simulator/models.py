@@ -1,0 +1,177 @@
+"""What a cost model knows of a language model: numbers of its layers and widths, and what follows from them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from quire.model_directory import ModelDirectory
+from quire.settings import ConfigurationError
+
+DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder with attention and a feed-forward block in each layer.
+
+    Attributes:
+        ffn_matrices: Matrices of the feed-forward block: 2, or 3 where it has a gate.
+        has_biases: Whether linear layers have biases and norms have a shift.
+        num_positions: Rows of a table of learned positions; 0 where positions are rotations.
+        is_tied: Whether the head is the table of embeddings.
+        dtype_bytes: Of a weight, and of an element of the KV pool.
+        max_model_len: The most tokens of a sequence.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_model_len: int
+    ffn_matrices: int = 3
+    has_biases: bool = False
+    num_positions: int = 0
+    is_tied: bool = False
+    dtype_bytes: int = 2
+
+    @classmethod
+    def opt(cls, name: str, num_layers: int, hidden_size: int, num_heads: int) -> Self:
+        """A model of the OPT family."""
+        return cls(
+            name=name,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=hidden_size // num_heads,
+            ffn_size=4 * hidden_size,
+            vocab_size=50272,
+            max_model_len=2048,
+            ffn_matrices=2,
+            has_biases=True,
+            num_positions=2050,
+            is_tied=True,
+        )
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """From the config.json of a model directory. Raises ConfigurationError, one line, where it does not describe a
+        decoder of this kind."""
+        return cls.from_config(ModelDirectory.open(directory))
+
+    @classmethod
+    def from_config(cls, model: ModelDirectory) -> Self:
+        """The same of a directory that was read."""
+        config = _Config(model.path / "config.json", model.config)
+        config.refuse_other_kinds()
+        is_gpt2, is_opt = model.architecture == "GPT2LMHeadModel", model.architecture == "OPTForCausalLM"
+        hidden = config.number("n_embd" if is_gpt2 else "hidden_size")
+        heads = config.number("n_head" if is_gpt2 else "num_attention_heads")
+        max_len = config.number("n_positions" if is_gpt2 else "max_position_embeddings")
+        ffn = {"GPT2LMHeadModel": "n_inner", "OPTForCausalLM": "ffn_dim"}.get(model.architecture, "intermediate_size")
+        # Two rows of OPT's table are never used.
+        learned = max_len + 2 if is_opt else max_len if is_gpt2 else 0
+        return cls(
+            name=model.name,
+            num_layers=config.number("n_layer" if is_gpt2 else "num_hidden_layers"),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=config.number("num_key_value_heads", heads),
+            head_dim=config.number("head_dim", hidden // heads),
+            ffn_size=config.number(ffn, 4 * hidden if is_gpt2 else None),
+            vocab_size=config.number("vocab_size"),
+            max_model_len=max_len,
+            ffn_matrices=2 if is_gpt2 or is_opt else 3,
+            has_biases=is_gpt2 or is_opt,
+            num_positions=learned,
+            is_tied=bool(config.values.get("tie_word_embeddings", is_gpt2 or is_opt)),
+            dtype_bytes=DTYPE_BYTES.get(str(config.values.get("dtype") or config.values.get("torch_dtype")), 2),
+        )
+
+    def with_dtype(self, dtype: str) -> Self:
+        """The same with weights and KV pool of another type, a key of DTYPE_BYTES."""
+        return replace(self, dtype_bytes=DTYPE_BYTES[dtype])
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of all layers and the last norm: what every token is multiplied with."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        ffn = self.ffn_matrices * self.hidden_size * self.ffn_size
+        norms = 2 * self.hidden_size
+        biases = 0
+        if self.has_biases:
+            biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + self.hidden_size
+            biases += self.ffn_size + self.hidden_size + 2 * self.hidden_size
+        return self.num_layers * (attention + ffn + norms + biases) + self.hidden_size * (1 + self.has_biases)
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the head, which every token that samples is multiplied with."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        tables = (self.vocab_size * (1 if self.is_tied else 2) + self.num_positions) * self.hidden_size
+        return self.layer_parameters + tables
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_parameters * self.dtype_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Keys and values of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+
+_OTHER_KINDS = {
+    "num_local_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "kv_lora_rank": "latent attention",
+    "ssm_state_size": "state-space layers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    path: Path
+    values: Mapping[str, Any]
+
+    def number(self, name: str, default: int | None = None) -> int:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"{self.path}: {name} is {value!r:.40}; it must be a whole number of at least 1")
+        return value
+
+    def refuse_other_kinds(self) -> None:
+        for name, kind in _OTHER_KINDS.items():
+            if self.values.get(name):
+                raise ConfigurationError(f"{self.path} describes {kind} ({name}), for which there is no cost model")
+
+
+# Configurations as their authors published them.
+MODELS: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        shape.name: shape
+        for shape in (
+            ModelShape.opt("opt-125m", 12, 768, 12),
+            ModelShape.opt("opt-1.3b", 24, 2048, 32),
+            ModelShape.opt("opt-6.7b", 32, 4096, 32),
+            ModelShape.opt("opt-13b", 40, 5120, 40),
+            ModelShape.opt("opt-30b", 48, 7168, 56),
+            ModelShape.opt("opt-66b", 64, 9216, 72),
+            ModelShape.opt("opt-175b", 96, 12288, 96),
+            ModelShape("llama-13b", 40, 5120, 40, 40, 128, 13824, 32000, 2048),
+            ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256, 131072),
+            ModelShape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28672, 128256, 131072),
+        )
+    }
+)

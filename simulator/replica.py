@@ -1,0 +1,107 @@
+"""One modelled replica: the configuration of its core, and what its steps cost."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.load import LoadRequest, Report, RequestRecord, Slo, make_report
+from scheduler_svc.core.config import SchedulerConfig
+from simulator.costs import CostModel
+from simulator.engine import MAX_STEPS_IN_FLIGHT, Simulation, simulate
+from simulator.load import LoadArrivals, records
+from simulator.memory import Limit
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What is simulated.
+
+    Attributes:
+        facts: What the figures depend on, by name.
+        num_tenants: Requests belong to so many tenants, in turn.
+    """
+
+    config: SchedulerConfig
+    costs: CostModel
+    vocab_size: int
+    facts: Mapping[str, object] = field(default_factory=dict[str, object])
+    max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT
+    num_tenants: int = 1
+
+    def run(
+        self,
+        load: Iterable[LoadRequest],
+        *,
+        max_concurrency: int | None = None,
+        is_closed: bool = False,
+        duration_s: float | None = None,
+    ) -> "Outcome":
+        """Serves a load, paced as `LoadArrivals` says. Raises ValueError where lengths are not known in tokens."""
+        arrivals = LoadArrivals(
+            load,
+            max_concurrency=max_concurrency,
+            is_closed=is_closed,
+            duration_s=duration_s,
+            num_tenants=self.num_tenants,
+        )
+        simulation = simulate(arrivals, self.config, self.costs, max_steps_in_flight=self.max_steps_in_flight)
+        return Outcome(simulation, records(simulation, arrivals), max_concurrency)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One simulated run."""
+
+    simulation: Simulation
+    records: Sequence[RequestRecord]
+    max_concurrency: int | None = None
+
+    def report(self, request_rate: float, slo: Slo | None = None) -> Report:
+        """As of a real run, with counters of memory and steps besides."""
+        return make_report(
+            self.records,
+            request_rate=request_rate,
+            max_concurrency=self.max_concurrency,
+            slo=slo,
+            counters=self.counters(),
+        )
+
+    def limits(self) -> dict[Limit, float]:
+        """The share of the time in steps that each limit kept others out of, greatest first."""
+        seconds: dict[Limit, float] = {}
+        for step in self.simulation.steps:
+            seconds[step.limit] = seconds.get(step.limit, 0.0) + step.over - step.began
+        total = sum(seconds.values()) or 1.0
+        greatest_first = sorted(seconds.items(), key=lambda item: -item[1])
+        return {limit: share / total for limit, share in greatest_first}
+
+    def counters(self) -> dict[str, float]:
+        """Means over the time in steps, and totals."""
+        simulation = self.simulation
+        if not simulation.steps:
+            return {}
+        column = simulation.column
+        seconds = column("device_seconds")
+        weights = seconds if seconds.sum() > 0 else np.ones_like(seconds)
+
+        def mean(values: np.ndarray) -> float:
+            return float(np.average(values, weights=weights))
+
+        total = column("total")
+        shares = {name: mean(column(name) / total) for name in ("tokens", "reserved", "wasted", "shared", "cached")}
+        limits = self.limits()
+        figures = {
+            "steps": len(simulation.steps),
+            "step_ms": float(seconds.mean()) * 1e3,
+            "device_busy_share": float(seconds.sum() / simulation.seconds) if simulation.seconds else 0.0,
+            "running_mean": mean(column("num_running")),
+            "running_max": float(column("num_running").max()),
+            "waiting_mean": mean(column("num_waiting") + column("num_swapped")),
+            "computed_tokens": float(column("num_tokens").sum()),
+            "preemptions": simulation.num_preemptions,
+            "swap_outs": simulation.num_swap_outs,
+            **{f"kv_{name}_share": share for name, share in shares.items()},
+            **{f"limited_by_{limit.value}_share": limits.get(limit, 0.0) for limit in Limit},
+        }
+        return {name: round(float(value), 6) for name, value in figures.items()}

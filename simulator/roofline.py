@@ -1,0 +1,87 @@
+"""The roofline: a step takes what its bytes need at the memory's bandwidth or its products at the device's peak,
+whichever is more, and what launches and collectives add.
+
+No constant is fitted to anything: all come from data sheets (see `hardware`). Real kernels attain less than the peak,
+so a real device is slower; `efficiency` is the share that they attain. `measured` is the model to use where there is a
+device to measure.
+"""
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.step import StepWork
+from simulator.costs import StepSeconds
+from simulator.hardware import (
+    COLLECTIVE_BASE_S,
+    COLLECTIVE_HOP_S,
+    COPY_LAUNCH_S,
+    KERNEL_GAP_S,
+    KERNELS_PER_LAYER,
+    Hardware,
+)
+from simulator.models import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The cost of steps of one model on one kind of hardware.
+
+    Attributes:
+        block_size: Tokens of a block, for blocks that are copied and swapped.
+        efficiency: The share of the peaks of memory and products that kernels attain, in (0, 1].
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    block_size: int = 16
+    efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"efficiency is {self.efficiency:g}, must be in (0, 1]")
+
+    def seconds(self, work: StepWork) -> StepSeconds:
+        # The weights are read and multiplied while nothing else is: linear layers and attention take turns.
+        device = self._swaps(work) + self._copies(work) + self._linear(work) + self._attention(work)
+        return StepSeconds(device + self._launches() + self._collectives(work))
+
+    def _linear(self, work: StepWork) -> float:
+        model, head = self.model, self.model.head_parameters
+        read = (model.layer_parameters + (head if work.num_samples else 0)) * model.dtype_bytes
+        flop = 2 * (model.layer_parameters * work.num_tokens + head * work.num_samples)
+        return self._longer(read, flop)
+
+    def _attention(self, work: StepWork) -> float:
+        model = self.model
+        moved = (work.context_tokens + work.num_tokens) * model.slot_bytes
+        # Scores and the sum of values: a multiplication and an addition for each element of a head, twice.
+        flop = 4 * model.num_layers * model.num_heads * model.head_dim * work.attended_pairs
+        return self._longer(moved, flop)
+
+    def _longer(self, num_bytes: float, flop: float) -> float:
+        hardware = self.hardware
+        slower = max(num_bytes / hardware.bandwidth, flop / hardware.flops)
+        return slower / (hardware.num_devices * self.efficiency)
+
+    def _launches(self) -> float:
+        return self.model.num_layers * KERNELS_PER_LAYER * KERNEL_GAP_S
+
+    def _collectives(self, work: StepWork) -> float:
+        """Two sums over all devices in each layer, of what the layer hands on."""
+        count = self.hardware.num_devices
+        if count == 1:
+            return 0.0
+        hops = 2 * (count - 1)
+        moved = hops / count * work.num_tokens * self.model.hidden_size * self.model.dtype_bytes
+        each = COLLECTIVE_BASE_S + hops * COLLECTIVE_HOP_S + moved / self.hardware.link_bandwidth
+        return 2 * self.model.num_layers * each
+
+    def _copies(self, work: StepWork) -> float:
+        """Each block is read and written."""
+        moved = 2 * work.copied_blocks * self.model.slot_bytes * self.block_size
+        return moved / (self.hardware.bandwidth * self.hardware.num_devices)
+
+    def _swaps(self, work: StepWork) -> float:
+        """Before the step. Many small pieces take longer to launch than to move."""
+        pieces = work.swapped_blocks * 2 * self.model.num_layers
+        moved = work.swapped_blocks * self.model.slot_bytes * self.block_size / self.hardware.num_devices
+        return max(moved / self.hardware.host_bandwidth, pieces * COPY_LAUNCH_S)

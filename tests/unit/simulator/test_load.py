@@ -1,0 +1,165 @@
+"""Loads as the simulator serves them: every token is accounted for, and turns and slots are kept in order."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quire.load import (
+    LoadRequest,
+    Poisson,
+    RequestRecord,
+    arriving_at,
+    chat,
+    make_report,
+    sharegpt,
+    take,
+    with_arrivals,
+    with_decoding,
+)
+from quire.load.requests import frozen
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.step import StepWork
+from simulator.costs import StepSeconds
+from simulator.replica import Outcome, Replica
+
+CONFIG = SchedulerConfig(
+    num_blocks=64, block_size=16, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512, num_host_blocks=32
+)
+
+
+class LinearSteps:
+    """A step takes a while, and more for each token."""
+
+    def seconds(self, work: StepWork) -> StepSeconds:
+        return StepSeconds(0.01 + 1e-4 * work.num_tokens)
+
+
+REPLICA = Replica(CONFIG, LinearSteps(), vocab_size=1000)
+
+
+def chats(rate: float, count: int = 40) -> list[LoadRequest]:
+    load = take(sharegpt(CONFIG.max_model_len, REPLICA.vocab_size), count, seed=5)
+    return with_arrivals(load, Poisson(rate), seed=5)
+
+
+def plain(
+    index: int, prompt: int = 20, output: int | None = 10, turn: int = 0, arrival_s: float | None = None
+) -> LoadRequest:
+    tokens = frozen(np.arange(10, 10 + prompt))
+    return LoadRequest(index, tokens, output, turn=turn, group=0, num_new_tokens=prompt, arrival_s=arrival_s)
+
+
+def assert_all_tokens(load: Sequence[LoadRequest], records: Sequence[RequestRecord]) -> None:
+    assert [record.index for record in records] == [request.index for request in load]
+    for request, record in zip(load, records, strict=True):
+        assert record.error is None
+        assert record.prompt_tokens == len(request.token_ids)
+        assert np.bincount(record.chunk_sequences, record.chunk_tokens).tolist() == [request.output_len] * request.n
+        assert (np.diff(record.chunk_times_s) >= 0).all()
+        assert record.sent_s is not None
+        assert record.arrival_s <= record.sent_s < record.chunk_times_s[0] <= record.end_s
+
+
+@pytest.mark.parametrize("rate", [0.5, 4.0, 64.0])
+def test_every_token_of_every_request_is_accounted_for(rate: float) -> None:
+    load = chats(rate)
+    outcome = REPLICA.run(load)
+    assert_all_tokens(load, outcome.records)
+    report = outcome.report(rate)
+    assert report.output_tokens == sum(request.output_len or 0 for request in load)
+    # What is computed: each token but the last of a request, and those again that a preemption dropped.
+    needed = sum(len(request.token_ids) + (request.output_len or 0) - 1 for request in load)
+    computed = (report.counters or {})["computed_tokens"]
+    assert computed >= needed
+    if not outcome.simulation.num_preemptions:
+        # Two steps are in flight: a step may have been planned for a sequence that ends in the one before.
+        assert computed == needed
+
+
+@pytest.mark.parametrize(("n", "beam_width"), [(4, None), (2, 4)])
+def test_sequences_of_one_request_are_records_of_their_own(n: int, beam_width: int | None) -> None:
+    load = with_decoding(chats(1.0, 10), n=n, beam_width=beam_width)
+    outcome = Replica(replace(CONFIG, num_blocks=200), LinearSteps(), vocab_size=1000).run(load)
+    assert_all_tokens(load, outcome.records)
+    assert outcome.counters()["kv_shared_share"] > 0
+
+
+def test_latency_rises_with_the_rate_and_throughput_does_not_fall() -> None:
+    reports = [REPLICA.run(chats(rate)).report(rate) for rate in (0.5, 2.0, 8.0, 32.0)]
+    latencies = [report.normalized.mean for report in reports if report.normalized is not None]
+    assert latencies == sorted(latencies)
+    assert latencies[-1] > 1.5 * latencies[0]
+    throughputs = [report.output_tokens_per_s for report in reports]
+    assert throughputs == sorted(throughputs)
+
+
+def test_more_blocks_never_make_it_slower() -> None:
+    def latency(num_blocks: int) -> float:
+        config = SchedulerConfig(
+            num_blocks=num_blocks, block_size=16, max_num_seqs=64, max_num_batched_tokens=256, max_model_len=512
+        )
+        report = Replica(config, LinearSteps(), 1000).run(chats(16.0)).report(16.0)
+        return report.normalized.mean if report.normalized is not None else math.inf
+
+    assert latency(48) > latency(96) > latency(512)
+
+
+def test_turns_wait_for_each_other_and_find_their_history_cached() -> None:
+    load = with_arrivals(take(chat(CONFIG.max_model_len, 1000, delay_s=0.1), 30, seed=1), Poisson(2.0), seed=1)
+    outcome = REPLICA.run(load)
+    by_index = {record.index: record for record in outcome.records}
+    num_turns = 0
+    for before, after in itertools.pairwise(load):
+        if after.turn:
+            num_turns += 1
+            end = by_index[before.index].end_s
+            assert by_index[after.index].arrival_s == pytest.approx(end + after.delay_s)
+    assert num_turns > 5
+    assert sum(record.cached_tokens or 0 for record in outcome.records) > 0
+
+
+def test_no_more_requests_live_than_the_limit() -> None:
+    outcome = REPLICA.run(chats(1000.0), max_concurrency=3)
+    assert outcome.simulation.column("num_running").max() <= 3
+    delays = [(record.sent_s or 0) - record.arrival_s for record in outcome.records]
+    assert min(delays) == 0
+    assert max(delays) > 1
+
+
+def test_a_closed_loop_counts_from_the_free_slot_and_ends_with_the_duration() -> None:
+    dataset = sharegpt(CONFIG.max_model_len, 1000)
+    outcome = REPLICA.run(dataset.requests(seed=1), max_concurrency=2, is_closed=True, duration_s=30.0)
+    assert all(record.sent_s == record.arrival_s < 30.0 for record in outcome.records)
+    assert outcome.records[-1].end_s > 29.0
+
+
+def test_turns_after_one_that_failed_are_not_sent() -> None:
+    load = [plain(0, prompt=600, arrival_s=0.0), plain(1, turn=1), plain(2, turn=2), plain(3, arrival_s=0.5)]
+    errors = [record.error for record in REPLICA.run(load).records]
+    assert errors == ["NEVER_FITS", "EARLIER_TURN_FAILED", "EARLIER_TURN_FAILED", None]
+
+
+def test_requests_that_have_no_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="request 0 leaves its end to the model"):
+        REPLICA.run([plain(0, output=None)])
+    with pytest.raises(ValueError, match="request 0 has a text as its prompt"):
+        REPLICA.run([LoadRequest(0, "a text", 10)])
+
+
+def test_same_load_same_report() -> None:
+    def dump(outcome: Outcome) -> str:
+        return repr(outcome.report(4.0)) + repr([record.chunk_times_s.tobytes() for record in outcome.records])
+
+    assert dump(REPLICA.run(chats(4.0))) == dump(REPLICA.run(chats(4.0)))
+
+
+def test_the_report_of_trace_times_is_that_of_the_same_times() -> None:
+    load = chats(4.0)
+    times = [request.arrival_s or 0.0 for request in load]
+    again = arriving_at(load, times)
+    first, second = (make_report(REPLICA.run(each).records, request_rate=4.0) for each in (load, again))
+    assert first == second
