@@ -45,6 +45,7 @@ class Usage:
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     preemptions: int = 0
+    reasoning_tokens: int = 0
 
 
 class Logprob(NamedTuple):

@@ -64,6 +64,7 @@ class SequenceStream:
         """
         self.index = index
         self.token_ids: list[int] = []
+        self.num_reasoning_tokens = 0
         self.finished: Finished | None = None
         self._detokenizer = detokenizer
         self._parser = parser
@@ -218,7 +219,10 @@ class SequenceStream:
         else:
             text += self._detokenizer.push(token_id)
         self.token_ids.append(token_id)
+        was_reasoning = self._is_reasoning
         output, stop_string = self._read(text)
+        # The token that opens the reasoning belongs to it, and so does the one that closes it.
+        self.num_reasoning_tokens += was_reasoning or self._is_reasoning
         self._pending.append(output)
         if stop_string is not None:
             self.finished = Finished(
@@ -228,6 +232,10 @@ class SequenceStream:
                 stop_string=stop_string,
                 cumulative_logprob=self._cumulative_logprob,
             )
+
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._parser is not None and self._parser.is_reasoning
 
     def _take_logprobs(self, count: int) -> LogprobColumns | None:
         return self._pending_logprobs.take(count) if self._pending_logprobs else None
@@ -436,6 +444,9 @@ class LiveRequest:
             if stream.finished is None:
                 raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
         usage = end.usage or self._own_usage()
+        # The scheduler knows no texts.
+        if num_reasoning_tokens := self._num_reasoning_tokens:
+            usage = dataclasses.replace(usage, reasoning_tokens=num_reasoning_tokens)
         if self.request.stopping.stop:
             # The scheduler generates tokens until it learns that a stop string ended a sequence here.
             usage = dataclasses.replace(usage, generated_tokens=self.num_generated_tokens)
@@ -564,6 +575,10 @@ class LiveRequest:
         self._ended.set()
         self._on_over()
 
+    @property
+    def _num_reasoning_tokens(self) -> int:
+        return sum(stream.num_reasoning_tokens for stream in self.sequences)
+
     def _stream(self, index: int) -> SequenceStream:
         if index >= len(self.sequences):
             raise TokenGapError(f"request {self.request.request_id} has no sequence {index}")
@@ -578,4 +593,5 @@ class LiveRequest:
             generated_tokens=self.num_generated_tokens,
             prefill_ms=(first - self._arrived_at) * 1000,
             decode_ms=(self._last_token_at - first) * 1000,
+            reasoning_tokens=self._num_reasoning_tokens,
         )

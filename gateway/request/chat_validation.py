@@ -2,13 +2,19 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, cast
 
 from gateway.request.limits import MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
 from gateway.request.types import ChatMessage, ChatPrompt
 from gateway.request.violations import Violations, shortened, utf8_size
-from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_REQUIRED, Tool, ToolChoiceMode
+from quire.gateway.v1.generation_pb2 import (
+    TOOL_CHOICE_MODE_NONE,
+    TOOL_CHOICE_MODE_REQUIRED,
+    Tool,
+    ToolChoice,
+    ToolChoiceMode,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAME_RULE = "it must be 1 to 64 characters of [A-Za-z0-9_.-]"
@@ -80,17 +86,27 @@ def _check_tools(violations: Violations, prompt: ChatPrompt, scope: str) -> None
             violations.add(f"{path}.name", f'is "{tool.name}", as that of a tool before it; names must be unique')
         names.add(tool.name)
         _check_parameters(violations, f"{path}.parameters", tool)
-    choice = prompt.tool_choice
-    if choice is None:
-        return
+    if prompt.tool_choice is not None:
+        _check_tool_choice(violations, prompt.tool_choice, names)
+
+
+def _check_tool_choice(violations: Violations, choice: ToolChoice, names: Set[str]) -> None:
+    shown = ", ".join(sorted(names)[:10]) or "none"
+    if choice.allowed and (choice.name or choice.mode == TOOL_CHOICE_MODE_NONE):
+        violations.add("tool_choice.allowed", "is set; it has a meaning only with the modes auto and required")
+    violations.check_count("tool_choice.allowed", choice.allowed, MAX_TOOLS)
+    for position, name in enumerate(choice.allowed[:MAX_TOOLS]):
+        if violations.are_enough:
+            return
+        if name not in names:
+            violations.add(f"tool_choice.allowed[{position}]", f'is "{shortened(name)}"; the tools are: {shown}')
     if choice.WhichOneof("choice") == "name":
         if choice.name not in names:
-            shown = ", ".join(sorted(names)[:10]) or "none"
             violations.add("tool_choice.name", f'is "{shortened(choice.name)}"; the tools are: {shown}')
     elif choice.mode not in ToolChoiceMode.values():
         known = ", ".join(ToolChoiceMode.keys()[1:])
         violations.add("tool_choice.mode", f"is {choice.mode}; it must be one of {known}")
-    elif choice.mode == TOOL_CHOICE_MODE_REQUIRED and not prompt.tools:
+    elif choice.mode == TOOL_CHOICE_MODE_REQUIRED and not names:
         violations.add("tool_choice.mode", "requires a call, and there are no tools; set tools")
 
 

@@ -85,7 +85,8 @@ class _Offered:
         choice = prompt.tool_choice or ToolChoice()
         if not prompt.tools or choice.mode == TOOL_CHOICE_MODE_NONE:
             return None
-        tools = list(enumerate(prompt.tools))
+        allowed = frozenset(choice.allowed) or {tool.name for tool in prompt.tools}
+        tools = [(place, tool) for place, tool in enumerate(prompt.tools) if tool.name in allowed]
         if choice.WhichOneof("choice") == "name":
             return cls([(place, tool) for place, tool in tools if tool.name == choice.name], True, True)
         return cls(tools, choice.mode == TOOL_CHOICE_MODE_REQUIRED, not prompt.parallel_tool_calls)

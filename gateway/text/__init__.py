@@ -1,1 +1,1 @@
-"""Text: chat templates, the tokenizer, text from tokens as they come, words and strings that end or are banned."""
+"""Text: chat templates, the tokenizer, incremental detokenization, stop strings, and formats of answers."""

@@ -1,4 +1,4 @@
-"""Conversations to prompts, by the template of the model directory and by nothing else."""
+"""Renders conversations as prompts with the chat template of the model directory."""
 
 import asyncio
 import functools
@@ -29,16 +29,16 @@ from quire.settings import ConfigurationError
 _INLINE_CHARACTERS = 4096
 _CHARACTERS_OF_A_MESSAGE = 32
 _SPECIAL_TOKEN_SECTIONS = ("extra_special_tokens", "model_specific_special_tokens")
-# Two messages without a common character. The second one merges with a line break before it in some tokenizers.
+# Two messages without a common character. Some tokenizers merge the second one with a line break before it.
 _PROBES = ("a", "\n7")
 _ASKED_ROLES = frozenset({"user", "tool"})
-# Stands after the message that an answer continues, until the prompt is cut there. Templates may trim the space.
+# Marks the end of the message that an answer continues; the prompt is cut there. Templates may trim the space.
 _END_OF_FINAL_MESSAGE = "\N{END OF TEXT}end of the final message\N{END OF TEXT} "
-# What a template gets besides the arguments of the caller.
+# Variables that the server sets for a template, besides the caller's arguments.
 _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-# Many clients send these to every model. They ask for no result that a model without them would not give.
+# Many clients send these to every model. A template that does not read them renders the same prompt without them.
 _HINTS = frozenset({"reasoning_effort"})
-# With these values, arguments that few templates read ask for no more than what all others do.
+# With these values the arguments are the default behaviour, so a template that does not read them is correct too.
 _NO_REASONING = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
 
 
@@ -48,7 +48,7 @@ class ChatTemplate:
     Attributes:
         source: The Jinja source in the model directory.
         variables: The names that the template reads.
-        arguments: Those that only a caller can set.
+        arguments: The variables that only a caller can set.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -73,10 +73,10 @@ class ChatTemplate:
         self._takes_texts = self.knows_calls and not self._renders(_ASKED_CALL) and self._renders(_ASKED_CALL, True)
 
     def render(self, prompt: ChatPrompt) -> str:
-        """The prompt that the template makes of a conversation.
+        """Renders a conversation as a prompt.
 
         Raises:
-            InvalidArgument: the template refuses it, for example for an unknown role, or cannot write it whole.
+            InvalidArgument: the template refuses it, for example because of an unknown role, or would omit parts of it.
         """
         self._check(prompt)
         try:
@@ -88,7 +88,7 @@ class ChatTemplate:
             ) from error
 
     def _check(self, prompt: ChatPrompt) -> None:
-        """Raises InvalidArgument for what the template would drop."""
+        """Raises InvalidArgument for tools, calls and arguments that the template would ignore."""
         if prompt.tools and "tools" not in self.variables:
             raise _refusal("tools", "cannot be used: the model's chat template knows no tools", reason="NO_TOOLS")
         for position, message in enumerate(prompt.messages):
@@ -136,8 +136,8 @@ class Chat:
 
     Attributes:
         template: None for a model without a chat template.
-        tool_format: In which the model writes calls; None where that is not known.
-        reasoning_format: In which it reasons; None where it does not, or where that is not known.
+        tool_format: The format of the model's tool calls; None if it is unknown.
+        reasoning_format: The format of its reasoning; None if it does not reason, or if the format is unknown.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Chat:
         tool_format: str | None = None,
         reasoning_format: str | None = None,
     ) -> None:
-        """`executor` renders long conversations. Formats that are not given are those that the template has."""
+        """`executor` renders long conversations. Formats that are not given are detected in the template."""
         self.template = template
         source = "" if template is None else template.source
         self.tool_format = tool_format or tool_format_of(source)
@@ -160,7 +160,7 @@ class Chat:
         self._executor = executor
 
     async def render(self, prompt: ChatPrompt) -> str:
-        """The text of the prompt that the template makes.
+        """The text of the rendered prompt.
 
         Raises:
             InvalidArgument: the model has no template, or the template refuses the conversation.
@@ -170,7 +170,7 @@ class Chat:
             raise _refusal("messages", description, reason="NO_CHAT_TEMPLATE")
         choice = prompt.tool_choice
         if choice is not None and choice.mode == TOOL_CHOICE_MODE_NONE:
-            # A model that is told of no tools calls none.
+            # Without tools in its prompt a model makes no calls.
             prompt = replace(prompt, tools=())
         render = functools.partial(self.template.render, prompt)
         if _size(prompt) <= _INLINE_CHARACTERS:
@@ -178,7 +178,7 @@ class Chat:
         return await asyncio.get_running_loop().run_in_executor(self._executor, render)
 
     async def encode(self, prompt: ChatPrompt) -> list[int]:
-        """Token ids of the prompt that the template makes. The only special tokens are those that it writes.
+        """Token ids of the rendered prompt. Its only special tokens are those that the template writes.
 
         Raises:
             InvalidArgument: as `render` does.
@@ -205,12 +205,12 @@ class Chat:
         return Thinking.NONE if tail.endswith(marks.end) else Thinking.MAY_BEGIN
 
     async def encode_prefix(self, prompt: ChatPrompt) -> list[int]:
-        """The token ids with which the prompts of all conversations begin that continue this one.
+        """The common prefix, in token ids, of the prompts of all conversations that continue this one.
 
         Some templates change a message when others follow it, and some write a system message only together with the
-        first user message. So the prefix is what two different continuations have in common, and the messages' own
-        prompt where they end with a question. If the template knows none of the roles of these continuations, the
-        prefix is the prompt of the messages alone.
+        first user message. So the prefix is what two different continuations have in common, or the prompt of the
+        messages if they end with a user message. If the template accepts none of the roles of these continuations,
+        the prefix is the prompt of the messages alone.
 
         Raises:
             InvalidArgument: the model has no template, or the template refuses the messages.
@@ -246,7 +246,7 @@ def special_token_texts(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def common_prefix(first: list[int], second: list[int]) -> list[int]:
-    """The longest list with which both begin."""
+    """The longest common prefix."""
     for position, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return first[:position]
@@ -270,7 +270,7 @@ def _size(prompt: ChatPrompt) -> int:
 
 
 def _fields(message: ChatMessage, takes_texts: bool) -> dict[str, Any]:
-    """The message for a template, without what it does not have: templates test whether it is defined."""
+    """The message for a template, without its empty fields: templates test whether a field is defined."""
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         fields["name"] = message.name
@@ -279,7 +279,7 @@ def _fields(message: ChatMessage, takes_texts: bool) -> dict[str, Any]:
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning:
-        # Templates have three names for it. The one that reads `thinking` takes no content beside calls.
+        # Templates use three names for the reasoning. Those that read `thinking` accept no content beside calls.
         fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
         if not (message.tool_calls and message.content):
             fields["thinking"] = message.reasoning
@@ -298,7 +298,7 @@ def _tool_fields(tool: Tool) -> dict[str, Any]:
 
 
 def _arguments(options: TemplateOptions | None) -> dict[str, Any]:
-    """The arguments of a template; whole numbers are integers, as they are in JSON."""
+    """The arguments of a template; whole numbers become integers, as they are in JSON."""
     if options is None or not options.HasField("arguments"):
         return {}
     return _with_integers(json_format.MessageToDict(options.arguments))
@@ -316,7 +316,10 @@ def _with_integers(value: Any) -> Any:
 
 
 def _until_final_message(text: str, content: str) -> str:
-    """The prompt up to the end of the message that the answer continues. Raises ValueError if it is not there whole."""
+    """The prompt up to the end of the message that the answer continues.
+
+    Raises ValueError if the template did not write that message unchanged.
+    """
     mark = _END_OF_FINAL_MESSAGE.rstrip()
     end = text.rfind(mark)
     if end < 0 or content.strip() not in text:

@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time, with the clean-up of spaces that some tokenizers need."""
+"""Incremental detokenization: token ids to text, one token at a time, with the clean-up of spaces where it is set."""
 
 from collections.abc import Callable, Container, Sequence
 from typing import Protocol
@@ -18,14 +18,14 @@ _SPACED_STARTS = " 'nvr"
 
 
 class TextPieces(Protocol):
-    """Tokens to text, piece by piece."""
+    """Converts the tokens of one sequence to pieces of text."""
 
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text that became certain with it, which may be empty."""
         ...
 
     def flush(self) -> str:
-        """The rest, when no token follows."""
+        """The rest of the text, after the last token."""
         ...
 
 
@@ -37,9 +37,9 @@ class Detokenizer:
     delivered before that byte stay.
 
     It decodes a window of the last tokens. The first tokens of the window are context (decoders treat the very first
-    token differently), the rest has not become text yet. The cost of a token is bounded for any tokens.
+    token differently), the rest has not been delivered yet. The cost of a token is bounded.
 
-    DecodeStream of the `tokenizers` library does not do: it raises on an invalid byte after a valid run, and its window
+    DecodeStream of the `tokenizers` library is not used: it raises on an invalid byte after a valid run, and its window
     grows without bound over tokens without text.
     """
 
@@ -119,8 +119,8 @@ def _certain_length(text: str) -> int:
 def cleaned_up(text: str) -> str:
     """The text without spaces before English punctuation.
 
-    Tokenizers that know no spaces (WordPiece) write one before each token; transformers removes them so where
-    tokenizer_config.json sets `clean_up_tokenization_spaces`.
+    Tokenizers whose vocabulary has no spaces (WordPiece) write one before each token. transformers removes them in this
+    way if tokenizer_config.json sets `clean_up_tokenization_spaces`.
     """
     for each in _SPACED:
         text = text.replace(each, each.strip())

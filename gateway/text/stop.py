@@ -1,4 +1,4 @@
-"""Stop strings over a text that arrives in pieces."""
+"""Finds stop strings in a text that arrives in pieces."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,8 @@ class StopStrings:
 class StopMatcher:
     """Finds the first stop string in the text of one sequence and holds back text that may become one.
 
-    The stop string that is complete first wins; of those that are complete at the same character, the longest. So the
-    result does not depend on the pieces.
+    The match is the stop string that ends first; of those that end at the same character, the longest. So the result
+    does not depend on how the text is split into pieces.
 
     Invariant: the held text is the longest suffix of the text so far that is the start of a stop string. So it is
     shorter than the longest stop string, and every later match begins in it or after it.
@@ -57,7 +57,7 @@ class StopMatcher:
         return self._release(self._held + text)
 
     def flush(self) -> str:
-        """The held text, when nothing follows."""
+        """The held text, after the last piece."""
         held, self._held = self._held, ""
         return held
 

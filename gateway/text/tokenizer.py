@@ -21,7 +21,7 @@ _INLINE_LENGTH = 4096
 _NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
 # The special tokens that every model may name, in the order in which transformers adds them.
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Newer and older section of further special tokens: a list, or an object with a name for each.
+# The newer and the older section for further special tokens: a list, or an object with a name for each.
 _FURTHER = ("extra_special_tokens", "additional_special_tokens")
 _NAMED_FURTHER = "model_specific_special_tokens"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -222,8 +222,8 @@ class _SilentIds:
         return token_id in self._ids or (isinstance(token_id, int) and token_id >= self._end)
 
 
-# Tokens of tokenizer_config.json. It alone may say which tokens are special, and may have tokens that tokenizer.json
-# lacks.
+# Tokens of tokenizer_config.json. Only this file may mark a token as special, and it may have tokens that
+# tokenizer.json lacks.
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
@@ -274,7 +274,7 @@ def _tokens_of_older_file(
 
 
 def _named_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
-    """Special tokens with a name: bos_token and the like, and names that only this model has."""
+    """Named special tokens: bos_token and the like, and further ones that this model names."""
     own = {
         name: value
         for name, value in config.items()

@@ -271,6 +271,9 @@ def _fill_chat(message: Any, chat: ChatFields) -> None:
             message.tool_choice.mode = _TOOL_CHOICES[choice]
         else:
             _put(message.tool_choice, "name", choice, "tool_choice")
+    if (allowed := chat.get("allowed_tools")) is not None:
+        _check_is_sequence("allowed_tools", allowed, "a sequence of names of tools")
+        _put(message.tool_choice, "allowed", allowed, "allowed_tools")
     _fill(message, parallel_tool_calls=chat.get("parallel_tool_calls"))
     if (wanted := chat.get("response_format")) is not None:
         constraint = wanted if isinstance(wanted, Constraint) else Constraint(json_schema=wanted)

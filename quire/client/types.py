@@ -156,12 +156,14 @@ class Tool:
 class ChatFields(TypedDict, total=False):
     """What a chat may have besides its messages and options.
 
-    `tool_choice` is "auto", "none", "required" or the name of a tool. `response_format` is what the content of the
-    answer must match; of a schema, the answers have `parsed`. `template_arguments` are those of the chat template.
+    `tool_choice` is "auto", "none", "required" or the name of a tool. `allowed_tools` are the names of those that may
+    be called, where not all may. `response_format` is what the content of the answer must match; of a schema, the
+    answers have `parsed`. `template_arguments` are those of the chat template.
     """
 
     tools: Sequence[Tool]
     tool_choice: str | None
+    allowed_tools: Sequence[str]
     parallel_tool_calls: bool | None
     response_format: "Constraint | JsonSchema | None"
     template_arguments: Mapping[str, Any] | None
@@ -197,6 +199,7 @@ class Usage:
     prefill_ms: float
     decode_ms: float
     preemptions: int
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

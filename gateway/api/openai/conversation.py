@@ -77,9 +77,19 @@ class FunctionName(_Part):
     name: str
 
 
-class NamedTool(_Part):
+class AllowedTools(_Part):
+    """Some of the tools, by their names; `mode` is auto or required."""
+
+    mode: str
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)]
+
+
+class ToolChoiceObject(_Part):
+    """`type` is function or allowed_tools, each with the field of that name."""
+
     type: str
     function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ConversationFields(BaseModel):
@@ -103,15 +113,35 @@ def check_conversation(violations: Violations, messages: Sequence[Message], body
         _check_tool(violations, f"tools[{position}]", tool)
 
 
-def check_tool_choice(violations: Violations, choice: str | NamedTool | None) -> None:
-    if isinstance(choice, str) and choice not in _TOOL_CHOICES:
-        known = ", ".join(_TOOL_CHOICES)
-        violations.add("tool_choice", f'is "{shortened(choice)}"; it must be {known} or a function')
-    elif isinstance(choice, NamedTool) and (choice.type != "function" or choice.function is None):
-        violations.add(
-            "tool_choice.type",
-            f'is "{shortened(choice.type)}"; only {{"type": "function", "function": {{"name": ...}}}} is supported',
-        )
+def check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | None) -> None:
+    match choice:
+        case None:
+            return
+        case str():
+            if choice not in _TOOL_CHOICES:
+                known = ", ".join(_TOOL_CHOICES)
+                violations.add("tool_choice", f'is "{shortened(choice)}"; it must be {known}, or an object')
+        case ToolChoiceObject(type="function" | "allowed_tools"):
+            _check_unknown(violations, "tool_choice", choice)
+            if getattr(choice, choice.type) is None:
+                violations.add(f"tool_choice.{choice.type}", "is missing")
+            elif choice.type == "allowed_tools" and choice.allowed_tools is not None:
+                _check_allowed_tools(violations, choice.allowed_tools)
+        case _:
+            violations.add("tool_choice.type", f'is "{shortened(choice.type)}"; it must be function or allowed_tools')
+
+
+def _check_allowed_tools(violations: Violations, allowed: AllowedTools) -> None:
+    path = "tool_choice.allowed_tools"
+    _check_unknown(violations, path, allowed)
+    if allowed.mode not in ("auto", "required"):
+        violations.add(f"{path}.mode", f'is "{shortened(allowed.mode)}"; it must be auto or required')
+    if not allowed.tools:
+        violations.add(f"{path}.tools", "is empty; at least one tool is needed")
+    for position, tool in enumerate(allowed.tools):
+        if violations.are_enough:
+            return
+        _check_tool(violations, f"{path}.tools[{position}]", tool)
 
 
 def chat_message(message: Message) -> ChatMessage:
@@ -149,13 +179,15 @@ def tool_of(definition: ToolDefinition) -> Tool:
     return tool
 
 
-def tool_choice_of(choice: str | NamedTool | None) -> ToolChoice | None:
+def tool_choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
     """The choice of a checked body; None where it names none."""
     match choice:
         case str():
             return ToolChoice(mode=_TOOL_CHOICES[choice])
-        case NamedTool(function=FunctionName(name=name)):
+        case ToolChoiceObject(type="function", function=FunctionName(name=name)):
             return ToolChoice(name=name)
+        case ToolChoiceObject(allowed_tools=AllowedTools(mode=mode, tools=tools)):
+            return ToolChoice(mode=_TOOL_CHOICES[mode], allowed=[tool_of(each).name for each in tools])
     return None
 
 

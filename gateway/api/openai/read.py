@@ -189,6 +189,8 @@ def param_name(body: GenerationBody, field: str) -> str:
         return "chat_template_kwargs." + name.removeprefix(_ARGUMENTS)
     if head.startswith(("constraint", "response_format")):
         return constraint_path(body) or head
+    if head == "tool_choice.allowed":
+        return f"tool_choice.allowed_tools.tools{bracket}{rest}"
     if _FIELD_OF_FUNCTION.fullmatch(name):
         head, _, field = name.rpartition(".")
         return f"{head}.function.{field}"

@@ -15,7 +15,7 @@ from gateway.api.openai.constraints import ConstraintFields, check_constraints
 from gateway.api.openai.conversation import (
     ConversationFields,
     Message,
-    NamedTool,
+    ToolChoiceObject,
     check_conversation,
     check_tool_choice,
 )
@@ -148,7 +148,7 @@ class CompletionBody(GenerationBody):
 
 class ChatBody(GenerationBody, ConversationFields):
     messages: ListOf[Message]
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     echo: bool | None = None
     include_reasoning: bool | None = None
@@ -178,7 +178,7 @@ UNION_TYPES: dict[str, str] = {
     "early_stopping": 'true, false or "never"',
     "guided_json": "an object or a string",
     "json": "an object or a string",
-    "tool_choice": 'a string or {"type": "function", "function": {"name": ...}}',
+    "tool_choice": 'a string, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}',
 }
 
 

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from gateway.api.answers import LazyList
-from gateway.api.openai.conversation import Message, NamedTool, message_text
+from gateway.api.openai.conversation import Message, ToolChoiceObject, message_text
 from gateway.api.openai.read import is_echo_alone
 from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.replicas.events import (
@@ -78,8 +78,10 @@ def usage_fields(usages: Sequence[Usage]) -> dict[str, Any]:
     """The usage of all requests of a call together."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     completion_tokens = sum(usage.generated_tokens for usage in usages)
-    details = {"cached_tokens": sum(usage.cached_tokens for usage in usages)}
-    return _token_counts(prompt_tokens, completion_tokens) | {"prompt_tokens_details": details}
+    return _token_counts(prompt_tokens, completion_tokens) | {
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
+    }
 
 
 class ChunkUsage:
@@ -197,7 +199,7 @@ class ChatShaper:
         self._usage_so_far = ChunkUsage(body, [live])
         self._echo = _echoed(body.messages[-1]) if body.echo else ""
         # As OpenAI has it, a call that was asked for is an ordinary end.
-        self._names_tool = isinstance(body.tool_choice, NamedTool)
+        self._names_tool = isinstance(body.tool_choice, ToolChoiceObject) and body.tool_choice.type == "function"
         self._shows_reasoning = body.include_reasoning is not False
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:

@@ -37,8 +37,9 @@ _RENAMED = {
     "messages": "input",
     "tool_choice.mode": "tool_choice",
 }
+_ALLOWED = "tool_choice.allowed"
 _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
-_UNION_TYPES = {"tool_choice": 'a string or {"type": "function", "name": ...}'}
+_UNION_TYPES = {"tool_choice": 'a string, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'}
 
 
 class TextItemPart(Part):
@@ -144,9 +145,13 @@ class FunctionTool(Part):
     strict: bool | None = None
 
 
-class NamedTool(Part):
+class ToolChoiceObject(Part):
+    """`type` is function, with a name, or allowed_tools: of `tools` alone, with the `mode` auto or required."""
+
     type: str
     name: str | None = None
+    mode: str | None = None
+    tools: Annotated[list[FunctionTool] | None, Field(fail_fast=True)] = None
 
 
 class Reasoning(Part):
@@ -210,7 +215,7 @@ class ResponseBody(Part):
     top_p: float | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[FunctionTool] | None, Field(fail_fast=True)] = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
@@ -267,19 +272,29 @@ def _check_format(violations: Violations, format: TextFormat) -> None:
         violations.add("text.format.schema", "is missing")
 
 
-def _check_tool_choice(violations: Violations, choice: str | NamedTool | None, names: Sequence[str]) -> None:
-    if isinstance(choice, str):
-        if choice not in _TOOL_CHOICES:
-            known = ", ".join(_TOOL_CHOICES)
-            violations.add("tool_choice", f'is "{shortened(choice)}"; it must be {known} or a function')
-        elif choice == "required" and not names:
-            violations.add("tool_choice", "is required, and there are no tools to choose from; set tools")
-    elif choice is not None:
-        if choice.type != "function" or choice.name is None:
-            description = f'is "{shortened(choice.type)}"; only {{"type": "function", "name": ...}} is supported'
-            violations.add("tool_choice.type", description)
-        elif choice.name not in names:
-            violations.add("tool_choice.name", f'is "{shortened(choice.name)}", which is none of the tools')
+def _check_tool_choice(violations: Violations, choice: str | ToolChoiceObject | None, names: Sequence[str]) -> None:
+    match choice:
+        case None:
+            return
+        case str():
+            if choice not in _TOOL_CHOICES:
+                known = ", ".join(_TOOL_CHOICES)
+                violations.add("tool_choice", f'is "{shortened(choice)}"; it must be {known}, or an object')
+            elif choice == "required" and not names:
+                violations.add("tool_choice", "is required, and there are no tools to choose from; set tools")
+        case ToolChoiceObject(type="function"):
+            if choice.name is None:
+                violations.add("tool_choice.name", "is missing")
+            elif choice.name not in names:
+                violations.add("tool_choice.name", f'is "{shortened(choice.name)}", which is none of the tools')
+        case ToolChoiceObject(type="allowed_tools"):
+            if choice.mode not in ("auto", "required"):
+                shown = "is missing" if choice.mode is None else f'is "{shortened(choice.mode)}"'
+                violations.add("tool_choice.mode", f"{shown}; it must be auto or required")
+            if not choice.tools:
+                violations.add("tool_choice.tools", "is empty; at least one tool is needed")
+        case _:
+            violations.add("tool_choice.type", f'is "{shortened(choice.type)}"; it must be function or allowed_tools')
 
 
 def conversation_of(body: ResponseBody, earlier: Sequence[ChatMessage]) -> Conversation:
@@ -337,6 +352,8 @@ def param_name(conversation: Conversation, field: str) -> str:
         return "text.format"
     if field.startswith("template_options"):
         return "reasoning.effort"
+    if field.startswith(_ALLOWED):
+        return f"tool_choice.tools{field.removeprefix(_ALLOWED)}"
     return _RENAMED.get(field) or _GROUPS.sub("", field)
 
 
@@ -351,12 +368,14 @@ def _tool(tool: FunctionTool) -> Tool:
     return made
 
 
-def _tool_choice(choice: str | NamedTool | None) -> ToolChoice | None:
+def _tool_choice(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
     match choice:
         case str():
             return ToolChoice(mode=_TOOL_CHOICES[choice])
-        case NamedTool(name=str(name)):
+        case ToolChoiceObject(type="function", name=str(name)):
             return ToolChoice(name=name)
+        case ToolChoiceObject(mode=str(mode), tools=list(tools)):
+            return ToolChoice(mode=_TOOL_CHOICES[mode], allowed=[each.name for each in tools])
     return None
 
 

@@ -1,1 +1,1 @@
-"""How models write reasoning and tool calls in their text: one parser for the answers of all chats."""
+"""Formats in which models write reasoning and tool calls, and a parser for each."""

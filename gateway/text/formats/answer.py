@@ -1,4 +1,4 @@
-"""Which formats there are, which of them a chat template has, and how the text of one answer is read."""
+"""The known formats, their detection in a chat template, and the parser of one answer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParse
 HARMONY = "openai"
 HARMONY_REASONING = "openai_gptoss"
 JSON_LIST = "json_list"
-"""The format of calls that are forced where the model's own format has no grammar."""
+"""The format of forced calls if the model's own format has no grammar."""
 
 CALL_PARSERS: Mapping[str, type[CallParser]] = {
     "hermes": HermesParser,
@@ -55,7 +55,7 @@ THINKING_MARKS: Mapping[str, ThinkingMarks] = {
 REASONING_FORMATS = frozenset({*THINKING_MARKS, HARMONY_REASONING})
 """Formats of reasoning, by vLLM's names."""
 
-# What a template has that writes a format; the first that fits is taken.
+# Texts by which a template is recognised as one that writes a format; the first match counts.
 _TOOL_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     (HARMONY, lambda source: "<|channel|>" in source and "<|start|>" in source),
     ("mistral", lambda source: "[TOOL_CALLS]" in source),
@@ -79,23 +79,23 @@ _REASONING_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
 
 
 def tool_format_of(template: str) -> str | None:
-    """The format of tool calls that a chat template writes; None where it writes none that is known."""
+    """The format of tool calls that a chat template writes; None if it is unknown."""
     return next((name for name, has in _TOOL_SIGNS if has(template)), None)
 
 
 def reasoning_format_of(template: str) -> str | None:
-    """The format of reasoning that a chat template knows; None where it knows none."""
+    """The format of reasoning that a chat template supports; None if it supports none."""
     return next((name for name, has in _REASONING_SIGNS if has(template)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the text of an answer is read. Gateways tell it to each other, so it consists of plain values.
+    """How the text of an answer is parsed. It is stored with durable requests, so it consists of plain values.
 
     Attributes:
-        tool_format: None where no tools are offered, so that all text is content.
-        reasoning_format: None where the model does not reason in a part of its own.
-        thinking: Where the answer begins, as far as reasoning goes.
+        tool_format: None if no tools are offered, so that all text is content.
+        reasoning_format: None if the answer has no separate reasoning.
+        thinking: Whether the answer begins before, in or after the reasoning.
     """
 
     tool_format: str | None = None
@@ -104,15 +104,15 @@ class AnswerFormat:
     tools: tuple[OfferedTool, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError for the name of an unknown format."""
+        """Raises ValueError for an unknown format."""
         if self.tool_format is not None and self.tool_format not in TOOL_FORMATS | {JSON_LIST}:
             raise ValueError(f'"{self.tool_format:.64}" is no format of tool calls')
         if self.reasoning_format is not None and self.reasoning_format not in REASONING_FORMATS:
             raise ValueError(f'"{self.reasoning_format:.64}" is no format of reasoning')
 
     def call_id(self, unique: str) -> str:
-        """The id of a call, of 24 hexadecimal digits that no other call has."""
-        # Chat templates of Mistral take ids of nine letters and digits, and no others.
+        """A unique id of a call, of 24 hexadecimal digits."""
+        # Mistral's chat templates accept only ids of nine letters and digits.
         return unique[:9] if self.tool_format == "mistral" else f"call_{unique}"
 
     def parser(self, call_ids: CallIds) -> OutputParser | None:

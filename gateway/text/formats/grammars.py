@@ -1,6 +1,6 @@
-"""Constraints by which calls are well-formed and their arguments match the schemas of the tools.
+"""Constraints for tool calls: calls are well-formed, and their arguments match the schemas of the tools.
 
-Each part of a call that a model writes freely has a schema; all around it is fixed text.
+The variable parts of a call have schemas; the rest is fixed text.
 """
 
 import json
@@ -30,8 +30,8 @@ Tags = Callable[[Sequence[CallGrammar], str], list[StructuralTag]]
 def constrained_calls(
     tool_format: str | None, calls: Sequence[CallGrammar], template: str, *, is_forced: bool, is_single: bool
 ) -> Constraint | None:
-    """The constraint of an answer that consists of calls, or of one that may have calls; None where the format of the
-    calls has no grammar."""
+    """The constraint of an answer that consists of calls, or that may contain calls; None if the format has no
+    grammar."""
     tags = _TAGS.get(tool_format or "")
     if tags is None:
         return _json_list(calls, is_single=is_single) if is_forced else None
@@ -45,7 +45,7 @@ def constrained_calls(
 
 
 def format_of_forced_calls(tool_format: str | None) -> str:
-    """The format in which forced calls are written: the model's, or a plain list where that has no grammar."""
+    """The format of forced calls: the model's own, or a plain list if that has no grammar."""
     return tool_format if tool_format is not None and tool_format in _TAGS else JSON_LIST
 
 
@@ -58,7 +58,7 @@ def calls_or_answer(
     *,
     is_single: bool,
 ) -> Constraint | None:
-    """The constraint of an answer that either matches `answer` or consists of calls; None where there is none."""
+    """The constraint of an answer that either matches `answer` or consists of calls; None if it cannot be expressed."""
     tags = _TAGS.get(tool_format or "")
     body = _lark_of(answer)
     if tags is None or body is None:
@@ -182,7 +182,7 @@ def _moved(schema: Any, path: str) -> Any:
 
 
 def text_parameters(schema: str) -> frozenset[str]:
-    """The parameters that are texts, and nothing else, by the schema of the arguments."""
+    """The parameters that the schema of the arguments restricts to strings."""
     try:
         properties: Any = json.loads(schema).get("properties", {}) if schema else {}
     except (ValueError, AttributeError, RecursionError):
@@ -226,7 +226,7 @@ def _tagged_arguments(schema: str) -> str:
 
 
 def _lark_of(answer: Constraint) -> str | None:
-    """A constraint as an expression of Lark; None where it is none."""
+    """A constraint as a Lark expression; None if it cannot be one."""
     match answer.WhichOneof("kind"):
         case "json_schema":
             return _json_rule(answer.json_schema)
@@ -239,14 +239,14 @@ def _lark_of(answer: Constraint) -> str | None:
 
 
 def _json_rule(schema: str) -> str:
-    """JSON of a schema in Lark, with as little white space as anywhere else."""
+    """A Lark expression for JSON that matches a schema, with the usual limits on white space."""
     value: Any = json.loads(schema)
     fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
     return f"%json {json.dumps(fields | {'x-guidance': SCHEMA_OPTIONS}, ensure_ascii=False)}"
 
 
 def _literals(text: str, special_tokens: Mapping[str, int]) -> str:
-    """A text in Lark: special tokens by their ids, all else quoted."""
+    """A text in Lark: special tokens by their ids, the rest quoted."""
     found = [(position, token) for token in special_tokens if (position := text.find(token)) >= 0]
     if not found:
         return _quoted(text) if text else ""

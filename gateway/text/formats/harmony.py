@@ -18,9 +18,9 @@ _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
 
 
 class HarmonyParser(OutputParser):
-    """Reads what follows <|start|>assistant in the prompt.
+    """Parses the text that follows <|start|>assistant in the prompt.
 
-    A message has a header with its channel and its recipient, <|message|>, its text, and a token that ends it. Text
+    A message consists of a header with its channel and its recipient, <|message|>, its text, and an end token. Text
     without a header is content, and so is a message to a tool that was not offered.
     """
 
@@ -35,6 +35,10 @@ class HarmonyParser(OutputParser):
         self._in_header = not in_analysis
         self._channel = "analysis"
         self._in_call = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        return not self._in_header and self._channel == "analysis"
 
     def _step(self) -> bool:
         return self._read_header() if self._in_header else self._read_text()
@@ -55,7 +59,7 @@ class HarmonyParser(OutputParser):
             self._add(call=ToolCallDelta(self._num_calls, call_id, recipient.group(1)))
             self._num_calls += 1
         elif recipient is not None or channel is None:
-            # Not a header that says where its text belongs: all of it is content.
+            # An unknown header: it and its text are content.
             return True
         else:
             self._channel = channel.group(1)

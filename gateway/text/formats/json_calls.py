@@ -1,11 +1,10 @@
 """Calls whose arguments are JSON: the formats of Hermes and Qwen, Llama 3, Mistral and DeepSeek, and a plain list."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from gateway.text.formats.parser import CallIds, CallParser, OfferedTools
+from gateway.text.formats.parser import CallIds, OfferedTools, StagedCallParser
 from gateway.text.formats.scanning import MAX_SPACE, SPACE, JsonScanner, Match, Part, Pattern, Unmatched
 
 # An object with the name and the arguments of a call, up to the arguments.
@@ -13,37 +12,26 @@ _ENVELOPE = (
     *("{", Part.SPACES, '"name"', Part.SPACES, ":", Part.SPACES, '"', Part.NAME, '"', Part.SPACES, ","),
     *(Part.SPACES, ('"arguments"', '"parameters"'), Part.SPACES, ":", Part.SPACES),
 )
-_NOTHING = Pattern()
 
 
-class JsonCallParser(CallParser):
+class JsonCallParser(StagedCallParser):
     """After a marker comes a header with the name, then the arguments as JSON, then a trailer.
 
-    Arguments are delivered as they come. A header that is an object with other fields, or with its fields in another
-    order, is read as a whole.
+    Arguments are delivered as they arrive. If the header is an object with other fields, or with fields in another
+    order, the whole object is read first.
 
     Attributes:
-        header: What stands between the marker and the arguments.
-        trailer: What stands after the call.
+        header: The pattern between the marker and the arguments.
         is_envelope: Whether the header begins an object that ends after the arguments.
     """
 
     header: Pattern = Pattern(Part.SPACES, *_ENVELOPE, before="{")
-    trailer: Pattern = _NOTHING
     is_envelope = True
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
-        self._stage: Callable[[], bool] = self._read_header
         self._scanner = JsonScanner()
         self._num_scanned = 0
-
-    def _begin(self, marker: str, opening: str) -> None:
-        super()._begin(marker, opening)
-        self._stage = self._read_header
-
-    def _call_step(self) -> bool:
-        return self._stage()
 
     def _read_header(self) -> bool:
         return self._match_header(self.header)
@@ -75,7 +63,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _read_envelope_end(self) -> bool:
-        """Drops what the object has after the arguments."""
+        """Drops the fields of the object after the arguments."""
         end = self._scanner.end(self._rest, 0, 0)
         self._consume(len(self._rest) if end is None else end)
         if end is None:
@@ -96,17 +84,6 @@ class JsonCallParser(CallParser):
         self._open_call(call[0])
         self._add_arguments(call[1])
         self._stage = self._read_trailer
-        return True
-
-    def _read_trailer(self) -> bool:
-        found = self.trailer.match(self._rest)
-        if found is Unmatched.MORE and not self._is_last:
-            return False
-        if isinstance(found, Match):
-            self._consume(found.end)
-        elif found is Unmatched.MORE:
-            self._consume(len(self._rest))
-        self._end_call()
         return True
 
     def _end_if_last(self) -> bool:
@@ -239,7 +216,7 @@ class Llama3Parser(JsonCallParser):
 
 
 def _call_in(text: str) -> tuple[str, str] | None:
-    """The name and the arguments of the call that an object is, as JSON; None where it is none."""
+    """The name and the arguments, as JSON, of an object that is a call; None if it is not one."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -249,7 +226,7 @@ def _call_in(text: str) -> tuple[str, str] | None:
     fields = cast(dict[str, Any], value)
     name, arguments = fields.get("name"), fields.get("arguments", fields.get("parameters"))
     if isinstance(arguments, str):
-        # Some models write the arguments as a text with JSON in it.
+        # Some models write the arguments as a string that contains JSON.
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):

@@ -1,13 +1,12 @@
-"""Calls whose arguments are not JSON, which are converted: tags of Qwen3-Coder and GLM, Gemma's notation, Python."""
+"""Calls whose arguments are converted to JSON: tags of Qwen3-Coder and GLM, Gemma's notation, Python."""
 
 import ast
 import json
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
-from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OfferedTools
+from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OfferedTools, StagedCallParser
 from gateway.text.formats.scanning import (
     SPACE,
     JsonScanner,
@@ -21,31 +20,28 @@ from gateway.text.formats.scanning import (
 
 _SPACES = frozenset(SPACE)
 MAX_WHOLE_CALL = 1 << 16
-"""Characters of calls that are read when they are complete; longer ones are content."""
+"""The maximum length of calls that are parsed only when they are complete; longer ones are content."""
 
 
-class TagCallParser(CallParser):
+class TagCallParser(StagedCallParser):
     """A tag with the name, then for each argument tags with its name and its value.
 
-    A value is the text between its tags: of a parameter that is a text, as it stands; of others, JSON.
+    A value is the text between its tags: unchanged for a parameter that is a string, JSON for others.
 
     Attributes:
-        headers: What stands between each of `begins` and the first argument.
-        argument: What stands before a value.
-        value_end: What stands after it. A line break before it belongs to it.
-        end: What stands after the last argument.
-        trailer: What may stand after that.
+        headers: The pattern between each of `begins` and the first argument.
+        argument: The pattern before a value.
+        value_end: The text after a value. A line break before it belongs to it.
+        end: The text after the last argument.
     """
 
     headers: tuple[Pattern, ...]
     argument: Pattern
     value_end: str
     end: Pattern
-    trailer: Pattern = Pattern()
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
-        self._stage: Callable[[], bool] = self._read_header
         self._header = self.headers[0]
         self._tool = OfferedTool("")
         self._is_text = False
@@ -55,10 +51,6 @@ class TagCallParser(CallParser):
     def _begin(self, marker: str, opening: str) -> None:
         super()._begin(marker, opening)
         self._header = self.headers[self.begins.index(marker)]
-        self._stage = self._read_header
-
-    def _call_step(self) -> bool:
-        return self._stage()
 
     def _read_header(self) -> bool:
         found = self._header.match(self._rest)
@@ -120,17 +112,6 @@ class TagCallParser(CallParser):
             self._num_searched = 0
         return False
 
-    def _read_trailer(self) -> bool:
-        found = self.trailer.match(self._rest)
-        if found is Unmatched.MORE and not self._is_last:
-            return False
-        if isinstance(found, Match):
-            self._consume(found.end)
-        elif found is Unmatched.MORE:
-            self._consume(len(self._rest))
-        self._end_call()
-        return True
-
 
 class Qwen3CoderParser(TagCallParser):
     """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>"""
@@ -156,7 +137,7 @@ class GlmParser(TagCallParser):
 
 
 class WholeCallParser(CallParser):
-    """Calls that are delivered when they are complete. A subclass says where one ends, and what it is."""
+    """Calls that are delivered when they are complete. A subclass finds their end and parses them."""
 
     def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
         super().__init__(tools, call_ids)
@@ -171,7 +152,7 @@ class WholeCallParser(CallParser):
         raise NotImplementedError
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]] | None:
-        """The calls that a text is, each a name and arguments; None where it is none."""
+        """The name and the arguments of each call in a text; None if the text is not calls."""
         raise NotImplementedError
 
     def _call_step(self) -> bool:
@@ -179,7 +160,7 @@ class WholeCallParser(CallParser):
         self._num_scanned = len(self._rest)
         if end is None and not self._is_last:
             return False
-        # A long call is not worth the time that it takes at once.
+        # Parsing a long call at once would block the event loop.
         calls = self._calls_in(self._rest[:end]) if end is not None and end <= MAX_WHOLE_CALL else None
         try:
             found = [(name, _json(arguments)) for name, arguments in calls or ()]
@@ -230,9 +211,9 @@ class FunctionGemmaParser(GemmaParser):
 
 
 class _GemmaReader:
-    """Reads Gemma's notation of values: names of fields stand bare, texts between quotes, all else is JSON.
+    """Parses Gemma's notation of values: names of fields are bare, strings are between quote tokens, the rest is JSON.
 
-    Raises ValueError where there is no such value.
+    Raises ValueError for anything else.
     """
 
     def __init__(self, text: str, position: int, quote: str) -> None:
@@ -345,7 +326,7 @@ class PythonicParser(WholeCallParser):
 
 
 def _python_call(node: ast.AST | None) -> tuple[str, dict[str, Any]] | None:
-    """The call that an expression is, also in print(...)."""
+    """The call of an expression, also inside print(...)."""
     if not isinstance(node, ast.Call):
         return None
     name = ast.unparse(node.func)
@@ -362,7 +343,7 @@ def _python_call(node: ast.AST | None) -> tuple[str, dict[str, Any]] | None:
 
 
 class _PythonNames(ast.NodeTransformer):
-    """Replaces JSON's names of values, which models write too."""
+    """Replaces true, false and null, which models also write in Python."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Constant(_VALUES[node.id]) if node.id in _VALUES else node
@@ -376,7 +357,7 @@ def _json(value: Any) -> str:
 
 
 def _as_json(value: str) -> str:
-    """A value as JSON: itself, if it is JSON, else as a text."""
+    """A value as JSON: unchanged if it is JSON, else as a string."""
     try:
         json.loads(value)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What is read from the text of an answer: its reasoning, its content and its tool calls, piece by piece."""
+"""The parsed parts of an answer, in pieces: reasoning, content and tool calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of one tool call. The first part of a call has its id and its name; `arguments` are added to what came.
+    """A part of one tool call. The first part of a call has its id and its name; `arguments` are appended.
 
     `index` is the position of the call among those of its sequence.
     """
@@ -19,7 +19,7 @@ class ToolCallDelta:
 
 
 class Output(NamedTuple):
-    """A piece of an answer: what was added to each part of it."""
+    """A piece of an answer: the additions to each of its parts."""
 
     text: str = ""
     reasoning: str = ""
@@ -30,8 +30,8 @@ class Output(NamedTuple):
 
     @property
     def num_characters(self) -> int:
-        """The characters of text, reasoning, and names and arguments of calls: by these, clients count what they
-        have."""
+        """The number of characters of text, reasoning, and names and arguments of calls. Clients that resume an answer
+        count it in the same way."""
         calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
         return len(self.text) + len(self.reasoning) + calls
 
@@ -43,7 +43,7 @@ class Output(NamedTuple):
         text, num_characters = _cut(self.text, num_characters)
         calls: list[ToolCallDelta] = []
         for call in self.tool_calls:
-            # A name is delivered whole: a client that has a part of it has the call's id.
+            # A name is delivered in one part: a client that has some of it also has the call's id.
             name, num_characters = _cut(call.name, num_characters)
             arguments, num_characters = _cut(call.arguments, num_characters)
             if len(name) == len(call.name) and name:

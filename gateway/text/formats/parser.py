@@ -1,15 +1,15 @@
-"""The base of all parsers of tool calls: content until a call begins, and what comes after it."""
+"""Base classes of the parsers: content until a call begins, the call, and content again."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.text.formats.output import NOTHING, Output, ToolCallDelta, joined
-from gateway.text.formats.scanning import first_marker, held_length, trailing_space
+from gateway.text.formats.scanning import Match, Pattern, Unmatched, first_marker, held_length, trailing_space
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """What a parser needs of a tool: its name, and which of its parameters are texts."""
+    """What a parser needs to know of a tool: its name, and which of its parameters are strings."""
 
     name: str
     text_parameters: frozenset[str] = field(default_factory=frozenset[str])
@@ -21,10 +21,10 @@ CallIds = Callable[[int], str]
 
 
 class OutputParser:
-    """Reads the text of one sequence, which comes in pieces of any size.
+    """Parses the text of one sequence, which arrives in pieces of any size.
 
-    What it returns, joined, depends on the text and not on its pieces. No text is lost: what turns out not to be a call
-    is content. Dropped are only the marks of the format itself and the spaces beside them.
+    The joined result depends on the text and not on its pieces. Text that turns out not to be a call is content. Only
+    the marks of the format itself and the spaces next to them are dropped.
 
     A subclass consumes `_rest` in `_step`.
     """
@@ -35,18 +35,23 @@ class OutputParser:
         self._pieces: list[Output] = []
 
     def push(self, text: str) -> Output:
-        """Takes the next piece of the text; returns what became certain."""
+        """Takes the next piece of the text; returns the output that no later text can change."""
         self._rest += text
         return self._run()
 
     def finish(self) -> Output:
-        """The rest, when no text follows."""
+        """The rest of the output, after the last piece."""
         self._is_last = True
         return self._run()
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return False
+
     def _step(self) -> bool:
-        """Consumes some of the rest; returns whether to be called again at once. Consumes all of it in the end, where
-        the text is at its end."""
+        """Consumes a part of `_rest`; returns whether to call it again at once. At the end of the text, the calls
+        together consume all of `_rest`."""
         raise NotImplementedError
 
     @property
@@ -88,8 +93,8 @@ class CallParser(OutputParser):
 
     Attributes:
         begins: The markers with which calls begin.
-        dropped: Marks around calls that say nothing.
-        tokens: The special tokens that the format needs to see, besides these.
+        dropped: Marks around calls that carry no information.
+        tokens: The further special tokens that the parser must see.
     """
 
     begins: Sequence[str] = ()
@@ -103,19 +108,19 @@ class CallParser(OutputParser):
         self._num_calls = 0
         self._marks = (*self.begins, *self.dropped)
         self._in_call = False
-        # What was consumed of a call of which nothing was delivered yet.
+        # The consumed text of a call of which nothing was delivered yet.
         self._opening = ""
 
     @property
     def _has_more(self) -> bool:
-        # At the end of the text, a call must end too.
+        # The end of the text also ends a call.
         return bool(self._rest) or (self._is_last and self._in_call)
 
     def _step(self) -> bool:
         return self._call_step() if self._in_call else self._content_step()
 
     def _call_step(self) -> bool:
-        """Like `_step`, within a call. Leaves the call in the end, where the text is at its end."""
+        """Like `_step`, within a call. At the end of the text it leaves the call."""
         raise NotImplementedError
 
     def _begin(self, marker: str, opening: str) -> None:
@@ -137,7 +142,8 @@ class CallParser(OutputParser):
         return True
 
     def _release_content(self) -> None:
-        """Delivers what no marker can change any more. Spaces wait for what follows; after calls they say nothing."""
+        """Delivers the text that cannot begin a marker. Spaces wait for the text after them; after calls they are
+        dropped."""
         if self._is_last:
             content = self._consume(len(self._rest))
             if self._num_calls:
@@ -148,13 +154,13 @@ class CallParser(OutputParser):
         self._add(text=content)
 
     def _give_back(self) -> None:
-        """What began is no call: what was consumed of it is content, and what follows is searched again."""
+        """The text is not a call after all: what was consumed becomes content, and the rest is searched again."""
         self._in_call = False
         self._add(text=self._opening)
         self._opening = ""
 
     def _open_call(self, name: str) -> None:
-        """Delivers the beginning of a call. From here on it cannot be taken back."""
+        """Delivers the beginning of a call, which is final."""
         self._add(call=ToolCallDelta(self._num_calls, self._call_ids(self._num_calls), name))
         self._num_calls += 1
         self._opening = ""
@@ -165,3 +171,38 @@ class CallParser(OutputParser):
 
     def _end_call(self) -> None:
         self._in_call = False
+
+
+class StagedCallParser(CallParser):
+    """Calls that are read in stages. A stage is a method; `_read_header` is the first and `_read_trailer` the last one.
+
+    Attributes:
+        trailer: The optional text after a call.
+    """
+
+    trailer: Pattern = Pattern()
+
+    def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
+        super().__init__(tools, call_ids)
+        self._stage: Callable[[], bool] = self._read_header
+
+    def _begin(self, marker: str, opening: str) -> None:
+        super()._begin(marker, opening)
+        self._stage = self._read_header
+
+    def _call_step(self) -> bool:
+        return self._stage()
+
+    def _read_header(self) -> bool:
+        raise NotImplementedError
+
+    def _read_trailer(self) -> bool:
+        found = self.trailer.match(self._rest)
+        if found is Unmatched.MORE and not self._is_last:
+            return False
+        if isinstance(found, Match):
+            self._consume(found.end)
+        elif found is Unmatched.MORE:
+            self._consume(len(self._rest))
+        self._end_call()
+        return True

@@ -1,7 +1,7 @@
-"""Recognition in text that comes in pieces of any size: markers, headers of calls, and where a JSON value ends.
+"""Recognises markers, headers of calls and the ends of JSON values in text that arrives in pieces of any size.
 
-Every function decides by the text alone and not by its pieces: it answers only where no further text can change the
-answer, and asks for more otherwise.
+The result of every function depends on the text and not on its pieces: a function gives a result only if no further
+text can change it, and otherwise reports that it needs more text.
 """
 
 import re
@@ -11,7 +11,7 @@ from enum import Enum
 
 SPACE = " \t\r\n"
 MAX_SPACE = 256
-"""Longer runs of spaces are text, so that no search takes long."""
+"""Longer runs of spaces are text; this bounds the cost of a search."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,65}")
 _MAX_NAME = 64
 _KEY = re.compile(r"[^<>\n]{1,129}")
@@ -29,7 +29,7 @@ def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
 
 
 def held_length(text: str, markers: Sequence[str]) -> int:
-    """The length of the longest end of `text` with which a marker may begin."""
+    """The length of the longest suffix of `text` that begins a marker."""
     longest = 0
     for marker in markers:
         if marker[0] not in text[1 - len(marker) :]:
@@ -48,7 +48,7 @@ def trailing_space(text: str) -> int:
 
 
 class JsonScanner:
-    """Follows the brackets and strings of JSON text that comes in pieces, each character once.
+    """Tracks the brackets and strings of JSON text that arrives in pieces. It reads each character once.
 
     Attributes:
         depth: The number of open brackets.
@@ -56,7 +56,7 @@ class JsonScanner:
 
     __slots__ = ("_escaped", "_quote", "depth")
 
-    # Outside of strings: brackets and quotes, and what JSON cannot have there.
+    # Outside of strings: brackets, quotes, and characters that are invalid there.
     structure = re.compile(r"[^\s0-9A-Za-z,:.+-]")
     opening = "{["
     closing = "}]"
@@ -69,8 +69,8 @@ class JsonScanner:
         self._escaped = False
 
     def end(self, text: str, start: int, depth: int) -> int | None:
-        """The position after the bracket with which only `depth` brackets are open, or the position of a character
-        that JSON cannot have there; None where `text` has neither."""
+        """The position after the bracket that leaves only `depth` brackets open, or the position of a character that is
+        invalid in JSON; None if `text` has neither."""
         position = start
         while position < len(text):
             if self._escaped:
@@ -107,7 +107,7 @@ class PythonScanner(JsonScanner):
 
 
 class Part(Enum):
-    """What a pattern may have besides fixed texts."""
+    """The items of a pattern besides fixed texts."""
 
     SPACES = "any number of spaces"
     NAME = "the name of a tool"
@@ -123,17 +123,17 @@ class Match:
 
 
 class Unmatched(Enum):
-    """Why a pattern does not match."""
+    """The reason why a pattern does not match."""
 
     MORE = "more text may match"
     NEVER = "no further text matches"
 
 
 class Pattern:
-    """A sequence of fixed texts (a tuple has alternatives, the first that fits is taken), spaces and names, the
-    first of which is that of the match.
+    """A sequence of fixed texts (a tuple has alternatives, of which the first that matches counts), spaces and names.
+    The first name is that of the match.
 
-    `before` are the characters of which one must follow; it is not part of the match.
+    One of the characters `before` must follow the match and is not part of it.
     """
 
     def __init__(self, *parts: str | tuple[str, ...] | Part, before: str = "") -> None:
@@ -166,7 +166,7 @@ def _spaces(text: str, position: int) -> int | Unmatched:
     end = min(position + MAX_SPACE, len(text))
     while position < end and text[position] in SPACE:
         position += 1
-    # What follows decides whether there are more; a text that ends here may go on with any.
+    # At the end of the text so far, more spaces may follow.
     return Unmatched.MORE if position == len(text) else position
 
 

@@ -10,7 +10,7 @@ from gateway.text.formats.scanning import SPACE, Match, Part, Pattern, Unmatched
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """What stands around the reasoning. `label` may follow the opening mark and is dropped with it."""
+    """The marks around the reasoning. `label` may follow the opening mark and is dropped with it."""
 
     begin: str
     end: str
@@ -18,12 +18,12 @@ class ThinkingMarks:
 
     @property
     def opening(self) -> str:
-        """What a model writes before its reasoning."""
+        """The text that begins the reasoning, as templates and models write it."""
         return f"{self.begin}{self.label}\n"
 
 
 class Thinking(Enum):
-    """Where an answer begins."""
+    """Whether an answer begins before, in or after the reasoning."""
 
     MAY_BEGIN = "may_begin"
     """The answer may begin with the opening mark."""
@@ -34,7 +34,7 @@ class Thinking(Enum):
 
 
 class ThinkingParser(OutputParser):
-    """Reasoning up to its closing mark; what follows is read by another parser. Spaces beside the marks are dropped."""
+    """Reasoning up to its closing mark; another parser reads the rest. Spaces next to the marks are dropped."""
 
     def __init__(self, marks: ThinkingMarks, begins: Thinking, content: OutputParser) -> None:
         super().__init__()
@@ -42,12 +42,16 @@ class ThinkingParser(OutputParser):
         self._opening = Pattern(Part.SPACES, marks.begin, (marks.label, "") if marks.label else "")
         self._content = content
         self._state = begins
-        # Spaces that follow now are those beside a mark.
+        # Spaces at this point are next to a mark.
         self._after_mark = begins is Thinking.BEGUN
 
     def finish(self) -> Output:
         own = super().finish()
         return joined([own, self._content.finish()])
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state is Thinking.BEGUN
 
     def _step(self) -> bool:
         if self._after_mark:

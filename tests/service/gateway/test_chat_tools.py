@@ -38,7 +38,7 @@ def says(scheduler, text):
 
 def request(kind: Any = pb.ChatRequest, **fields):
     fields.setdefault("messages", [ASKED])
-    asked = kind(tools=[WEATHER], **fields)
+    asked = kind(tools=fields.pop("tools", [WEATHER]), **fields)
     asked.stopping.max_tokens = asked.stopping.max_tokens or 200
     asked.sampling.temperature = 0
     return asked
@@ -164,6 +164,18 @@ async def test_tools_constrain_the_answer(gateway, scheduler):
     assert constraint_of(scheduler.submits[-1]).structural_tags.single
 
 
+@pytest.mark.parametrize("mode", [pb.TOOL_CHOICE_MODE_AUTO, pb.TOOL_CHOICE_MODE_REQUIRED])
+async def test_only_allowed_tools_are_called_and_the_prompt_has_all(gateway, scheduler, mode):
+    forbidden = CALL.replace("get_weather", "now")
+    says(scheduler, f"<think>Hm.</think>{CALL}{forbidden}")
+    choice = pb.ToolChoice(mode=mode, allowed=["get_weather"])
+    answer = await gateway.generation.Chat(request(tools=[WEATHER, pb.Tool(name="now")], tool_choice=choice))
+    assert '"now"' in prompt_of(scheduler.submits[-1])
+    assert "now" not in str(constraint_of(scheduler.submits[-1]))
+    (sequence,) = answer.sequences
+    assert [call.name for call in sequence.tool_calls] == ["get_weather"]
+
+
 async def test_without_a_choice_the_model_knows_no_tools(gateway, scheduler):
     says(scheduler, CALL)
     answer = await gateway.generation.Chat(request(tool_choice=NONE))
@@ -208,6 +220,13 @@ BAD = [
     ),
     ({"tool_choice": pb.ToolChoice(name="other")}, "tool_choice.name", "the tools are: get_weather"),
     ({"tools": [], "tool_choice": REQUIRED}, "tool_choice.mode", "there are no tools"),
+    ({"tool_choice": pb.ToolChoice(allowed=["other"])}, "tool_choice.allowed[0]", "the tools are: get_weather"),
+    ({"tool_choice": pb.ToolChoice(allowed=["get_weather"] * 129)}, "tool_choice.allowed", "the max is 128"),
+    (
+        {"tool_choice": pb.ToolChoice(name="get_weather", allowed=["get_weather"])},
+        "tool_choice.allowed",
+        "only with the modes auto and required",
+    ),
     ({"tool_choice": pb.ToolChoice(mode=cast(Any, 9))}, "tool_choice.mode", "is 9"),
     ({"messages": [message(role="user", tool_calls=[call()])]}, "messages[0].tool_calls", "only assistant calls"),
     ({"messages": [message(tool_calls=[call(id="")])]}, "messages[0].tool_calls[0].id", "is empty"),

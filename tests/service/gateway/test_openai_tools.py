@@ -112,14 +112,18 @@ async def test_the_stream_helper_puts_calls_together(client, says):
 async def test_reasoning_stands_apart(client, says):
     says("<think>\nHm.\n</think>\n\nYes.")
     for stream in (False, True):
-        answer = await chat(client, stream=stream, tools=[])
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        answer = await chat(client, stream=stream, tools=[], **options)
+        chunks = [chunk async for chunk in answer] if stream else []
         if stream:
-            found = [choice.delta async for chunk in answer for choice in chunk.choices]
+            found = [choice.delta for chunk in chunks for choice in chunk.choices]
         else:
             found = [choice.message for choice in answer.choices]
         fields = [each.model_dump() for each in found]
         for name, text in (("content", "Yes."), ("reasoning_content", "Hm."), ("reasoning", "Hm.")):
             assert "".join(each.get(name) or "" for each in fields).strip() == text
+        usage = chunks[-1].usage if stream else answer.usage
+        assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
     (hidden,) = (await chat(client, tools=[], extra_body={"include_reasoning": False})).choices
     assert "reasoning_content" not in hidden.message.model_dump()
 

@@ -62,6 +62,17 @@ async def test_a_call_and_its_result(client, scheduler):
     assert (await client.chat(messages, tools=[WEATHER])).text == "Yes."
 
 
+async def test_only_allowed_tools_are_called(client, scheduler):
+    says(scheduler, f"<think>Hm.</think>{CALL}")
+    tools, asked = [WEATHER, Tool("now")], [ChatMessage("user", "Is it warm in Rome?")]
+    answer = await client.chat(asked, tools=tools, allowed_tools=["get_weather"])
+    assert [call.name for call in answer.tool_calls] == ["get_weather"]
+    assert answer.usage.reasoning_tokens > 0
+    assert not (await client.chat(asked, tools=tools, allowed_tools=["now"])).tool_calls
+    with pytest.raises(InvalidArgument, match=r"tool_choice\.allowed\[0\]"):
+        await client.chat(asked, tools=tools, allowed_tools=["other"])
+
+
 async def test_a_stream_has_calls_in_parts(client, scheduler):
     says(scheduler, f"<think>Hm.</think>Wait.{CALL}")
     chunks = []

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from gateway.replicas.events import FinishReason
 from gateway.replicas.live import SequenceStream, TokenGapError
+from gateway.text.formats.answer import HARMONY_REASONING, AnswerFormat
+from gateway.text.formats.thinking import Thinking
 from gateway.text.stop import StopStrings
 from tests.support.logprobs import Line, columns_of
 from tests.support.tokenizers import byte_level, wrapped
@@ -223,3 +225,29 @@ def test_the_stop_string_is_kept_where_asked():
     stream = make_stream(["stop", "p t"], include_stop_string=True)
     stream.accept(0, token_ids)
     assert end_of(stream) == ("one stop", "stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "thinking", "reasoning", "after"),
+    [
+        ("qwen3", Thinking.MAY_BEGIN, "<think>\nHm, the cat.\n</think>", "\n\nYes."),
+        ("qwen3", Thinking.BEGUN, "\nHm, the cat.\n</think>", "\n\nYes."),
+        ("qwen3", Thinking.BEGUN, "Hm, the cat. </thi", ""),
+        ("qwen3", Thinking.NONE, "", "<think>Yes.</think>"),
+        (HARMONY_REASONING, Thinking.MAY_BEGIN, "<|channel|>analysis<|message|>Hm.<|end|>",
+         "<|start|>assistant<|channel|>final<|message|>Yes."),
+    ],
+)  # fmt: skip
+def test_tokens_of_the_reasoning_are_counted_with_its_marks(name, thinking, reasoning, after):
+    parser = AnswerFormat(reasoning_format=name, thinking=thinking).parser(str)
+    stream = make_stream(parser=parser)
+    first, last = ids_of(reasoning), ids_of(after)
+    stream.accept(0, first + last)
+    # A mark may be spelled by several tokens, of which the last one opens the reasoning.
+    opening = ids_of("<think>") if reasoning.startswith("<think>") else []
+    opening = ids_of("<|channel|>analysis<|message|>") if name == HARMONY_REASONING else opening
+    assert stream.num_reasoning_tokens == len(first) - max(len(opening) - 1, 0)
+    again = make_stream(parser=AnswerFormat(reasoning_format=name, thinking=thinking).parser(str))
+    for offset, token_id in enumerate(first + last):
+        again.accept(offset, [token_id])
+    assert again.num_reasoning_tokens == stream.num_reasoning_tokens

@@ -12,7 +12,7 @@ from gateway.replicas.events import Chunk, Finished, FinishReason, GeneratedSequ
 from gateway.text.formats.output import ToolCallDelta
 from quire.gateway.v1.generation_pb2 import ToolCall
 
-USAGE = Usage(prompt_tokens=5, generated_tokens=9, cached_tokens=2)
+USAGE = Usage(prompt_tokens=5, generated_tokens=9, cached_tokens=2, reasoning_tokens=4)
 FINISHED = Finished(0, 4, FinishReason.TOOL_CALLS)
 CHUNKS = [
     Chunk(0, 0, [1], "", reasoning="Let me "),
@@ -70,6 +70,7 @@ def test_thinking_text_and_calls_are_blocks_of_their_own():
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
     assert message["usage"] == {
         "input_tokens": 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 2, "output_tokens": 9,
+        "output_tokens_details": {"thinking_tokens": 4},
     }  # fmt: skip
 
 

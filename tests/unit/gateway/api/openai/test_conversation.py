@@ -5,7 +5,14 @@ from google.protobuf.json_format import MessageToDict
 from gateway.api.openai.read import chat_options, param_name
 from gateway.api.openai.schemas import ChatBody
 from gateway.request.types import ChatMessage, ChatPrompt
-from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_REQUIRED, TemplateOptions, Tool, ToolCall, ToolChoice
+from quire.gateway.v1.generation_pb2 import (
+    TOOL_CHOICE_MODE_AUTO,
+    TOOL_CHOICE_MODE_REQUIRED,
+    TemplateOptions,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from tests.support.openai_bodies import parse
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -47,6 +54,9 @@ def test_tools_and_their_choice():
     assert not found.parallel_tool_calls
     named = prompt(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}})
     assert named.tool_choice == ToolChoice(name="g")
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}
+    some = prompt(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert some.tool_choice == ToolChoice(mode=TOOL_CHOICE_MODE_AUTO, allowed=["g"])
     assert prompt(tools=tools).tool_choice is None
 
 
@@ -76,6 +86,7 @@ def test_errors_name_the_fields_as_they_came():
         "messages[2].tool_calls[1].arguments": "messages[2].tool_calls[1].function.arguments",
         "messages[2].tool_call_id": "messages[2].tool_call_id",
         "tool_choice.name": "tool_choice.function.name",
+        "tool_choice.allowed[1]": "tool_choice.allowed_tools.tools[1]",
         "template_options.arguments": "chat_template_kwargs",
         "template_options.arguments.a[b]": "chat_template_kwargs.a[b]",
         "template_options.continue_final_message": "continue_final_message",

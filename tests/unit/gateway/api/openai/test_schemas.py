@@ -209,7 +209,22 @@ def test_a_hint_without_effect_is_accepted(fields):
         ({"tools": [TOOL | {"more": 1}]}, "tools[0].more"),
         ({"tools": [{"type": "function", "function": {"name": "f", "more": 1}}]}, "tools[0].function.more"),
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [TOOL]}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "mcp"}]}}},
+            "tool_choice.allowed_tools.tools[0].type",
+        ),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "a"}}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": 7}, "tool_choice"),
         ({"tools": [TOOL] * 129}, "tools"),
         ({"function_call": {"name": "f"}}, "function_call"),

@@ -7,7 +7,7 @@ import pytest
 from gateway.api.responses.read import conversation_of, options_of, param_name, parse_body
 from gateway.request.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
-from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice
+from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
 from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import BODY_LIMITS
 
@@ -83,6 +83,9 @@ async def test_parameters_become_those_of_the_contract():
     prompt = chat_of(made)
     assert list(prompt.tools) == [Tool(name="look", description="Looks.", parameters='{"type":"object"}', strict=True)]
     assert prompt.tool_choice == ToolChoice(name="look")
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]}
+    some = chat_of(await options(tools=[TOOL], tool_choice=allowed))
+    assert some.tool_choice == ToolChoice(mode=ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED, allowed=["look"])
     assert not prompt.parallel_tool_calls
     assert prompt.response_format == Constraint(json_schema='{"type":"object"}')
     assert dict(prompt.template_options.arguments) == {"reasoning_effort": "low"}
@@ -122,7 +125,12 @@ async def test_hints_and_values_that_change_nothing_are_accepted():
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "other"}, "tools": [TOOL]}, "tool_choice.name"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.mode"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [TOOL]}}, "tool_choice.mode"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [TOOL]}}, "tool_choice.mode"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"metadata": {str(each): "" for each in range(17)}}, "metadata"),

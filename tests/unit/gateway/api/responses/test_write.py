@@ -18,7 +18,7 @@ from quire.common.v1.common_pb2 import SamplingParameters
 from quire.gateway.v1.generation_pb2 import ToolCall
 from tests.support.tokenizers import byte_level, wrapped
 
-USAGE = Usage(prompt_tokens=5, generated_tokens=9, cached_tokens=2)
+USAGE = Usage(prompt_tokens=5, generated_tokens=9, cached_tokens=2, reasoning_tokens=4)
 CHUNKS = [
     Chunk(0, 0, [1], "", reasoning="Let me "),
     Chunk(0, 1, [2], "I look.", reasoning="see."),
@@ -72,6 +72,7 @@ def test_reasoning_text_and_calls_are_items_of_their_own():
     assert len({item["id"] for item in response["output"]}) == 4
     assert response["status"] == "completed"
     assert response["usage"]["input_tokens_details"]["cached_tokens"] == 2
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
     assert kept.response["id"] == "resp_1"
     assert kept.answer == ChatMessage("assistant", "I look.", tool_calls=SEQUENCE.tool_calls, reasoning="Let me see.")
 
