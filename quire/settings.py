@@ -86,7 +86,7 @@ def setting(
         metavar: How help calls the value.
         minimum: The least value allowed, inclusive.
         maximum: The greatest value allowed, inclusive.
-        positional: An argument without a flag and without a variable, which may be left out.
+        positional: An argument without a flag and without a variable, which may be left out; of a tuple, any number.
     """
     choices = None if choices is None else tuple(choices)
     described = _Setting(help, flag, variable, parse, choices, metavar, minimum, maximum, positional)
@@ -238,7 +238,8 @@ def _add_option(section: argparse._ActionsContainer, option: _Option) -> None:
     help_text, absent = _help_of(option), argparse.SUPPRESS
     if option.setting.positional:
         metavar = option.setting.metavar or option.name.upper()
-        section.add_argument(option.name, nargs="?", action="append", default=absent, metavar=metavar, help=help_text)
+        nargs, action = ("*", "extend") if option.is_tuple else ("?", "append")
+        section.add_argument(option.name, nargs=nargs, action=action, default=absent, metavar=metavar, help=help_text)
     elif option.is_bool:
         for flag, const, text in ((option.flag, "true", help_text), (option.negated_flag, "false", absent)):
             section.add_argument(flag, dest=option.name, action="append_const", const=const, default=absent, help=text)

@@ -13,14 +13,9 @@ def _one_text(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionFlags:
-    """The gateway, or several, and how to call it."""
+class CredentialFlags:
+    """How to call the gateway."""
 
-    address: str = setting(
-        "127.0.0.1:50051",
-        "gRPC address of the gateway; of several, with commas, calls go to each in turn",
-        metavar="HOST:PORT",
-    )
     # The command line of a process can be seen by everyone on its machine.
     api_key: str | None = setting(None, "API key, where the gateway requires one; safer in the variable", metavar="KEY")
     tls: bool = setting(False, "the gateway speaks TLS, and one of the public authorities has signed its certificate")
@@ -29,7 +24,7 @@ class ConnectionFlags:
     tls_key_file: Path | None = setting(None, "key of that certificate")
     tls_server_name: str | None = setting(
         None,
-        "name in the gateway's certificate, where that is not the one host of --address",
+        "name in the gateway's certificate, where that is not the one host of the address",
         metavar="NAME",
     )
 
@@ -37,6 +32,17 @@ class ConnectionFlags:
         """None where no flag of TLS is given."""
         tls = ClientTls(self.tls_ca_file, self.tls_cert_file, self.tls_key_file, self.tls_server_name)
         return tls if self.tls or tls != ClientTls() else None
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionFlags(CredentialFlags):
+    """The gateway, or several."""
+
+    address: str = setting(
+        "127.0.0.1:50051",
+        "gRPC address of the gateway; of several, with commas, calls go to each in turn",
+        metavar="HOST:PORT",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ _COMMANDS = {
     "unpin": _Command("quire.cli.pins", "unpin a prefix", "unpin"),
     "keys": _Command("quire.cli.keys", "add, list and revoke the API keys of a gateway"),
     "certs": _Command("quire.cli.certs", "make or renew certificates for TLS between all services"),
+    "bench": _Command("quire.cli.bench.command", "measure a server under load, or draw what was measured"),
     "status": _Command("quire.cli.status", "show health, models and replicas of a gateway"),
 }
 

@@ -11,8 +11,12 @@
 are seconds since the run began.
 """
 
-from quire.load.arrivals import Arrivals, AtOnce, Gamma, Poisson, Trace, make_arrivals
+from quire.load.arrivals import Arrivals, AtOnce, Gamma, Poisson, Trace, first_until, make_arrivals
 from quire.load.datasets import (
+    ALPACA_OUTPUT,
+    ALPACA_PROMPT,
+    SHAREGPT_OUTPUT,
+    SHAREGPT_PROMPT,
     Chat,
     Constant,
     Dataset,
@@ -41,6 +45,10 @@ from quire.load.requests import (
 from quire.load.results import LoadResult, Run
 
 __all__ = [
+    "ALPACA_OUTPUT",
+    "ALPACA_PROMPT",
+    "SHAREGPT_OUTPUT",
+    "SHAREGPT_PROMPT",
     "Arrivals",
     "AtOnce",
     "Chat",
@@ -64,6 +72,7 @@ __all__ = [
     "arriving_at",
     "chat",
     "describe",
+    "first_until",
     "fixed",
     "make_arrivals",
     "make_report",

@@ -14,6 +14,8 @@ LOST_PEER_EXIT_STATUS = 75
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels")
+# What only measuring needs, which quire[all] leaves out.
+_OF_BENCH = ("httpx", "matplotlib")
 _logger = logging.getLogger(__name__)
 
 
@@ -73,7 +75,8 @@ def missing_package(error: ModuleNotFoundError) -> ConfigurationError:
     """The error for a user who installed too little; raises `error` again where the missing module is ours."""
     if error.name is None or error.name.partition(".")[0] in _OUR_PACKAGES:
         raise error
-    return ConfigurationError(f"{error.name} is not installed; install quire[all], or the extra of this service")
+    extra = "quire[bench]" if error.name in _OF_BENCH else "quire[all], or the extra of this service"
+    return ConfigurationError(f"{error.name} is not installed; install {extra}")
 
 
 async def _until_signalled(main: Callable[[], Awaitable[None]]) -> None:

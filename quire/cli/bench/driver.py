@@ -1,0 +1,234 @@
+"""Sends a load to a server at its times of arrival, and records what became of each request."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from quire.load import LoadRequest, RequestRecord
+from quire.rpc.errors import QuireError
+
+_EARLIER_TURN_FAILED = "EARLIER_TURN_FAILED"
+_TIMEOUT = "TIMEOUT"
+
+
+class CannotMeasureError(QuireError):
+    """There is no server, or none that answers; the message is one line."""
+
+
+class RequestFailedError(Exception):
+    """A request that did not end well.
+
+    Args:
+        reason: The same text for the same kind of error.
+        message: What the server said.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+class Chunks:
+    """The tokens of one request as they come."""
+
+    __slots__ = ("_started", "sequences", "times", "tokens")
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+        self.times: list[float] = []
+        self.tokens: list[int] = []
+        self.sequences: list[int] = []
+
+    def add(self, sequence: int, num_tokens: int) -> None:
+        """Tokens that have come now."""
+        self.times.append(time.perf_counter() - self._started)
+        self.tokens.append(num_tokens)
+        self.sequences.append(sequence)
+
+    def spread(self, num_tokens: int) -> None:
+        """Distributes the tokens of the whole answer evenly, for a server that says their number only at its end."""
+        if not self.times and num_tokens:
+            self.add(0, num_tokens)
+        bounds = np.rint(np.linspace(0, num_tokens, len(self.tokens) + 1)).astype(np.int32)
+        self.tokens = np.diff(bounds).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server says of a request that ended well; None is what it does not say.
+
+    Attributes:
+        history: What the next turn of the conversation carries, for the same server's `send`.
+    """
+
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    preemptions: int | None
+    history: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """Attributes: `vocab_size` and `max_model_len` are None where the server does not say."""
+
+    model: str
+    vocab_size: int | None
+    max_model_len: int | None
+    details: dict[str, Any]
+
+
+class Server(Protocol):
+    """A server that is measured."""
+
+    async def connect(self) -> ServerFacts:
+        """Raises CannotMeasureError where it does not answer, ConfigurationError where it does not serve the model."""
+        ...
+
+    async def send(self, request: LoadRequest, chunks: Chunks, history: Any) -> Answer:
+        """Raises RequestFailedError. Where cancelled, it cancels the request."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is known of a run while it goes on, and at its end.
+
+    Attributes:
+        records: Of requests that have ended, in order of their ends.
+        messages: The first message of each reason of errors.
+        num_sent: Requests that were sent.
+        cpu_s: Processor time of this process, once the run is over.
+    """
+
+    records: list[RequestRecord] = field(default_factory=list)
+    messages: dict[str, str] = field(default_factory=dict)
+    num_sent: int = 0
+    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """Attributes:
+    max_concurrency: Requests, or conversations, that run at once; None is no limit.
+    is_closed: Requests arrive when there is a slot for them, whatever time of arrival they have.
+    duration_s: Nothing is sent after it; None is no limit.
+    timeout_s: Of one request.
+    """
+
+    max_concurrency: int | None
+    is_closed: bool
+    duration_s: float | None
+    timeout_s: float
+
+
+class Driver:
+    """Runs one load. `outcome` is filled while it runs, so that one that is cancelled leaves what it has."""
+
+    def __init__(self, server: Server, pacing: Pacing, on_end: Callable[[Outcome], None]) -> None:
+        self.outcome = Outcome()
+        self._server = server
+        self._pacing = pacing
+        self._on_end = on_end
+        self._started = 0.0
+
+    async def run(self, load: Iterable[LoadRequest]) -> None:
+        """Returns when all requests have ended. Where cancelled, it cancels those that run."""
+        cpu_before = time.process_time()
+        self._started = time.perf_counter()
+        limit = self._pacing.max_concurrency
+        slots = None if limit is None else asyncio.Semaphore(limit)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for turns in conversations(load):
+                    due_s = turns[0].arrival_s or 0.0
+                    await self._sleep_until(due_s)
+                    if slots is not None:
+                        await slots.acquire()
+                    if self._pacing.is_closed:
+                        due_s = self._now()
+                    if self._is_over():
+                        break
+                    task = tasks.create_task(self._converse(turns, due_s))
+                    if slots is not None:
+                        task.add_done_callback(lambda _: slots.release())
+        finally:
+            self.outcome.cpu_s = time.process_time() - cpu_before
+
+    async def _converse(self, turns: Sequence[LoadRequest], due_s: float) -> None:
+        history, has_failed = None, False
+        for request in turns:
+            if request.turn:
+                await asyncio.sleep(0 if has_failed else request.delay_s)
+                due_s = self._now()
+                if self._is_over():
+                    return
+            if has_failed:
+                self._end(RequestRecord(request.index, due_s, None, due_s, error=_EARLIER_TURN_FAILED))
+                continue
+            answer = await self._request(request, due_s, history)
+            has_failed = answer is None
+            history = answer and answer.history
+
+    async def _request(self, request: LoadRequest, due_s: float, history: Any) -> Answer | None:
+        """None where it failed."""
+        chunks = Chunks(self._started)
+        self.outcome.num_sent += 1
+        sent_s, answer, error = self._now(), None, None
+        try:
+            async with asyncio.timeout(self._pacing.timeout_s):
+                answer = await self._server.send(request, chunks, history)
+        except TimeoutError:
+            error = _TIMEOUT
+            self.outcome.messages.setdefault(error, f"no end after {self._pacing.timeout_s:g} s")
+        except RequestFailedError as failure:
+            error = failure.reason
+            self.outcome.messages.setdefault(error, failure.message)
+        known = len(request.prompt) if isinstance(request.prompt, np.ndarray) else None
+        record = RequestRecord(
+            request.index,
+            due_s,
+            sent_s,
+            self._now(),
+            np.array(chunks.times, np.float64),
+            np.array(chunks.tokens, np.int32),
+            np.array(chunks.sequences, np.int32),
+            prompt_tokens=known if answer is None or answer.prompt_tokens is None else answer.prompt_tokens,
+            cached_tokens=answer and answer.cached_tokens,
+            preemptions=answer and answer.preemptions,
+            error=error,
+        )
+        self._end(record)
+        return answer
+
+    def _end(self, record: RequestRecord) -> None:
+        self.outcome.records.append(record)
+        self._on_end(self.outcome)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._started
+
+    def _is_over(self) -> bool:
+        return self._pacing.duration_s is not None and self._now() >= self._pacing.duration_s
+
+    async def _sleep_until(self, time_s: float) -> None:
+        if (left := time_s - self._now()) > 0:
+            await asyncio.sleep(left)
+
+
+def conversations(load: Iterable[LoadRequest]) -> Iterator[list[LoadRequest]]:
+    """Runs of requests that follow one another; a request by itself is a conversation of one turn."""
+    turns: list[LoadRequest] = []
+    for request in load:
+        if turns and request.turn == 0:
+            yield turns
+            turns = []
+        turns.append(request)
+    if turns:
+        yield turns
