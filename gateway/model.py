@@ -53,9 +53,11 @@ class ServedModel:
         directory = ModelDirectory.open(path)
         name = name or directory.name
         tokenizer = Tokenizer.open(directory.tokenizer_file(), executor, directory.tokenizer_config)
-        template = None
-        if directory.chat_template is not None:
-            template = ChatTemplate(directory.chat_template, special_token_texts(directory.tokenizer_config))
+        texts = special_token_texts(directory.tokenizer_config)
+        template, tool_template = (
+            None if source is None else ChatTemplate(source, texts)
+            for source in (directory.chat_template, directory.tool_chat_template)
+        )
         return cls(
             name=name,
             architecture=directory.architecture,
@@ -63,7 +65,15 @@ class ServedModel:
             eos_token_ids=directory.eos_token_ids,
             sampling_defaults=_sampling_defaults(directory),
             tokenizer=tokenizer,
-            chat=Chat(name, template, tokenizer, executor, tool_format=tool_format, reasoning_format=reasoning_format),
+            chat=Chat(
+                name,
+                template,
+                tokenizer,
+                executor,
+                tool_template=tool_template,
+                tool_format=tool_format,
+                reasoning_format=reasoning_format,
+            ),
             tokenizer_config=directory.tokenizer_config,
             constraints=ConstraintChecker(directory.path),
             executor=executor,

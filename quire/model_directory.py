@@ -50,6 +50,7 @@ class ModelDirectory:
         tokenizer_config: tokenizer_config.json, empty where there is none, with what special_tokens_map.json and
             added_tokens.json say where transformers takes that from there.
         chat_template: The Jinja source that turns messages into a prompt, where the model has one.
+        tool_chat_template: Another one for conversations with tools, where the model has that.
         architecture: One of SUPPORTED_ARCHITECTURES, or another language model's name, which only transformers knows.
         eos_token_ids: The ids that end a text, those of generation_config.json first.
     """
@@ -60,6 +61,7 @@ class ModelDirectory:
     generation_config: dict[str, Any] = field(repr=False)
     tokenizer_config: dict[str, Any] = field(repr=False)
     chat_template: str | None = field(repr=False)
+    tool_chat_template: str | None = field(repr=False)
     eos_token_ids: tuple[int, ...]
 
     @classmethod
@@ -73,13 +75,15 @@ class ModelDirectory:
             raise ConfigurationError(f"model directory {path} has no config.json; {_EXPECTED}")
         generation_config = _read_json(path / "generation_config.json") or {}
         tokenizer_config = _tokenizer_config(path)
+        templates = _chat_templates(path, tokenizer_config)
         return cls(
             path=path,
             architecture=_architecture(path, config),
             config=config,
             generation_config=generation_config,
             tokenizer_config=tokenizer_config,
-            chat_template=_chat_template(path, tokenizer_config),
+            chat_template=templates.get("default"),
+            tool_chat_template=templates.get("tool_use"),
             eos_token_ids=_eos_token_ids(path, config, generation_config),
         )
 
@@ -229,25 +233,32 @@ def _eos_token_ids(path: Path, config: dict[str, Any], generation_config: dict[s
     return tuple(dict.fromkeys(ids))
 
 
-def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """From chat_template.jinja, else from tokenizer_config.json: one template, or several by name ("default").
+def _chat_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """By name. From chat_template.jinja and the further files beside it, else from tokenizer_config.json: one template,
+    which is "default", or several with their names.
 
     Models with a processor may have chat_template.json instead.
     """
-    file = path / "chat_template.jinja"
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {file}: {error}") from error
+    files = {"default": path / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    found: dict[str, str] = {}
+    for name, file in files.items():
+        try:
+            found[name] = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"cannot read {file}: {error}") from error
+    if found:
+        return found
     source, template = path / "tokenizer_config.json", tokenizer_config.get("chat_template")
     if template is None:
         source = path / "chat_template.json"
         template = (_read_json(source) or {}).get("chat_template")
+    named = {"default": template}
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ConfigurationError(f"chat_template in {source} is not a text")
-    return template
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+    for text in named.values():
+        if text is not None and not isinstance(text, str):
+            raise ConfigurationError(f"chat_template in {source} is not a text")
+    return {name: text for name, text in named.items() if text is not None}

@@ -9,12 +9,14 @@ from gateway.text.chat import Chat
 from gateway.text.formats.answer import HARMONY, HARMONY_REASONING, THINKING_MARKS, AnswerFormat
 from gateway.text.formats.grammars import (
     CallGrammar,
+    ModelText,
     calls_or_answer,
+    check_arguments,
     constrained_calls,
     format_of_forced_calls,
-    text_parameters,
 )
 from gateway.text.formats.harmony import AFTER_ANALYSIS, ANALYSIS, FINAL
+from gateway.text.formats.notations import text_parameters
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer
@@ -95,21 +97,23 @@ class _Offered:
     def parsed(self) -> tuple[OfferedTool, ...]:
         return tuple(OfferedTool(tool.name, text_parameters(tool.parameters)) for _, tool in self.tools)
 
-    @property
-    def grammars(self) -> list[CallGrammar]:
-        """Raises InvalidArgument for a schema that must be matched, and cannot be enforced."""
-        return [self._grammar(place, tool) for place, tool in self.tools]
+    def grammars(self, tool_format: str | None) -> list[CallGrammar]:
+        """Those of calls in a format. Raises InvalidArgument for a schema that must be matched, and cannot be
+        enforced."""
+        return [self._grammar(place, tool, tool_format) for place, tool in self.tools]
 
-    def _grammar(self, place: int, tool: Tool) -> CallGrammar:
+    def _grammar(self, place: int, tool: Tool, tool_format: str | None) -> CallGrammar:
         if not tool.parameters:
             return CallGrammar(tool.name, '{"type": "object", "properties": {}, "additionalProperties": false}')
         if tool.HasField("strict") and not tool.strict and not self.is_forced:
             return CallGrammar(tool.name)
+        field = f"tools[{place}].parameters"
         try:
-            read_schema(f"tools[{place}].parameters", tool.parameters)
+            read_schema(field, tool.parameters)
+            check_arguments(format_of_forced_calls(tool_format) if self.is_forced else tool_format, tool.parameters)
         except ConstraintError as error:
             if self.is_forced or tool.strict:
-                raise invalid_field(error.field, error.description) from error
+                raise invalid_field(field, error.description) from error
             # What cannot be enforced is left to the model, unless the caller insists.
             return CallGrammar(tool.name)
         return CallGrammar(tool.name, tool.parameters)
@@ -130,12 +134,13 @@ def _tool_format(chat: Chat, offered: _Offered | None) -> str | None:
 
 
 def _constraint(prompt: ChatPrompt, offered: _Offered | None, chat: Chat, tokenizer: Tokenizer) -> Constraint | None:
-    template = "" if chat.template is None else chat.template.source
     answer = prompt.response_format
     if offered is None:
         return _copied(answer)
+    model = ModelText("" if chat.tool_template is None else chat.tool_template.source, tokenizer.special_tokens)
+    grammars = offered.grammars(chat.tool_format)
     calls = constrained_calls(
-        chat.tool_format, offered.grammars, template, is_forced=offered.is_forced, is_single=offered.is_single
+        chat.tool_format, grammars, model, is_forced=offered.is_forced, is_single=offered.is_single
     )
     if offered.is_forced or answer is None:
         return calls
@@ -150,14 +155,7 @@ def _constraint(prompt: ChatPrompt, offered: _Offered | None, chat: Chat, tokeni
         calls.structural_tags.required = True
         both = calls
     elif calls is not None:
-        both = calls_or_answer(
-            chat.tool_format,
-            offered.grammars,
-            template,
-            answer,
-            tokenizer.special_tokens,
-            is_single=offered.is_single,
-        )
+        both = calls_or_answer(chat.tool_format, grammars, model, answer, is_single=offered.is_single)
     if both is None:
         raise invalid_field(
             "response_format", "cannot be had together with tools that the model may call; leave one of the two out"

@@ -136,6 +136,7 @@ class Chat:
 
     Attributes:
         template: None for a model without a chat template.
+        tool_template: That of conversations with tools or calls, if it is another one.
         tool_format: The format of the model's tool calls; None if it is unknown.
         reasoning_format: The format of its reasoning; None if it does not reason, or if the format is unknown.
     """
@@ -147,14 +148,16 @@ class Chat:
         tokenizer: Tokenizer,
         executor: Executor,
         *,
+        tool_template: ChatTemplate | None = None,
         tool_format: str | None = None,
         reasoning_format: str | None = None,
     ) -> None:
-        """`executor` renders long conversations. Formats that are not given are detected in the template."""
+        """`executor` renders long conversations. Formats that are not given are detected in the templates."""
         self.template = template
-        source = "" if template is None else template.source
+        self.tool_template = tool_template or template
+        source = "" if self.tool_template is None else self.tool_template.source
         self.tool_format = tool_format or tool_format_of(source)
-        self.reasoning_format = reasoning_format or reasoning_format_of(source)
+        self.reasoning_format = reasoning_format or reasoning_format_of("" if template is None else template.source)
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._executor = executor
@@ -165,14 +168,17 @@ class Chat:
         Raises:
             InvalidArgument: the model has no template, or the template refuses the conversation.
         """
-        if self.template is None:
-            description = f'cannot be used: model "{self._model_name}" has no chat template; send text instead'
-            raise _refusal("messages", description, reason="NO_CHAT_TEMPLATE")
         choice = prompt.tool_choice
         if choice is not None and choice.mode == TOOL_CHOICE_MODE_NONE:
             # Without tools in its prompt a model makes no calls.
             prompt = replace(prompt, tools=())
-        render = functools.partial(self.template.render, prompt)
+        template = self.template
+        if prompt.tools or any(message.tool_calls for message in prompt.messages):
+            template = self.tool_template
+        if template is None:
+            description = f'cannot be used: model "{self._model_name}" has no chat template; send text instead'
+            raise _refusal("messages", description, reason="NO_CHAT_TEMPLATE")
+        render = functools.partial(template.render, prompt)
         if _size(prompt) <= _INLINE_CHARACTERS:
             return render()
         return await asyncio.get_running_loop().run_in_executor(self._executor, render)

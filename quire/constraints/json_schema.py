@@ -4,7 +4,7 @@ A schema is read without recursion, so that no depth of it harms the reader.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 MAX_DEPTH = 64
@@ -25,6 +25,10 @@ class ConstraintError(ValueError):
         self.description = description
 
 
+# Where alternatives or references meet keywords of objects, or alternatives exclude each other, further properties are
+# needed to match all of them, or decide between them.
+_COMBINED = frozenset(("allOf", "anyOf", "oneOf", "$ref"))
+_OF_OBJECTS = frozenset(("properties", "required", "additionalProperties", "patternProperties", "minProperties"))
 # Where subschemas are: keywords whose value is a schema, a list of them, or an object of them.
 _ONE = frozenset(("items", "additionalProperties", "additionalItems"))
 _LIST = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
@@ -74,7 +78,8 @@ _NEUTRAL = (("uniqueItems", False), ("nullable", False), ("unevaluatedProperties
 
 
 def read_schema(field: str, text: str) -> dict[str, Any]:
-    """The schema in a text, without annotations.
+    """The schema in a text, without annotations. Objects whose properties it names have no others, unless it allows
+    them by `additionalProperties`: a model that may invent properties rarely comes to an end.
 
     Raises:
         ConstraintError: it is no schema, too deep, or uses what is not enforced.
@@ -95,6 +100,7 @@ def read_schema(field: str, text: str) -> dict[str, Any]:
 def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
     cleaned: dict[str, Any] = {}
     pending: list[tuple[str, int, Any, dict[str, Any] | list[Any], Any]] = [("#", 0, root, cleaned, "root")]
+    results: list[dict[str, Any]] = []
     num_subschemas = 0
     while pending:
         path, depth, schema, parent, key = pending.pop()
@@ -110,6 +116,7 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
             raise ConstraintError(field, f"has {_shown(schema)} at {path:.120}, where a schema is expected")
         result: dict[str, Any] = {}
         parent[key] = result
+        results.append(result)
         for name, value in schema.items():
             if name.startswith("x-") or (name in ANNOTATIONS and not _says_what_others_mean(name, value)):
                 continue
@@ -121,7 +128,23 @@ def _clean(field: str, root: dict[str, Any]) -> dict[str, Any]:
             for where, inner_key, container, inner in _subschemas(field, path, name, value, result):
                 pending.append((where, depth + 1, inner, container, inner_key))
         _check_values(field, path, result)
+    _close_objects(results)
     return cleaned["root"]
+
+
+def _close_objects(schemas: Sequence[dict[str, Any]]) -> None:
+    """Excludes properties that the schemas do not name, where all texts that are left stay valid and some are."""
+    if any(
+        "allOf" in each or "oneOf" in each or (each.keys() & _COMBINED and each.keys() & _OF_OBJECTS)
+        for each in schemas
+    ):
+        return
+    for schema in schemas:
+        names, required = schema.get("properties"), schema.get("required", ())
+        if names is None or schema.keys() & {"additionalProperties", "patternProperties", "const", "enum"}:
+            continue
+        if isinstance(required, list | tuple) and all(name in names for name in required):
+            schema["additionalProperties"] = False
 
 
 def _says_what_others_mean(name: str, value: Any) -> bool:

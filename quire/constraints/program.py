@@ -22,9 +22,9 @@ MAX_TAGS = 256
 MAX_MARKER_BYTES = 256
 MAX_CHOICES = 100_000
 
-# At most one line break with indentation, or a few spaces: enough for any style of JSON, and a model cannot go on with
-# white space for ever.
-_WHITE_SPACE = r"\n[ \t]{0,64}|[ \t]{1,2}"
+# A space, or a line break with indentation, as programs write JSON. A small model that may write more of it does, until
+# it has no tokens left.
+_WHITE_SPACE = r" |\n {0,32}|\n\t{1,16}"
 SCHEMA_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
 # In Lark a colon stands between a rule and what it is.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)

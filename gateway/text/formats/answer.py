@@ -7,10 +7,13 @@ from gateway.text.formats.harmony import HarmonyParser
 from gateway.text.formats.json_calls import (
     DeepSeekV3Parser,
     DeepSeekV31Parser,
+    GraniteParser,
     HermesParser,
     JsonListParser,
+    KimiK2Parser,
     Llama3Parser,
     MistralParser,
+    Phi4MiniParser,
 )
 from gateway.text.formats.other_calls import (
     FunctionGemmaParser,
@@ -38,6 +41,9 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
     "gemma4": GemmaParser,
     "functiongemma": FunctionGemmaParser,
     "pythonic": PythonicParser,
+    "kimi_k2": KimiK2Parser,
+    "granite": GraniteParser,
+    "phi4_mini_json": Phi4MiniParser,
     JSON_LIST: JsonListParser,
 }
 TOOL_FORMATS = frozenset(CALL_PARSERS.keys() - {JSON_LIST} | {HARMONY})
@@ -61,6 +67,9 @@ _TOOL_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("mistral", lambda source: "[TOOL_CALLS]" in source),
     ("deepseek_v3", lambda source: "<｜tool▁call▁begin｜>" in source and "```json" in source),
     ("deepseek_v31", lambda source: "<｜tool▁call▁begin｜>" in source),
+    ("kimi_k2", lambda source: "<|tool_call_argument_begin|>" in source),
+    ("granite", lambda source: "<|tool_call|>" in source and "<|start_of_role|>" in source),
+    ("phi4_mini_json", lambda source: "functools[" in source),
     ("gemma4", lambda source: "<|tool_call>" in source),
     ("functiongemma", lambda source: "<start_function_call>" in source),
     ("glm45", lambda source: "<arg_key>" in source),

@@ -5,12 +5,23 @@ The variable parts of a call have schemas; the rest is fixed text.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from gateway.text.formats.answer import HARMONY, JSON_LIST
+from gateway.text.formats.notations import (
+    FunctionGemmaNotation,
+    GemmaNotation,
+    Notation,
+    PythonNotation,
+    Rules,
+    json_rule,
+    literals,
+    quoted,
+    tagged_arguments,
+)
 from quire.common.v1.common_pb2 import Constraint, StructuralTag, StructuralTags
-from quire.constraints.program import SCHEMA_OPTIONS
+from quire.constraints.json_schema import ConstraintError
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -23,103 +34,205 @@ class CallGrammar:
     schema: str = _ANY_OBJECT
 
 
-Tags = Callable[[Sequence[CallGrammar], str], list[StructuralTag]]
-"""The tags of calls of some tools, for a chat template."""
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """What a grammar must know of the model: its chat template, and its special tokens by their text."""
+
+    template: str = ""
+    special_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+Tags = Callable[[Sequence[CallGrammar], ModelText], list[StructuralTag]]
+"""The tags of calls of some tools."""
 
 
 def constrained_calls(
-    tool_format: str | None, calls: Sequence[CallGrammar], template: str, *, is_forced: bool, is_single: bool
+    tool_format: str | None, calls: Sequence[CallGrammar], model: ModelText, *, is_forced: bool, is_single: bool
 ) -> Constraint | None:
-    """The constraint of an answer that consists of calls, or that may contain calls; None if the format has no
-    grammar."""
+    """The constraint of an answer that consists of calls, or that may contain calls; None if the format is unknown.
+
+    Raises:
+        ConstraintError: the schema of a tool cannot be enforced in this format. See `check_arguments`.
+    """
+    if is_forced and format_of_forced_calls(tool_format) == JSON_LIST:
+        return _json_list(calls, is_single=is_single)
     tags = _TAGS.get(tool_format or "")
     if tags is None:
-        return _json_list(calls, is_single=is_single) if is_forced else None
-    structural = StructuralTags(tags=tags(calls, template))
+        return None
+    template = model.template
+    structural = StructuralTags(tags=tags(calls, model))
     structural.required = structural.no_free_text = is_forced
     # A list has all calls; an answer in Harmony ends with its call.
-    structural.single = is_single or tool_format == HARMONY or _is_mistral_list(tool_format, template)
-    if is_single and _is_mistral_list(tool_format, template):
+    structural.single = is_single or tool_format == HARMONY or _is_list(tool_format, template)
+    if is_single and _is_list(tool_format, template):
         structural.tags[0].json_schema = _list_schema(calls, "arguments", is_single=True)
+    if is_single and tool_format == "pythonic":
+        for tag in structural.tags:
+            tag.end = ")]"
     return Constraint(structural_tags=structural)
 
 
 def format_of_forced_calls(tool_format: str | None) -> str:
-    """The format of forced calls: the model's own, or a plain list if that has no grammar."""
-    return tool_format if tool_format is not None and tool_format in _TAGS else JSON_LIST
+    """The format of forced calls: the model's own, or a plain list if not all schemas can be enforced in that."""
+    has_all_schemas = tool_format in _TAGS and tool_format not in _NOTATIONS
+    return tool_format if tool_format is not None and has_all_schemas else JSON_LIST
+
+
+def check_arguments(tool_format: str | None, schema: str) -> None:
+    """Raises ConstraintError if a schema that JSON can have cannot be enforced in a format."""
+    if tool_format in _NOTATIONS or tool_format in _TAGGED:
+        try:
+            _TAGS[tool_format]([CallGrammar("a", schema)], ModelText())
+        except ConstraintError as error:
+            description = (
+                f"{error.description}, which cannot be enforced in the format in which this model writes calls"
+            )
+            raise ConstraintError(error.field, description) from error
 
 
 def calls_or_answer(
-    tool_format: str | None,
-    calls: Sequence[CallGrammar],
-    template: str,
-    answer: Constraint,
-    special_tokens: Mapping[str, int],
-    *,
-    is_single: bool,
+    tool_format: str | None, calls: Sequence[CallGrammar], model: ModelText, answer: Constraint, *, is_single: bool
 ) -> Constraint | None:
     """The constraint of an answer that either matches `answer` or consists of calls; None if it cannot be expressed."""
     tags = _TAGS.get(tool_format or "")
     body = _lark_of(answer)
-    if tags is None or body is None:
+    # A list of calls in Python has no tag of its own around each of them.
+    if tags is None or body is None or tool_format == "pythonic":
         return None
+    template = model.template
     rules = ["start: answer | calls", f"answer: {body}"]
     alternatives: list[str] = []
-    for tag in tags(calls, template):
-        if tag.WhichOneof("content") != "json_schema":
-            return None
-        parts = [_literals(tag.begin, special_tokens), _json_rule(tag.json_schema), _literals(tag.end, special_tokens)]
-        alternatives.append(f"call_{len(alternatives)}")
-        rules.append(f"{alternatives[-1]}: {' '.join(part for part in parts if part)}")
-    many = "" if is_single or tool_format == HARMONY or _is_mistral_list(tool_format, template) else "+"
+    for tag in tags(calls, model):
+        name = f"call_{len(alternatives)}"
+        content, *further = _content_of(tag).split("\n")
+        parts = [literals(tag.begin, model.special_tokens), f"({content})", literals(tag.end, model.special_tokens)]
+        rules += [f"{name}: {' '.join(part for part in parts if part)}", *further]
+        alternatives.append(name)
+    many = "" if is_single or tool_format == HARMONY or _is_list(tool_format, template) else "+"
     rules.append(f"calls: ({' | '.join(alternatives)}){many}")
     return Constraint(lark="\n".join(rules))
 
 
-def _hermes(calls: Sequence[CallGrammar], template: str) -> list[StructuralTag]:
+def _hermes(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
     return [
         StructuralTag(begin="<tool_call>\n", json_schema=_envelope(call, "arguments"), end="\n</tool_call>")
         for call in calls
     ]
 
 
-def _llama3(calls: Sequence[CallGrammar], template: str) -> list[StructuralTag]:
+def _llama3(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
     return [
         StructuralTag(begin=f'{{"name": "{call.name}", "parameters": ', json_schema=call.schema, end="}")
         for call in calls
     ]
 
 
-def _mistral(calls: Sequence[CallGrammar], template: str) -> list[StructuralTag]:
-    if not _is_mistral_list("mistral", template):
+def _mistral(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
+    if not _is_list("mistral", model.template):
         return [StructuralTag(begin=f"[TOOL_CALLS]{call.name}[ARGS]", json_schema=call.schema) for call in calls]
-    begin = "[TOOL_CALLS] " if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]"
+    begin = "[TOOL_CALLS] " if "[TOOL_CALLS] [" in model.template else "[TOOL_CALLS]"
     return [StructuralTag(begin=begin, json_schema=_list_schema(calls, "arguments", is_single=False))]
 
 
-def _deepseek_v3(calls: Sequence[CallGrammar], template: str) -> list[StructuralTag]:
+def _deepseek_v3(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
     begin = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n"
     end = "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     return [StructuralTag(begin=begin.format(call.name), json_schema=call.schema, end=end) for call in calls]
 
 
-def _deepseek_v31(calls: Sequence[CallGrammar], template: str) -> list[StructuralTag]:
+def _deepseek_v31(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
     begin = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁sep｜>"
     end = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     return [StructuralTag(begin=begin.format(call.name), json_schema=call.schema, end=end) for call in calls]
 
 
-def _harmony(calls: Sequence[CallGrammar], template: str) -> list[StructuralTag]:
+def _kimi_k2(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
+    begin = "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:"
+    end = "<|tool_call_end|><|tool_calls_section_end|>"
+    header = f"/[0-9]{{1,3}}/ {literals('<|tool_call_argument_begin|>', model.special_tokens)}"
+    return [
+        StructuralTag(
+            begin=begin.format(call.name), lark=f"start: {header} {json_rule(json.loads(call.schema))}", end=end
+        )
+        for call in calls
+    ]
+
+
+def _list_after(begin: str) -> Tags:
+    return lambda calls, model: [
+        StructuralTag(begin=begin, json_schema=_list_schema(calls, "arguments", is_single=False))
+    ]
+
+
+def _harmony(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
     begin = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
     return [StructuralTag(begin=begin.format(call.name), json_schema=call.schema) for call in calls]
 
 
-def _qwen3_coder(calls: Sequence[CallGrammar], template: str) -> list[StructuralTag]:
-    end = "</function>\n</tool_call>"
+def _qwen3_coder(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
+    def lark(number: int, call: CallGrammar) -> str:
+        rules = _rules(number, model)
+        return _lark(tagged_arguments(call.schema, rules, "<parameter={}>\n", "\n</parameter>\n", ""), rules)
+
+    begin, end = "<tool_call>\n<function={}>\n", "</function>\n</tool_call>"
     return [
-        StructuralTag(begin=f"<tool_call>\n<function={call.name}>\n", lark=_tagged_arguments(call.schema), end=end)
-        for call in calls
+        StructuralTag(begin=begin.format(call.name), lark=lark(number, call), end=end)
+        for number, call in enumerate(calls)
     ]
+
+
+def _glm(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
+    def lark(number: int, call: CallGrammar) -> str:
+        rules = _rules(number, model)
+        # Some models of the family write each tag on a line of its own, others none.
+        begin = "<arg_key>{}</arg_key>" + ("\n" if "</arg_key>\\n" in model.template else "") + "<arg_value>"
+        arguments = tagged_arguments(call.schema, rules, begin, "</arg_value>", '"\\n"?')
+        return _lark(f'{quoted(call.name)} "\\n"? {arguments}', rules)
+
+    return [
+        StructuralTag(begin="<tool_call>", lark=lark(number, call), end="</tool_call>")
+        for number, call in enumerate(calls)
+    ]
+
+
+def _gemma(begin: str, end: str, notation: type[Notation]) -> Tags:
+    def tags(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
+        def lark(number: int, call: CallGrammar) -> str:
+            rules = _rules(number, model)
+            arguments = notation(call.schema, rules).arguments()
+            return _lark(f'{quoted(f"call:{call.name}{{")} {arguments} "}}"', rules)
+
+        return [StructuralTag(begin=begin, lark=lark(number, call), end=end) for number, call in enumerate(calls)]
+
+    return tags
+
+
+def _pythonic(calls: Sequence[CallGrammar], model: ModelText) -> list[StructuralTag]:
+    """The first call of a list, and the further ones. What is between them is free: the list itself is no tag."""
+
+    def lark(number: int, call: CallGrammar) -> str:
+        rules = _rules(number, model)
+        return _lark(PythonNotation(call.schema, rules).arguments(), rules)
+
+    return [
+        StructuralTag(begin=f"{before}{call.name}(", lark=lark(number, call), end=")")
+        for number, call in enumerate(calls)
+        for before in ("[", ", ")
+    ]
+
+
+def _rules(number: int, model: ModelText) -> Rules:
+    """Of the tool at a position, so that the grammars of several can be one."""
+    return Rules(f"c{number}", model.special_tokens)
+
+
+def _lark(start: str, rules: Rules) -> str:
+    return "\n".join([f"start: {start}", *rules.lines])
+
+
+def _content_of(tag: StructuralTag) -> str:
+    """The expression of what is in a tag; its further lines are the rules that it needs."""
+    return tag.lark.removeprefix("start: ") if tag.HasField("lark") else json_rule(json.loads(tag.json_schema))
 
 
 _TAGS: Mapping[str, Tags] = {
@@ -129,12 +242,26 @@ _TAGS: Mapping[str, Tags] = {
     "deepseek_v3": _deepseek_v3,
     "deepseek_v31": _deepseek_v31,
     "qwen3_coder": _qwen3_coder,
+    "kimi_k2": _kimi_k2,
+    "granite": _list_after("<|tool_call|>"),
+    "phi4_mini_json": _list_after("functools"),
+    "glm45": _glm,
+    "gemma4": _gemma("<|tool_call>", "<tool_call|>", GemmaNotation),
+    "functiongemma": _gemma("<start_function_call>", "<end_function_call>", FunctionGemmaNotation),
+    "pythonic": _pythonic,
     HARMONY: _harmony,
 }
+# Formats in which not all schemas can be enforced.
+_NOTATIONS = frozenset(("gemma4", "functiongemma", "pythonic"))
+# In which all but those of some texts can.
+_TAGGED = frozenset(("qwen3_coder", "glm45"))
+# Formats in which all calls are one list of JSON.
+_LISTS = frozenset(("granite", "phi4_mini_json"))
 
 
-def _is_mistral_list(tool_format: str | None, template: str) -> bool:
-    return tool_format == "mistral" and "[ARGS]" not in template
+def _is_list(tool_format: str | None, template: str) -> bool:
+    """Whether one tag has all calls."""
+    return tool_format in _LISTS or (tool_format == "mistral" and "[ARGS]" not in template)
 
 
 def _json_list(calls: Sequence[CallGrammar], *, is_single: bool) -> Constraint:
@@ -181,79 +308,14 @@ def _moved(schema: Any, path: str) -> Any:
     return moved
 
 
-def text_parameters(schema: str) -> frozenset[str]:
-    """The parameters that the schema of the arguments restricts to strings."""
-    try:
-        properties: Any = json.loads(schema).get("properties", {}) if schema else {}
-    except (ValueError, AttributeError, RecursionError):
-        return frozenset()
-    if not isinstance(properties, dict):
-        return frozenset()
-    return frozenset(name for name, value in cast(dict[str, Any], properties).items() if _is_text(value))
-
-
-def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    fields = cast(dict[str, Any], schema)
-    if "type" in fields:
-        return fields["type"] == "string"
-    values: Any = fields.get("enum", [fields["const"]] if "const" in fields else None)
-    return isinstance(values, list) and all(isinstance(value, str) for value in cast(list[Any], values))
-
-
-def _tagged_arguments(schema: str) -> str:
-    """The arguments in tags of Qwen3-Coder, in the order of the schema."""
-    root: dict[str, Any] = json.loads(schema)
-    texts, required = text_parameters(schema), root.get("required", ())
-    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    rules: list[str] = []
-    names: list[str] = []
-    for position, (name, value) in enumerate(root.get("properties", {}).items()):
-        begin = _quoted(f"<parameter={name}>\n")
-        names.append(f"argument_{position}" + ("" if name in required else "?"))
-        choices = value.get("enum") if isinstance(value, dict) and name in texts else None
-        if choices:
-            ends = " | ".join(_quoted(f"{choice}\n</parameter>\n") for choice in choices)
-            rules.append(f"argument_{position}: {begin} ({ends})")
-        elif name in texts:
-            rules.append(f"argument_{position}: {begin} text_{position}")
-            rules.append(f'text_{position}[suffix="\\n</parameter>\\n"]: /(.|\\n)*/')
-        else:
-            inner = json.dumps(shared | value if isinstance(value, dict) else {}, ensure_ascii=False)
-            rules.append(f'argument_{position}: {begin} {_json_rule(inner)} "\\n</parameter>\\n"')
-    return "\n".join([f"start: {' '.join(names)}" if names else 'start: ""', *rules])
-
-
 def _lark_of(answer: Constraint) -> str | None:
     """A constraint as a Lark expression; None if it cannot be one."""
     match answer.WhichOneof("kind"):
         case "json_schema":
-            return _json_rule(answer.json_schema)
+            return json_rule(json.loads(answer.json_schema))
         case "json_object":
-            return _json_rule(_ANY_OBJECT)
+            return json_rule(json.loads(_ANY_OBJECT))
         case "choice":
-            return " | ".join(_quoted(text) for text in answer.choice.texts)
+            return " | ".join(quoted(text) for text in answer.choice.texts)
         case _:
             return None
-
-
-def _json_rule(schema: str) -> str:
-    """A Lark expression for JSON that matches a schema, with the usual limits on white space."""
-    value: Any = json.loads(schema)
-    fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
-    return f"%json {json.dumps(fields | {'x-guidance': SCHEMA_OPTIONS}, ensure_ascii=False)}"
-
-
-def _literals(text: str, special_tokens: Mapping[str, int]) -> str:
-    """A text in Lark: special tokens by their ids, the rest quoted."""
-    found = [(position, token) for token in special_tokens if (position := text.find(token)) >= 0]
-    if not found:
-        return _quoted(text) if text else ""
-    position, token = min(found, key=lambda each: (each[0], -len(each[1])))
-    parts = [_quoted(text[:position]) if position else "", f"<[{special_tokens[token]}]>"]
-    return " ".join(part for part in (*parts, _literals(text[position + len(token) :], special_tokens)) if part)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -41,8 +41,7 @@ class JsonCallParser(StagedCallParser):
         if found is Unmatched.MORE and not self._is_last:
             return False
         if isinstance(found, Match) and found.name in self._tools:
-            self._consume(found.end)
-            self._open_call(found.name)
+            self._open_call(found.name, self._written_id(self._consume(found.end)))
             self._scanner = JsonScanner(depth=1 if self.is_envelope else 0)
             self._stage = self._read_arguments
         elif self.is_envelope and self._rest[: MAX_SPACE + 1].lstrip(SPACE).startswith("{"):
@@ -51,6 +50,10 @@ class JsonCallParser(StagedCallParser):
         else:
             self._give_back()
         return True
+
+    def _written_id(self, header: str) -> str | None:
+        """The id that the model writes with a call; None where it writes none."""
+        return None
 
     def _read_arguments(self) -> bool:
         depth = 1 if self.is_envelope else 0
@@ -122,6 +125,35 @@ class DeepSeekV31Parser(JsonCallParser):
     is_envelope = False
 
 
+class KimiK2Parser(JsonCallParser):
+    """<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
+
+    The chat template writes past calls and their results with their ids, which are what stands before the arguments.
+    """
+
+    begins = ("<|tool_call_begin|>",)
+    dropped = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    tokens = ("<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    header = Pattern(
+        *(Part.SPACES, ("functions.", ""), Part.NAME, ":", Part.NAME, Part.SPACES, "<|tool_call_argument_begin|>"),
+        Part.SPACES,
+        before="{",
+    )
+    trailer = Pattern(Part.SPACES, "<|tool_call_end|>")
+    is_envelope = False
+
+    def __init__(self, tools: OfferedTools, call_ids: CallIds) -> None:
+        super().__init__(tools, call_ids)
+        self._ids: set[str] = set()
+
+    def _written_id(self, header: str) -> str | None:
+        written = header.partition("<|")[0].strip()
+        if written in self._ids:
+            return None
+        self._ids.add(written)
+        return written
+
+
 class JsonListParser(JsonCallParser):
     """[{"name": ..., "arguments": {...}}, ...] and nothing else, from the first character on."""
 
@@ -190,6 +222,18 @@ class MistralParser(JsonListParser):
             return super()._read_trailer()
         self._end_call()
         return True
+
+
+class GraniteParser(JsonListParser):
+    """<|tool_call|> before a list of calls."""
+
+    begins = ("<|tool_call|>", "<tool_call>")
+
+
+class Phi4MiniParser(JsonListParser):
+    """functools[{"name": ..., "arguments": {...}}, ...]"""
+
+    begins = ("functools",)
 
 
 class Llama3Parser(JsonCallParser):

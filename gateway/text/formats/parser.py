@@ -159,9 +159,9 @@ class CallParser(OutputParser):
         self._add(text=self._opening)
         self._opening = ""
 
-    def _open_call(self, name: str) -> None:
-        """Delivers the beginning of a call, which is final."""
-        self._add(call=ToolCallDelta(self._num_calls, self._call_ids(self._num_calls), name))
+    def _open_call(self, name: str, call_id: str | None = None) -> None:
+        """Delivers the beginning of a call, which is final. `call_id` is the id that the model wrote, if any."""
+        self._add(call=ToolCallDelta(self._num_calls, call_id or self._call_ids(self._num_calls), name))
         self._num_calls += 1
         self._opening = ""
 

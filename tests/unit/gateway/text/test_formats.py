@@ -50,6 +50,11 @@ TWO_CALLS = {
     "<end_function_call><start_function_call>call:now{}<end_function_call>",
     "pythonic": "[get_weather(city='Pa}r\"is', days=[1, True]), now()]",
     "json_list": f"[{call(*WEATHER)}, {call(*NOW)}]",
+    "kimi_k2": "Wait.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    f"{_ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "granite": f"Wait.<|tool_call|>[{call(*WEATHER)}, {call(*NOW)}]",
+    "phi4_mini_json": f"Wait. functools[{call(*WEATHER)}, {call(*NOW)}]",
     HARMONY: "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary "
     f"to=functions.get_weather <|constrain|>json<|message|>{_ARGUMENTS}<|call|><|start|>assistant to=functions.now"
     "<|channel|>commentary json<|message|>{}<|call|>",
@@ -65,6 +70,8 @@ VARIANTS = [
     ("mistral", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[CALL_ID]a1[ARGS]{}[TOOL_CALLS]now{}", [("now", {})] * 3),
     ("mistral", '[TOOL_CALLS][{"arguments": {}, "name": "now"}]', [("now", {})]),
     ("qwen3_coder", "<function=now>\n<parameter=a b>\nx\n</parameter>\n</function>", [("now", {"a b": "x"})]),
+    ("kimi_k2", "<|tool_call_begin|>now:3 <|tool_call_argument_begin|> {}", [("now", {})]),
+    ("granite", f"<tool_call>[{call(*NOW)}]", [NOW]),
     ("pythonic", 'x\n```tool_code\nprint(now(a=null, b={"c": -1}))\nnow()\n```', None),
     (
         "gemma4",
@@ -99,6 +106,10 @@ NO_CALLS = [
     ("pythonic", "```tool_code\nimport os\n```"),
     ("pythonic", "[" * 3000),
     ("json_list", "no list"),
+    ("kimi_k2", "<|tool_call_begin|>functions.unknown:0<|tool_call_argument_begin|>{}"),
+    ("kimi_k2", "<|tool_call_begin|>functions.now<|tool_call_argument_begin|>{}"),
+    ("granite", "<|tool_call|> none"),
+    ("phi4_mini_json", "import functools"),
     (HARMONY, "plain text"),
     (HARMONY, " to=functions.unknown<|channel|>commentary json"),
 ]
@@ -115,7 +126,9 @@ def tool_format(name, **fields):
 
 def calls_of(output):
     assert [call.index for call in output.tool_calls] == list(range(len(output.tool_calls)))
-    assert all(call.id == f"call-{call.index}" for call in output.tool_calls)
+    # Kimi K2 writes the ids itself.
+    written = r"call-{}|(functions\.)?{}:\d"
+    assert all(re.fullmatch(written.format(call.index, call.name), call.id) for call in output.tool_calls)
     return [(call.name, json.loads(call.arguments)) for call in output.tool_calls]
 
 
@@ -124,6 +137,12 @@ def test_calls_are_read_as_models_write_them(name):
     output = read(tool_format(name), TWO_CALLS[name])
     assert calls_of(output) == [WEATHER, NOW]
     assert output.text == ("" if name in _WITHOUT_TEXT else "Wait.")
+
+
+def test_a_call_has_the_id_that_the_model_wrote_if_no_other_call_has_it():
+    again = "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    calls = read(tool_format("kimi_k2"), TWO_CALLS["kimi_k2"] + again).tool_calls
+    assert [call.id for call in calls] == ["functions.get_weather:0", "functions.now:1", "call-2"]
 
 
 def test_every_format_is_tested():
@@ -250,6 +269,13 @@ TEMPLATES = {
     "{{ '<|tool_call>call:' }}<|channel>thought": ("gemma4", "gemma4"),
     "{{ '<start_function_call>' }}": ("functiongemma", None),
     "{{ '<tool_call>' + name + '<arg_key>' }}<think>": ("glm45", "qwen3"),
+    "{{ '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}": ("kimi_k2", None),
+    "<|start_of_role|>system<|end_of_role|>{{ 'respond with <|tool_call|> followed by a JSON list' }}": (
+        "granite",
+        None,
+    ),
+    '<|start_of_role|>system<|end_of_role|>{{ "<tool_call>" }}': ("hermes", None),
+    """{{ 'formatted as functools[{"name": [function name]}, ...]<|tool|>' }}""": ("phi4_mini_json", None),
     "{{ 'Example: [func_name1(params_name1=1)]' }}": ("pythonic", None),
     "{{ '<|start|>assistant<|channel|>final' }}": (HARMONY, HARMONY_REASONING),
     "{{ messages }}": (None, None),

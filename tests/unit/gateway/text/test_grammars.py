@@ -10,14 +10,17 @@ import tokenizers
 from gateway.text.formats.answer import TOOL_FORMATS, AnswerFormat
 from gateway.text.formats.grammars import (
     CallGrammar,
+    ModelText,
     calls_or_answer,
+    check_arguments,
     constrained_calls,
     format_of_forced_calls,
-    text_parameters,
 )
+from gateway.text.formats.notations import text_parameters
 from gateway.text.formats.output import joined
 from gateway.text.formats.parser import OfferedTool
 from quire.common.v1.common_pb2 import Constraint
+from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import Template, Vocabulary
 from quire.constraints.program import program_of
 from tests.support.constraints import make_vocabulary, vocabulary, write
@@ -54,6 +57,14 @@ MARKS = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁sep｜>",
     "<|message|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+    "<escape>",
+    "</arg_value>",
+    "<|tool_call|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
 )
 FORMATS = [(name, "") for name in sorted(TOOL_FORMATS)] + [("mistral", "[TOOL_CALLS] ["), ("mistral", "[ARGS]")]
 
@@ -98,7 +109,8 @@ def test_forced_calls_are_read_and_fit(name, template, held):
     num_complete = 0
     for seed in range(6):
         is_single = bool(seed % 2)
-        constraint = constrained_calls(name, CALLS, template, is_forced=True, is_single=is_single)
+        model = ModelText(template, held.special_tokens)
+        constraint = constrained_calls(name, CALLS, model, is_forced=True, is_single=is_single)
         text, has_ended = written(constraint, held, seed)
         output = read(format_of_forced_calls(name), text)
         assert not (has_ended and output.text.strip()), text
@@ -119,33 +131,99 @@ BEGINNINGS = {
     "deepseek_v31": "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>",
     "qwen3_coder": "I look.\n<tool_call>\n<function=get_weather>\n",
     "openai": "<|channel|>commentary to=functions.now <|constrain|>json<|message|>",
+    "glm45": "I look.\n<tool_call>",
+    "gemma4": "I look.<|tool_call>",
+    "functiongemma": "<start_function_call>call:get_weather{",
+    "pythonic": "[get_weather(",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:",
+    "granite": "I look.<|tool_call|>",
+    "phi4_mini_json": "I look. functools",
 }
 
 
+@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
 @pytest.mark.parametrize("name", BEGINNINGS)
-def test_a_call_that_has_begun_fits(name):
-    held = vocabulary("byte level")
-    constraint = constrained_calls(name, CALLS, "", is_forced=False, is_single=True)
-    for seed in range(3):
+def test_a_call_that_has_begun_fits(name, held):
+    constraint = constrained_calls(name, CALLS, ModelText("", held.special_tokens), is_forced=False, is_single=True)
+    num_complete = 0
+    for seed in range(6):
         text, has_ended = written(constraint, held, seed, BEGINNINGS[name])
         output = read(name, text)
-        assert output.tool_calls, text
-        assert not has_ended or assert_fitting(output.tool_calls) is None
+        assert output.tool_calls or not has_ended, text
+        if has_ended:
+            num_complete += 1
+            assert_fitting(output.tool_calls)
+    assert num_complete
 
 
-def test_without_a_grammar_of_its_own_a_format_leaves_begun_calls_free():
-    for name in ("gemma4", "functiongemma", "glm45", "pythonic", None):
-        assert constrained_calls(name, CALLS, "", is_forced=False, is_single=True) is None
+def test_a_format_that_is_not_known_leaves_begun_calls_free():
+    assert constrained_calls(None, CALLS, ModelText(), is_forced=False, is_single=True) is None
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31"])
+# What schemas may have in other notations than JSON.
+VALUES = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 5}, "minItems": 1, "maxItems": 3},
+        "b": {"type": ["string", "null"], "minLength": 1, "maxLength": 3},
+        "c": {"type": "object", "properties": {"x y": {"type": "boolean"}}, "required": ["x y"]},
+        "d": {"enum": ["it's", 'say "a"', 2, None, True]},
+        "e": {"anyOf": [{"type": "number", "maximum": 1, "minimum": 0}, {"const": "none"}]},
+        "f": {"type": "object", "additionalProperties": {"type": "null"}},
+        "g": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/g"}},
+        "h": {"maxLength": 2, "maxItems": 1, "type": ["string", "boolean", "array"], "items": {"type": "null"}},
+    },
+    "required": ["c", "g"],
+    "$defs": {"g": {"type": "array", "items": {"$ref": "#/$defs/g"}, "maxItems": 1}},
+}
+
+
+@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma", "pythonic"])
+def test_values_in_other_notations_fit_their_schemas(name, held):
+    calls, seen = [CallGrammar("get_weather", json.dumps(VALUES))], set[str]()
+    constraint = constrained_calls(name, calls, ModelText("", held.special_tokens), is_forced=False, is_single=True)
+    for seed in range(100):
+        text, has_ended = written(constraint, held, seed, BEGINNINGS[name])
+        if seen == VALUES["properties"].keys():
+            break
+        if has_ended:
+            (call,) = read(name, text).tool_calls
+            arguments = json.loads(call.arguments)
+            jsonschema.validate(arguments, VALUES)
+            seen |= arguments.keys()
+    assert seen == VALUES["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("properties", "problem"),
+    [
+        ({"a": {"type": "string", "format": "date"}}, 'uses "format"'),
+        ({"a": {"type": "string", "pattern": "a^b"}}, "pattern"),
+        ({"a": {"allOf": [{"type": "string"}, {"maxLength": 1}]}}, 'uses "allOf"'),
+        ({"a": {"enum": [[1]]}}, "an enum of lists"),
+        ({"a": {"type": "array", "prefixItems": [{"type": "null"}]}}, 'uses "prefixItems"'),
+    ],
+)
+def test_what_only_json_can_enforce_is_named(properties, problem):
+    schema = json.dumps({"type": "object", "properties": properties})
+    is_text = properties["a"].get("type") == "string"
+    for name in ("gemma4", "functiongemma", "pythonic", *(("qwen3_coder", "glm45") if is_text else ())):
+        with pytest.raises(ConstraintError, match=problem):
+            check_arguments(name, schema)
+    for name in ("hermes", None, *(() if is_text else ("qwen3_coder", "glm45"))):
+        check_arguments(name, schema)
+
+
+@pytest.mark.parametrize("name", [name for name in BEGINNINGS if name not in ("openai", "pythonic")])
 @pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
 def test_an_answer_has_the_format_or_calls(name, held):
     wanted = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]} | {
         "additionalProperties": False
     }
     answer = Constraint(json_schema=json.dumps(wanted))
-    constraint = calls_or_answer(name, CALLS, "", answer, held.special_tokens, is_single=False)
+    model = ModelText("", held.special_tokens)
+    constraint = calls_or_answer(name, CALLS, model, answer, is_single=False)
     seen = set()
     for seed in range(12):
         text, has_ended = written(constraint, held, seed)
@@ -162,13 +240,27 @@ def test_an_answer_has_the_format_or_calls(name, held):
 
 def test_what_cannot_stand_beside_calls_has_no_constraint():
     for answer in (Constraint(regex="a"), Constraint(lark='start: "a"')):
-        assert calls_or_answer("hermes", CALLS, "", answer, {}, is_single=True) is None
-    assert calls_or_answer("gemma4", CALLS, "", Constraint(json_schema="{}"), {}, is_single=True) is None
+        assert calls_or_answer("hermes", CALLS, ModelText(), answer, is_single=True) is None
+    assert calls_or_answer("pythonic", CALLS, ModelText(), Constraint(json_schema="{}"), is_single=True) is None
     choice = Constraint()
     choice.choice.texts.extend(["red", "green"])
     held = vocabulary("byte level")
-    constraint = calls_or_answer("hermes", CALLS, "", choice, {}, is_single=True)
+    constraint = calls_or_answer("hermes", CALLS, ModelText(), choice, is_single=True)
     assert written(constraint, held, 1, "re") == ("red", True)
+
+
+@pytest.mark.parametrize("held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"])
+def test_texts_between_tags_have_their_length_and_their_pattern(held):
+    parameters = {"a": {"type": "string", "maxLength": 2}, "b": {"type": "string", "pattern": "^[ab]{2}$"}}
+    schema = {"type": "object", "properties": parameters | {"c": {"const": "x"}}, "required": ["a", "b", "c"]}
+    calls, model = [CallGrammar("now", json.dumps(schema))], ModelText("", held.special_tokens)
+    for name in ("glm45", "qwen3_coder"):
+        constraint = constrained_calls(name, calls, model, is_forced=True, is_single=True)
+        text, has_ended = written(constraint, held, 1)
+        parser = AnswerFormat(name, tools=(OfferedTool("now", text_parameters(calls[0].schema)),)).parser(str)
+        (call,) = joined([parser.push(text), parser.finish()]).tool_calls
+        assert has_ended
+        jsonschema.validate(json.loads(call.arguments), schema)
 
 
 def test_parameters_that_are_texts():

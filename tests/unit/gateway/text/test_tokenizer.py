@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from gateway.model import ServedModel
 from gateway.request.types import ChatMessage, ChatPrompt
-from quire.gateway.v1.generation_pb2 import TemplateOptions
+from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, TemplateOptions, Tool, ToolChoice
 from quire.settings import ConfigurationError
 from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, wrapped, write_model_directory
 
@@ -152,6 +152,28 @@ async def test_older_files_are_read_as_transformers_reads_them(tmp_path, executo
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("place", ["tokenizer_config", "files"])
+async def test_tools_have_a_template_of_their_own_as_in_transformers(tmp_path, executor, place):
+    sources = {"default": "no tools: {{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}<tool_call>"}
+    named = [{"name": name, "template": source} for name, source in sources.items()]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if place == "files" else {"chat_template": named})
+    directory = written(tmp_path, byte_level(), tokenizer_config=config)
+    if place == "files":
+        (directory / "chat_template.jinja").write_text(sources["default"])
+        (directory / "additional_chat_templates").mkdir()
+        (directory / "additional_chat_templates" / "tool_use.jinja").write_text(sources["tool_use"])
+    theirs = AutoTokenizer.from_pretrained(directory)
+    chat = ServedModel.open(directory, None, executor).chat
+    messages = [ChatMessage("user", "hello")]
+    assert chat.tool_format == "hermes"
+    for tools in ([], [Tool(name="now")]):
+        described = [{"type": "function", "function": {"name": each.name}} for each in tools] or None
+        expected = theirs.apply_chat_template([{"role": "user", "content": "hello"}], tools=described, tokenize=False)
+        assert await chat.render(ChatPrompt(messages, tools=tools)) == expected
+    no_choice = ChatPrompt(messages, tools=[Tool(name="now")], tool_choice=ToolChoice(mode=TOOL_CHOICE_MODE_NONE))
+    assert await chat.render(no_choice) == "no tools: hello"
+
+
 @pytest.mark.parametrize("place", ["tokenizer_config", "named", "file", "file over the configuration"])
 async def test_chats_are_those_of_transformers(tmp_path, executor, place):
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<x>", "added_tokens_decoder": IM}

@@ -100,6 +100,24 @@ def test_an_enforced_keyword_admits_valid_instances_alone(keyword, schema, valid
         assert not any(map(validator.is_valid, invalid))
 
 
+@pytest.mark.parametrize(
+    ("schema", "admits_others"),
+    [
+        ({"properties": TWO}, False),
+        ({"properties": {"a": {"properties": TWO}}, "additionalProperties": True}, True),
+        ({"anyOf": [{"properties": TWO, "type": "object"}, {"type": "null"}]}, False),
+        ({"$defs": {"x": {"type": "object", "properties": TWO}}, "$ref": "#/$defs/x"}, False),
+        ({"type": "object", "required": ["c"], "properties": TWO}, True),
+        ({"type": "object", "patternProperties": {"^c": {"type": "integer"}}, "properties": TWO}, True),
+        ({"allOf": [{"properties": TWO}, {"properties": {"c": {"type": "integer"}}}], "type": "object"}, True),
+        ({"oneOf": [{"type": "object", "properties": TWO}, {"type": "null"}]}, True),
+    ],
+)
+def test_objects_have_the_properties_that_the_schema_names(schema, admits_others) -> None:
+    constraint = Constraint(json_schema=json.dumps({"type": ["object", "null"]} | schema))
+    assert accepts(constraint, '{"c": 1}') == admits_others
+
+
 def test_each_enforced_keyword_and_format_has_instances() -> None:
     assert {keyword for keyword, *_ in CASES} == ENFORCED
     assert {schema["format"] for keyword, schema, *_ in CASES if keyword == "format"} == FORMATS

@@ -54,10 +54,11 @@ def test_complete_texts_are_those_of_the_constraint(constraint, accepted, refuse
 
 
 def test_white_space_of_json_is_bounded_and_styles_of_indentation_are_possible() -> None:
-    constraint = Constraint(json_schema='{"type": "array", "items": {"type": "integer"}}')
-    for text in ("[1,2]", "[1, 2]", "[\n    1,\n    2\n]", "[\n\t1\n]"):
-        assert accepts(constraint, text)
-    for text in ("[\n\n1]", "[" + " " * 80 + "1]"):
+    value = {"a": [1, {"b": {"a": []}}], "b": {}}
+    constraint = Constraint(json_schema='{"type": "object"}')
+    for style in ({}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}, {"indent": 0}):
+        assert accepts(constraint, json.dumps(value, **style))
+    for text in ("{\n\n}", "{  }", "{\t}", "{ \n}", "{\n" + " " * 33 + "}", "{\n \t}", "{\r\n}"):
         assert not accepts(constraint, text)
 
 

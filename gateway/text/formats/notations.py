@@ -1,0 +1,351 @@
+"""Schemas of arguments as grammars in Lark, for formats of calls whose arguments are not JSON: values between tags,
+Gemma's notation, and keyword arguments in Python."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+from quire.constraints.json_schema import ConstraintError, read_schema
+from quire.constraints.program import SCHEMA_OPTIONS
+
+_NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+# Keywords that are enforced in a notation that is not JSON, by type.
+_KEYWORDS: Mapping[str, frozenset[str]] = {
+    "string": frozenset(("minLength", "maxLength", "pattern")),
+    "integer": _NUMBERS,
+    "number": _NUMBERS,
+    "boolean": frozenset(),
+    "null": frozenset(),
+    "array": frozenset(("items", "minItems", "maxItems")),
+    "object": frozenset(("properties", "required", "additionalProperties")),
+}
+# Which say nothing of a value by themselves.
+_NEUTRAL = frozenset(("type", "$defs", "definitions", "$id", "$anchor", "$schema"))
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+# One that is not escaped, nor a negation in brackets.
+_ANCHOR = re.compile(r"(?<![\\\[])[\^$]")
+_BARE_KEY = re.compile(r"[\w.-]+", re.ASCII)
+
+
+def quoted(text: str) -> str:
+    """A text as a literal of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def literals(text: str, special_tokens: Mapping[str, int]) -> str:
+    """A text in Lark: special tokens by their ids, all else quoted. Empty for an empty text."""
+    found = [(position, -len(token), token) for token in special_tokens if (position := text.find(token)) >= 0]
+    if not found:
+        return quoted(text) if text else ""
+    position, _, token = min(found)
+    parts = (text[:position] and quoted(text[:position]), f"<[{special_tokens[token]}]>")
+    return " ".join(part for part in (*parts, literals(text[position + len(token) :], special_tokens)) if part)
+
+
+def json_rule(schema: Any) -> str:
+    """JSON of a schema in Lark, with as little white space as anywhere else."""
+    return f"%json {json.dumps(read_schema('', json.dumps(schema)) | {'x-guidance': SCHEMA_OPTIONS})}"
+
+
+def text_parameters(schema: str) -> frozenset[str]:
+    """The parameters that the schema of the arguments restricts to strings."""
+    try:
+        properties: Any = json.loads(schema).get("properties", {}) if schema else {}
+    except (ValueError, AttributeError, RecursionError):
+        return frozenset()
+    if not isinstance(properties, dict):
+        return frozenset()
+    return frozenset(name for name, value in cast(dict[str, Any], properties).items() if _is_text(value))
+
+
+def _is_text(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    fields = cast(dict[str, Any], schema)
+    if "type" in fields:
+        return fields["type"] == "string"
+    values: Any = fields.get("enum", [fields["const"]] if "const" in fields else None)
+    return isinstance(values, list) and all(isinstance(value, str) for value in cast(list[Any], values))
+
+
+class Rules:
+    """Rules of a grammar in the making, whose names begin with `prefix`."""
+
+    def __init__(self, prefix: str, special_tokens: Mapping[str, int]) -> None:
+        self.lines: list[str] = []
+        self.special_tokens = special_tokens
+        self._prefix = prefix
+
+    def add(self, expression: str, attributes: str = "") -> str:
+        """Adds a rule; returns its name."""
+        name = self.reserve()
+        self.define(name, expression, attributes)
+        return name
+
+    def reserve(self) -> str:
+        """A name for a rule that is defined later."""
+        name = f"{self._prefix}_{len(self.lines)}"
+        self.lines.append("")
+        return name
+
+    def define(self, name: str, expression: str, attributes: str = "") -> None:
+        self.lines[int(name.rpartition("_")[2])] = f"{name}{attributes}: {expression}"
+
+    def terminal(self, expression: str) -> str:
+        name = self.reserve().upper()
+        self.lines[-1] = f"{name}: {expression}"
+        return name
+
+    def text_before(self, end: str, schema: Mapping[str, Any]) -> str:
+        """A text of a schema up to and with the first `end`. Raises ConstraintError for what cannot be enforced."""
+        inside = f"/(.|\\n){_bounds(schema)}/"
+        if "pattern" in schema:
+            inside += f" & /{_whole_pattern(schema['pattern'])}/"
+        if all(token not in end for token in self.special_tokens):
+            return self.add(inside, f"[suffix={quoted(end)}]")
+        escaped = re.escape(end).replace("/", "\\/")
+        terminal = self.terminal(f"{inside} & ~/(.|\\n)*{escaped}(.|\\n)*/")
+        return f"{terminal} {literals(end, self.special_tokens)}"
+
+
+def tagged_arguments(schema: str, rules: Rules, begin: str, end: str, after: str) -> str:
+    """The expression of arguments between tags, in the order of the schema. `begin` has a place for the name of a
+    parameter; `after` is an expression of what follows a value with its `end`."""
+    root = read_schema("", schema)
+    texts, required = text_parameters(schema), root.get("required", ())
+    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    arguments: list[str] = []
+    for name, value in root.get("properties", {}).items():
+        choices = value.get("enum", [value["const"]] if "const" in value else None) if name in texts else None
+        closed = literals(end, rules.special_tokens)
+        if choices:
+            inner = f"({' | '.join(filter(None, (quoted(choice) for choice in choices)))}) {closed}"
+        elif name in texts:
+            _refuse(value.keys() - _KEYWORDS["string"] - _NEUTRAL)
+            inner = rules.text_before(end, value)
+        else:
+            inner = f"{json_rule(shared | value if isinstance(value, dict) else {})} {closed}"
+        opened = literals(begin.format(name), rules.special_tokens)
+        rule = rules.add(" ".join(part for part in (opened, inner, after) if part))
+        arguments.append(rule if name in required else f"{rule}?")
+    return " ".join(arguments) or '""'
+
+
+class Notation:
+    """Writes values of schemas in a notation.
+
+    Attributes:
+        constants: By the names that JSON has for them.
+        separator: The expression between values, arguments and pairs.
+    """
+
+    constants: ClassVar[Mapping[str, str]] = {"true": "true", "false": "false", "null": "null"}
+    separator = '","'
+
+    def __init__(self, schema: str, rules: Rules) -> None:
+        """Raises ConstraintError: the schema is none that can be enforced in JSON."""
+        self._root = read_schema("", schema)
+        self._rules = rules
+        # Rules of schemas that have been referred to, by their place, and that of any value.
+        self._known: dict[str, str] = {}
+
+    def arguments(self) -> str:
+        """The expression of the arguments. Raises ConstraintError for what cannot be enforced."""
+        root = self._followed(self._root)
+        self._check(root, "object")
+        return self._members(root, is_top=True)
+
+    def _text(self, schema: Mapping[str, Any]) -> str:
+        raise NotImplementedError
+
+    def _literal(self, text: str) -> str:
+        raise NotImplementedError
+
+    def _key(self, name: str | None, *, is_top: bool) -> str:
+        """The expression of a key up to its value; of any key for None."""
+        raise NotImplementedError
+
+    def _value(self, schema: Any) -> str:
+        if schema is False:
+            raise ConstraintError("", "has a value that nothing matches")
+        if schema is True or ("type" not in schema and not schema.keys() - _NEUTRAL):
+            return self._any()
+        if "$ref" in schema:
+            return self._referred(schema)
+        if "enum" in schema or "const" in schema:
+            values = schema.get("enum", [schema.get("const")])
+            return f"({' | '.join(self._constant(value) for value in values)})"
+        if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+            self._check_alone(schema, "anyOf" if "anyOf" in schema else "oneOf")
+            return f"({' | '.join(self._value(each) for each in alternatives)})"
+        kinds = schema.get("type", list(_KEYWORDS))
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        return f"({' | '.join(self._typed(schema, kind, is_one=len(kinds) == 1) for kind in kinds)})"
+
+    def _typed(self, schema: Mapping[str, Any], kind: str, *, is_one: bool) -> str:
+        self._check(schema, kind if is_one else None)
+        match kind:
+            case "string":
+                return self._text(schema)
+            case "boolean":
+                return f"({quoted(self.constants['true'])} | {quoted(self.constants['false'])})"
+            case "null":
+                return quoted(self.constants["null"])
+            case "array":
+                return self._list(schema)
+            case "object":
+                return f'"{{" {self._members(schema, is_top=False)} "}}"'
+            case _:
+                numeric = {name: value for name, value in schema.items() if name in _NUMBERS}
+                return self._rules.add(json_rule({"type": kind} | numeric))
+
+    def _list(self, schema: Mapping[str, Any]) -> str:
+        item = self._rules.add(self._value(schema.get("items", True)))
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[" "]"'
+        further = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        items = item if most == 1 else f"{item} ({self.separator} {item}){further}"
+        return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
+
+    def _members(self, schema: Mapping[str, Any], *, is_top: bool) -> str:
+        """The pairs of an object, in the order of the schema."""
+        if "properties" not in schema:
+            return self._any_members(schema.get("additionalProperties", True), is_top=is_top)
+        if schema.get("additionalProperties", False) not in (False, True):
+            raise ConstraintError("", "has additionalProperties with a schema beside properties")
+        required = schema.get("required", ())
+        # From the last to the first: what follows where pairs were written before, and where none was.
+        after, first = "", '""'
+        for name, value in reversed(schema["properties"].items()):
+            pair = self._rules.add(f"{self._key(name, is_top=is_top)} {self._value(value)}")
+            beginning = f"{pair} {after}".strip()
+            first = self._rules.add(beginning if name in required else f"{beginning} | {first}")
+            more = f"({self.separator} {pair})" + ("" if name in required else "?")
+            after = self._rules.add(f"{more} {after}".strip())
+        return first
+
+    def _any_members(self, value: Any, *, is_top: bool) -> str:
+        if value is False:
+            return '""'
+        pair = self._rules.add(f"{self._key(None, is_top=is_top)} {self._value(value)}")
+        return f"({pair} ({self.separator} {pair})*)?"
+
+    def _any(self) -> str:
+        if (name := self._known.get("")) is None:
+            name = self._known[""] = self._rules.reserve()
+            kinds = [self._typed({}, kind, is_one=True) for kind in ("string", "number", "boolean", "null")]
+            kinds += [self._list({}), f'"{{" {self._any_members(True, is_top=False)} "}}"']
+            self._rules.define(name, " | ".join(kinds))
+        return name
+
+    def _constant(self, value: Any) -> str:
+        match value:
+            case str():
+                return self._literal(value)
+            case None | bool():
+                return quoted(self.constants[json.dumps(value)])
+            case int() | float():
+                return quoted(json.dumps(value))
+            case _:
+                raise ConstraintError("", "has a const or an enum of lists or objects")
+
+    def _referred(self, schema: Mapping[str, Any]) -> str:
+        self._check_alone(schema, "$ref")
+        place = f"#{schema['$ref'].removeprefix('#')}"
+        if place not in self._known:
+            name = self._known[place] = self._rules.reserve()
+            self._rules.define(name, self._value(self._followed(schema)))
+        return self._known[place]
+
+    def _followed(self, schema: Mapping[str, Any]) -> Any:
+        """The schema that is meant, where it is a reference."""
+        for _ in range(64):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema
+            found: Any = self._root
+            for step in schema["$ref"].removeprefix("#").split("/")[1:]:
+                step = step.replace("~1", "/").replace("~0", "~")
+                found = found[int(step) if isinstance(found, list) else step]
+            schema = found
+        raise ConstraintError("", "has a $ref that leads to itself")
+
+    def _check(self, schema: Mapping[str, Any], kind: str | None) -> None:
+        """Raises ConstraintError for a keyword that is not enforced with this type; None has several."""
+        known = frozenset().union(*_KEYWORDS.values()) if kind is None else _KEYWORDS.get(kind, frozenset())
+        _refuse(schema.keys() - known - _NEUTRAL)
+
+    def _check_alone(self, schema: Mapping[str, Any], keyword: str) -> None:
+        _refuse(schema.keys() - {keyword} - _NEUTRAL)
+
+
+def _refuse(keywords: Sequence[str] | set[str]) -> None:
+    if keywords:
+        raise ConstraintError("", f'uses "{min(keywords)}"')
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    """The length of a text, as in a regular expression."""
+    if "minLength" not in schema and "maxLength" not in schema:
+        return "*"
+    return f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+
+
+def _whole_pattern(pattern: str) -> str:
+    """A regular expression of a schema, which may match anywhere, as one of the whole text."""
+    begin = "" if pattern.startswith("^") else "(.|\\n)*"
+    end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(.|\\n)*"
+    inner = pattern.removeprefix("^")
+    inner = inner.removesuffix("$") if not end else inner
+    if _ANCHOR.search(inner) or "/" in inner:
+        raise ConstraintError("", f"has the pattern {pattern!r:.80}")
+    return f"{begin}({inner}){end}"
+
+
+class GemmaNotation(Notation):
+    """Keys stand bare, texts between quotes of their own, all else is JSON."""
+
+    quote = '<|"|>'
+
+    def _text(self, schema: Mapping[str, Any]) -> str:
+        return f"{literals(self.quote, self._rules.special_tokens)} {self._rules.text_before(self.quote, schema)}"
+
+    def _literal(self, text: str) -> str:
+        if self.quote in text:
+            raise ConstraintError("", f"has a text with {self.quote}")
+        mark = literals(self.quote, self._rules.special_tokens)
+        return f"{mark} {quoted(text)} {mark}" if text else f"{mark} {mark}"
+
+    def _key(self, name: str | None, *, is_top: bool) -> str:
+        if name is None:
+            return f'{self._rules.terminal("/[A-Za-z0-9_.-]+/")} ":"'
+        return quoted(f"{name}:") if _BARE_KEY.fullmatch(name) else f'{self._literal(name)} ":"'
+
+
+class FunctionGemmaNotation(GemmaNotation):
+    quote = "<escape>"
+
+
+class PythonNotation(Notation):
+    """Keyword arguments, whose values are literals."""
+
+    constants: ClassVar[Mapping[str, str]] = {"true": "True", "false": "False", "null": "None"}
+    separator = '"," " "?'
+
+    def _text(self, schema: Mapping[str, Any]) -> str:
+        _refuse(schema.keys() & {"pattern"})
+        either = (rf"{mark}([^{mark}\\\x00-\x1f\x7f]|\\[{mark}\\nrt]){_bounds(schema)}{mark}" for mark in "\"'")
+        return self._rules.terminal(f"/{'|'.join(either)}/")
+
+    def _literal(self, text: str) -> str:
+        return f"({' | '.join(map(quoted, sorted({repr(text), json.dumps(text, ensure_ascii=False)})))})"
+
+    def _key(self, name: str | None, *, is_top: bool) -> str:
+        if not is_top:
+            return f'{self._text({}) if name is None else self._literal(name)} ":" " "?'
+        if name is None:
+            return f'{self._rules.terminal("/[A-Za-z_][A-Za-z0-9_]*/")} "="'
+        if not _IDENTIFIER.fullmatch(name):
+            raise ConstraintError("", f"has a property {name!r:.80}")
+        return quoted(f"{name}=")
