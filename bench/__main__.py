@@ -20,7 +20,7 @@ BENCHMARKS = (
     "logprobs",
     "stages",
     "ranks",
-    "beside",
+    "load_cost",
     "grammar",
 )
 

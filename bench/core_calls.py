@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.drive import key_of
+from bench.rule_source import key_of
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from bench.drive import key_of
 from bench.lengths import sharegpt
+from bench.rule_source import key_of
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.core_load import constant_tokens
-from bench.drive import key_of
+from bench.rule_source import key_of
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler

@@ -4,7 +4,6 @@ batching gives for the same requests to the same model."""
 import asyncio
 import json
 import math
-import random
 import subprocess
 import sys
 import tempfile
@@ -13,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from bench.gpu_figures import Figure
 from bench.gpu_model import config_of, write_model
+from bench.served import send_at_once
 from bench.step_trace_busy import busy_share
-from bench.through_services import ClientView, stream_all
-from bench.workload import WorkItem
-from quire.client import AsyncClient
+from quire.load import LoadRequest, Report
 from quire.local import LocalServer, ServeSettings
 
 P = ParamSpec("P")
@@ -56,13 +55,17 @@ class Attempts:
 class Served:
     """One round of requests."""
 
-    view: ClientView
+    report: Report
     busy: float
     """Share of the time in which the device was in a step, while all requests decoded."""
 
     @property
     def tokens_per_s(self) -> float:
-        return self.view.num_tokens / self.view.seconds
+        return self.report.output_tokens_per_s
+
+    @property
+    def duration_us(self) -> float:
+        return self.report.duration_s * 1e6
 
 
 def serving_figures(shape: str) -> Iterator[Figure]:
@@ -79,25 +82,27 @@ def serving_figures(shape: str) -> Iterator[Figure]:
             served = attempts.make(serve_once, settings, work, directory / f"{name}.json")
             if served is not None:
                 rounds[name] = served
-                yield Figure(f"device busy, {title}, {name}", "%", served.busy * 100, 100.0, served.view.seconds * 1e6)
+                yield Figure(f"device busy, {title}, {name}", "%", served.busy * 100, 100.0, served.duration_us)
         peer = attempts.make(peer_tokens_per_s, directory, work) or math.nan
         for name, served in rounds.items():
             rates = served.tokens_per_s, peer
-            yield Figure(f"served, {title}, {name} (ceiling: transformers)", "tok/s", *rates, served.view.seconds * 1e6)
+            yield Figure(f"served, {title}, {name} (ceiling: transformers)", "tok/s", *rates, served.duration_us)
     attempts.check()
 
 
 def make_requests(
     seed: int, count: int = NUM_REQUESTS, lengths: tuple[int, int] = (64, 512), output_tokens: int = OUTPUT_TOKENS
-) -> list[WorkItem]:
+) -> list[LoadRequest]:
     """Prompts of random tokens, from the shortest to the longest of `lengths`; all outputs are equally long."""
-    rng = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    shortest, longest = lengths
     return [
-        WorkItem([rng.randrange(10, 1000) for _ in range(rng.randint(*lengths))], output_tokens) for _ in range(count)
+        LoadRequest(index, rng.integers(10, 1000, rng.integers(shortest, longest + 1), np.int32), output_tokens)
+        for index in range(count)
     ]
 
 
-def serve_once(settings: ServeSettings, work: list[WorkItem], trace: Path) -> Served:
+def serve_once(settings: ServeSettings, work: list[LoadRequest], trace: Path) -> Served:
     """`serve` to its end. TimeoutError where that does not come: what dies at its start is started again for ever."""
 
     async def bounded() -> Served:
@@ -107,9 +112,9 @@ def serve_once(settings: ServeSettings, work: list[WorkItem], trace: Path) -> Se
     return asyncio.run(bounded())
 
 
-async def serve(settings: ServeSettings, work: list[WorkItem], trace: Path) -> Served:
+async def serve(settings: ServeSettings, work: list[LoadRequest], trace: Path) -> Served:
     """All services on this machine, and one round after a short one that warms them up."""
-    blocks = sum(-(-(len(item.prompt) + item.num_output_tokens + 1) // _BLOCK_SIZE) for item in work)
+    blocks = sum(-(-(len(item.prompt) + (item.output_len or 0) + 1) // _BLOCK_SIZE) for item in work)
     values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
     changes = {
         "grpc_port": 0,
@@ -123,19 +128,19 @@ async def serve(settings: ServeSettings, work: list[WorkItem], trace: Path) -> S
     }
     async with LocalServer(ServeSettings(**(values | changes))) as server:
         await server.wait_ready()
-        async with AsyncClient(server.grpc_address) as client:
-            # Prompts as long as those that are measured: long contexts are attended to by another kernel.
-            longest = max(len(item.prompt) for item in work)
-            warm_up = make_requests(seed=2, count=len(work), lengths=(min(8, longest), longest), output_tokens=16)
-            await stream_all(client, warm_up)
-            view = await stream_all(client, work)
-    return Served(view, busy_share(trace, len(work)))
+        # Prompts as long as those that are measured: long contexts are attended to by another kernel.
+        longest = max(len(item.prompt) for item in work)
+        warm_up = make_requests(seed=2, count=len(work), lengths=(min(8, longest), longest), output_tokens=16)
+        await send_at_once(server.grpc_address, warm_up)
+        report = await send_at_once(server.grpc_address, work)
+    return Served(report, busy_share(trace, len(work)))
 
 
-def peer_tokens_per_s(directory: Path, work: list[WorkItem], device: str = "cuda") -> float:
+def peer_tokens_per_s(directory: Path, work: list[LoadRequest], device: str = "cuda") -> float:
     """What transformers gives, in a process of its own, whose memory is free afterwards."""
     requests = directory / "requests.json"
-    requests.write_text(json.dumps({"prompts": [item.prompt for item in work], "tokens": work[0].num_output_tokens}))
+    prompts = [item.token_ids.tolist() for item in work]
+    requests.write_text(json.dumps({"prompts": prompts, "tokens": work[0].output_len}))
     command = [sys.executable, "-m", "bench.gpu_transformers", str(directory), str(requests), device]
     run = subprocess.run(command, capture_output=True, text=True, timeout=_PEER_TIMEOUT_S)
     if run.returncode:

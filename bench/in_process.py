@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.workload import WorkItem
 from quire.common.v1.common_pb2 import SamplingParameters
+from quire.load import LoadRequest
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -33,14 +33,14 @@ class InProcessEngine:
             max_model_len=info.model.max_model_len,
         )
 
-    def run(self, work: Sequence[WorkItem]) -> float:
+    def run(self, work: Sequence[LoadRequest]) -> float:
         """Generates all of it greedily; returns seconds."""
         scheduler = Scheduler(self._config)
         started = time.perf_counter()
         for index, item in enumerate(work):
-            key = RequestKey(ClientId(0), Handle(index))
-            request = Request(key, str(index), item.prompt, RowSampling(seed=index), item.num_output_tokens)
-            scheduler.submit(request, started)
+            key, prompt = RequestKey(ClientId(0), Handle(index)), item.token_ids.tolist()
+            assert item.output_len is not None, "a benchmark says how long outputs are"
+            scheduler.submit(Request(key, str(index), prompt, RowSampling(seed=index), item.output_len), started)
         results: deque[StepResult] = deque()
         while True:
             while len(results) < 2 and (plan := scheduler.schedule(time.perf_counter())) is not None:

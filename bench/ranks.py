@@ -10,9 +10,8 @@ from pathlib import Path
 
 from bench.models import SHAPES, write_model
 from bench.report import Series, median_ratio, write_results
+from bench.served import send_at_once
 from bench.split import make_work
-from bench.through_services import stream_all
-from quire.client import AsyncClient
 from quire.local import LocalServer, ServeSettings
 
 
@@ -66,6 +65,4 @@ def _server(arguments: argparse.Namespace, model: str, ranks: int) -> LocalServe
 async def _speed(server: LocalServer, arguments: argparse.Namespace, run: int) -> float:
     """Output tokens per second."""
     await server.wait_ready()
-    async with AsyncClient(server.grpc_address) as client:
-        view = await stream_all(client, make_work(arguments, run))
-    return view.num_tokens / view.seconds
+    return (await send_at_once(server.grpc_address, make_work(arguments, run))).output_tokens_per_s

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.drive import Drive, Source, key_of
 from bench.lengths import LengthMix, alpaca, describe, sharegpt
 from bench.report import Series, write_results
+from bench.rule_source import Drive, Source, key_of
 from bench.texts import real_prompts
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import SchedulerConfig

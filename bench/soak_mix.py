@@ -3,8 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping
 
-from bench.drive import key_of
-from bench.rule_source import VOCAB_SIZE
+from bench.rule_source import VOCAB_SIZE, key_of
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.request import Request, RowSampling
 

@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bench.drive import Drive
 from bench.memory import resident_bytes
-from bench.rule_source import RuleSource
+from bench.rule_source import Drive, RuleSource
 from bench.soak_mix import prefixes, requests, tenant
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from bench.models import SHAPES, write_model
 from bench.report import Series, median_ratio, write_results
-from bench.through_services import stream_all
-from bench.workload import Lengths, WorkItem, draw_workload
-from quire.client import AsyncClient
+from bench.served import chat_like, send_at_once
+from quire.load import LoadRequest
 from quire.local import LocalServer, ServeSettings
 
 
@@ -39,11 +38,9 @@ def main(arguments: argparse.Namespace) -> None:
         asyncio.run(_compare(arguments))
 
 
-def make_work(arguments: argparse.Namespace, run: int) -> list[WorkItem]:
+def make_work(arguments: argparse.Namespace, run: int) -> list[LoadRequest]:
     """Other prompts in every run, so that nothing is cached; the lengths are alike."""
-    scale = arguments.scale
-    lengths = Lengths(prompt_mean=161 * scale, output_mean=338 * scale, longest=480)
-    return draw_workload(arguments.requests, 1000, lengths, seed=run)
+    return chat_like(arguments.requests, arguments.scale, longest=480, seed=run)
 
 
 async def _compare(arguments: argparse.Namespace) -> None:
@@ -59,16 +56,15 @@ async def _compare(arguments: argparse.Namespace) -> None:
     async with LocalServer(settings) as server:
         await server.wait_ready()
         with _OneProcess(arguments.model) as one_process:
-            async with AsyncClient(server.grpc_address) as client:
-                await stream_all(client, make_work(arguments, run=0)[:4])
-                for run in range(1, arguments.runs + 1):
-                    work = make_work(arguments, run)
-                    num_tokens = sum(item.num_output_tokens for item in work)
-                    print(f"run {run}: {len(work)} requests at once, {num_tokens} output tokens")
-                    single.append(num_tokens / await asyncio.to_thread(one_process.run, run))
-                    view = await stream_all(client, work)
-                    split.append(num_tokens / view.seconds)
-                    first_token.append(view.median_first_token_s * 1e3)
+            await send_at_once(server.grpc_address, make_work(arguments, run=0)[:4])
+            for run in range(1, arguments.runs + 1):
+                work = make_work(arguments, run)
+                num_tokens = sum(request.output_len or 0 for request in work)
+                print(f"run {run}: {len(work)} requests at once, {num_tokens} output tokens")
+                single.append(num_tokens / await asyncio.to_thread(one_process.run, run))
+                report = await send_at_once(server.grpc_address, work)
+                split.append(report.output_tokens_per_s)
+                first_token.append(report.ttft.p50 * 1e3 if report.ttft else 0.0)
     series = (
         Series("one process, output tokens", "tok/s", tuple(single)),
         Series("three processes, output tokens", "tok/s", tuple(split)),

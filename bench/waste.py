@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.drive import Drive, key_of
 from bench.lengths import describe, sharegpt
 from bench.orca import Occupancy, Reservation, simulate
 from bench.report import Series, write_results
+from bench.rule_source import Drive, key_of
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler

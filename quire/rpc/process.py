@@ -35,7 +35,7 @@ def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
         other error (logged).
     """
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_until_signalled(main))
     except ConfigurationError as error:
         report_configuration_error(error, program=program)
@@ -100,7 +100,7 @@ async def _until_signalled(main: Callable[[], Awaitable[None]]) -> None:
             raise
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's loop where it is installed, which is not so on every platform; else the standard one."""
     try:
         import uvloop

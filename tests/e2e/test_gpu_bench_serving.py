@@ -13,6 +13,6 @@ pytestmark = pytest.mark.extended
 async def test_requests_are_served_and_the_trace_says_how_busy_the_device_was(tmp_path: Path) -> None:
     work = make_requests(1, count=3, lengths=(3, 9), output_tokens=24)
     served = await serve(ServeSettings(device="cpu", num_threads=1), work, tmp_path / "trace.json")
-    assert served.view.num_tokens == 3 * 24
+    assert served.report.output_tokens == 3 * 24
     assert served.tokens_per_s > 0
     assert 0 < served.busy <= 1

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-import uvloop
-
 from quire.cli.bench.driver import CannotMeasureError, Driver, Outcome, Pacing, Server, ServerFacts
 from quire.cli.bench.flags import BenchFlags, PlotFlags
 from quire.cli.bench.grpc_client import GrpcServer
@@ -21,6 +19,7 @@ from quire.cli.bench.plan import Load, PlannedRun, read_file
 from quire.cli.bench.progress import Progress
 from quire.cli.bench.table import make_errors, make_table
 from quire.load import LoadRequest, LoadResult, Report, Run, make_report
+from quire.rpc.process import loop_factory
 from quire.settings import ConfigurationError, load_settings
 from quire.version import VERSION
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     flags = load_settings(BenchFlags, argv, os.environ, program=PROGRAM)
     _check_output(flags)
     bench = _Bench(flags, read_file(flags), command=shlex.join(["quire", "bench", *argv]))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(bench.run())
     return bench.finish()
 

@@ -14,7 +14,7 @@ from worker_svc.startup import processors_for
 _RUN = """
 import json, os, sys
 from bench.in_process import InProcessEngine
-from bench.workload import WorkItem
+from quire.load import fixed, take
 from worker_svc.settings import WorkerSettings
 
 engine = InProcessEngine(
@@ -22,7 +22,7 @@ engine = InProcessEngine(
         device="cpu", num_threads=int(sys.argv[1]), thread_binding=sys.argv[2], num_gpu_blocks=20, swap_space=0
     )
 )
-engine.run([WorkItem([5, 6, 7], 3)])
+engine.run(take(fixed(3, 3, 1000), 1, seed=0))
 print(json.dumps(sorted(os.sched_getaffinity(0))))
 """
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from bench.drive import Drive, key_of
-from bench.rule_source import VOCAB_SIZE, RuleSource
+from bench.rule_source import VOCAB_SIZE, Drive, RuleSource, key_of
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, RowSampling

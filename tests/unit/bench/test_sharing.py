@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.drive import Drive, key_of
-from bench.rule_source import RuleSource
+from bench.rule_source import Drive, RuleSource, key_of
 from bench.sharing import Workload, mean_shares, saved, shareable
 from bench.texts import real_prompts
 from scheduler_svc.core.config import SchedulerConfig

@@ -25,8 +25,16 @@ DOCUMENTS = [
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 # Where flags are added by hand.
 SCRIPTS = ("bench", "tools", "examples", "assets")
-# What other programs take: docker compose, kubectl, pip, chrt.
-FOREIGN_FLAGS = {"--build", "--profile", "--kustomize", "--extra-index-url", "--no-deps", "--fifo"}
+# What other programs take: docker compose, kubectl, pip, chrt, vLLM.
+FOREIGN_FLAGS = {
+    "--build",
+    "--profile",
+    "--kustomize",
+    "--extra-index-url",
+    "--no-deps",
+    "--fifo",
+    "--no-enable-prefix-caching",
+}
 # Spoken of as what there is not.
 ABSENT = {"setup.py"}
 
@@ -92,7 +100,7 @@ def test_the_checks_find_what_is_wrong(tmp_path: Path, known_flags: set[str], fi
 def flags_of_settings() -> Iterator[str]:
     """Those of the services and of every command of `quire`."""
     modules = [
-        importlib.import_module(f"quire.cli.{module.name}") for module in pkgutil.iter_modules(quire.cli.__path__)
+        importlib.import_module(module.name) for module in pkgutil.walk_packages(quire.cli.__path__, "quire.cli.")
     ]
     classes = {*SERVICES, *(value for module in modules for value in vars(module).values() if isinstance(value, type))}
     for cls in filter(dataclasses.is_dataclass, classes):

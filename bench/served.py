@@ -1,0 +1,32 @@
+"""What clients of all services see of requests that are sent at once, by the driver of `quire bench`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire.cli.bench.driver import Driver, Pacing
+from quire.cli.bench.grpc_client import GrpcServer
+from quire.load import LoadRequest, Report, make_report, sharegpt, take
+
+_TIMEOUT_S = 900
+
+
+def chat_like(num_requests: int, scale: float, longest: int, seed: int, vocab_size: int = 1000) -> list[LoadRequest]:
+    """Requests with lengths like ShareGPT's, so many times as long; another seed gives other tokens and lengths."""
+    return take(sharegpt(longest, vocab_size, scale), num_requests, seed)
+
+
+async def send_at_once(address: str, requests: Sequence[LoadRequest]) -> Report:
+    """Streams all requests over gRPC, greedily. RuntimeError where a request fails or a token is missing."""
+    server = GrpcServer(address, model=None, api_key=None, tls=None, temperature=0.0, ignore_eos=True)
+    pacing = Pacing(max_concurrency=None, is_closed=False, duration_s=None, timeout_s=_TIMEOUT_S)
+    driver = Driver(server, pacing, lambda _: None)
+    try:
+        await server.connect()
+        await driver.run(replace(request, arrival_s=0.0) for request in requests)
+    finally:
+        await server.close()
+    report = make_report(driver.outcome.records, request_rate=float("inf"), client_cpu_s=driver.outcome.cpu_s)
+    wanted = sum(request.output_len or 0 for request in requests)
+    if report.errors or report.output_tokens != wanted:
+        raise RuntimeError(f"{report.output_tokens} of {wanted} tokens came; failed: {driver.outcome.messages}")
+    return report
