@@ -167,6 +167,8 @@ def _make_server(flags: BenchFlags) -> Server:
         "ignore_eos": flags.ignore_eos,
     }
     if flags.backend == "grpc":
+        if (flags.address or "").startswith(("http://", "https://")):
+            raise ConfigurationError(f'--url: "{flags.address}" is for --backend openai; gRPC takes HOST:PORT')
         return GrpcServer(flags.address or "127.0.0.1:50051", tls=flags.client_tls(), **common)
     if flags.client_tls() is not None:
         raise ConfigurationError("the flags of TLS are for --backend grpc; give --url https://HOST:PORT")

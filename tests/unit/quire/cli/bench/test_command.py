@@ -136,6 +136,7 @@ def test_the_token_ids_of_a_file_are_sent_as_they_are(tmp_path: Path) -> None:
         (["--plot=a.pdf"], "expected a file that ends in .svg or .png"),
         (["--out=/proc/nothing/a.json"], "cannot write /proc/nothing/a.json"),
         (["--backend=openai", "--url=localhost:8000"], "expected http://HOST:PORT or https://HOST:PORT"),
+        (["--url=http://localhost:8000"], "is for --backend openai; gRPC takes HOST:PORT"),
         (["--backend=openai", "--tls"], "the flags of TLS are for --backend grpc"),
         (["plot"], "plot takes one or several results"),
         (["plot", "missing.json"], "cannot read missing.json: No such file"),
